@@ -1,0 +1,147 @@
+#!/usr/bin/env python
+"""Grade other projects' own test cases with our rules, and print how often the verdict is theirs.
+
+    python scripts/grade_yardstick.py grading_cases.jsonl
+
+A line of the file is one case: ``grader`` (whose function), ``kind``, ``response``, ``label``, ``expected``, and perhaps
+``params`` and ``metadata``. docs/rewards.md shows the table this prints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slimelite.rewards import dapo, deepscaler, f1, gpqa, gsm8k, latex, math
+from slimelite.rewards.rule import Answer, Rule
+
+Case = dict[str, Any]
+
+
+def grade(rule: Rule, case: Case) -> Any:
+    """What a run would give: the quick verdict, or else the slow one."""
+    label = "" if case["label"] is None else str(case["label"])
+    answer = Answer(case["response"] or "", label, case.get("metadata") or {})
+    reward = rule.quick(answer)
+    if reward is None:
+        assert rule.slow is not None, f"{rule.name} has no second step"
+        return rule.slow(answer)
+    return reward
+
+
+def math_equal(case: Case) -> bool:
+    """The math rule on two bare answers."""
+    return math.compare(case["response"], case["label"]) or (
+        math.compare(case["response"], case["label"]) is None and math.equal_by_algebra(case["response"], case["label"])
+    )
+
+
+def math_verify_direct(case: Case) -> bool:
+    """math-verify as a case asks for it; the rule uses its LaTeX half alone."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    params = case.get("params", {})
+    kinds = {"latex": LatexExtractionConfig(), "expr": ExprExtractionConfig()}
+    targets = [kinds[name] for name in params.get("match_types", ["latex", "expr"])]
+    given, truth = parse(case["response"], targets), parse(case["label"], targets)
+    options = {"float_rounding": params["precision"]} if "precision" in params else {}
+    options |= {name: params[name] for name in ("strict", "allow_set_relation_comp") if name in params}
+    return bool(verify(truth, given, **options))
+
+
+def with_marker(case: Case) -> Case:
+    """OpenAI's recorded GSM8K outputs end in 'A: 4' where the data set has '#### 4'."""
+    head, marker, tail = case["response"].rpartition("A: ")
+    return {**case, "response": f"{head}#### {tail}" if marker else case["response"]}
+
+
+def strict_box(case: Case) -> bool:
+    """Does the case ask dapo for the strict form?"""
+    return bool(case.get("params", {}).get("strict_box_verify"))
+
+
+GRADERS: dict[str, Callable[[Case], Any]] = {
+    "slime.math.last_boxed_only_string": lambda c: latex.last_boxed_only_string(c["response"]),
+    "slime.math.remove_boxed": lambda c: latex.remove_boxed(c["response"]),
+    "slime.math.extract_boxed_answer": lambda c: latex.extract_boxed_answer(c["response"]),
+    "slime.math.extract_answer": lambda c: latex.extract_boxed_answer(c["response"]),
+    "slime.math._strip_string": lambda c: latex.strip_string(c["response"]),
+    "slime.math.mathd_normalize_answer": lambda c: None if c["response"] is None else latex.normalize_answer(c["response"]),
+    "slime.math.grade_answer_mathd": math_equal,
+    "slime.math.grade_answer_sympy": math_equal,
+    "slime.math.grade_answer_verl": lambda c: grade(math.RULE, c),
+    "slime.deepscaler.get_deepscaler_rule_based_reward": lambda c: grade(deepscaler.RULE, c),
+    "slime.dapo.last_boxed_only_string": lambda c: latex.last_boxed_only_string(c["response"]),
+    "slime.dapo.remove_boxed": lambda c: latex.remove_boxed(c["response"]),
+    "slime.dapo.normalize_final_answer": lambda c: dapo.normalize_final_answer(c["response"]),
+    "slime.dapo.is_correct_minerva": lambda c: dapo.verify_minerva(c["response"], c["label"]),
+    "slime.dapo.is_correct_strict_box": lambda c: dapo.verify_strict_box(c["response"], c["label"]),
+    "slime.dapo.verify": lambda c: (dapo.verify_strict_box if strict_box(c) else dapo.verify_minerva)(c["response"], c["label"]),
+    "slime.dapo.compute_score": lambda c: dapo.compute_score(c["response"], c["label"], strict_box=strict_box(c)),
+    "slime.f1.normalize_answer": lambda c: f1.normalize_answer(c["response"]),
+    "slime.f1.f1_score": lambda c: f1.f1_score(c["response"], c["label"]),
+    "slime.gpqa._extract_letter_from_response": lambda c: gpqa.extract_letter(c["response"], c["params"]["args"][0]),
+    "slime.gpqa.compute_gpqa_reward": lambda c: grade(gpqa.RULE, c),
+    "gsm8k.is_correct": lambda c: grade(gsm8k.RULE, with_marker(c)),
+    "hendrycks.is_equiv": lambda c: latex.strip_string(c["response"]) == latex.strip_string(c["label"]),
+    "open_instruct.strip_string": lambda c: latex.strip_string(c["response"].strip()),
+    "math_verify": math_verify_direct,
+}
+NOT_OURS = {
+    "slime.ifbench (allenai/IFBench strict)": "ifbench is refused",
+    "open_instruct.PuzzleMatcherVerifier": "no such rule in slime or here",
+    "open_instruct.GSM8KVerifier": "takes the last number anywhere; ours wants ####",
+}
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Do two verdicts agree? Pairs and lists by element; slime's strict box says -1 for wrong; what raises there is None here."""
+    if isinstance(theirs, dict) and "raises" in theirs:
+        return ours is None
+    if isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(ours, bool) and theirs == -1:
+        return not ours
+    if isinstance(theirs, float):
+        return abs(float(ours) - theirs) < 1e-12
+    return bool(ours == theirs)
+
+
+def main(path: str) -> int:
+    """Print the table and every differing case; 1 if more than 2 % of the graded cases differ, else 0."""
+    logging.disable(logging.CRITICAL)
+    total, agreed, skipped = Counter[str](), Counter[str](), Counter[str]()
+    differing: list[tuple[Case, Any]] = []
+    for line in Path(path).read_text("utf-8").splitlines():
+        case = json.loads(line)
+        name = case["grader"]
+        if name in NOT_OURS:
+            skipped[name] += 1
+            continue
+        total[name] += 1
+        verdict = GRADERS[name](case)
+        if same(verdict, case["expected"]):
+            agreed[name] += 1
+        else:
+            differing.append((case, verdict))
+    print("| grader | cases | same verdict |\n|---|---|---|")
+    for name in sorted(total):
+        print(f"| {name} | {total[name]} | {agreed[name]} |")
+    print(f"| all | {total.total()} | {agreed.total()} ({agreed.total() / total.total():.1%}) |")
+    for name, count in sorted(skipped.items()):
+        print(f"| {name} | {count} | not graded: {NOT_OURS[name]} |")
+    for case, verdict in differing:
+        print(f"\n{case['id']} {case['grader']}: ours {verdict!r}, theirs {case['expected']!r}; {case.get('note', '')}")
+        print(f"  response {case['response'][-160:]!r}\n  label    {case['label'][-80:]!r}")
+    return int(len(differing) > 0.02 * total.total())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Make .venv with the tested versions (constraints.txt).   bash scripts/setup.sh [--dev]
+# Needs only Python >= 3.11. VENV=/elsewhere puts it somewhere else; a finished environment is left as it is.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+VENV=${VENV:-.venv}
+PYTHON=${PYTHON:-python3}
+EXTRA=""; [[ "${1:-}" == "--dev" ]] && EXTRA="[dev]"
+
+stamp="$VENV/.slimelite$EXTRA-$(cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)"
+[[ -e "$stamp" ]] && exit 0
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "slimelite needs Python 3.11 or newer; set PYTHON=" >&2; exit 1; }
+[[ -x "$VENV/bin/python" ]] || "$PYTHON" -m venv "$VENV"
+pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
+
+torch=$(sed -n 's/^torch==//p' constraints.txt)
+if ! "$VENV/bin/python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$torch')" 2>/dev/null; then
+    echo "installing torch $torch ..."
+    if compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
+        pip install "torch==$torch" # the default build of the package index is CUDA
+    elif ! pip install "torch==$torch+cpu" 2>/dev/null; then
+        # an index without the CPU build: uv knows where PyTorch keeps it
+        pip install uv
+        "$VENV/bin/python" -m uv pip install --quiet --python "$VENV/bin/python" --torch-backend cpu "torch==$torch" ||
+            { echo "no CPU build found; installing the CUDA build (several GB)"; pip install "torch==$torch"; }
+    fi
+fi
+echo "installing slimelite and its dependencies ..."
+pip install -c constraints.txt -e ".$EXTRA"
+touch "$stamp"

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Set up .venv and pass the tests: linter, type checker, test suite.   bash scripts/test.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh --dev
+export PATH="$PWD/${VENV:-.venv}/bin:$PATH"
+# two cores and several processes: more OpenMP threads than cores make all of them crawl
+export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+ruff check .
+ruff format --check .
+mypy
+exec python -m pytest -q "$@"

@@ -1,0 +1,3 @@
+"""slimelite: slime's command line for reinforcement learning of language models, in plain PyTorch."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,202 @@
+"""Train/inference mismatch: what to do when the engine that sampled and the trainer disagree on log-probs.
+
+ρ = exp(old − roll), ``old: [T]`` the trainer's log-prob under the weights at the start of this rollout's training,
+``roll: [T]`` the engine's when it generated the token (possibly under older weights). Weights multiply the policy loss
+of a token, a ``keep`` of False drops it from the loss; either way the denominators of the reduction stay the original
+ones. Nothing here has a gradient. Background: arXiv:2110.00641 (decoupled policies); fengyao.notion.site/off-policy-rl.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from slimelite.algorithms.packed import Metrics, bounded_exp, mean_metric, segment_mean, segment_sum, select
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "mask", "clip")
+
+
+@torch.no_grad()
+def tis_weights(
+    old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2.0, clip_low: float = 0.0
+) -> tuple[Tensor, Metrics]:
+    """TIS, truncated importance sampling (fengyao.notion.site/off-policy-rl): [T] clamp(ρ, clip_low, clip)."""
+    ratio = bounded_exp(select(old, mask) - select(roll, mask))
+    weights = ratio.clamp(clip_low, clip)
+    return select(weights, mask), _weight_metrics(ratio, weights, mask)
+
+
+@torch.no_grad()
+def icepop_weights(
+    old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2.0, clip_low: float = 0.0
+) -> tuple[Tensor, Metrics]:
+    """IcePop (arXiv:2510.18855): [T] ρ where clip_low ≤ ρ ≤ clip, else 0."""
+    ratio = bounded_exp(select(old, mask) - select(roll, mask))
+    weights = torch.where((ratio >= clip_low) & (ratio <= clip), ratio, 0.0)
+    return select(weights, mask), _weight_metrics(ratio, weights, mask)
+
+
+@torch.no_grad()
+def mis_weights(
+    old: Tensor,
+    roll: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    num_segments: int,
+    *,
+    level: str,
+    mode: str,
+    upper: float,
+    lower: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Importance weights [T] at a level, bounded by a mode (slime's and verl's rollout correction).
+
+    ``level``: see `level_ratio`. ``mode``: truncate min(ρ, upper); clip clamp(ρ, lower, upper); mask ρ inside
+    [lower, upper], else 0. ``lower`` None means 1/upper; truncate has no lower bound.
+
+    Raises:
+        ValueError: an unknown level or mode.
+    """
+    ratio = level_ratio(old, roll, mask, segments, num_segments, level)
+    lower = 1 / upper if lower is None else lower
+    if mode == "truncate":
+        weights = ratio.clamp(max=upper)
+    elif mode == "clip":
+        weights = ratio.clamp(lower, upper)
+    elif mode == "mask":
+        weights = torch.where((ratio >= lower) & (ratio <= upper), ratio, 0.0)
+    else:
+        raise ValueError(f"unknown correction mode {mode!r}; one of {', '.join(MODES)}")
+    return select(weights, mask), _weight_metrics(ratio, weights, mask)
+
+
+@torch.no_grad()
+def rejection_keep(
+    old: Tensor,
+    roll: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    num_segments: int,
+    *,
+    level: str,
+    upper: float,
+    lower: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Rejection sampling: keep [T] bool, the tokens whose ρ at ``level`` lies in [lower, upper] (lower: 1/upper).
+
+    At the levels sequence and geometric a whole response is kept or dropped. Metric ``rs_reject_frac``: share of
+    unmasked tokens dropped.
+
+    Raises:
+        ValueError: an unknown level.
+    """
+    ratio = level_ratio(old, roll, mask, segments, num_segments, level)
+    keep = (ratio >= (1 / upper if lower is None else lower)) & (ratio <= upper)
+    return keep, {"rs_reject_frac": mean_metric(~keep, mask)}
+
+
+@torch.no_grad()
+def veto_keep(
+    old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_segments: int, *, threshold: float
+) -> tuple[Tensor, Metrics]:
+    """Veto: keep [T] bool, False for every token of a response that has a token with ρ < threshold (about 1e-4).
+
+    Metrics: ``veto_token_frac`` such tokens among the unmasked ones, ``veto_response_frac`` the responses dropped among
+    those with an unmasked token.
+    """
+    bad = select(old, mask) - select(roll, mask) < math.log(threshold)
+    dropped = _any_token(bad, segments, num_segments)
+    return ~dropped[segments], {
+        "veto_token_frac": mean_metric(bad, mask),
+        "veto_response_frac": mean_metric(dropped, _any_token(mask, segments, num_segments)),
+    }
+
+
+@torch.no_grad()
+def opsm_keep(
+    log_probs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    num_segments: int,
+    *,
+    delta: float,
+) -> tuple[Tensor, Metrics]:
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; ``--use-opsm``): keep [T] bool.
+
+    Drops a response whose advantage is negative and whose masked mean of old − log_probs exceeds ``delta``. Where the
+    advantage [T] varies within the response its masked mean decides for all tokens (slime decides token by token).
+    Metric ``opsm_clipfrac``: share of responses with an unmasked token that were dropped (slime: share of tokens).
+    """
+    drift = segment_mean(select(old, mask) - select(log_probs, mask), mask, segments, num_segments)
+    advantage = segment_mean(advantages, mask, segments, num_segments)
+    dropped = (advantage < 0) & (drift > delta)
+    return ~dropped[segments], {"opsm_clipfrac": mean_metric(dropped, _any_token(mask, segments, num_segments))}
+
+
+@torch.no_grad()
+def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2.0, clip_low: float = 0.0) -> Metrics:
+    """How far engine and trainer are apart, over unmasked tokens that have an engine log-prob (``roll`` not NaN).
+
+    =================================  ============================================================================
+    train_rollout_logprob_abs_diff     mean |old − roll|
+    mismatch_k3                        mean ρ − 1 − log ρ, an estimate of KL(roll ‖ old)
+    mismatch_ratio                     mean ρ
+    mismatch_ratio_sq                  mean ρ²; with the mean it gives `effective_sample_size`
+    mismatch_clipfrac                  share of ρ outside [clip_low, clip]: what TIS clips, or would
+    =================================  ============================================================================
+    """
+    mask = mask & ~roll.isnan()
+    log_ratio = select(old, mask) - select(roll, mask)
+    ratio = bounded_exp(log_ratio)
+    return {
+        "train_rollout_logprob_abs_diff": mean_metric(log_ratio.abs(), mask),
+        "mismatch_k3": mean_metric(torch.expm1(log_ratio.clamp(-20.0, 20.0)) - log_ratio, mask),
+        "mismatch_ratio": mean_metric(ratio, mask),
+        "mismatch_ratio_sq": mean_metric(ratio.square(), mask),
+        "mismatch_clipfrac": mean_metric((ratio < clip_low) | (ratio > clip), mask),
+    }
+
+
+def effective_sample_size(mean_ratio: float, mean_ratio_sq: float) -> float:
+    """(Σρ)² / (N·Σρ²), the share of tokens that importance weighting leaves, from the means of ρ and ρ² of all tokens.
+
+    It is the one mismatch metric that is no mean, hence taken last, after sums from all ranks have met.
+    """
+    return mean_ratio**2 / mean_ratio_sq if mean_ratio_sq > 0 else 0.0
+
+
+def level_ratio(old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_segments: int, level: str) -> Tensor:
+    """[T] ρ: of the token (``token``), or of its response as the product (``sequence``, unbiased, high variance) or
+    the geometric mean (``geometric``) of its unmasked tokens' ratios.
+
+    Raises:
+        ValueError: an unknown level.
+    """
+    log_ratio = select(old, mask) - select(roll, mask)
+    if level == "sequence":
+        log_ratio = segment_sum(log_ratio, segments, num_segments)[segments]
+    elif level == "geometric":
+        log_ratio = segment_mean(log_ratio, mask, segments, num_segments)[segments]
+    elif level != "token":
+        raise ValueError(f"unknown correction level {level!r}; one of {', '.join(LEVELS)}")
+    return bounded_exp(log_ratio)
+
+
+def _any_token(flags: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """[num_segments] bool: some token of the row has its flag set."""
+    return segment_sum(flags.long(), segments, num_segments) > 0
+
+
+def _weight_metrics(ratio: Tensor, weights: Tensor, mask: Tensor) -> Metrics:
+    """slime's names for every correction: mean ρ, mean |ρ − 1|, share changed by the bounds; and the mean weight."""
+    return {
+        "tis": mean_metric(ratio, mask),
+        "tis_abs": mean_metric((ratio - 1).abs(), mask),
+        "tis_clipfrac": mean_metric(weights != ratio, mask),
+        "tis_weight": mean_metric(weights, mask),
+    }

@@ -1,0 +1,72 @@
+"""Direct preference optimisation on pairs of responses."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from slimelite.algorithms.packed import Metrics, mean_metric, segment_mean, segment_sum, select
+
+DPO_KINDS = ("sigmoid", "ipo")
+
+
+def dpo_loss(
+    log_probs: Tensor,
+    ref: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    num_segments: int,
+    chosen: Tensor,
+    rejected: Tensor,
+    *,
+    beta: float,
+    kind: str = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Metrics]:
+    """Loss of each preference pair, from Δ = h(chosen) − h(rejected):
+
+    ========  ===================================================================================================
+    sigmoid   −(1−ε)·log σ(βΔ) − ε·log σ(−βΔ), h the sum of log_probs − ref over the unmasked tokens of a response
+              (arXiv:2305.18290; ε > 0 is conservative DPO, ericmitchell.ai/cdpo.pdf)
+    ipo       (Δ − 1/(2β))², h their mean (arXiv:2310.12036, averaged over length as its authors advise)
+    ========  ===================================================================================================
+
+    Args:
+        log_probs: [T] of the policy at temperature 1; the gradient flows through them alone.
+        ref: [T] of the reference.
+        mask: [T] bool.
+        segments: [T] int64 row of each token.
+        num_segments: number of rows.
+        chosen: [P] int64, row of each pair's preferred response.
+        rejected: [P] int64, row of its other response.
+        beta: strength of the pull to the reference.
+        kind: one of ``DPO_KINDS``.
+        label_smoothing: ε, the probability that a label is wrong (sigmoid).
+
+    Returns:
+        [P] losses, to be averaged over the pairs of the step, and metrics over pairs: ``rewards/chosen`` and
+        ``rewards/rejected`` (β·h), ``rewards/margins`` and ``rewards/accuracies``.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    log_ratio = select(log_probs, mask) - select(ref, mask)
+    if kind == "sigmoid":
+        score = segment_sum(log_ratio, segments, num_segments)
+    elif kind == "ipo":
+        score = segment_mean(log_ratio, mask, segments, num_segments)
+    else:
+        raise ValueError(f"unknown DPO loss {kind!r}; one of {', '.join(DPO_KINDS)}")
+    delta = score[chosen] - score[rejected]
+    if kind == "sigmoid":
+        losses = -(1 - label_smoothing) * logsigmoid(beta * delta) - label_smoothing * logsigmoid(-beta * delta)
+    else:
+        losses = (delta - 1 / (2 * beta)).square()
+    pairs = torch.ones_like(chosen, dtype=torch.bool)
+    return losses, {
+        "rewards/chosen": mean_metric(beta * score[chosen], pairs),
+        "rewards/rejected": mean_metric(beta * score[rejected], pairs),
+        "rewards/margins": mean_metric(beta * delta, pairs),
+        "rewards/accuracies": mean_metric(delta > 0, pairs),
+    }

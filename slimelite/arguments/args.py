@@ -1,0 +1,53 @@
+"""All groups in one flat, frozen object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from slimelite.arguments.algorithm import AlgorithmArgs
+from slimelite.arguments.base import resolved
+from slimelite.arguments.checkpoint import CheckpointArgs
+from slimelite.arguments.cluster import ClusterArgs
+from slimelite.arguments.data import DataArgs
+from slimelite.arguments.debug import DebugArgs
+from slimelite.arguments.eval import EvalArgs
+from slimelite.arguments.model import ModelArgs
+from slimelite.arguments.optimizer import OptimizerArgs
+from slimelite.arguments.perf import PerfArgs
+from slimelite.arguments.reward import RewardArgs
+from slimelite.arguments.rollout import RolloutArgs
+from slimelite.arguments.sglang import SglangArgs
+from slimelite.arguments.tracking import TrackingArgs
+
+
+class Derivation(NamedTuple):
+    """A value that nobody gave, and why it is what it is."""
+
+    name: str
+    value: object
+    reason: str
+
+
+@dataclass(frozen=True)
+class Args(
+    DebugArgs,
+    TrackingArgs,
+    SglangArgs,
+    EvalArgs,
+    PerfArgs,
+    OptimizerArgs,
+    AlgorithmArgs,
+    RewardArgs,
+    RolloutArgs,
+    DataArgs,
+    CheckpointArgs,
+    ModelArgs,
+    ClusterArgs,
+):
+    """Every argument of a run, flat: ``args.rollout_temperature``. Bases are read right to left."""
+
+    derivations: tuple[Derivation, ...] = resolved(())
+    notes: tuple[str, ...] = resolved(())
+    # flags that were given and change nothing here -> why
+    no_effect: tuple[tuple[str, str], ...] = resolved(())

@@ -1,0 +1,72 @@
+"""Saving and resuming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slimelite.arguments.base import flag, resolved
+
+# written last, names the newest complete checkpoint (slime's and Megatron's name for it)
+MARKER = "latest_checkpointed_iteration.txt"
+ROLLOUT_STATE = "rollout_state.json"
+
+
+@dataclass(frozen=True)
+class CheckpointArgs:
+    """Checkpoints."""
+
+    load: str | None = flag(
+        None, "resume from the newest checkpoint in this folder; without one, start afresh", metavar="DIR"
+    )
+    save: str | None = flag(None, "folder for checkpoints", metavar="DIR")
+    save_interval: int | None = flag(None, "save every this many rollouts, and after the last one")
+    save_hf: str | None = flag(
+        None, "also write the model in Hugging Face format here; {rollout_id} is replaced", metavar="TEMPLATE"
+    )
+    ckpt_step: int | None = flag(None, "resume from the checkpoint of this rollout instead of the newest")
+    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
+    no_load_optim: bool = flag(False, "resume the weights only, with a fresh optimizer")
+    no_load_rng: bool = flag(False, "resume without the random state")
+    finetune: bool = flag(False, "take the weights of --load only: fresh optimizer, random state and rollout count")
+    start_rollout_id: int = flag(None, "number of the first rollout", auto="one after the checkpoint's, else 0")
+    use_checkpoint_lr_scheduler: bool = flag(
+        False, "on resume the checkpoint's schedule wins over the flags (the default)"
+    )
+    override_lr_scheduler: bool = flag(False, "on resume the flags win over the checkpoint's schedule")
+
+    # the checkpoint under --load to resume from; None: a fresh start
+    resume_directory: str | None = resolved(None)
+
+
+def find_checkpoint(load: str | Path, step: int | None = None) -> Path | None:
+    """The checkpoint under ``load`` to resume from: that of rollout ``step``, or the newest complete one.
+
+    Returns:
+        its folder, or None when ``load`` is absent or empty (the first run of a script that resumes).
+
+    Raises:
+        ValueError: ``load`` holds something else, or the checkpoint asked for is not there.
+    """
+    root = Path(load)
+    if not root.is_dir() or not any(root.iterdir()):
+        return None
+    marker = root / MARKER
+    if not marker.is_file():
+        if any(root.glob("iter_*")):  # the first save was cut short
+            return None
+        kind = (
+            "a Hugging Face model; start from it with --hf-checkpoint"
+            if (root / "config.json").is_file()
+            else "not a checkpoint"
+        )
+        raise ValueError(f"{load}: has no {MARKER}: it is {kind}")
+    word = str(step) if step is not None else marker.read_text().strip()
+    directory = root.absolute() / f"iter_{word:0>7}"
+    if (directory / ROLLOUT_STATE).is_file():
+        return directory
+    if any(root.glob(f"iter_*/{ROLLOUT_STATE}")):
+        raise ValueError(f"{load}: {directory.name} is not there, or not complete")
+    raise ValueError(
+        f"{load}: {MARKER} says {word}, but there is no {directory.name}/{ROLLOUT_STATE}: a Megatron checkpoint?"
+    )

@@ -1,0 +1,313 @@
+"""Values that nobody gave: found once, after all sources are merged, each with its reason."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field, replace
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from slimelite.arguments.architecture import model_config_from_flags
+from slimelite.arguments.args import Args, Derivation
+from slimelite.arguments.checkpoint import find_checkpoint
+from slimelite.arguments.eval_config import resolve_eval_datasets
+from slimelite.arguments.machine import Machine
+from slimelite.arguments.vocabulary import Settings
+
+# what slime's flags name by default is what runs here when they name nothing
+SLIME_DEFAULTS = {
+    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+    "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+}
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass
+class Draft:
+    """Arguments on their way to being complete."""
+
+    args: Args
+    given: frozenset[str]  # fields that a source named
+    machine: Machine
+    settings: Settings
+    derivations: list[Derivation] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def set(self, name: str, value: Any, reason: str) -> None:
+        """Give field ``name`` a value, and say why."""
+        self.args = replace(self.args, **{name: value})
+        self.derivations.append(Derivation(name, value, reason))
+
+    def default(self, name: str, value: Any, reason: str) -> None:
+        """As `set`, unless the field has a value."""
+        if getattr(self.args, name) is None:
+            self.set(name, value, reason)
+
+    def complain(self, option: str, what: str) -> None:
+        """A problem that only derivation can see."""
+        self.settings.complain(option, what)
+
+
+def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settings) -> Args:
+    """``args`` with every open value filled in; what cannot be becomes a problem of ``settings``."""
+    draft = Draft(args, given, machine, settings)
+    _modes(draft)
+    _devices(draft)
+    _engines(draft)
+    _model(draft)
+    _batches(draft)
+    _lengths(draft)
+    _algorithm(draft)
+    _checkpoints(draft)
+    _tracking(draft)
+    draft.args = replace(draft.args, eval_datasets=resolve_eval_datasets(draft.args, settings))
+    return replace(
+        draft.args,
+        sglang_overrides=dict(settings.sglang),
+        derivations=tuple(draft.derivations),
+        notes=tuple(draft.notes),
+    )
+
+
+def _modes(draft: Draft) -> None:
+    """Which halves of the loop run, what is dumped, and whose code runs."""
+    args = draft.args
+    for name, path in SLIME_DEFAULTS.items():
+        if getattr(args, name) == path:
+            draft.set(name, None, f"{path} is what runs anyway")
+    if args.rollout_function_path is not None:
+        draft.default("eval_function_path", args.rollout_function_path, "as --rollout-function-path")
+    if args.load_debug_rollout_data and not args.debug_train_only:
+        draft.set("debug_train_only", True, "--load-debug-rollout-data needs no engine")
+    if args.debug_rollout_only and args.colocate:
+        draft.set("colocate", False, "--debug-rollout-only has no trainer to share with")
+    if args.dump_details:
+        folder = args.dump_details.rstrip("/")
+        for name, sub in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
+            draft.default(name, f"{folder}/{sub}/{{rollout_id}}.parquet", "--dump-details")
+
+
+def _devices(draft: Draft) -> None:
+    """What to compute on, and how many of it."""
+    args, gpus = draft.args, draft.machine.gpus
+    if args.device == "auto":
+        found = f"{gpus} GPU(s) found" if gpus else "no GPU found"
+        draft.set("device", "cuda" if gpus else "cpu", found)
+    cuda = draft.args.device == "cuda"
+    draft.default("distributed_backend", "nccl" if cuda else "gloo", f"on {draft.args.device}")
+    if not cuda and draft.args.distributed_backend == "nccl":
+        draft.set("distributed_backend", "gloo", "nccl needs GPUs")
+    per_node, why = 1, "one rank on a CPU"
+    if cuda:
+        taken = 0 if args.colocate or args.debug_train_only else (args.rollout_num_gpus or 0)
+        per_node, why = (
+            max(1, min(8, gpus) - taken),
+            f"{gpus} GPU(s) here" + (f", {taken} of them for engines" if taken else ""),
+        )
+    draft.default("actor_num_gpus_per_node", per_node, why)
+    draft.default("num_gpus_per_node", draft.args.actor_num_gpus_per_node, "as --actor-num-gpus-per-node")
+    if args.offload:
+        draft.default("offload_train", True, "--offload")
+        draft.default("offload_rollout", True, "--offload")
+    turns = cuda and draft.args.colocate
+    for name in ("offload_train", "offload_rollout"):
+        if not cuda and getattr(draft.args, name):
+            draft.set(name, False, "on a CPU there is only host memory")
+        draft.default(
+            name, turns, "trainer and engines take turns on the GPUs" if turns else "nobody else needs the memory"
+        )
+
+
+def _engines(draft: Draft) -> None:
+    """Which inference engine, and how many."""
+    args = draft.args
+    cuda = args.device == "cuda"
+    if args.rollout_backend == "auto":
+        sglang = cuda and draft.machine.sglang
+        why = (
+            "a GPU and SGLang are here"
+            if sglang
+            else ("SGLang is not installed" if cuda else "no GPU: SGLang is for GPUs")
+        )
+        draft.set("rollout_backend", "sglang" if sglang else "embedded", why)
+    elif args.rollout_backend == "sglang" and not draft.machine.sglang:
+        draft.complain(
+            "--rollout-backend", "sglang: SGLang is not installed; pip install 'slimelite[sglang]', or take embedded"
+        )
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if args.colocate:
+        draft.default("rollout_num_gpus", ranks, "--colocate: the GPUs of training")
+    elif args.debug_train_only:
+        draft.default("rollout_num_gpus", 0, "no engine runs")
+    elif not cuda:
+        draft.default("rollout_num_gpus", args.rollout_num_gpus_per_engine, "one engine on a CPU")
+    elif args.debug_rollout_only:
+        draft.default("rollout_num_gpus", ranks, "--debug-rollout-only: every GPU")
+    elif args.rollout_num_gpus is None:
+        draft.complain(
+            "--rollout-num-gpus",
+            "is missing: give inference GPUs of its own, or share those of training with --colocate",
+        )
+        draft.args = replace(draft.args, rollout_num_gpus=ranks)
+    total, width = draft.args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if width < 1 or total % width:
+        draft.complain("--rollout-num-gpus", f"{total} is not a multiple of --rollout-num-gpus-per-engine {width}")
+        return
+    draft.set("num_engines", 0 if args.debug_train_only else total // width, f"{total} / {width} of one engine")
+
+
+def _model(draft: Draft) -> None:
+    """Tokenizer and reference model."""
+    args = draft.args
+    if args.hf_checkpoint:
+        draft.default("tokenizer", args.hf_checkpoint, "as --hf-checkpoint")
+    if not args.hf_checkpoint or (
+        Path(args.hf_checkpoint).is_dir() and not (Path(args.hf_checkpoint) / "config.json").is_file()
+    ):
+        _new_model(draft)
+    trains = args.loss_type == "policy_loss"
+    wanted = [
+        name
+        for name, on in (
+            ("--kl-coef", args.kl_coef != 0),
+            ("--kl-loss-coef", args.use_kl_loss and args.kl_loss_coef != 0),
+            ("--log-ref-kl", args.log_ref_kl),
+        )
+        if on
+    ]
+    if trains and wanted:
+        draft.set("use_reference", True, f"{' and '.join(wanted)} compare with it")
+    else:
+        draft.set("use_reference", False, "no KL coefficient is above 0, so no reference model is loaded")
+    if args.use_kl_loss and args.kl_loss_coef == 0 and not args.log_ref_kl:
+        draft.notes.append(
+            "--use-kl-loss with --kl-loss-coef 0 loads no reference model; --log-ref-kl logs the KL anyway"
+        )
+    if args.ref_load is None:
+        draft.default("ref_load", args.hf_checkpoint, "as --hf-checkpoint")
+    elif (problem := _not_hugging_face(args.ref_load)) is not None:
+        draft.set(
+            "ref_load", args.hf_checkpoint, f"--ref-load {args.ref_load} {problem}: --hf-checkpoint is the reference"
+        )
+        draft.notes.append(
+            f"--ref-load {args.ref_load} {problem}; the reference is --hf-checkpoint {args.hf_checkpoint}"
+        )
+
+
+def _new_model(draft: Draft) -> None:
+    """No config.json: the architecture flags define the model."""
+    args = draft.args
+    if not args.describes_model:
+        where = f"{args.hf_checkpoint}: holds no config.json; name" if args.hf_checkpoint else "is missing: name"
+        draft.complain("--hf-checkpoint", f"{where} a model, or define one with --num-layers ... and --tokenizer")
+        return
+    try:
+        draft.set("model_config", model_config_from_flags(args), "the architecture flags define a new model")
+    except ValueError as error:
+        draft.complain("--num-layers", str(error))
+    if args.tokenizer is None:
+        draft.complain("--tokenizer", "is missing: a new model needs one")
+
+
+def _not_hugging_face(path: str) -> str | None:
+    """Why ``path`` is no Hugging Face model, or None."""
+    folder = Path(path)
+    if not folder.is_dir():
+        is_hub_id = HUB_ID.fullmatch(path) and not path.startswith((".", "~")) and "torch_dist" not in path
+        return None if is_hub_id else "is not there"
+    if (folder / "config.json").is_file():
+        return None
+    if (folder / "latest_checkpointed_iteration.txt").is_file():
+        return "is in Megatron format"
+    return "holds no config.json"
+
+
+def _batches(draft: Draft) -> None:
+    """Samples, optimizer steps and micro-batches."""
+    args = draft.args
+    if not args.rollout_batch_size:
+        if args.rollout_batch_size is None:
+            draft.complain("--rollout-batch-size", "is missing: how many prompts make a rollout?")
+        return
+    draft.default("over_sampling_batch_size", args.rollout_batch_size, "as --rollout-batch-size")
+    samples = args.rollout_batch_size * args.n_samples_per_prompt
+    total = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = {samples} samples"
+    steps, size = args.num_steps_per_rollout, args.global_batch_size
+    if size is None:
+        steps = steps or 1
+        size = ceil(samples / max(steps, 1))
+        draft.set("global_batch_size", size, f"{total} in {steps} step(s)")
+    if size < 1:
+        return
+    fitting = ceil(samples / size)
+    if steps is not None and fitting != steps:
+        draft.complain("--num-steps-per-rollout", f"{steps}: {total}, in steps of {size}, make {fitting} steps")
+    draft.default("num_steps_per_rollout", fitting, f"{total} / --global-batch-size {size}")
+    if last := samples % size:
+        step = "the only step" if fitting == 1 else f"the last of {fitting} steps"
+        draft.notes.append(f"{total}: {step} of each rollout has {last} samples instead of {size}, and its own divisor")
+    if args.use_dynamic_batch_size:
+        draft.default("log_probs_max_tokens_per_gpu", args.max_tokens_per_gpu, "as --max-tokens-per-gpu")
+
+
+def _lengths(draft: Draft) -> None:
+    """Prompt and response lengths."""
+    args = draft.args
+    if args.rollout_max_context_len is not None:
+        draft.default("rollout_max_prompt_len", args.rollout_max_context_len - 1, "--rollout-max-context-len less 1")
+    if args.rollout_max_response_len is None and (args.debug_train_only or args.rollout_function_path):
+        draft.set("rollout_max_response_len", args.rollout_max_context_len or 0, "no engine of ours generates")
+
+
+def _algorithm(draft: Draft) -> None:
+    """Clip bounds, whitening and reduction."""
+    args = draft.args
+    draft.default("eps_clip_high", args.eps_clip, "as --eps-clip")
+    whitened = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    if args.advantage_estimator in whitened and not args.normalize_advantages:
+        draft.set("normalize_advantages", True, f"{args.advantage_estimator} is defined with whitened advantages")
+        draft.notes.append(f"--advantage-estimator {args.advantage_estimator} implies --normalize-advantages")
+    if args.calculate_per_token_loss and "loss_aggregation" not in draft.given:
+        draft.set("loss_aggregation", "token", "--calculate-per-token-loss")
+    if args.advantage_estimator == "cispo" and args.eps_clip < 1:
+        draft.notes.append(
+            f"cispo with --eps-clip {args.eps_clip} also clips from below; its paper uses --eps-clip 1.0"
+        )
+    if args.eval_reward_key is None and args.reward_key is not None:
+        draft.set("eval_reward_key", args.reward_key, "as --reward-key")
+    if args.recompute_granularity == "full" and not args.gradient_checkpointing:
+        draft.set("gradient_checkpointing", True, "--recompute-granularity full")
+    if args.optimizer_cpu_offload and not args.fsdp_cpu_offload:
+        draft.set("fsdp_cpu_offload", True, "--optimizer-cpu-offload")
+
+
+def _checkpoints(draft: Draft) -> None:
+    """Whether there is something to resume."""
+    args = draft.args
+    if args.load is None:
+        return
+    try:
+        found = find_checkpoint(args.load, args.ckpt_step)
+    except ValueError as error:
+        draft.complain("--load", str(error))
+        return
+    if found is None:
+        draft.set("resume_directory", None, f"--load {args.load} holds no checkpoint yet: a fresh start")
+        draft.notes.append(f"--load {args.load} holds no checkpoint yet: this is a fresh start")
+    else:
+        draft.set(
+            "resume_directory", str(found), "the newest under --load" if args.ckpt_step is None else "--ckpt-step"
+        )
+
+
+def _tracking(draft: Draft) -> None:
+    """Where the run writes."""
+    args = draft.args
+    model = Path(args.hf_checkpoint or args.tokenizer or "model").name
+    paths = [Path(path.partition("@[")[0]) for path in args.prompt_data[:1]]
+    data = [path.parent.name if path.stem in ("train", "test", "data") else path.stem for path in paths]
+    name = "-".join(part for part in [model, *data] if part)
+    draft.default("run_dir", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", "model, data and the time")

@@ -1,0 +1,58 @@
+"""The text of ``--help``: every flag, by group."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from typing import Any
+
+from slimelite.arguments.base import Flag, group_flags, group_title, groups_of
+
+INTRODUCTION = """\
+usage: train.py --flag value ...
+
+A flag given twice: the last one wins. --no-<switch> turns a switch off. --config FILE takes the same names from YAML.
+slime's and Megatron's other flags are known too: docs/arguments.md says what becomes of each."""
+PLACEHOLDERS = {int: "INT", float: "FLOAT", str: "TEXT", dict: "JSON"}
+
+
+def format_help(args_type: type, width: int | None = None) -> str:
+    """Help for ``args_type``, wrapped to ``width`` columns (the terminal's if None)."""
+    width = min(width or shutil.get_terminal_size().columns, 120)
+    parts = [INTRODUCTION]
+    for group in groups_of(args_type):
+        title, description = group_title(group)
+        lines = [title.upper()]
+        lines += textwrap.wrap(description, width, initial_indent="  ", subsequent_indent="  ")
+        parts.append("\n".join(lines + [_entry(flag, width) for flag in group_flags(group)]))
+    return "\n\n".join(parts)
+
+
+def usage(flag: Flag) -> str:
+    """How the flag is written: ``--lr FLOAT``."""
+    if flag.kind is bool:
+        both = flag.default is not False and flag.negative is None
+        return f"{flag.option} / {flag.off_option}" if both else (flag.negative or flag.option)
+    value = "{" + ",".join(flag.choices) + "}" if flag.choices else flag.metavar or PLACEHOLDERS[flag.kind]
+    return f"{flag.option} {value}" + (" ..." if flag.many else "")
+
+
+def shown_default(flag: Flag) -> str:
+    """What holds when the flag is not given, or "" when that says nothing."""
+    if flag.auto is not None:
+        return flag.auto
+    if flag.default in (None, [], {}, False) or flag.kind is bool:
+        return ""
+    return _plain(flag.default)
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _entry(flag: Flag, width: int) -> str:
+    default = shown_default(flag)
+    text = f"{flag.help} (default: {default})" if default else flag.help
+    indent = " " * 8
+    wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join([f"  {usage(flag)}", *wrapped])

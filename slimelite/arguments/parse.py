@@ -1,0 +1,77 @@
+"""From the command line to a complete, checked `Args`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from slimelite.arguments.args import Args
+from slimelite.arguments.base import ArgumentError
+from slimelite.arguments.derive import derive
+from slimelite.arguments.help import format_help
+from slimelite.arguments.machine import Machine, this_machine
+from slimelite.arguments.sources import read_command_line, read_config
+from slimelite.arguments.validate import idle_flags, validate
+from slimelite.arguments.vocabulary import Settings, Vocabulary
+
+
+def parse_args(argv: Sequence[str] | None = None, groups: Sequence[type] = ()) -> Args:
+    """`make_args` for a command line: prints ``--help``, or every problem on a line of its own, and exits.
+
+    Args:
+        argv: without the program's name; None: that of this process.
+        groups: dataclasses of `flag` fields of your own; the result is an instance of each.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(format_help(compose(groups)))
+        raise SystemExit(0)
+    try:
+        return make_args(argv, groups)
+    except ArgumentError as error:
+        for problem in error.problems:
+            print(f"train.py: {problem}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Machine | None = None) -> Args:
+    """Complete arguments: command line > ``--config`` > ``--custom-config-path`` > defaults, then derived values.
+
+    Args:
+        argv: as in `parse_args`.
+        groups: as in `parse_args`.
+        machine: what to derive device and counts from; None: this one.
+
+    Raises:
+        ArgumentError: with every problem found.
+    """
+    args_type = compose(groups)
+    vocabulary = Vocabulary(args_type)
+    settings = _merge_sources(argv, vocabulary)
+    given = frozenset(settings.values)
+    misread, blamed = list(settings.problems), set(settings.blamed)
+    args = derive(args_type(**settings.values), given, machine or this_machine(), settings)
+    found = settings.problems[len(misread) :] + validate(args)
+    # a flag that could not be read has its default now; what follows from that is no news
+    problems = misread + [p for p in found if not blamed.intersection(re.split(r"[\s:,;]+", p))]
+    if problems:
+        raise ArgumentError(dict.fromkeys(problems))
+    no_effect = {**settings.no_effect, **dict(idle_flags(args, given))}
+    return replace(args, no_effect=tuple(no_effect.items()))
+
+
+def compose(groups: Sequence[type]) -> type[Args]:
+    """`Args` with the fields of ``groups`` as well."""
+    if not groups:
+        return Args
+    return dataclass(frozen=True)(type("Args", (*reversed(groups), Args), {"__doc__": Args.__doc__}))
+
+
+def _merge_sources(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
+    merged = read_command_line(argv, vocabulary)
+    for name, option in (("config", "--config"), ("custom_config_path", "--custom-config-path")):
+        if path := merged.values.get(name):
+            merged = merged.over(read_config(path, option, vocabulary))
+    return merged

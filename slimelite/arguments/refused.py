@@ -1,0 +1,159 @@
+"""Flags of slime, Megatron and miles that ask for what slimelite does not have: why, and what to do instead."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Refusal(NamedTuple):
+    """A flag that is refused, unless its value is one of ``harmless`` (which mean "off")."""
+
+    arity: int
+    reason: str
+    harmless: tuple[str, ...] = ()
+
+
+_TP = "models are sharded by FSDP over all ranks; leave it out or at 1"
+_FP8 = "training is in bfloat16 or float32; for an fp8 engine use --sglang-quantization fp8"
+_MOE = "experts are trained as the Hugging Face model defines them, without this; leave it out"
+_DELTA = "weights are sent whole, straight to the engines; leave it out"
+_ROUTING = "expert routing is not replayed; --use-tis corrects the mismatch of trainer and engine"
+_MEGATRON_HOOK = "there is no Megatron to hook into; a custom loss, advantage or generate function may do"
+_DEEPGEMM = "the trainer runs no Megatron layers; --use-tis corrects the mismatch of trainer and engine"
+_CRITIC = "a critic would share the ranks, data and schedule of the actor; there is nothing to set apart"
+_OPD = "on-policy distillation is not here yet; --custom-rm-path can score with a teacher"
+_LORA = "all parameters are trained; LoRA is not here yet"
+_ASYNC = "rollout and training take turns; --over-sampling-batch-size with --partial-rollout keeps engines busy"
+_FROZEN = "all parameters are trained; freezing is not here yet"
+_PROFILE = "no profiler is built in; perf/* metrics time every phase, and py-spy can attach to the workers"
+_BUFFER = "write a --rollout-function-path or --data-source-path of your own"
+_IMAGES = "prompts are text; images, video and audio are not here yet"
+_FLEET = "all engines are alike and start with the run; --rollout-num-gpus says how many"
+
+REFUSED: dict[str, Refusal] = {
+    # parallelism
+    "tensor-model-parallel-size": Refusal(1, _TP, ("1",)),
+    "pipeline-model-parallel-size": Refusal(1, _TP, ("1",)),
+    "context-parallel-size": Refusal(1, _TP, ("1",)),
+    "expert-model-parallel-size": Refusal(1, _TP, ("1",)),
+    "expert-tensor-parallel-size": Refusal(1, _TP, ("1",)),
+    "allgather-cp": Refusal(0, "there is no context parallelism; leave it out"),
+    # numerics
+    "fp16": Refusal(0, "there is no loss scaler; GPUs train in bfloat16"),
+    "no-keep-fp32-master": Refusal(0, "bfloat16 weights would lose small updates; weights are kept in fp32"),
+    "attention-dropout": Refusal(1, "a policy with dropout is not the one that generated; leave it at 0", ("0",)),
+    "hidden-dropout": Refusal(1, "a policy with dropout is not the one that generated; leave it at 0", ("0",)),
+    "fp8-format": Refusal(1, _FP8),
+    "fp8-recipe": Refusal(1, _FP8),
+    "fp8-param-gather": Refusal(0, _FP8),
+    "megatron-deepgemm-forward-layers": Refusal(-1, _DEEPGEMM),
+    "megatron-deepgemm-forward-modules": Refusal(-1, _DEEPGEMM),
+    "megatron-deepgemm-moe-forward-layers": Refusal(-1, _DEEPGEMM),
+    "megatron-deepgemm-moe-forward-modules": Refusal(-1, _DEEPGEMM),
+    "true-on-policy-mode": Refusal(
+        0, "it needs a patched SGLang; --use-tis corrects the mismatch of trainer and engine"
+    ),
+    "use-stateless-adam": Refusal(0, "--reset-optimizer-states starts every rollout with fresh moments"),
+    # experts
+    "moe-aux-loss-coeff": Refusal(1, _MOE, ("0",)),
+    "moe-router-bias-update-rate": Refusal(1, _MOE, ("0",)),
+    "use-routing-replay": Refusal(0, _ROUTING),
+    "use-rollout-routing-replay": Refusal(0, _ROUTING),
+    "freeze-indexer": Refusal(0, _FROZEN),
+    "mtp-num-layers": Refusal(1, "multi-token-prediction layers are not trained; leave it out", ("0",)),
+    "enable-mtp-training": Refusal(0, "multi-token-prediction layers are not trained; leave it out"),
+    # what is trained
+    "only-train-params-name-list": Refusal(-1, _FROZEN),
+    "freeze-params-name-list": Refusal(-1, _FROZEN),
+    "lora-rank": Refusal(1, _LORA, ("0",)),
+    "lora-alpha": Refusal(1, _LORA),
+    "lora-dropout": Refusal(1, _LORA),
+    "lora-type": Refusal(1, _LORA),
+    "lora-target-modules": Refusal(-1, _LORA),
+    "lora-adapter-path": Refusal(1, _LORA),
+    "num-critic-only-steps": Refusal(1, "actor and critic start together; leave it at 0", ("0",)),
+    "critic-load": Refusal(1, _CRITIC),
+    "critic-save": Refusal(1, _CRITIC),
+    "critic-lr": Refusal(1, _CRITIC),
+    "critic-lr-warmup-iters": Refusal(1, _CRITIC),
+    "critic-num-gpus-per-node": Refusal(1, _CRITIC),
+    "critic-num-nodes": Refusal(1, _CRITIC),
+    "critic-train-only": Refusal(0, _CRITIC),
+    "megatron-config-path": Refusal(1, _CRITIC),
+    "use-opd": Refusal(0, _OPD),
+    "opd-type": Refusal(1, _OPD),
+    "opd-kl-coef": Refusal(1, _OPD),
+    "opd-teacher-load": Refusal(1, _OPD),
+    "opd-teacher-ckpt-step": Refusal(1, _OPD),
+    "custom-pg-loss-reducer-function-path": Refusal(
+        1, "--loss-aggregation rollout, token or constant says how it is reduced"
+    ),
+    "rollout-data-postprocess-path": Refusal(
+        1, "--rollout-sample-filter-path masks samples and --custom-advantage-function-path edits advantages"
+    ),
+    "custom-convert-samples-to-train-data-path": Refusal(
+        1, "training reads one table of samples; set loss masks and metadata in a generate function"
+    ),
+    "custom-model-provider-path": Refusal(
+        1, "models come from Hugging Face; register your class with AutoModelForCausalLM"
+    ),
+    "custom-megatron-init-path": Refusal(1, _MEGATRON_HOOK),
+    "custom-megatron-before-log-prob-hook-path": Refusal(1, _MEGATRON_HOOK),
+    "custom-megatron-before-train-step-hook-path": Refusal(1, _MEGATRON_HOOK),
+    "balance-by-flops": Refusal(0, "--balance-data deals samples to ranks by their tokens"),
+    "multimodal-keys": Refusal(1, _IMAGES),
+    # checkpoints
+    "async-save": Refusal(0, "checkpoints are written before training goes on; save less often with --save-interval"),
+    "ref-ckpt-step": Refusal(1, "--ref-load takes a Hugging Face folder: name the one you want"),
+    "release-train": Refusal(0, "--offload-train moves the trainer to host memory during rollout"),
+    # asynchronous training
+    "update-weights-interval": Refusal(1, "engines get the new weights after every rollout; leave it at 1", ("1",)),
+    "keep-old-actor": Refusal(0, _ASYNC),
+    "fully-async": Refusal(0, _ASYNC),
+    "async-max-concurrent-samples": Refusal(1, _ASYNC),
+    "pause-generation-mode": Refusal(1, _ASYNC),
+    # weight sync
+    "update-weight-mode": Refusal(1, _DELTA, ("full",)),
+    "update-weight-transport": Refusal(1, _DELTA, ("nccl",)),
+    "update-weight-disk-dir": Refusal(1, _DELTA),
+    "update-weight-local-checkpoint-dir": Refusal(1, _DELTA),
+    "custom-update-weight-post-write-path": Refusal(1, _DELTA),
+    "rollout-data-transport": Refusal(
+        1, "training data goes through Ray's object store; leave it out", ("object-store",)
+    ),
+    # engines
+    "rollout-external": Refusal(0, _FLEET),
+    "rollout-external-engine-addrs": Refusal(-1, _FLEET),
+    "sglang-config": Refusal(1, _FLEET),
+    "prefill-num-servers": Refusal(1, _FLEET),
+    "eval-num-gpus": Refusal(1, _FLEET),
+    "use-fault-tolerance": Refusal(
+        0, "a dead engine ends the run with its log; go on from the last checkpoint with --load"
+    ),
+    "rollout-num-gpus-per-node": Refusal(1, "it is called --num-gpus-per-node now"),
+    "over-sampling-filter-path": Refusal(1, "it is called --dynamic-sampling-filter-path now"),
+    "over-sampling-filter-input-size": Refusal(1, "it is called --over-sampling-batch-size now"),
+    "chat-template-path": Refusal(1, "save the template in the tokenizer folder and name that with --tokenizer"),
+    # debugging
+    "load-forge-rollout-data": Refusal(1, "--load-debug-rollout-data replays saved rollouts"),
+    "record-memory-history": Refusal(0, _PROFILE),
+    "use-pytorch-profiler": Refusal(0, _PROFILE),
+    "ci-metric-checker-key": Refusal(1, "read metrics.jsonl in the run folder instead"),
+    "ci-metric-checker-threshold": Refusal(1, "read metrics.jsonl in the run folder instead"),
+    "rollout-buffer-url": Refusal(1, _BUFFER),
+}
+
+# options of SGLang's server that slimelite sets itself (slime does not take them either)
+SGLANG_SET_HERE: dict[str, str] = {
+    "model_path": "it is --hf-checkpoint",
+    "trust_remote_code": "models are loaded without remote code",
+    "random_seed": "it follows --rollout-seed",
+    "enable_memory_saver": "it follows --offload-rollout",
+    "tp_size": "it is --rollout-num-gpus-per-engine",
+    "skip_server_warmup": "engines start without a warm-up request",
+    "enable_return_routed_experts": "expert routing is not replayed",
+    **dict.fromkeys(
+        ["port", "nnodes", "node_rank", "dist_init_addr", "gpu_id_step", "base_gpu_id", "nccl_port"],
+        "engines are placed and addressed when they start",
+    ),
+}

@@ -1,0 +1,74 @@
+"""Where arguments come from: the command line and YAML files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slimelite.arguments.values import as_words, read_yaml
+from slimelite.arguments.vocabulary import Settings, Vocabulary
+
+
+def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
+    """Everything ``argv`` says.
+
+    A word that begins with ``--`` is a flag, and the words up to the next one are its values; ``--flag=value`` gives a
+    value that begins with ``--`` itself. A flag given twice: the last one wins, so ``script.sh --lr 1e-5`` overrides.
+    """
+    settings = Settings()
+    calls: list[tuple[str, list[str]]] = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            option, equals, value = word.partition("=")
+            calls.append((option, [value] if equals else []))
+        elif calls:
+            calls[-1][1].append(word)
+        else:
+            settings.problems.append(f"{word} stands before the first flag; flags begin with --")
+    for option, words in calls:
+        vocabulary.read(option, words, settings)
+    return settings
+
+
+def read_config(path: str, option: str, vocabulary: Vocabulary) -> Settings:
+    """Everything the YAML mapping at ``path`` says, keys with - or _; ``option``: the flag that named the file."""
+    settings = Settings()
+    content = load_yaml(path, option, settings)
+    if not isinstance(content, dict):
+        if not settings.problems:
+            settings.complain(option, f"{path}: is not a mapping of arguments")
+        return settings
+    before = len(settings.problems)
+    for key, value in content.items():
+        if value is not None:  # null is "not given"
+            _read_key(str(key).replace("_", "-"), value, vocabulary, settings)
+    settings.problems[before:] = [f"{path}: {problem}" for problem in settings.problems[before:]]
+    return settings
+
+
+def load_yaml(path: str, option: str, settings: Settings) -> Any:
+    """The content of a YAML file; what is wrong with it becomes a problem of ``option``."""
+    import yaml  # here, so that --help needs the standard library only
+
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        settings.complain(option, f"{path}: cannot be read: {error.strerror}")
+    except yaml.YAMLError as error:
+        settings.complain(option, f"{path}: is not YAML: {' '.join(str(error).split())}")
+    return None
+
+
+def _read_key(name: str, value: Any, vocabulary: Vocabulary, settings: Settings) -> None:
+    try:
+        if name in vocabulary.switches_on:
+            flag = vocabulary.switches_on[name]
+            settings.values[flag.name] = read_yaml(flag, value)
+        elif name in vocabulary.switches_off:
+            flag = vocabulary.switches_off[name]
+            settings.values[flag.name] = not read_yaml(flag, value)
+        elif value is not False or not vocabulary.knows(name):  # false is "not given" for a flag of the tables
+            vocabulary.read("--" + name, as_words(value), settings)
+    except ValueError as error:
+        settings.complain("--" + name, str(error))

@@ -1,0 +1,290 @@
+"""What fits together and what does not, on complete arguments. Every check yields one line per problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from slimelite.arguments.args import Args
+
+GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
+# fields -> the lowest value that makes sense
+AT_LEAST: dict[str, float] = {
+    **dict.fromkeys(["actor_num_nodes", "actor_num_gpus_per_node", "num_gpus_per_node", "cpu_threads"], 1),
+    **dict.fromkeys(["rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "micro_batch_size"], 1),
+    **dict.fromkeys(["num_steps_per_rollout", "max_tokens_per_gpu", "log_probs_max_tokens_per_gpu", "num_epoch"], 1),
+    **dict.fromkeys(["n_samples_per_eval_prompt", "eval_interval", "save_interval", "ref_update_interval"], 1),
+    **dict.fromkeys(
+        ["rollout_max_prompt_len", "rollout_max_context_len", "eval_max_response_len", "dp_replicate_size"], 1
+    ),
+    **dict.fromkeys(["sglang_server_concurrency", "update_weight_buffer_size", "distributed_timeout_minutes"], 1),
+    **dict.fromkeys(["num_rollout", "start_rollout_id", "max_weight_staleness", "lr", "min_lr", "weight_decay"], 0),
+    **dict.fromkeys(
+        ["clip_grad", "eps_clip", "eps_clip_high", "kl_coef", "kl_loss_coef", "lr_warmup_iters", "muon_lr"], 0
+    ),
+    **dict.fromkeys(["tis_clip_low", "adam_eps", "eval_temperature"], 0),
+}
+IN_UNIT_INTERVAL = (
+    "gamma",
+    "lambd",
+    "adam_beta1",
+    "adam_beta2",
+    "muon_momentum",
+    "lr_warmup_fraction",
+    "rollout_top_p",
+    "eval_top_p",
+)
+# flag -> what it needs to mean anything; given without, it is listed under "no effect here"
+NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
+    **dict.fromkeys(["tis_clip", "tis_clip_low", "custom_tis_function_path"], (lambda a: a.use_tis, "--use-tis")),
+    "opsm_delta": (lambda a: a.use_opsm, "--use-opsm"),
+    "kl_loss_type": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
+    "use_unbiased_kl": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
+    "ref_load": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
+    "ref_update_interval": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
+    "value_clip": (lambda a: a.advantage_estimator == "ppo", "--advantage-estimator ppo"),
+    "lambd": (lambda a: a.advantage_estimator == "ppo", "--advantage-estimator ppo"),
+    "mask_offpolicy_in_partial_rollout": (lambda a: a.partial_rollout, "--partial-rollout"),
+    "micro_batch_size": (lambda a: not a.use_dynamic_batch_size, "no --use-dynamic-batch-size"),
+    "muon_lr": (lambda a: a.optimizer == "muon", "--optimizer muon"),
+    "muon_momentum": (lambda a: a.optimizer == "muon", "--optimizer muon"),
+    **dict.fromkeys(
+        ["lr_wsd_decay_style", "lr_wsd_decay_iters"], (lambda a: a.lr_decay_style == "WSD", "--lr-decay-style WSD")
+    ),
+    "min_lr": (lambda a: a.lr_decay_style != "constant", "a --lr-decay-style other than constant"),
+    **dict.fromkeys(
+        ["recompute_method", "recompute_num_layers"],
+        (lambda _: False, "nothing: whole layers are recomputed one by one"),
+    ),
+    **dict.fromkeys(
+        [
+            "wandb_mode",
+            "wandb_dir",
+            "wandb_key",
+            "wandb_host",
+            "wandb_team",
+            "wandb_project",
+            "wandb_group",
+            "wandb_run_name",
+        ],
+        (lambda a: a.use_wandb, "--use-wandb"),
+    ),
+    **dict.fromkeys(
+        ["wandb_run_id", "wandb_random_suffix", "wandb_always_use_train_step"], (lambda a: a.use_wandb, "--use-wandb")
+    ),
+    **dict.fromkeys(
+        ["tensorboard_dir", "tb_project_name", "tb_experiment_name"], (lambda a: a.use_tensorboard, "--use-tensorboard")
+    ),
+    **dict.fromkeys(["eval_prompt_data", "eval_config"], (lambda a: a.eval_interval, "--eval-interval")),
+    "sglang_mem_fraction_static": (lambda a: a.rollout_backend == "sglang", "--rollout-backend sglang"),
+    "num_epoch": (lambda a: a.num_rollout is None, "no --num-rollout, which wins"),
+}
+
+
+def validate(args: Args) -> list[str]:
+    """Every problem of complete arguments, one line each."""
+    checks = (
+        _bounds,
+        _modes,
+        _engines,
+        _lengths,
+        _sampling,
+        _batches,
+        _groups,
+        _kl,
+        _policy,
+        _schedule,
+        _checkpoints,
+        _tracking,
+    )
+    return [problem for check in checks for problem in check(args)]
+
+
+def idle_flags(args: Args, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """(flag, why) for each flag that was given but has nothing to act on."""
+    for name, (needed, what) in NEEDS.items():
+        if name in given and not needed(args):
+            yield "--" + name.replace("_", "-"), f"needs {what}"
+    if args.rollout_backend != "sglang":
+        for name in args.sglang_overrides:
+            yield "--sglang-" + name.replace("_", "-"), f"the {args.rollout_backend} engine runs, not SGLang"
+    if args.debug_train_only:
+        for name in sorted(given):
+            if name.startswith(("eval_", "sglang_")) or name in (
+                "colocate",
+                "over_sampling_batch_size",
+                "partial_rollout",
+            ):
+                yield "--" + name.replace("_", "-"), "no engine runs with --debug-train-only"
+
+
+def _bounds(args: Args) -> Iterator[str]:
+    for name, low in AT_LEAST.items():
+        value = getattr(args, name)
+        if value is not None and value < low:
+            yield f"--{name.replace('_', '-')} {value}: must be at least {low}"
+    for name in IN_UNIT_INTERVAL:
+        value = getattr(args, name)
+        if value is not None and not 0 <= value <= 1:
+            yield f"--{name.replace('_', '-')} {value}: must be between 0 and 1"
+
+
+def _modes(args: Args) -> Iterator[str]:
+    if args.debug_rollout_only and args.debug_train_only:
+        other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
+        yield f"--debug-rollout-only and {other} leave nothing to run; take one"
+    if args.num_rollout is None and args.num_epoch is None:
+        yield "--num-rollout is missing: how long is the run? (--num-epoch counts in passes over the prompts)"
+    if not args.prompt_data and args.rollout_global_dataset and not args.load_debug_rollout_data:
+        yield "--prompt-data is missing: which prompts? (--load-debug-rollout-data trains on saved rollouts)"
+    if not args.rollout_global_dataset and not args.data_source_path and not args.rollout_function_path:
+        yield "--disable-rollout-global-dataset needs a --data-source-path or --rollout-function-path with prompts"
+    sft = args.loss_type == "sft_loss"
+    if args.debug_train_only and not (args.load_debug_rollout_data or sft or args.rollout_function_path):
+        yield "--debug-train-only has nothing to train on: give --load-debug-rollout-data, or --loss-type sft_loss"
+    if args.debug_rollout_only and sft:
+        yield "--debug-rollout-only with --loss-type sft_loss: SFT generates nothing"
+    if args.loss_type == "custom_loss" and not args.custom_loss_function_path:
+        yield "--loss-type custom_loss needs --custom-loss-function-path"
+    if args.eval_interval is not None and not (args.eval_datasets or args.debug_train_only):
+        yield "--eval-interval needs --eval-prompt-data or --eval-config"
+    for name in ("save_debug_rollout_data", "save_debug_train_data"):
+        template = getattr(args, name)
+        if template is not None and "{rollout_id}" not in template:
+            yield f"--{name.replace('_', '-')} {template}: needs {{rollout_id}} in it: one file for each rollout"
+
+
+def _engines(args: Args) -> Iterator[str]:
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    runs_engines = not args.debug_train_only
+    if args.launcher == "local" and not args.debug_rollout_only and ranks > 1:
+        yield f"--launcher local is one process: {ranks} training ranks need --launcher ray"
+    if args.launcher == "local" and runs_engines and args.num_engines > 1:
+        yield f"--launcher local is one process: {args.num_engines} engines need --launcher ray"
+    if runs_engines and args.rollout_num_gpus == 0:
+        yield "--rollout-num-gpus 0 leaves no engine to generate"
+    if args.rollout_backend == "embedded" and args.rollout_num_gpus_per_engine > 1:
+        yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: an embedded engine runs on one device"
+    if ranks % max(args.dp_replicate_size, 1):
+        yield f"--dp-replicate-size {args.dp_replicate_size} does not divide the {ranks} training ranks"
+    at_once, batch = args.over_sampling_batch_size, args.rollout_batch_size
+    if not args.debug_train_only and at_once is not None and batch is not None and at_once < batch:
+        yield f"--over-sampling-batch-size {at_once} counts all prompts in flight: at least --rollout-batch-size {batch}"
+
+
+def _lengths(args: Args) -> Iterator[str]:
+    context, prompt, response = args.rollout_max_context_len, args.rollout_max_prompt_len, args.rollout_max_response_len
+    if response is None:
+        yield "--rollout-max-response-len is missing: how many tokens may a response have?"
+    elif response < 1 and not args.debug_train_only and not args.rollout_function_path:
+        yield f"--rollout-max-response-len {response}: must be at least 1"
+    if context is not None and prompt is not None and prompt > context - 1:
+        yield f"--rollout-max-prompt-len {prompt} leaves no room in --rollout-max-context-len {context}"
+    for dataset in args.eval_datasets:
+        if dataset.max_response_len is None:
+            yield f"eval dataset {dataset.name}: give --eval-max-response-len"
+
+
+def _sampling(args: Args) -> Iterator[str]:
+    if args.rollout_temperature <= 0:
+        yield f"--rollout-temperature {args.rollout_temperature}: must be above 0: training divides the logits by it"
+    if args.rollout_top_k == 0 or args.rollout_top_k < -1:
+        yield f"--rollout-top-k {args.rollout_top_k}: is -1 (all tokens) or at least 1"
+    if args.rollout_top_p == 0:
+        yield "--rollout-top-p 0 leaves no token to sample"
+    truncated = args.rollout_top_p != 1 or args.rollout_top_k != -1
+    trains_on_it = args.loss_type == "policy_loss" and not (args.debug_rollout_only or args.debug_train_only)
+    if truncated and trains_on_it and not args.allow_truncated_sampling:
+        what = (
+            f"--rollout-top-p {args.rollout_top_p}"
+            if args.rollout_top_p != 1
+            else f"--rollout-top-k {args.rollout_top_k}"
+        )
+        yield f"{what}: log-probs are those before truncation; leave it out, or insist: --allow-truncated-sampling"
+
+
+def _batches(args: Args) -> Iterator[str]:
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
+        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu"
+    if args.prompt_data_weights and len(args.prompt_data_weights) != len(args.prompt_data):
+        count = len(args.prompt_data_weights)
+        yield f"--prompt-data-weights has {count} weights for {len(args.prompt_data)} paths of --prompt-data"
+    if any(weight <= 0 for weight in args.prompt_data_weights):
+        yield "--prompt-data-weights must be above 0"
+
+
+def _groups(args: Args) -> Iterator[str]:
+    """A group of one has nothing to be compared with."""
+    if args.n_samples_per_prompt != 1 or args.debug_train_only:
+        return
+    if (args.dynamic_sampling_filter_path or "").split(".")[-1].split(":")[-1].startswith("check_reward_nonzero_std"):
+        yield "--n-samples-per-prompt 1: the filter check_reward_nonzero_std drops every group of one; raise it"
+    compares = args.loss_type == "policy_loss" and args.advantage_estimator in GROUP_ESTIMATORS
+    own_code = args.custom_reward_post_process_path or args.custom_advantage_function_path or args.rollout_function_path
+    if (
+        compares
+        and args.rewards_normalization
+        and args.compute_advantages_and_returns
+        and not (own_code or args.debug_rollout_only)
+    ):
+        yield (
+            f"--n-samples-per-prompt 1: {args.advantage_estimator} compares the responses to a prompt with each other; "
+            "raise it, or take the reward as it is with --disable-rewards-normalization"
+        )
+
+
+def _kl(args: Args) -> Iterator[str]:
+    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+        yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; take one"
+    if args.kl_coef != 0 and args.advantage_estimator in ("grpo", "gspo", "cispo", "rloo"):
+        instead = f"use --use-kl-loss --kl-loss-coef {args.kl_coef}"
+        yield f"--kl-coef {args.kl_coef} has no effect with {args.advantage_estimator}: {instead}"
+    if args.kl_loss_coef != 0 and not args.use_kl_loss:
+        yield f"--kl-loss-coef {args.kl_loss_coef} needs --use-kl-loss"
+    if args.use_kl_loss and args.kl_loss_coef != 0 and args.kl_loss_type == "k1" and not args.use_unbiased_kl:
+        yield "--kl-loss-type k1 has no gradient on average: use low_var_kl, or add --use-unbiased-kl"
+    if args.use_reference and not args.ref_load:
+        yield "--ref-load is missing: a KL term compares with a reference model"
+
+
+def _policy(args: Args) -> Iterator[str]:
+    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
+        yield f"--eps-clip-c {args.eps_clip_c}: dual clip must be above 1"
+    if args.use_rollout_logprobs and args.use_tis:
+        yield "--use-rollout-logprobs and --use-tis: the engine's log-probs leave no mismatch to correct; take one"
+    if args.tis_clip_low > args.tis_clip:
+        yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}"
+    if args.calculate_per_token_loss and args.loss_aggregation != "token":
+        yield f"--calculate-per-token-loss is --loss-aggregation token, not {args.loss_aggregation}"
+    if args.loss_aggregation == "constant" and not args.rollout_max_response_len:
+        yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
+    if args.group_rm and not (args.custom_rm_path or args.rollout_function_path):
+        yield "--group-rm hands whole groups to --custom-rm-path: give one"
+    if args.rm_type is not None and args.rm_type.removeprefix("boxed_") == "remote_rm" and not args.rm_url:
+        yield "--rm-type remote_rm needs --rm-url"
+
+
+def _schedule(args: Args) -> Iterator[str]:
+    if args.min_lr > args.lr and args.lr_decay_style != "constant":
+        yield f"--min-lr {args.min_lr} is above --lr {args.lr}"
+    if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
+        yield "--lr-warmup-fraction and --lr-warmup-iters both say how long warm-up is; take one"
+    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
+    if args.use_checkpoint_lr_scheduler and args.override_lr_scheduler:
+        yield "--use-checkpoint-lr-scheduler and --override-lr-scheduler say the opposite; take one"
+
+
+def _checkpoints(args: Args) -> Iterator[str]:
+    if args.save_interval is not None and args.save is None and args.save_hf is None:
+        yield "--save-interval needs --save, or --save-hf"
+    if args.ckpt_step is not None and args.load is None:
+        yield "--ckpt-step needs --load"
+
+
+def _tracking(args: Args) -> Iterator[str]:
+    share = args.load_debug_rollout_data_subsample
+    if share is not None and not 0 < share <= 1:
+        yield f"--load-debug-rollout-data-subsample {share}: is a share, above 0 and at most 1"
+    if share is not None and not args.load_debug_rollout_data:
+        yield "--load-debug-rollout-data-subsample needs --load-debug-rollout-data"

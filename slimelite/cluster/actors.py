@@ -1,0 +1,165 @@
+"""Ray actors around the plain classes: each method calls one of theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from slimelite.arguments import Args
+from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, WeightBucket
+from slimelite.tracking.noise import redirect_process_output
+
+
+@ray.remote
+class TrainerActor:
+    """A `Trainer` rank."""
+
+    def __init__(self, rank: int, world_size: int, log: str) -> None:
+        redirect_process_output(log)
+        self.rank = rank
+        self.world_size = world_size
+        self.trainer: Any = None
+
+    def rendezvous(self) -> str:
+        """An address of this host for the process group."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return f"tcp://{ray.util.get_node_ip_address()}:{port}"
+
+    def start(self, args: Args, init_method: str) -> None:
+        """Build the trainer; all ranks at once, for they meet at ``init_method``."""
+        from slimelite.training.trainer import Trainer
+
+        self.trainer = Trainer(args, rank=self.rank, world_size=self.world_size, init_method=init_method)
+
+    def push_weights(self, engines: list[Any], version: int) -> dict[str, float]:
+        """Weights into the engine actors."""
+        return self.trainer.push_weights(RaySink(engines), version)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """A method of this actor, or of its trainer."""
+        target = self if method in ("rendezvous", "start", "push_weights") else self.trainer
+        return getattr(target, method)(*args)
+
+
+@ray.remote
+class EngineActor:
+    """An embedded engine; methods of the protocol run on the actor's event loop."""
+
+    def __init__(self, args: Args, index: int, log: str) -> None:
+        redirect_process_output(log)
+        from slimelite.cluster.workers import build_engine
+
+        self.engine = build_engine(args, index)
+
+    async def load_weights(self, names: list[str], shapes: list[tuple[int, ...]], dtype: str, raw: Any) -> None:
+        """One bucket; ``raw`` is its bytes, uint8."""
+        import torch
+
+        flat = torch.frombuffer(raw, dtype=getattr(torch, dtype))
+        await self.engine.load_weights(WeightBucket(names, shapes, flat))
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Any other method of the protocol."""
+        return await getattr(self.engine, method)(*args)
+
+
+@ray.remote
+class RolloutActor:
+    """The rollout manager, with engines reached through their actors."""
+
+    def __init__(self, args: Args, engines: list[Any], log: str) -> None:
+        redirect_process_output(log)
+        from slimelite.cluster.workers import RolloutWorker
+
+        self.worker = RolloutWorker(args, [RayEngine(handle) for handle in engines])
+
+    def call(self, method: str, *args: Any) -> Any:
+        """A method of the worker."""
+        return getattr(self.worker, method)(*args)
+
+
+class RayEngine:
+    """The engine protocol, spoken to an `EngineActor`."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        return await self.handle.call.remote(method, *args)
+
+    async def info(self) -> EngineInfo:
+        """See `Engine.info`."""
+        return await self._call("info")
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """See `Engine.generate`."""
+        return await self._call("generate", requests)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `Engine.abort`."""
+        await self._call("abort", request_ids)
+
+    async def begin_weight_update(self, version: int) -> None:
+        """See `Engine.begin_weight_update`."""
+        await self._call("begin_weight_update", version)
+
+    async def load_weights(self, bucket: WeightBucket) -> None:
+        """See `Engine.load_weights`."""
+        await self.handle.load_weights.remote(*_wire(bucket))
+
+    async def end_weight_update(self) -> None:
+        """See `Engine.end_weight_update`."""
+        await self._call("end_weight_update")
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """See `Engine.release_memory`."""
+        await self._call("release_memory", tags)
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """See `Engine.resume_memory`."""
+        await self._call("resume_memory", tags)
+
+    async def start_http(self) -> str:
+        """See `Engine.start_http`."""
+        return await self._call("start_http")
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        await self._call("close")
+
+
+class RaySink:
+    """Weight sync into engine actors: each bucket goes once into the object store, all engines read it there."""
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self.engines = [RayEngine(handle) for handle in engines]
+
+    def begin(self, version: int) -> None:
+        """Stop every engine's decoding."""
+        self._all("begin_weight_update", version)
+
+    def send(self, bucket: WeightBucket) -> None:
+        """One bucket into every engine."""
+        raw = ray.put(_wire(bucket)[-1])
+        ray.get([e.handle.load_weights.remote(*_wire(bucket)[:-1], raw) for e in self.engines])
+
+    def end(self) -> None:
+        """Every engine decodes again."""
+        self._all("end_weight_update")
+
+    def _all(self, method: str, *args: Any) -> None:
+        ray.get([e.handle.call.remote(method, *args) for e in self.engines])
+
+
+def _wire(bucket: WeightBucket) -> tuple[list[str], list[tuple[int, ...]], str, Any]:
+    # numpy bytes travel out of band, a torch tensor would be copied through pickle
+    import torch
+
+    dtype = str(bucket.flat.dtype).removeprefix("torch.")
+    return bucket.names, bucket.shapes, dtype, bucket.flat.cpu().view(torch.uint8).numpy()

@@ -1,0 +1,179 @@
+"""The verbs of the loop (generate, train, sync, save, evaluate) over workers that may be anywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slimelite.arguments import Args
+from slimelite.table import SampleTable
+
+if TYPE_CHECKING:
+    from slimelite.rollout.manager import EvalOutput, RolloutOutput
+
+MARKER = "latest_checkpointed_iteration.txt"
+ROLLOUT_STATE = "rollout_state.json"
+
+Progress = Callable[[int, int, str], None]
+
+
+class ClusterError(RuntimeError):
+    """A worker died or the machines cannot hold the job; the message says which and where its log is."""
+
+
+class Worker(Protocol):
+    """One worker; `submit` starts a method of it."""
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """Start ``method(*args)``; the future carries its result or its error."""
+        ...
+
+
+class Cluster:
+    """The loop's verbs. Every method blocks until all workers concerned are done.
+
+    ``rollout``: the worker with the `RolloutManager`; ``trainers``: one per rank, rank 0 first; ``engines``: what the
+    trainers need to reach the engines in a weight sync (opaque here).
+    """
+
+    def __init__(self, args: Args, rollout: Worker, trainers: Sequence[Worker], engines: Any) -> None:
+        self.args = args
+        self._rollout = rollout
+        self._trainers = list(trainers)
+        self._engines = engines
+
+    def complete_args(self) -> Args:
+        """Fill in what only start-up can know: the first rollout id and the number of rollouts. Loads ``--load``."""
+        args = self.args
+        start = self._load() if args.resume_directory else (args.start_rollout_id or 0)
+        num_rollout = args.num_rollout
+        if num_rollout is None:
+            per_epoch = max(1, self._ask(self._rollout, "num_prompts") // args.rollout_batch_size)
+            num_rollout = per_epoch * (args.num_epoch or 1)
+        self.args = replace(args, start_rollout_id=start, num_rollout=num_rollout)
+        self._all("set_num_rollout", num_rollout)
+        return self.args
+
+    def generate(self, rollout_id: int, progress: Progress | None = None) -> RolloutOutput:
+        """One rollout: the scored table of samples and its metrics."""
+        return self._ask(self._rollout, "generate", rollout_id, progress=progress)
+
+    def evaluate(self, rollout_id: int, progress: Progress | None = None) -> EvalOutput:
+        """All eval datasets under the engines' current weights."""
+        return self._ask(self._rollout, "evaluate", rollout_id, progress=progress)
+
+    def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
+        """Train on one rollout; rank 0's (already reduced) metrics."""
+        return self._all("train", rollout_id, table.without_text())[0]
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Trainers' weights into every engine, stamped ``version``."""
+        if not self._engines:
+            return {}
+        return self._all("push_weights", self._engines, version)[0]
+
+    def save(self, rollout_id: int) -> Path:
+        """Checkpoint of trainers and rollout state; the marker file is written last.
+
+        Returns:
+            the checkpoint's folder.
+        """
+        root = Path(str(self.args.save)).absolute()
+        directory = root / f"iter_{rollout_id:07d}"
+        directory.mkdir(parents=True, exist_ok=True)
+        state = self._rollout.submit("state_dict")
+        self._all("save", str(directory), rollout_id)
+        write_atomically(directory / ROLLOUT_STATE, json.dumps(state.result()))
+        write_atomically(root / MARKER, str(rollout_id))
+        return directory
+
+    def save_hf(self, rollout_id: int) -> Path:
+        """A Hugging Face folder at the ``--save-hf`` template."""
+        directory = Path(str(self.args.save_hf).format(rollout_id=rollout_id)).absolute()
+        self._all("save_hf", str(directory))
+        return directory
+
+    def offload_trainers(self) -> None:
+        """Trainers give their device memory back."""
+        self._all("offload")
+
+    def onload_trainers(self) -> None:
+        """Trainers take their device memory again."""
+        self._all("onload")
+
+    def release_engines(self, *tags: str) -> None:
+        """Engines give back the memory of ``weights`` and/or ``kv_cache``."""
+        self._ask(self._rollout, "release_memory", tags)
+
+    def resume_engines(self, *tags: str) -> None:
+        """Engines take that memory again."""
+        self._ask(self._rollout, "resume_memory", tags)
+
+    def _load(self) -> int:
+        directory = Path(str(self.args.resume_directory))
+        trained = self._all("load", str(directory))
+        self._ask(self._rollout, "load_state_dict", json.loads((directory / ROLLOUT_STATE).read_text()))
+        saved = int(directory.name.removeprefix("iter_"))
+        assert all(t == saved for t in trained), f"{directory} holds trainer states of rollouts {set(trained)}"
+        return saved + 1
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        futures = [t.submit(method, *args) for t in self._trainers]
+        return [f.result() for f in futures]
+
+    def _ask(self, worker: Worker, method: str, *args: Any, progress: Progress | None = None) -> Any:
+        future = worker.submit(method, *args)
+        while progress is not None and not future.done():
+            try:
+                return future.result(timeout=0.5)
+            except FutureTimeout:
+                progress(*worker.submit("progress").result())
+        return future.result()
+
+
+def resume_directory(load: str | Path) -> Path | None:
+    """The newest complete checkpoint in ``load``, or None when there is none.
+
+    Raises:
+        ValueError: the marker names a checkpoint that is not there.
+    """
+    marker = Path(load) / MARKER
+    if not marker.is_file():
+        return None
+    directory = Path(load).absolute() / f"iter_{int(marker.read_text()):07d}"
+    if not (directory / ROLLOUT_STATE).is_file():
+        raise ValueError(f"{marker} names {directory.name}, but {directory / ROLLOUT_STATE} is not there")
+    return directory
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old text or the new, never half."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+@contextmanager
+def launch(args: Args) -> Iterator[Cluster]:
+    """Start the workers for ``args`` and yield the cluster; everything started is stopped at the end.
+
+    Raises:
+        ClusterError: the machines cannot hold the job.
+        ValueError: what a worker refused at construction.
+    """
+    if args.launcher == "local":
+        from slimelite.cluster.local import local_cluster
+
+        with local_cluster(args) as cluster:
+            yield cluster
+    else:
+        from slimelite.cluster.ray_cluster import ray_cluster
+
+        with ray_cluster(args) as cluster:
+            yield cluster

@@ -1,0 +1,164 @@
+"""`--launcher ray`: one actor per trainer rank, one per engine, one for the rollout manager."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from slimelite.arguments import Args
+from slimelite.cluster.actors import EngineActor, RolloutActor, TrainerActor
+from slimelite.cluster.cluster import Cluster, ClusterError
+
+# Trainer and engine of a colocated job share a bundle of one device: slime's fractions.
+TRAINER_SHARE, ENGINE_SHARE = 0.4, 0.2
+WAIT_REPORT_S, WAIT_LIMIT_S = 10, 300
+
+
+class RayWorker:
+    """A `Worker` in an actor; errors come back as the worker raised them."""
+
+    def __init__(self, handle: Any, name: str, log: Path) -> None:
+        self.handle = handle
+        self.name = name
+        self.log = log
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """Start the method on the actor."""
+        inner = self.handle.call.remote(method, *args).future()
+        outer: Future[Any] = Future()
+        inner.add_done_callback(lambda done: self._hand_over(done, outer))
+        return outer
+
+    def _hand_over(self, done: Future[Any], outer: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            outer.set_result(done.result())
+        elif isinstance(error, RayTaskError):
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error.traceback_str}")
+            outer.set_exception(cause)
+        elif isinstance(error, RayActorError):
+            outer.set_exception(ClusterError(f"{self.name} died: {_first_line(error)}; its log is {self.log}"))
+        else:
+            outer.set_exception(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+@contextmanager
+def ray_cluster(args: Args) -> Iterator[Cluster]:
+    """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or start one here, and put the actors on it.
+
+    Raises:
+        ClusterError: not enough devices in the Ray cluster, or they do not become free.
+    """
+    world = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+    engines = 0 if args.debug_train_only else args.num_engines
+    width = args.rollout_num_gpus_per_engine
+    # colocated engines sit on the trainers' devices, others behind them
+    first_engine = 0 if args.colocate else world
+    bundles = max(world, first_engine + engines * width)
+    started = _connect(args, bundles)
+    group = _reserve(args, bundles)
+    logs = Path(args.run_dir).absolute() / "logs"
+    actors: list[Any] = []
+    try:
+        trainer_workers, engine_handles = [], []
+        for index in range(engines):
+            options = _options(args, group, first_engine + index * width, ENGINE_SHARE, args.cpu_threads)
+            handle = EngineActor.options(**options).remote(args, index, str(logs / f"engine_{index}.log"))
+            engine_handles.append(handle)
+        for rank in range(world):
+            options = _options(args, group, rank, TRAINER_SHARE, args.cpu_threads, args.train_env_vars)
+            handle = TrainerActor.options(**options).remote(rank, world, str(logs / f"trainer_{rank}.log"))
+            trainer_workers.append(RayWorker(handle, f"trainer rank {rank}", logs / f"trainer_{rank}.log"))
+        options = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
+        rollout_log = logs / "rollout.log"
+        rollout_handle = RolloutActor.options(**options).remote(args, engine_handles, str(rollout_log))
+        rollout = RayWorker(rollout_handle, "the rollout manager", rollout_log)
+        actors = [*engine_handles, *(w.handle for w in trainer_workers), rollout_handle]
+
+        address = trainer_workers[0].submit("rendezvous").result() if trainer_workers else None
+        starting = [w.submit("start", args, address) for w in trainer_workers]
+        starting.append(rollout.submit("num_prompts"))
+        for index, handle in enumerate(engine_handles):
+            worker = RayWorker(handle, f"engine {index}", logs / f"engine_{index}.log")
+            starting.append(worker.submit("info"))
+        for future in starting:
+            future.result()
+        yield Cluster(args, rollout, trainer_workers, engine_handles)
+        for worker in (*trainer_workers, rollout):
+            worker.submit("close").result()
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+        remove_placement_group(group)
+        if started:
+            ray.shutdown()
+
+
+def _connect(args: Args, bundles: int) -> bool:
+    if ray.is_initialized():
+        return False
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(**quiet)
+    else:
+        # a CPU "device" is a process of ours: more of them than cores is slow, not impossible
+        cpus = max(os.cpu_count() or 1, bundles)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    return True
+
+
+def _reserve(args: Args, bundles: int) -> PlacementGroup:
+    device = "GPU" if args.device == "cuda" else "CPU"
+    total = int(ray.cluster_resources().get(device, 0))
+    if total < bundles:
+        nodes = sum(1 for node in ray.nodes() if node["Alive"])
+        raise ClusterError(
+            f"the job needs {bundles} {device}s ({args.actor_num_nodes} x {args.actor_num_gpus_per_node} trainer ranks, "
+            f"{args.num_engines} engines x {args.rollout_num_gpus_per_engine}, colocate={args.colocate}) but Ray has {total} "
+            f"on {nodes} node(s): lower --actor-num-gpus-per-node or --rollout-num-gpus, add --colocate, or add nodes"
+        )
+    bundle = {"CPU": 1.0, "GPU": 1.0} if device == "GPU" else {"CPU": 1.0}
+    group = placement_group([dict(bundle) for _ in range(bundles)], strategy="PACK")
+    begin = time.monotonic()
+    while not group.wait(timeout_seconds=WAIT_REPORT_S):
+        waited = time.monotonic() - begin
+        free = ray.available_resources()
+        state = f"{free.get(device, 0):g} of {total} {device}s and {free.get('CPU', 0):g} CPUs are free"
+        if waited > WAIT_LIMIT_S:
+            remove_placement_group(group)
+            raise ClusterError(f"gave up after {waited:.0f} s waiting for {bundles} x {bundle}: {state}; another job holds the rest")
+        print(f"waiting for {bundles} x {bundle} from Ray, {waited:.0f} s so far: {state}", file=sys.stderr, flush=True)
+    return group
+
+
+def _env(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _options(
+    args: Args, group: PlacementGroup, bundle: int, share: float, threads: int, env: dict[str, str] | None = None
+) -> dict[str, Any]:
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+    return {
+        "num_cpus": share,
+        "num_gpus": share if args.device == "cuda" else 0,
+        "scheduling_strategy": strategy,
+        "runtime_env": {"env_vars": {**_env(threads), **(env or {})}},
+    }

@@ -1,0 +1,199 @@
+"""Prompts: rows made into text and token ids, checked and filtered before anything expensive starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jinja2 import TemplateError
+
+from slimelite.data.reader import BadRows, Row, read_rows
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+# rows that the tokenizer encodes in one call
+BATCH = 1024
+
+
+class Columns(Protocol):
+    """Where a row keeps what, and whether its messages go through the chat template: `DataArgs` or `EvalDataset`."""
+
+    @property
+    def input_key(self) -> str: ...
+    @property
+    def label_key(self) -> str | None: ...
+    @property
+    def metadata_key(self) -> str: ...
+    @property
+    def tool_key(self) -> str: ...
+    @property
+    def apply_chat_template(self) -> bool: ...
+    @property
+    def apply_chat_template_kwargs(self) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt. Messages that are not templated (SFT) have ``text`` "" and no ids."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    label: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+
+
+class _BadCell(ValueError):
+    """What is wrong in one column of a row."""
+
+    def __init__(self, column: str, problem: str) -> None:
+        super().__init__(f"column {column!r}: {problem}")
+
+
+def load_prompts(
+    columns: Columns,
+    tokenizer: PreTrainedTokenizerBase,
+    paths: Sequence[str],
+    *,
+    max_prompt_len: int | None = None,
+    skip_bad_rows: bool = False,
+) -> list[Prompt]:
+    """The prompts of ``paths`` one after the other, in file order.
+
+    ``max_prompt_len`` [tokens]: longer prompts are left out, counted and logged. The prompt of messages that end with an
+    answer is what stands before their first answer.
+
+    Raises:
+        ValueError: a file, a column or the chat template is missing, a row is malformed (unless ``skip_bad_rows``), or
+            no prompt is left.
+    """
+    if columns.apply_chat_template and not tokenizer.chat_template:
+        raise ValueError(
+            "--apply-chat-template: the tokenizer has no chat template; put a chat_template.jinja into the "
+            "--hf-checkpoint folder, or leave the flag out when the prompts are plain text"
+        )
+    required = [c for c in (columns.input_key, columns.label_key) if c is not None]
+    bad = BadRows(skip_bad_rows)
+    prompts: list[Prompt] = []
+    measured: list[str] = []
+    total = 0
+    for path in paths:
+        for row in read_rows(path, required, (columns.metadata_key, columns.tool_key), bad):
+            total += 1
+            try:
+                prompt = _read_prompt(row, columns, tokenizer)
+                measured.append(prompt.text if max_prompt_len is None else _asked_text(prompt, columns, tokenizer))
+                prompts.append(prompt)
+            except _BadCell as error:
+                bad.add(row.place, str(error))
+    bad.report(total)
+    lengths = _encode(prompts, measured, tokenizer)
+    kept = [p for p, length in zip(prompts, lengths, strict=True) if max_prompt_len is None or length <= max_prompt_len]
+    if dropped := len(prompts) - len(kept):
+        logger.warning("left out %d of %d prompts longer than %d tokens", dropped, len(prompts), max_prompt_len)
+    if not kept:
+        first = f"; the first bad one is {bad.problems[0]}" if bad.problems else ""
+        raise ValueError(
+            f"no prompts left of {list(paths)}: {len(bad.problems)} malformed rows, {dropped} prompts longer than "
+            f"{max_prompt_len} tokens (--rollout-max-prompt-len, --eval-max-prompt-len){first}"
+        )
+    return kept
+
+
+def _encode(prompts: list[Prompt], texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Set the ids of the prompts that have text; returns how many tokens each of ``texts`` has."""
+    lengths = []
+    for start in range(0, len(texts), BATCH):
+        encoded = tokenizer(texts[start : start + BATCH], add_special_tokens=False)["input_ids"]
+        for prompt, ids in zip(prompts[start : start + BATCH], encoded, strict=True):
+            prompt.token_ids = ids if prompt.text else []
+            lengths.append(len(ids))
+    return lengths
+
+
+def _asked_text(prompt: Prompt, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text whose tokens ``max_prompt_len`` limits."""
+    if prompt.text or prompt.messages is None:
+        return prompt.text
+    if not tokenizer.chat_template:
+        raise ValueError("--rollout-max-prompt-len cannot measure messages: the tokenizer has no chat template")
+    return _render(tokenizer, before_answers(prompt.messages), prompt.tools, columns)
+
+
+def before_answers(messages: Messages) -> Messages:
+    """The messages that a model is asked with: all, or, of a conversation that ends with an answer, those before the first."""
+    if messages[-1]["role"] != "assistant":
+        return messages
+    return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]
+
+
+def _read_prompt(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    values = row.values
+    tools = _parsed(values.get(columns.tool_key), columns.tool_key, list) or None
+    metadata = _parsed(values.get(columns.metadata_key), columns.metadata_key, dict) or {}
+    if tools is not None:
+        metadata = {**metadata, "tools": tools}
+    label = None if columns.label_key is None else _label(values[columns.label_key], columns.label_key)
+    prompt = Prompt(label=label, metadata=metadata, tools=tools)
+    content = values[columns.input_key]
+    if isinstance(content, str):
+        if not content:
+            raise _BadCell(columns.input_key, "the prompt is empty")
+        prompt.text = content
+        prompt.messages = [{"role": "user", "content": content}] if columns.apply_chat_template else None
+    else:
+        prompt.messages = _checked_messages(content, columns.input_key)
+    if columns.apply_chat_template:
+        assert prompt.messages is not None
+        prompt.text = _render(tokenizer, prompt.messages, tools, columns)
+    return prompt
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list[Any] | None, columns: Columns) -> str:
+    settings = columns.apply_chat_template_kwargs
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **settings})
+    except (TemplateError, TypeError) as error:
+        raise _BadCell(columns.input_key, f"the chat template refuses these messages ({error})") from error
+
+
+def _checked_messages(content: Any, column: str) -> Messages:
+    if not isinstance(content, list) or not content:
+        raise _BadCell(column, f"a prompt is text or a list of messages, not {content!r:.60}")
+    for number, message in enumerate(content):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _BadCell(column, f"message {number} needs a role and a content, got {message!r:.60}")
+        if not any(message.get(key) is not None for key in ("content", "tool_calls", "reasoning_content")):
+            raise _BadCell(column, f"message {number} ({message['role']}) says nothing: content is missing")
+    return content
+
+
+def _label(value: Any, column: str) -> str:
+    """Labels are text; numbers are written as such, lists and dicts as JSON."""
+    if value is None:
+        raise _BadCell(column, "the label is null")
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+def _parsed(value: Any, column: str, kind: type) -> Any:
+    """``value``, or the ``kind`` (list or dict) that its JSON text stands for; None for nothing."""
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise _BadCell(column, f"not JSON ({error})") from error
+    if value is not None and not isinstance(value, kind):
+        raise _BadCell(column, f"a {kind.__name__} or its JSON is expected, not {value!r:.60}")
+    return value

@@ -1,0 +1,183 @@
+"""Rows of parquet, jsonl and json files and of hub datasets, each with the place it came from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+logger = logging.getLogger(__name__)
+
+KINDS = (".parquet", ".jsonl", ".json")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row; ``place`` says where it is ("train.jsonl, row 3 (line 4)", rows counted from 0)."""
+
+    values: dict[str, Any]
+    place: str
+
+
+@dataclass
+class BadRows:
+    """What becomes of malformed rows: an error, or, when ``skip`` is set, a count and a report."""
+
+    skip: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, place: str, problem: str) -> None:
+        """Take note of a malformed row.
+
+        Raises:
+            ValueError: bad rows are not to be skipped.
+        """
+        if not self.skip:
+            raise ValueError(f"{place}: {problem}; mend the row, or leave such rows out with --skip-bad-rows")
+        self.problems.append(f"{place}: {problem}")
+
+    def report(self, total: int) -> None:
+        """Log how many of ``total`` rows were skipped, and the first few."""
+        if self.problems:
+            first = "\n  ".join(self.problems[:3])
+            logger.warning("skipped %d malformed rows of %d, the first of them:\n  %s", len(self.problems), total, first)
+
+
+def split_path(spec: str) -> tuple[str, slice]:
+    """``path@[a:b]`` -> (path, slice); a, b and a third number, the step, may be left out or negative, as in Python.
+
+    Raises:
+        ValueError: what stands in the brackets is not a slice.
+    """
+    path, bracket, inside = spec.partition("@[")
+    if not bracket:
+        return spec, slice(None)
+    parts = inside.removesuffix("]").split(":")
+    if not inside.endswith("]") or not 2 <= len(parts) <= 3:
+        raise ValueError(f"cannot read the slice of {spec!r}; write path@[a:b]")
+    try:
+        return path, slice(*(int(p) if p.strip() else None for p in parts))
+    except ValueError as error:
+        raise ValueError(f"cannot read the slice of {spec!r}; a and b of path@[a:b] are whole numbers") from error
+
+
+def read_rows(spec: str, required: Sequence[str], optional: Sequence[str], bad: BadRows) -> Iterator[Row]:
+    """The rows of ``spec``, in order, with the named columns (others may be there too).
+
+    ``spec``: a .parquet, .jsonl or .json (one list) file, or a hub dataset ``owner/name[:config][:split]`` (split
+    ``train`` unless named); ``@[a:b]`` after it takes a slice.
+
+    Raises:
+        ValueError: no such file, a kind that cannot be read, an empty slice, a column that is not there, a malformed
+            row (unless ``bad`` skips).
+    """
+    name, part = split_path(spec)
+    path = Path(name)
+    if path.is_file() and path.suffix == ".parquet":
+        rows = _parquet_rows(path, part, required, optional)
+    elif path.is_file() and path.suffix == ".jsonl":
+        rows = _jsonl_rows(path, part, bad)
+    elif path.is_file() and path.suffix == ".json":
+        rows = _json_rows(path, part, bad)
+    elif not path.exists() and path.suffix not in KINDS and HUB_ID.fullmatch(name):
+        rows = _hub_rows(name, part, required)
+    elif path.is_dir():
+        raise ValueError(f"{name} is a folder; name one file of it: {sorted(p.name for p in path.iterdir() if p.suffix in KINDS)}")
+    else:
+        reason = f"cannot read {name}: not one of {', '.join(KINDS)}" if path.exists() else f"no such file: {name}"
+        raise ValueError(f"{reason} (--prompt-data, --eval-prompt-data)")
+    empty, earlier = True, len(bad.problems)
+    for row in rows:
+        empty = False
+        if missing := [c for c in required if c not in row.values]:
+            bad.add(row.place, f"no column {missing[0]!r}; it has {sorted(row.values)}")
+        else:
+            yield row
+    if empty and len(bad.problems) == earlier:
+        raise ValueError(f"{spec!r} selects no rows")
+
+
+def _parquet_rows(path: Path, part: slice, required: Sequence[str], optional: Sequence[str]) -> Iterator[Row]:
+    try:
+        file = pq.ParquetFile(path)
+        names = file.schema_arrow.names
+        _check_columns(str(path), names, required)
+        table = file.read(columns=[c for c in names if c in {*required, *optional}])
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+    places = range(table.num_rows)[part]
+    for start in range(0, len(places), 4096):
+        chunk = places[start : start + 4096]
+        for number, values in zip(chunk, table.take(pa.array(chunk, pa.int64())).to_pylist(), strict=True):
+            yield Row({k: _without_nulls(v) for k, v in values.items()}, f"{path}, row {number}")
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the null fields of its structs: in parquet all rows share one struct type, and a key that a row
+    does not have comes back as null (``tool_calls`` of every plain message, the other tools' arguments)."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_nulls(v) for v in value]
+    return value
+
+
+def _jsonl_rows(path: Path, part: slice, bad: BadRows) -> Iterator[Row]:
+    lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
+    for index in range(len(lines))[part]:
+        number, line = lines[index]
+        place = f"{path}, row {index} (line {number})"
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            bad.add(place, f"not JSON ({error})")
+            continue
+        yield from _object_row(values, place, bad)
+
+
+def _json_rows(path: Path, part: slice, bad: BadRows) -> Iterator[Row]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); one object a line belongs in a .jsonl file") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} holds one {type(rows).__name__}; a .json file of prompts is a list of objects")
+    for index in range(len(rows))[part]:
+        yield from _object_row(rows[index], f"{path}, row {index}", bad)
+
+
+def _object_row(values: Any, place: str, bad: BadRows) -> Iterator[Row]:
+    if isinstance(values, dict):
+        yield Row(values, place)
+    else:
+        bad.add(place, f"a row is an object with named columns, not {type(values).__name__}")
+
+
+def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Row]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(f"no file {name!r}; to read it as a hub dataset: pip install 'slimelite[hub]'") from error
+    dataset_id, *rest = name.split(":")
+    config = rest[0] if len(rest) == 2 else None
+    split = rest[-1] if rest else "train"
+    try:
+        dataset = load_dataset(dataset_id, config, split=split)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no file {name!r}, and the hub gives no dataset owner/name[:config][:split] for it: {error}") from error
+    _check_columns(name, dataset.column_names, required)
+    for index in range(len(dataset))[part]:
+        yield Row({k: _without_nulls(v) for k, v in dataset[index].items()}, f"{name}, row {index}")
+
+
+def _check_columns(name: str, columns: Sequence[str], required: Sequence[str]) -> None:
+    if missing := [c for c in required if c not in columns]:
+        raise ValueError(f"{name} has no column {missing[0]!r}; its columns are {sorted(columns)} (--input-key, --label-key)")

@@ -1,0 +1,167 @@
+"""The data source: deals out groups of samples, epoch after epoch, and can stop and go on exactly where it was."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from slimelite.arguments import Args
+from slimelite.data.prompts import Prompt, load_prompts
+from slimelite.plugins import load_function
+from slimelite.sample import Sample
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+Group = list[Sample]
+
+
+class DataSource:
+    """Prompts, dealt as groups of ``--n-samples-per-prompt`` samples; returned groups come back first.
+
+    The order of epoch e is the file order, or with ``--rollout-shuffle`` a permutation of it that depends on
+    ``--rollout-seed`` + e alone. Several paths are one dataset; with ``--prompt-data-weights`` each is a stream with
+    epochs of its own, and the next prompt comes from the stream that is furthest behind its share.
+    """
+
+    def __init__(self, args: Args, tokenizer: PreTrainedTokenizerBase) -> None:
+        """
+        Raises:
+            ValueError: no --prompt-data, or what `load_prompts` raises.
+        """
+        self.args = args
+        self._weights = list(args.prompt_data_weights)
+        assert not self._weights or len(self._weights) == len(args.prompt_data), "parsing checks the weights"
+        if args.rollout_global_dataset and not args.prompt_data:
+            raise ValueError("--prompt-data names no file; give one, or --disable-rollout-global-dataset")
+        parts = [[path] for path in args.prompt_data] if self._weights else [args.prompt_data]
+        self._streams = [_Stream(self._load(paths, tokenizer), args) for paths in parts if args.rollout_global_dataset]
+        self._returned: list[Group] = []
+        self._pick = load_function(args.buffer_filter_path) if args.buffer_filter_path else _first_in_first_out
+        self._next_group = 0
+        self._next_sample = 0
+
+    def _load(self, paths: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+        limit, skip = self.args.rollout_max_prompt_len, self.args.skip_bad_rows
+        return load_prompts(self.args, tokenizer, paths, max_prompt_len=limit, skip_bad_rows=skip)
+
+    def __len__(self) -> int:
+        """Number of prompts, of all paths together."""
+        return sum(len(stream.prompts) for stream in self._streams)
+
+    @property
+    def epoch(self) -> int:
+        """How many times as many prompts as there are have been dealt, rounded down."""
+        return sum(stream.drawn for stream in self._streams) // len(self) if self._streams else 0
+
+    def get_samples(self, n: int) -> list[Group]:
+        """``n`` groups: returned ones first, then fresh ones with prompt tokens, label, metadata and indices set."""
+        groups = self._pick(self.args, None, self._returned, n) if self._returned else []
+        return [*groups, *(self._fresh_group() for _ in range(n - len(groups)))]
+
+    def add_samples(self, groups: Sequence[Group]) -> None:
+        """Take groups back, unfinished or surplus; they are dealt first, in the order in which they came."""
+        self._returned.extend(groups)
+
+    def _fresh_group(self) -> Group:
+        prompt = self._next_stream().next() if self._streams else Prompt()
+        group = []
+        for _ in range(self.args.n_samples_per_prompt):
+            sample = Sample(
+                group_index=self._next_group,
+                index=self._next_sample,
+                prompt=prompt.text or copy.deepcopy(prompt.messages) or "",
+                tokens=list(prompt.token_ids),
+                label=prompt.label,
+                metadata=copy.deepcopy(prompt.metadata),
+            )
+            group.append(sample)
+            self._next_sample += 1
+        self._next_group += 1
+        return group
+
+    def _next_stream(self) -> _Stream:
+        if len(self._streams) == 1:
+            return self._streams[0]
+        dealt = 1 + sum(stream.drawn for stream in self._streams)
+        shares = [weight / sum(self._weights) for weight in self._weights]
+        behind = [share * dealt - stream.drawn for share, stream in zip(shares, self._streams, strict=True)]
+        return self._streams[behind.index(max(behind))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on, as plain values; the returned groups are in it."""
+        return {
+            "drawn": [stream.drawn for stream in self._streams],
+            "next_group": self._next_group,
+            "next_sample": self._next_sample,
+            "returned": [[sample.to_dict() for sample in group] for group in self._returned],
+            "dataset": self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken.
+
+        Raises:
+            ValueError: the prompts, their order or their weights are not those of the saved state.
+        """
+        saved, now = state["dataset"], self._identity()
+        if changed := [f"{key}: {saved[key]} when saved, {now[key]} now" for key in now if saved.get(key) != now[key]]:
+            raise ValueError(
+                f"cannot resume the data source, its data has changed ({'; '.join(changed)}); resume with the same data "
+                "flags and files, or start a new run from the saved Hugging Face weights (--hf-checkpoint)"
+            )
+        for stream, drawn in zip(self._streams, state["drawn"], strict=True):
+            stream.drawn = drawn
+        self._next_group = state["next_group"]
+        self._next_sample = state["next_sample"]
+        self._returned = [[Sample.from_dict(values) for values in group] for group in state["returned"]]
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a saved position to mean anything."""
+        return {
+            "prompts": [len(stream.prompts) for stream in self._streams],
+            "contents": [stream.digest for stream in self._streams],
+            "--rollout-seed": self.args.rollout_seed if self.args.rollout_shuffle else None,
+            "--rollout-shuffle": self.args.rollout_shuffle,
+            "--prompt-data-weights": self._weights,
+        }
+
+
+class _Stream:
+    """Prompts in an endless order; ``drawn`` counts them and is the whole state."""
+
+    def __init__(self, prompts: list[Prompt], args: Args) -> None:
+        self.prompts = prompts
+        self.drawn = 0
+        self.digest = _digest(prompts)
+        self._args = args
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def next(self) -> Prompt:
+        epoch, offset = divmod(self.drawn, len(self.prompts))
+        if self._order[0] != epoch:
+            order = list(range(len(self.prompts)))
+            if self._args.rollout_shuffle:
+                random.Random(self._args.rollout_seed + epoch).shuffle(order)
+            self._order = (epoch, order)
+        self.drawn += 1
+        return self.prompts[self._order[1][offset]]
+
+
+def _digest(prompts: list[Prompt]) -> str:
+    state = hashlib.blake2b(digest_size=8)
+    for prompt in prompts:
+        asked = prompt.text or json.dumps(prompt.messages, sort_keys=True, default=str)
+        state.update(json.dumps([asked, prompt.label]).encode())
+    return state.hexdigest()
+
+
+def _first_in_first_out(args: Args, rollout_id: int | None, buffer: list[Group], n: int) -> list[Group]:  # noqa: ARG001
+    """slime's buffer filter interface: take at most ``n`` groups out of ``buffer``."""
+    taken = buffer[:n]
+    del buffer[:n]
+    return taken

@@ -1,0 +1,79 @@
+"""The one way to load a tokenizer, and the ids that end a response."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+# between them: digits, operators, newlines, runs of spaces, code, accents, another script, an emoji
+PROBES = (
+    "3+5+2+9=?\n3+5=8 8+2=10 10+9=19\n#### 19",
+    "Hello, world! It's 1,234.50 dollars -- isn't it?",
+    "  def f(x):\n\treturn {'a': [x ** 2]}  # two  spaces\n\n",
+    "émigré ½ 你好 😀 \\boxed{\\frac{1}{2}}",
+)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub id; its ids are those of the folder's ``tokenizer.json``.
+
+    `AutoTokenizer` picks a class by ``model_type``, and some of those classes rebuild the tokenizer from its vocabulary
+    and drop the file's own pre-tokenizer and decoder without a word (a Qwen2 model with a word-level tokenizer, say).
+    When its ids differ on the probe texts, the file wins.
+
+    Raises:
+        ValueError: there is no tokenizer at ``path``, or no class gives the file's ids.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no tokenizer at {path!r}: --hf-checkpoint needs a folder with tokenizer.json ({error})") from error
+    file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return tokenizer
+    truth = Tokenizer.from_file(file)
+    if not _agrees(tokenizer, truth):
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        if not _agrees(tokenizer, truth):
+            raise ValueError(f"{file} does not load faithfully: transformers gives other ids than the file; save it anew")
+    return tokenizer
+
+
+def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Tokenizer) -> bool:
+    """Whether both give the same ids, and the same text back, on every probe."""
+    for probe in PROBES:
+        ids = truth.encode(probe, add_special_tokens=False).ids
+        if tokenizer(probe, add_special_tokens=False)["input_ids"] != ids:
+            return False
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if text != truth.decode(ids, skip_special_tokens=False):
+            return False
+    return True
+
+
+def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a response: ``eos_token_id`` of generation config, config and tokenizer together, sorted.
+
+    Raises:
+        ValueError: none of the three names one.
+    """
+    found = {tokenizer.eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            with open(file, encoding="utf-8") as stream:
+                found.update(_eos_ids(json.load(stream)))
+    ids = sorted(i for i in found if i is not None)
+    if not ids:
+        raise ValueError(f"{path!r} names no end-of-sequence token; add eos_token_id to its generation_config.json")
+    return ids
+
+
+def _eos_ids(config: dict[str, Any]) -> list[int | None]:
+    eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    return eos if isinstance(eos, list) else [eos]

@@ -1,0 +1,1 @@
+"""Token-in, token-out inference behind one protocol."""

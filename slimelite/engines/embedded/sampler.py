@@ -1,0 +1,163 @@
+"""Sampling whole batches of next tokens, each row from its own random stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+GOLDEN = 0x9E3779B97F4A7C15
+MASK_64 = 2**64 - 1
+# columns summed at a time when a token is searched by cumulated probability
+BLOCK = 256
+# candidates tried first for top-p and top-k; wider nuclei sort the whole vocabulary
+CANDIDATES = 1024
+BELOW_ONE = 1 - 2**-50
+
+
+def stream_of(seed: int) -> int:
+    """Start of the random stream of ``seed``: one step of splitmix64, so that neighbouring seeds are unrelated."""
+    z = (seed + GOLDEN) & MASK_64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return z ^ (z >> 31)
+
+
+def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Element ``positions[i]`` of stream ``streams[i]`` (splitmix64; Steele, Lea and Flood, OOPSLA 2014).
+
+    Args:
+        streams: [n] uint64.
+        positions: [n] int64.
+
+    Returns:
+        [n] float64 in (0, 1).
+    """
+    z = streams + (positions + 1).astype(np.uint64) * np.uint64(GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(12)) * 2.0**-52 + 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How to sample each of n rows. None means that no row asks for it.
+
+    ``temperature``: [n, 1]. ``greedy``: [n] bool. ``truncated``: indices of rows with top-p or top-k,
+    whose ``top_p`` [m, 1] and ``top_k`` [m, 1] follow.
+    """
+
+    temperature: torch.Tensor | None
+    greedy: torch.Tensor | None
+    all_greedy: bool
+    truncated: torch.Tensor | None
+    top_p: torch.Tensor | None
+    top_k: torch.Tensor | None
+
+    @classmethod
+    def build(
+        cls, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, vocab: int, device: torch.device
+    ) -> SamplingBatch:
+        """From arrays of n; temperature 0 or top_k 1 is greedy, top_k below 1 is off."""
+        greedy = (temperature == 0) | (top_k == 1)
+        scale = np.where(temperature == 0, 1, temperature)
+        top_k = np.where(top_k < 1, vocab, top_k)
+        rows = np.flatnonzero(((top_p < 1) | (top_k < vocab)) & ~greedy)
+
+        def column(values: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(values[:, None]).to(device)
+
+        return cls(
+            temperature=column(scale.astype(np.float32)) if (scale != 1).any() else None,
+            greedy=torch.from_numpy(greedy).to(device) if greedy.any() else None,
+            all_greedy=bool(greedy.all()),
+            truncated=torch.from_numpy(rows).to(device) if len(rows) else None,
+            top_p=column(top_p[rows]) if len(rows) else None,
+            top_k=column(top_k[rows]) if len(rows) else None,
+        )
+
+
+def sample(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    uniform: torch.Tensor,
+    banned: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token a row by inverting the cumulative distribution at ``uniform``.
+
+    Args:
+        logits: [n, vocab] fp32; overwritten.
+        uniform: [n] float64 in (0, 1).
+        banned: (rows [m], tokens [m]) that must not be drawn now (stop ids before min_new_tokens).
+
+    Returns:
+        Tokens [n] int64, and their log-probs [n] fp32 under softmax(logits / temperature), which no
+        truncation and no ban changes.
+    """
+    if batch.temperature is not None:
+        logits.div_(batch.temperature)
+    log_probs = logits.log_softmax(-1)
+    scores = log_probs
+    if banned is not None:
+        scores = log_probs.index_put(banned, log_probs.new_tensor(-torch.inf)).log_softmax(-1)
+    if batch.all_greedy:
+        tokens = scores.argmax(-1, keepdim=True)
+    else:
+        weights = scores.exp()
+        tokens = _invert(weights, uniform[:, None])
+        if batch.truncated is not None:
+            assert batch.top_p is not None
+            assert batch.top_k is not None
+            rows = batch.truncated
+            tokens[rows] = _invert_truncated(weights[rows], batch.top_p, batch.top_k, uniform[rows, None])
+        if batch.greedy is not None:
+            tokens = torch.where(batch.greedy[:, None], scores.argmax(-1, keepdim=True), tokens)
+    return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)
+
+
+def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the column that holds the ``uniform``-th part of a row's mass, and where inside it that lies.
+
+    ``weights``: [n, columns], not negative. ``uniform``: [n, 1] in [0, 1). The column has a positive weight.
+    """
+    mass = weights.cumsum(-1, dtype=torch.float64)
+    target = torch.minimum(uniform * mass[:, -1:], mass[:, -1:] * BELOW_ONE)
+    # the clamp only matters for NaN, which must not become an index
+    index = torch.searchsorted(mass, target, right=True).clamp_(max=weights.shape[-1] - 1)
+    inside = (target - mass.gather(-1, index)) / weights.gather(-1, index) + 1
+    return index, inside.clamp_(0, BELOW_ONE)
+
+
+def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """[n, vocab], [n, 1] -> tokens [n, 1]: the block first, then the token in it, so that most columns are only summed."""
+    vocab = weights.shape[-1]
+    if vocab <= BLOCK:
+        return _search(weights, uniform)[0]
+    whole = vocab // BLOCK * BLOCK
+    sums = weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
+    if whole < vocab:
+        sums = torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True)), dim=-1)
+    block, inside = _search(sums, uniform)
+    columns = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    members = weights.gather(-1, columns.clamp(max=vocab - 1)).masked_fill_(columns >= vocab, 0)
+    return block * BLOCK + _search(members, inside)[0]
+
+
+def _invert_truncated(
+    weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, uniform: torch.Tensor
+) -> torch.Tensor:
+    """Like `_invert`, among the top_k likeliest tokens and the smallest set of them whose mass reaches top_p.
+
+    Both limits are read off the full distribution, as SGLang does.
+    """
+    vocab = weights.shape[-1]
+    width = min(CANDIDATES, vocab)
+    while True:
+        mass, tokens = weights.topk(width)
+        rank = torch.arange(width, device=weights.device)
+        keep = (rank < top_k) & (mass.cumsum(-1, dtype=torch.float64) - mass < top_p)
+        if width == vocab or not bool(keep[:, -1].any()):
+            break
+        width = vocab
+    return tokens.gather(-1, _search(mass.masked_fill(~keep, 0), uniform)[0])

@@ -1,0 +1,214 @@
+"""Continuous batching: which sequences run, what is prefilled, and when a sequence ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+
+import numpy as np
+import torch
+
+from slimelite.engines.embedded.decoder import Decoder
+from slimelite.engines.embedded.kv_cache import AttentionPlan, KVCache, round_up
+from slimelite.engines.embedded.rows import RowTable, Sequence
+from slimelite.engines.embedded.sampler import sample, uniforms
+from slimelite.engines.protocol import FinishReason
+
+Decode = Callable[[list[int]], str]
+# padded prompt tokens of one prefill call; bounds its activations and its mask
+PREFILL_TOKENS = 2048
+# (row, first token, end) of tokens whose keys and values are to be computed
+Piece = tuple[int, int, int]
+
+
+class Scheduler:
+    """Runs sequences in submission order, at most ``max_rows`` at a time and as far as the cache goes.
+
+    A row's last token is never in the cache: prefilling covers the tokens before it, and a decoding step feeds
+    it. So a fresh group, a copied prompt, a continued response and a recomputed row all go on the same way.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        new_cache: Callable[[], KVCache],
+        max_rows: int,
+        max_context_len: int,
+        decode: Decode | None,
+    ) -> None:
+        device = decoder.weights.embed.device
+        self.rows = RowTable(max_rows, max_context_len, decoder.weights.shape.vocab_size, device)
+        self.waiting: deque[Sequence] = deque()
+        self.weight_version = 0
+        self._cache: KVCache | None = new_cache()
+        self._new_cache = new_cache
+        self._decoder, self._decode, self._device = decoder, decode, device
+        self._max_rows = max_rows
+        # the cache does not hold the keys and values of the running rows
+        self._stale = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self.waiting or self.rows.sequences)
+
+    def request_ids(self) -> set[str]:
+        """Ids of all running and waiting requests."""
+        return {sequence.request.request_id for sequence in (*self.rows.sequences, *self.waiting)}
+
+    def set_weight_version(self, version: int) -> None:
+        """The weights have changed: tokens from now on carry ``version``, running rows are prefilled anew."""
+        self.weight_version = version
+        self._stale = True
+        generated = self.rows.state["length"] - self.rows.state["start"]
+        for row, sequence in enumerate(self.rows.sequences):
+            sequence.versions.append((int(generated[row]), version))
+
+    def release_cache(self) -> None:
+        """Free the cache; running rows keep their tokens and wait."""
+        self._cache = None
+        self._stale = True
+
+    def allocate_cache(self) -> None:
+        """Take an empty cache, if there is none; running rows are prefilled anew."""
+        self._cache = self._cache or self._new_cache()
+
+    def step(self) -> None:
+        """Admit what fits, then decode one token for every row."""
+        cache = self._cache
+        assert cache is not None, "no step while the cache is released"
+        if self._stale and self.rows.sequences:
+            cache.set_row_len(round_up(max(s.need for s in self.rows.sequences)), self._cached_lengths()[:0])
+            self._fill(cache, 0)
+        self._stale = False
+        self._admit(cache)
+        if self.rows.sequences:
+            self._decode_step(cache)
+
+    def abort(self, request_ids: Collection[str] | None) -> None:
+        """End these sequences (all, if None) with what they have."""
+
+        def meant(sequence: Sequence) -> bool:
+            return request_ids is None or sequence.request.request_id in request_ids
+
+        for row in reversed(range(len(self.rows))):
+            if meant(self.rows.sequences[row]):
+                self._remove(row, "abort")
+        stay = deque(sequence for sequence in self.waiting if not meant(sequence))
+        for sequence in self.waiting:
+            if meant(sequence):
+                sequence.deliver(sequence.result(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort"))
+        self.waiting = stay
+
+    def fail(self, error: Exception) -> None:
+        """Pass ``error`` to every caller and start again from nothing."""
+        for sequence in (*self.rows.sequences, *self.waiting):
+            sequence.fail(error)
+        self.rows.sequences.clear()
+        self.waiting.clear()
+        if self._cache is not None:
+            # it may hold NaN, which a mask does not hide
+            self.release_cache()
+            self.allocate_cache()
+
+    def _cached_lengths(self) -> np.ndarray:
+        return self.rows.state["length"][: len(self.rows)] - 1
+
+    def _admit(self, cache: KVCache) -> None:
+        """Start waiting sequences, first come first served, while a row and its cache positions are free."""
+        first = len(self.rows)
+        row_len = cache.row_len if first else 0
+        while self.waiting and len(self.rows) < self._max_rows:
+            longer = max(row_len, round_up(self.waiting[0].need))
+            if not cache.fits(len(self.rows) + 1, longer):
+                break
+            row_len = longer
+            sequence = self.waiting.popleft()
+            sequence.versions.append((0, self.weight_version))
+            self.rows.add(sequence)
+        if len(self.rows) > first:
+            cache.set_row_len(row_len, self._cached_lengths()[:first])
+            self._fill(cache, first)
+
+    def _fill(self, cache: KVCache, first: int) -> None:
+        """Bring the keys and values of rows ``first`` and up into the cache, a shared prompt once."""
+        lengths = self._cached_lengths()
+        leaders: dict[object, int] = {}
+        leading: list[Piece] = []
+        following: list[Piece] = []
+        for row, sequence in enumerate(self.rows.sequences):
+            leader = leaders.setdefault(sequence.shared_prompt or row, row)
+            if row < first:
+                continue
+            if leader == row:
+                leading.append((row, 0, int(lengths[row])))
+            else:
+                following.append((row, sequence.prompt_length - 1, int(lengths[row])))
+                sequence.cached_tokens = max(sequence.cached_tokens, sequence.prompt_length - 1)
+        self._prefill(cache, leading)
+        for row, shared, _ in following:
+            cache.copy(leaders[self.rows.sequences[row].shared_prompt], row, shared)
+        self._prefill(cache, following)
+
+    def _prefill(self, cache: KVCache, pieces: list[Piece]) -> None:
+        """Compute keys and values of ``pieces``, batched so that padding them stays within `PREFILL_TOKENS`."""
+        batch: list[Piece] = []
+        for row, start, end in sorted(pieces, key=lambda piece: piece[1] - piece[2]):
+            while end - start > PREFILL_TOKENS:
+                self._prefill_batch(cache, [(row, start, start + PREFILL_TOKENS)])
+                start += PREFILL_TOKENS
+            widest = max((e - s for _, s, e in batch), default=0)
+            if (len(batch) + 1) * max(widest, end - start) > PREFILL_TOKENS:
+                self._prefill_batch(cache, batch)
+                batch = []
+            if end > start:
+                batch.append((row, start, end))
+        if batch:
+            self._prefill_batch(cache, batch)
+
+    def _prefill_batch(self, cache: KVCache, batch: list[Piece]) -> None:
+        rows, starts, ends = np.array(batch, np.int64).T
+        tokens = np.concatenate([self.rows.tokens[row, start:end] for row, start, end in batch])
+        plan = AttentionPlan(cache, rows, starts, ends - starts)
+        self._decoder.forward(torch.from_numpy(tokens).to(self._device), plan, cache_only=True)
+
+    def _decode_step(self, cache: KVCache) -> None:
+        rows = self.rows
+        state = rows.state[: len(rows)]
+        lengths = state["length"]
+        fed = torch.from_numpy(rows.last_tokens()).to(self._device)
+        hidden = self._decoder.forward(fed, AttentionPlan(cache, None, lengths - 1, None))
+        uniform = uniforms(state["stream"], lengths + state["stream_shift"])
+        sampled, sampled_log_probs = sample(
+            self._decoder.logits(hidden), rows.sampling(), torch.from_numpy(uniform).to(self._device), rows.banned()
+        )
+        tokens, log_probs = sampled.cpu().numpy(), sampled_log_probs.cpu().numpy()
+        if not np.isfinite(log_probs).all():
+            raise RuntimeError("the model's logits are not finite: its weights (or the last ones sent) hold inf or NaN")
+        rows.append(tokens, log_probs)
+        stopped = rows.stopped(tokens)
+        for row in np.flatnonzero(state["has_stop_strings"] & ~stopped):
+            stopped[row] = self._completes_stop_string(int(row))
+        for row in np.flatnonzero(stopped | (lengths >= state["limit"]))[::-1]:
+            self._remove(int(row), "stop" if stopped[row] else "length")
+
+    def _completes_stop_string(self, row: int) -> bool:
+        """Whether the tail of the response, a continued one's older part included, holds one of its stop strings."""
+        params, state = self.rows.sequences[row].request.params, self.rows.state[row]
+        length = int(state["length"])
+        if length < state["min_length"]:
+            return False
+        # a token brings at least one byte; one more keeps the first from being decoded as the start of a text
+        tail = max(len(stop.encode()) for stop in params.stop) + 1
+        start = max(self.rows.sequences[row].prompt_length, length - tail)
+        assert self._decode is not None, "the engine takes no stop strings without a decode function"
+        text = self._decode(self.rows.tokens[row, start:length].tolist())
+        return any(stop in text for stop in params.stop)
+
+    def _remove(self, row: int, reason: FinishReason) -> None:
+        """End a row; the last row moves into its place, in the cache too."""
+        last = len(self.rows) - 1
+        length = int(self._cached_lengths()[last])
+        self.rows.remove(row, reason)
+        if row != last and self._cache is not None and not self._stale:
+            self._cache.copy(last, row, length)

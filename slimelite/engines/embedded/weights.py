@@ -1,0 +1,210 @@
+"""Weights of a dense Qwen2, Qwen3 or Llama decoder, fused for decoding, addressed by their Hugging Face names."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+# rope types whose tables depend on the length of each sequence cannot share one table
+DYNAMIC_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderShape:
+    """The numbers of a decoder; ``*_bias`` and ``qk_norm`` say which optional weights it has."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @classmethod
+    def from_config(cls, config: PretrainedConfig) -> DecoderShape:
+        """Read a Hugging Face config.
+
+        Raises:
+            ValueError: an architecture that the embedded engine does not compute.
+        """
+        family = config.model_type
+        problem = None
+        if family not in FAMILIES:
+            problem = f"model_type {family!r}"
+        elif config.hidden_act != "silu":
+            problem = f"hidden_act {config.hidden_act!r}"
+        elif config.rope_parameters["rope_type"] in DYNAMIC_ROPE:
+            problem = f"rope type {config.rope_parameters['rope_type']!r}"
+        elif family != "llama" and set(config.layer_types) != {"full_attention"}:
+            problem = "sliding-window attention"
+        elif getattr(config, "quantization_config", None) is not None:
+            problem = "quantized weights"
+        if problem:
+            raise ValueError(
+                f"the embedded engine does not compute {problem}; it knows dense, unquantized models of type "
+                f"{', '.join(FAMILIES)} with full attention: use --rollout-backend sglang"
+            )
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            intermediate_size=config.intermediate_size,
+            norm_eps=config.rms_norm_eps,
+            tied=config.tie_word_embeddings,
+            qkv_bias=family == "qwen2" or config.attention_bias,
+            out_bias=family != "qwen2" and config.attention_bias,
+            mlp_bias=family == "llama" and config.mlp_bias,
+            qk_norm=family == "qwen3",
+        )
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One layer. ``qkv``: rows of query, key and value heads; ``gate_up``: rows of gate and up."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+class DecoderWeights:
+    """All weights, plus a map from each Hugging Face name to the part of the fused storage that holds it."""
+
+    def __init__(self, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self._options = {"device": device, "dtype": dtype}
+        self._storage: list[torch.Tensor] = []
+        self._parked: list[torch.Tensor] = []
+        self._targets: dict[str, torch.Tensor] = {}
+        self._received: set[str] = set()
+        self.embed = self._weight((shape.vocab_size, shape.hidden_size), "model.embed_tokens.weight")
+        self.layers = [self._layer(f"model.layers.{i}") for i in range(shape.num_layers)]
+        self.norm = self._weight((shape.hidden_size,), "model.norm.weight")
+        self.head = self.embed
+        if not shape.tied:
+            self.head = self._weight((shape.vocab_size, shape.hidden_size), "lm_head.weight")
+
+    def _weight(self, size: tuple[int, ...], *names: str, rows: tuple[int, ...] = ()) -> torch.Tensor:
+        """Allocate a weight that holds ``names`` one below the other, ``rows`` of each."""
+        weight = torch.empty(size, **self._options)
+        self._storage.append(weight)
+        self._targets.update(zip(names, weight.split(rows or size[0]), strict=True))
+        return weight
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        s = self.shape
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qkv_names = [f"{attention}.{x}_proj" for x in "qkv"]
+        qkv_rows = (s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim, s.num_kv_heads * s.head_dim)
+        gate_up_names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+        gate_up_rows = (s.intermediate_size, s.intermediate_size)
+
+        def linear(names: list[str], rows: tuple[int, ...], columns: int) -> torch.Tensor:
+            return self._weight((sum(rows), columns), *(f"{n}.weight" for n in names), rows=rows)
+
+        def bias(present: bool, names: list[str], rows: tuple[int, ...]) -> torch.Tensor | None:
+            return self._weight((sum(rows),), *(f"{n}.bias" for n in names), rows=rows) if present else None
+
+        out_name, down_name = [f"{attention}.o_proj"], [f"{mlp}.down_proj"]
+        return LayerWeights(
+            input_norm=self._weight((s.hidden_size,), f"{prefix}.input_layernorm.weight"),
+            qkv=linear(qkv_names, qkv_rows, s.hidden_size),
+            qkv_bias=bias(s.qkv_bias, qkv_names, qkv_rows),
+            q_norm=self._weight((s.head_dim,), f"{attention}.q_norm.weight") if s.qk_norm else None,
+            k_norm=self._weight((s.head_dim,), f"{attention}.k_norm.weight") if s.qk_norm else None,
+            out=linear(out_name, (s.hidden_size,), qkv_rows[0]),
+            out_bias=bias(s.out_bias, out_name, (s.hidden_size,)),
+            mlp_norm=self._weight((s.hidden_size,), f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=linear(gate_up_names, gate_up_rows, s.hidden_size),
+            gate_up_bias=bias(s.mlp_bias, gate_up_names, gate_up_rows),
+            down=linear(down_name, (s.hidden_size,), s.intermediate_size),
+            down_bias=bias(s.mlp_bias, down_name, (s.hidden_size,)),
+        )
+
+    @torch.no_grad()
+    def update(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Copy (Hugging Face name, tensor) pairs into place, all or none.
+
+        A tied head may be sent under either of its names, or both.
+
+        Raises:
+            ValueError: a name the model does not have, or a tensor of another shape.
+        """
+        if self._parked:
+            raise ValueError("the weights are released; resume_memory(['weights']) before updating them")
+        pairs = []
+        for name, tensor in tensors:
+            name = "model.embed_tokens.weight" if self.shape.tied and name == "lm_head.weight" else name
+            target = self._targets.get(name)
+            if target is None:
+                raise ValueError(f"{name} is not a weight of this model, whose config.json the engine was started with")
+            if target.shape != tensor.shape:
+                raise ValueError(f"{name} came with shape {tuple(tensor.shape)}; the model has {tuple(target.shape)}")
+            pairs.append((name, target, tensor))
+        for name, target, tensor in pairs:
+            target.copy_(tensor)
+            self._received.add(name)
+
+    def begin_update(self) -> None:
+        """Forget which weights have come."""
+        self._received.clear()
+
+    def missing(self) -> list[str]:
+        """Names not sent since `begin_update`."""
+        return [name for name in self._targets if name not in self._received]
+
+    def release(self) -> None:
+        """Move the weights to host memory and free the device's; without effect on a CPU, where it is the same."""
+        if self._options["device"].type == "cpu" or self._parked:
+            return
+        self._parked = [weight.cpu() for weight in self._storage]
+        for weight in self._storage:
+            weight.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def resume(self) -> None:
+        """The inverse of `release`; views of the weights stay valid."""
+        for weight, parked in zip(self._storage, self._parked, strict=bool(self._parked)):
+            weight.untyped_storage().resize_(parked.untyped_storage().nbytes())
+            weight.copy_(parked)
+        self._parked = []
+
+    def load(self, model_path: str, config: PretrainedConfig, seed: int) -> None:
+        """Fill in the checkpoint at ``model_path``, or random weights from ``seed`` where a folder holds a config only."""
+        dtype = self._options["dtype"]
+        folder = Path(model_path)
+        if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+            logger.warning("no weight files in %s: starting from random weights (seed %d)", model_path, seed)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(model_path, config=config, dtype=dtype)
+        self.update(list(model.state_dict().items()))
+        assert not self.missing(), f"the checkpoint lacks {self.missing()[:4]}"

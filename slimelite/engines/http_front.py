@@ -1,0 +1,178 @@
+"""SGLang's /generate and /abort_request over any engine, for generate plugins that speak HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from slimelite.engines.protocol import Engine, GenerateRequest, GenerateResult, SamplingParams
+
+MAX_BODY_BYTES = 64 << 20
+HEALTH_TIMEOUT = 20.0  # seconds
+# SGLang's defaults of the parameters that we have too; its names where they differ from ours
+DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": 128,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_new_tokens": 0,
+    "stop": None,
+    "stop_token_ids": None,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "sampling_seed": None,
+}
+# parameters without effect on tokens, and those we take only at the value that switches them off
+IGNORED = {"no_stop_trim", "spaces_between_special_tokens"}
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+
+
+def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
+    """SGLang's ``sampling_params`` JSON as ours.
+
+    Raises:
+        ValueError: a parameter that the engine would have to ignore.
+    """
+    for name, value in given.items():
+        known = name in DEFAULTS or name in IGNORED
+        if not known and value is not None and NEUTRAL.get(name) != value:
+            raise ValueError(f"sampling parameter {name}={value!r} is not supported; use --rollout-backend sglang")
+    values = {name: default if given.get(name) is None else given[name] for name, default in DEFAULTS.items()}
+    stop = values.pop("stop") or ()
+    return SamplingParams(
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(values.pop("stop_token_ids") or ()),
+        seed=values.pop("sampling_seed"),
+        **values,
+    )
+
+
+class HttpFront:
+    """A server on loopback, started on demand in the running event loop.
+
+    The text of a response keeps its stop string, as slime asks for with ``no_stop_trim``.
+    """
+
+    def __init__(
+        self, engine: Engine, encode: Callable[[str], list[int]] | None, decode: Callable[[list[int]], str] | None
+    ) -> None:
+        self.url: str | None = None
+        self._engine, self._encode, self._decode = engine, encode, decode
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> str:
+        """Listen on a free port of 127.0.0.1, once, and return the base URL."""
+        if self._runner is None:
+            app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+            app.add_routes(
+                [
+                    web.post("/generate", self._generate),
+                    web.post("/abort_request", self._abort),
+                    web.get("/health", self._health),
+                    web.get("/health_generate", self._health_generate),
+                    web.get("/get_model_info", self._model_info),
+                    web.get("/model_info", self._model_info),
+                ]
+            )
+            # a client that hangs up cancels its handler, and with it the request
+            self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+            await self._runner.setup()
+            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+            host, port = self._runner.addresses[0][:2]
+            self.url = f"http://{host}:{port}"
+        assert self.url is not None
+        return self.url
+
+    async def stop(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._runner = self.url = None
+
+    async def _generate(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        if body.get("stream"):
+            raise ValueError("stream=true is not supported; use --rollout-backend sglang")
+        ids = body.get("input_ids")
+        if ids is None:
+            if self._encode is None or not isinstance(body.get("text"), str):
+                raise ValueError("send input_ids: one list of token ids (one text needs an engine with an encode function)")
+            ids = self._encode(body["text"])
+        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+            raise ValueError("input_ids must be one list of token ids; send a request for each prompt")
+        input_ids = tuple(ids)
+        request = GenerateRequest(
+            request_id=body.get("rid") or uuid.uuid4().hex,
+            input_ids=input_ids,
+            params=parse_sampling_params(body.get("sampling_params") or {}),
+            prefix_key=f"http-{hash(input_ids)}",
+        )
+        (result,) = await self._engine.generate([request])
+        version = (await self._engine.info()).weight_version
+        return web.json_response(self._reply(request, result, version, bool(body.get("return_logprob"))))
+
+    def _reply(
+        self, request: GenerateRequest, result: GenerateResult, version: int, log_probs: bool
+    ) -> dict[str, Any]:
+        """The JSON object that SGLang answers with."""
+        reason: dict[str, Any] = {"type": result.finish_reason}
+        if result.finish_reason == "length":
+            reason["length"] = len(result.output_ids)
+        meta: dict[str, Any] = {
+            "id": request.request_id,
+            "finish_reason": reason,
+            "prompt_tokens": len(request.input_ids),
+            "completion_tokens": len(result.output_ids),
+            "cached_tokens": result.cached_tokens,
+            # of the last token: SGLang's is a string too
+            "weight_version": str(result.weight_versions[-1] if result.weight_versions else version),
+        }
+        if log_probs:
+            pairs = zip(result.log_probs, result.output_ids, strict=True)
+            meta["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
+        text = self._decode(result.output_ids) if self._decode else ""
+        return {"text": text, "output_ids": result.output_ids, "meta_info": meta}
+
+    async def _abort(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        if not body.get("abort_all") and not body.get("rid"):
+            raise ValueError("send rid, or abort_all=true")
+        await self._engine.abort(None if body.get("abort_all") else [body["rid"]])
+        return web.Response()
+
+    async def _health(self, http: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _health_generate(self, http: web.Request) -> web.Response:
+        """200 once the engine has generated a token."""
+        params = SamplingParams(max_new_tokens=1, temperature=0.0)
+        request = GenerateRequest(request_id=f"health-{uuid.uuid4().hex}", input_ids=(0,), params=params)
+        try:
+            await asyncio.wait_for(self._engine.generate([request]), HEALTH_TIMEOUT)
+        except TimeoutError:
+            return web.Response(status=503, text=f"no token within {HEALTH_TIMEOUT:.0f} s")
+        return web.Response()
+
+    async def _model_info(self, http: web.Request) -> web.Response:
+        info = await self._engine.info()
+        reply = {"is_generation": True, "weight_version": str(info.weight_version), **info.extra}
+        return web.json_response(reply)
+
+
+@web.middleware
+async def _errors_as_json(http: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    """A mistake of the client is a 400 with the message, in SGLang's form; anything else stays a 500."""
+    try:
+        return await handler(http)
+    except ValueError as error:
+        return web.json_response({"error": {"message": str(error)}}, status=400)

@@ -1,0 +1,166 @@
+"""What an inference engine is: tokens and sampling parameters in, tokens and log-probs out, weights in.
+
+An engine knows nothing of prompts, rewards or groups. Every method is a coroutine, so that an engine may
+live in this process, in a Ray actor or behind HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one response; temperature 0 or top_k 1 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_new_tokens: int = 0
+    # the stop string stays in the output (slime's no_stop_trim); the token that completes it is the last one
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = False
+    # key of this request's random stream: token t depends on (seed, t) alone; None: not repeatable
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One response to sample.
+
+    ``input_ids``: the prompt, and the part of the response that exists already when a partial rollout goes on.
+    ``prefix_key``: requests with the same key share the prompt; an engine may prefill it once.
+    ``position``: how many response tokens are already in ``input_ids`` (the random stream goes on from there).
+    """
+
+    request_id: str
+    input_ids: tuple[int, ...]
+    params: SamplingParams
+    prefix_key: str | None = None
+    position: int = 0
+
+
+@dataclass(slots=True)
+class GenerateResult:
+    """The tokens of one response.
+
+    ``log_probs``: one a token, of softmax(logits / temperature) before any top-p or top-k renormalisation;
+    greedy requests (temperature 0 or top_k 1) report the same quantity, with temperature 0 read as 1.
+    ``weight_versions``: one a token, the version of the weights that produced it.
+    ``cached_tokens``: prompt tokens whose keys and values were already there.
+    """
+
+    request_id: str
+    output_ids: list[int]
+    log_probs: list[float]
+    weight_versions: list[int]
+    finish_reason: FinishReason
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do; the contract suite tests each claim and what is not claimed is not asked for."""
+
+    seeds: bool
+    abort: bool
+    partial_results: bool
+    pause: bool
+    sleep: bool
+
+
+@dataclass(slots=True)
+class WeightBucket:
+    """Several tensors of one dtype, flattened into one.
+
+    ``flat``: 1-D, the tensors' elements in the order of ``names``; names are Hugging Face's.
+    """
+
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    flat: torch.Tensor
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """(name, view into ``flat``) for each tensor."""
+        sizes = [int(torch.Size(shape).numel()) for shape in self.shapes]
+        parts = self.flat.split(sizes)
+        return [(n, p.view(s)) for n, p, s in zip(self.names, parts, self.shapes, strict=True)]
+
+
+@dataclass(slots=True)
+class EngineInfo:
+    """What an engine says of itself."""
+
+    name: str
+    weight_version: int
+    max_context_len: int
+    max_running_requests: int
+    capabilities: Capabilities
+    # base URL of an HTTP front that speaks SGLang's /generate, when there is one
+    url: str | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Token-in, token-out inference."""
+
+    async def info(self) -> EngineInfo:
+        """Name, limits, capabilities and the current weight version."""
+        ...
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """Sample a response to each request; results come in the order of the requests.
+
+        Raises:
+            ValueError: a request cannot fit the context, or asks for what the engine cannot do.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (all, if None) now: they return what they have, with finish reason "abort"."""
+        ...
+
+    async def begin_weight_update(self, version: int) -> None:
+        """Stop decoding until `end_weight_update`; the weights in between are nobody's to use."""
+        ...
+
+    async def load_weights(self, bucket: WeightBucket) -> None:
+        """Copy the bucket's tensors into the model.
+
+        Raises:
+            ValueError: an unknown name or a wrong shape.
+        """
+        ...
+
+    async def end_weight_update(self) -> None:
+        """Every weight is in: forget cached keys and values, stamp the version, decode again.
+
+        Raises:
+            ValueError: a weight of the model was not sent; the engine keeps refusing to decode.
+        """
+        ...
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Give back device memory of ``weights`` and/or ``kv_cache``."""
+        ...
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take that memory again."""
+        ...
+
+    async def start_http(self) -> str:
+        """Serve SGLang's ``/generate`` and ``/abort_request`` JSON on loopback and return the base URL."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything."""
+        ...

@@ -1,0 +1,83 @@
+"""Functions of the user, by path: ``pkg.module.fn``, ``path/to/file.py:fn``, or slime's name of one that we have."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+import zlib
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slimelite import compat
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The function (or class) at ``path``.
+
+    ``slime.…`` names of what we provide are ours, and a plugin that imports them gets ours too (see `compat`).
+    A file is loaded once however often it is named; its folder is appended to ``sys.path``, so that it can import
+    its neighbours.
+
+    Raises:
+        ValueError: there is no such file, module or function, or it could not be imported; says what comes nearest.
+    """
+    module_name, _, name = path.rpartition(":" if ":" in path else ".")
+    if not module_name or not name:
+        raise ValueError(f"{path!r} is not a plugin path; write package.module.function or path/to/file.py:function")
+    if path in compat.SLIME_NAMES:
+        return compat.resolve(path)
+    compat.install_finder()
+    try:
+        module = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        function = getattr(module, name, None)
+    except ImportError as error:
+        raise ValueError(f"cannot load {path!r}: {error}{_nearest_module(module_name, error)}") from error
+    if function is None:
+        raise ValueError(f"{module_name} has no {name!r}{nearest(name, vars(module))}")
+    if not callable(function):
+        raise ValueError(f"{path!r} is a {type(function).__name__}, not a function")
+    return function
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean …?"``, or nothing when no known name is like it."""
+    close = get_close_matches(name, [k for k in known if not k.startswith("__")], n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _load_file(path: str) -> ModuleType:
+    file = Path(path).resolve()
+    if not file.is_file():
+        neighbours = [p.name for p in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        raise ValueError(f"no plugin file {file}{nearest(file.name, neighbours)}")
+    name = f"{file.stem}_{zlib.crc32(str(file).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs, as Python does: dataclasses and pickle look it up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _nearest_module(name: str, error: ImportError) -> str:
+    missing = error.name or ""
+    if not isinstance(error, ModuleNotFoundError) or not name.startswith(missing):
+        return ""  # something that the plugin imports is missing, not the plugin
+    parent, _, leaf = missing.rpartition(".")
+    package = sys.modules.get(parent)
+    paths = getattr(package, "__path__", None) if parent else sys.path
+    return nearest(leaf, [m.name for m in pkgutil.iter_modules(paths)]) if paths is not None else ""

@@ -1,0 +1,273 @@
+"""Samples in, rewards on them: which reward scores a sample, where it runs, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from slimelite.arguments import RewardArgs
+from slimelite.plugins import load_function
+from slimelite.rewards.custom import RewardLoop, RewardTimeout, call
+from slimelite.rewards.latex import extract_boxed_answer
+from slimelite.rewards.pool import WorkerPool
+from slimelite.rewards.registry import BOXED, find_rule
+from slimelite.rewards.remote_rm import ATTEMPTS, remote_rewards
+from slimelite.rewards.rule import Answer, Failure, Reward, Rule
+from slimelite.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+# failures of one rollout that are kept and logged whole; the rest is counted
+KEPT_REPORTS = 8
+SHOWN_CHARS = 300
+
+
+class RewardError(Exception):
+    """A reward failed under ``--reward-error fail``."""
+
+
+class Route(NamedTuple):
+    """What scores a sample: a function's path, or the name of a rule."""
+
+    name: str
+    custom: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """A reward that failed; ``kind``: exception, timeout, crash (of a worker), nonfinite or invalid."""
+
+    kind: str
+    reward: str
+    index: int | None
+    group_index: int | None
+    message: str
+    traceback: str
+    label: str | None
+    response: str
+
+    def __str__(self) -> str:
+        where = f"reward {self.reward} of sample {self.index} (group {self.group_index})"
+        return f"{where}: {self.kind}: {self.message}; label {self.label!r}, response ends {self.response!r}"
+
+
+class Grader:
+    """Sets ``sample.reward``.
+
+    Rules that are plain string work run in a thread; those that compute run in worker processes (`WorkerPool`); custom
+    functions and remote_rm run on an event loop of their own (`RewardLoop`). The caller's event loop never waits for
+    the processor. Failures are counted by kind, the first few kept in ``error_reports`` until `metrics` is called,
+    noted in the sample's ``metadata["reward_error"]``, and settled by ``--reward-error``.
+    """
+
+    def __init__(self, args: RewardArgs, *, workers: int | None = None, remote_attempts: int = ATTEMPTS) -> None:
+        """``workers``: grading processes at most; None: one for every two processors, 1 to 8.
+
+        Raises:
+            ValueError: ``args`` name a rule or a function that does not exist, or lack what it needs.
+        """
+        self.args = args
+        # what custom functions get as their first argument
+        self.plugin_args: Any = args
+        self.error_reports: list[ErrorReport] = []
+        self._errors: Counter[str] = Counter()
+        self._remote_attempts = remote_attempts
+        self._functions: dict[str, Callable[..., Any]] = {}
+        self._pool = WorkerPool(workers or max(1, min(8, (os.cpu_count() or 2) // 2)), args.reward_timeout)
+        self._loop = RewardLoop()
+        if args.rm_type is not None:
+            self._rule(args.rm_type, args.reward_key)
+        if args.custom_rm_path is not None:
+            self._function(args.custom_rm_path)
+
+    async def grade(
+        self,
+        samples: Sequence[Sample],
+        *,
+        rm_type: str | None = None,
+        custom_rm_path: str | None = None,
+        group_rm: bool | None = None,
+        reward_key: str | None = None,
+    ) -> None:
+        """Score every sample.
+
+        A sample's own ``custom_rm_path`` comes first, then --custom-rm-path, its ``metadata["rm_type"]``, --rm-type; the
+        arguments of this call stand in for the flags (an ``rm_type`` given here, by an evaluation dataset, also stands
+        above --custom-rm-path). ``group_rm``: custom functions get all samples at once, as with --group-rm; fan-out
+        siblings are scored so. ``reward_key``: the entry of a dict reward that must be a number; default --reward-key.
+
+        Raises:
+            ValueError: nothing says how to score a sample, or it names what does not exist.
+            RewardError: a reward failed, and --reward-error is ``fail``.
+        """
+        flag_path = self.args.custom_rm_path if rm_type is None else None
+        whole = self.args.group_rm if group_rm is None else group_rm
+        parts: dict[Route, list[Sample]] = {}
+        for sample in samples:
+            route = _route(sample, custom_rm_path or flag_path, rm_type or self.args.rm_type)
+            parts.setdefault(route, []).append(sample)
+        key = reward_key or self.args.reward_key
+        for route in parts:
+            _ = self._function(route.name) if route.custom else self._rule(route.name, key)
+        jobs = [self._custom(r.name, p, whole) if r.custom else self._ruled(r.name, p) for r, p in parts.items()]
+        for (route, part), outcomes in zip(parts.items(), await asyncio.gather(*jobs), strict=True):
+            for sample, outcome in zip(part, outcomes, strict=True):
+                self._settle(sample, route, outcome, key)
+
+    def check(self, samples: Sequence[Sample], *, reward_key: str | None = None) -> None:
+        """Hold samples that brought a reward (of a custom generate function) to the same rules: a finite number.
+
+        Raises:
+            RewardError: as `grade`.
+        """
+        for sample in samples:
+            self._settle(sample, Route("of the generate function", custom=True), sample.reward, reward_key or self.args.reward_key)
+
+    def metrics(self) -> dict[str, float]:
+        """``rollout/reward_errors`` in all and by kind since the last call; clears them and ``error_reports``."""
+        counts = {f"rollout/reward_errors/{kind}": float(n) for kind, n in sorted(self._errors.items())}
+        total = float(self._errors.total())
+        self._errors.clear()
+        self.error_reports = []
+        return {"rollout/reward_errors": total, **counts}
+
+    def close(self) -> None:
+        """End workers and threads."""
+        self._pool.close()
+        self._loop.close()
+
+    def _rule(self, rm_type: str, reward_key: str | None) -> Rule | None:
+        """The rule, with what it needs checked; None for remote_rm."""
+        rule = find_rule(rm_type)
+        if rule is None and not (self.args.rm_url or "").startswith(("http://", "https://")):
+            raise ValueError(f"--rm-type {rm_type} needs --rm-url http://..., not {self.args.rm_url!r}")
+        if rule is not None and isinstance(rule.zero, dict) and reward_key not in rule.zero:
+            raise ValueError(f"--rm-type {rm_type} gives a dict of {', '.join(rule.zero)}: add --reward-key {next(iter(rule.zero))}")
+        return rule
+
+    def _function(self, path: str) -> Callable[..., Any]:
+        if path not in self._functions:
+            self._functions[path] = load_function(path)
+        return self._functions[path]
+
+    async def _ruled(self, rm_type: str, samples: list[Sample]) -> list[Any]:
+        rule = find_rule(rm_type)
+        boxed = rm_type.startswith(BOXED)
+        texts = [(extract_boxed_answer(s.response) or "") if boxed else s.response for s in samples]
+        if rule is None:
+            return await self._remote(samples, texts)
+        answers = [
+            Answer(text, "" if s.label is None else str(s.label), s.metadata or {}, f"{s.group_index}/{s.index}")
+            for s, text in zip(samples, texts, strict=True)
+        ]
+        unlabelled = Failure("invalid", f"{rm_type} compares with a label, and the sample has none; set --label-key")
+        results = await asyncio.to_thread(
+            lambda: [
+                unlabelled if rule.needs_label and s.label is None else _attempt(rule, a) for s, a in zip(samples, answers, strict=True)
+            ]
+        )
+        undecided = [i for i, result in enumerate(results) if result is None]
+        slow = await self._pool.run([(rule.name, answers[i]) for i in undecided]) if undecided else []
+        for i, result in zip(undecided, slow, strict=True):
+            results[i] = result
+        return results
+
+    async def _remote(self, samples: list[Sample], texts: list[str]) -> list[Any]:
+        assert self.args.rm_url is not None
+        payloads = [{"prompt": s.prompt, "response": text, "label": s.label} for s, text in zip(samples, texts, strict=True)]
+        # it has its own limits: attempts, and seconds for each
+        work = remote_rewards(self.args.rm_url, payloads, attempts=self._remote_attempts)
+        answers = await self._loop.run(work, timeout=None)
+        return [_failure(a) if isinstance(a, BaseException) else a for a in answers]
+
+    async def _custom(self, path: str, samples: list[Sample], whole: bool) -> list[Any]:
+        function = self._function(path)
+        if not whole:
+            return list(await asyncio.gather(*(self._call(function, sample) for sample in samples)))
+        rewards = await self._call(function, samples)
+        if isinstance(rewards, Failure):
+            return [rewards] * len(samples)
+        try:
+            given = list(rewards)
+        except TypeError:
+            given = []
+        if isinstance(rewards, dict) or len(given) != len(samples):
+            size = len(given) if given else f"a {type(rewards).__name__}"
+            return [Failure("invalid", f"scoring {len(samples)} samples at once must give a list as long, not {size}")] * len(samples)
+        return given
+
+    async def _call(self, function: Callable[..., Any], what: Sample | list[Sample]) -> Any:
+        try:
+            return await self._loop.run(call(function, self.plugin_args, what), self.args.reward_timeout)
+        except RewardTimeout as error:
+            return Failure("timeout", str(error))
+        except Exception as error:
+            return _failure(error)
+
+    def _settle(self, sample: Sample, route: Route, outcome: Any, reward_key: str | None) -> None:
+        """Put the reward on the sample, or what --reward-error says."""
+        result = outcome if isinstance(outcome, Failure) else _checked(outcome, reward_key)
+        if not isinstance(result, Failure):
+            sample.reward = result
+            return
+        report = ErrorReport(
+            result.kind, route.name, sample.index, sample.group_index, result.message, result.traceback, sample.label, sample.response[-SHOWN_CHARS:]
+        )
+        self._errors[result.kind] += 1
+        if len(self.error_reports) < KEPT_REPORTS:
+            self.error_reports.append(report)
+            logger.warning("%s\n%s", report, result.traceback)
+        if self.args.reward_error == "fail":
+            raise RewardError(f"{report}\n{result.traceback}(--reward-error zero or drop would go on)")
+        rule = None if route.custom else find_rule(route.name)
+        zero = rule.zero if rule is not None else 0.0 if reward_key is None else {reward_key: 0.0}
+        sample.reward = dict(zero) if isinstance(zero, dict) else zero
+        sample.metadata = {**(sample.metadata or {}), "reward_error": f"{result.kind}: {result.message}"}
+        if self.args.reward_error == "drop":
+            sample.remove_sample = True
+
+
+def _route(sample: Sample, custom_rm_path: str | None, rm_type: str | None) -> Route:
+    if path := sample.custom_rm_path or custom_rm_path:
+        return Route(path, custom=True)
+    name = str((sample.metadata or {}).get("rm_type") or rm_type or "").strip()
+    if not name:
+        raise ValueError(
+            f"nothing says how to score sample {sample.index}: give --rm-type or --custom-rm-path, or rm_type in its metadata"
+        )
+    return Route(name, custom=False)
+
+
+def _attempt(rule: Rule, answer: Answer) -> Reward | Failure | None:
+    try:
+        return rule.quick(answer)
+    except Exception as error:
+        return _failure(error)
+
+
+def _failure(error: BaseException) -> Failure:
+    text = "".join(traceback.format_exception(error))
+    return Failure("exception", f"{type(error).__name__}: {error}", text)
+
+
+def _checked(reward: Any, key: str | None) -> Reward | Failure:
+    """A reward that a table can take, or why it cannot be one."""
+    value = reward
+    if isinstance(reward, dict):
+        if key is None or key not in reward:
+            return Failure("invalid", f"the reward is a dict with keys {sorted(map(str, reward))}; name one with --reward-key (got {key!r})")
+        value = reward[key]
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return Failure("invalid", f"a reward is a number, not {value!r:.80}")
+    if not math.isfinite(number):
+        return Failure("nonfinite", f"the reward is {number}")
+    return reward if isinstance(reward, dict) else number

@@ -1,0 +1,51 @@
+"""What a reward rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Reward = float | dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rule sees of a sample.
+
+    ``label``: the right answer as the data set has it, as text. ``key``: names the sample; the random rule's stream.
+    """
+
+    response: str
+    label: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A reward that could not be had: ``kind`` is exception, timeout, crash, nonfinite or invalid."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named way to score an answer, in two steps.
+
+    ``quick`` is string work, linear in the text, and runs in this process; None means that it cannot tell. Then
+    ``slow``, which may compute without bound, is asked in a worker process under a time limit. ``example`` writes the
+    response (of an answer without one) that deserves reward 1: the dry run grades it, so that an unusable label is
+    found at start. ``zero``: the reward of a sample whose grading failed.
+    """
+
+    name: str
+    quick: Callable[[Answer], Reward | None]
+    slow: Callable[[Answer], Reward] | None = None
+    example: Callable[[Answer], str] | None = None
+    zero: Reward = 0.0
+    needs_label: bool = True
+    # can the rule read what stands inside \boxed{}? Others look for a marker that the boxed_ prefix would cut away
+    boxable: bool = False

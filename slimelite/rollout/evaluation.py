@@ -1,0 +1,141 @@
+"""Evaluation: every dataset with its own sampling, several responses a prompt, pass@k."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from collections.abc import Callable
+
+from slimelite.arguments import EvalDataset
+from slimelite.data.prompts import Prompt, load_prompts
+from slimelite.rollout.context import RolloutContext
+from slimelite.rollout.filters import rollout_rewards
+from slimelite.rollout.groups import Group, GroupGenerator, Work
+from slimelite.rollout.metrics import pass_at_k, prefixed, sample_metrics
+from slimelite.rollout.outputs import RolloutFnEvalOutput
+from slimelite.rollout.requests import eval_params, is_finished
+from slimelite.sample import Sample
+
+
+async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOutput:
+    """All of ``--eval-prompt-data``: concurrently, or one after the other under ``--deterministic-mode``.
+
+    Seeds depend on dataset, prompt and sample alone, so that evaluations differ by their weights only.
+
+    Raises:
+        ValueError: a dataset is empty or cannot be read, or none of its prompts got a response; says which and why.
+    """
+    await context.engines.refresh()
+    datasets = context.args.eval_datasets
+    groups = {d.name: _groups(d, _prompts(context, d)) for d in datasets}
+    total, done = sum(len(g) for g in groups.values()), 0
+
+    def count(name: str, number: int) -> None:
+        nonlocal done
+        done += number
+        context.progress(done, total, f"eval {name}")
+
+    jobs = [_evaluate(context, d, groups[d.name], rollout_id, count) for d in datasets]
+    if context.args.deterministic_mode:
+        results = [await job for job in jobs]
+    else:
+        results = list(await asyncio.gather(*jobs))
+    data, metrics = {}, {}
+    for dataset, finished in zip(datasets, results, strict=True):
+        samples = [s for group in finished for s in group]
+        key = context.args.eval_reward_key or context.args.reward_key
+        data[dataset.name] = {
+            "samples": samples,
+            "rewards": [s.reward_value(key) for s in samples],
+            "truncated": [s.status == Sample.Status.TRUNCATED for s in samples],
+        }
+        metrics |= eval_metrics(dataset.name, finished, key)
+        if lost := len(groups[dataset.name]) - len(finished):
+            metrics[f"eval/{dataset.name}/failed_prompts"] = float(lost)
+    return RolloutFnEvalOutput(data, metrics)
+
+
+def eval_metrics(name: str, groups: list[list[Sample]], reward_key: str | None) -> dict[str, float]:
+    """``eval/{name}`` is the mean reward; lengths are below it, pass@k and the truncated share beside it."""
+    rewards = [rollout_rewards(group, reward_key) for group in groups]
+    flat = [r for of_prompt in rewards for r in of_prompt]
+    metrics = sample_metrics([s for group in groups for s in group])
+    truncated = metrics.pop("truncated_ratio")
+    return {
+        f"eval/{name}": math.fsum(flat) / len(flat),
+        **prefixed(f"eval/{name}/", metrics),
+        f"eval/{name}-truncated_ratio": truncated,
+        **prefixed(f"eval/{name}-", pass_at_k(rewards)),
+    }
+
+
+def _prompts(context: RolloutContext, dataset: EvalDataset) -> list[Prompt]:
+    if dataset.name not in context.eval_prompts:
+        try:
+            context.eval_prompts[dataset.name] = load_prompts(
+                dataset,
+                context.tokenizer,
+                [dataset.path],
+                max_prompt_len=dataset.max_prompt_len,
+                skip_bad_rows=context.args.skip_bad_rows,
+            )
+        except ValueError as error:
+            raise ValueError(f"eval dataset {dataset.name!r}: {error}") from error
+    return context.eval_prompts[dataset.name]
+
+
+def _groups(dataset: EvalDataset, prompts: list[Prompt]) -> list[Group]:
+    each = dataset.n_samples_per_eval_prompt
+    return [
+        Group([_sample(dataset, prompt, number, number * each + i) for i in range(each)], number)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def _sample(dataset: EvalDataset, prompt: Prompt, group_index: int, index: int) -> Sample:
+    return Sample(
+        group_index=group_index,
+        index=index,
+        prompt=prompt.text or prompt.messages or "",
+        tokens=list(prompt.token_ids),
+        label=prompt.label,
+        metadata={**copy.deepcopy(prompt.metadata), **dataset.metadata_overrides},
+        custom_rm_path=dataset.custom_rm_path,
+    )
+
+
+async def _evaluate(
+    context: RolloutContext,
+    dataset: EvalDataset,
+    groups: list[Group],
+    rollout_id: int,
+    count: Callable[[str, int], None],
+) -> list[list[Sample]]:
+    """The scored groups of one dataset, in its order; failed ones are left out."""
+    work = Work(
+        stream=f"eval/{dataset.name}",
+        rollout_id=rollout_id,
+        params=eval_params(dataset),
+        max_context_len=dataset.max_context_len,
+        generate_path=dataset.custom_generate_function_path,
+        rm_type=dataset.rm_type,
+        evaluation=True,
+    )
+    generator = GroupGenerator(context, work)
+
+    async def generate(batch: list[Group], engine: int | None) -> None:
+        await generator.generate(batch, engine)
+        count(dataset.name, len(batch))
+
+    engines = len(context.engines.engines)
+    if context.args.deterministic_mode:
+        await asyncio.gather(*(generate(groups[i::engines], i) for i in range(engines)))
+    else:
+        await asyncio.gather(*(generate([group], None) for group in groups))
+    scored = [[s for s in g.samples if s.reward is not None] for g in groups if is_finished(g.samples)]
+    finished = [samples for samples in scored if samples]
+    if not finished:
+        cause = next((g.error for g in groups if g.error is not None), None)
+        raise ValueError(f"eval dataset {dataset.name!r}: none of {len(groups)} prompts got a scored response ({cause!r})") from cause
+    return finished

@@ -1,0 +1,289 @@
+"""One training rollout: prompts in, ``--rollout-batch-size`` scored groups out.
+
+Groups are generated concurrently and judged as they finish; a group that is dropped or fails is replaced by one new
+prompt. Nothing generated is thrown away without being counted: what finishes beyond the batch (surplus) goes back to
+the data source and comes first in the next rollout; what is unfinished when the batch is full goes back as a prompt,
+or under ``--partial-rollout`` with the tokens it has.
+
+With ``--deterministic-mode`` groups go out in waves, one list of requests an engine (group i to engine i mod n), and
+are judged in the order of submission after the whole wave is done, so that the same weights and seeds give the same
+rollout to the bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from itertools import count
+from typing import Any
+
+from slimelite.arguments import Args
+from slimelite.plugins import load_function
+from slimelite.rollout.context import PluginArgs, RolloutContext
+from slimelite.rollout.evaluation import evaluate_datasets
+from slimelite.rollout.filters import DynamicFilterOutput, verdict
+from slimelite.rollout.groups import Group, GroupGenerator, Work
+from slimelite.rollout.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slimelite.rollout.requests import is_finished, mask_off_policy, restart, rollout_params, staleness
+from slimelite.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+# logged by every rollout, as rollout/<name>
+COUNTS = (
+    "submitted_groups",
+    "dropped_groups",
+    "failed_groups",
+    "reused_groups",  # finished in an earlier rollout
+    "resumed_groups",
+    "stale_groups",
+    "surplus_groups",
+    "unfinished_groups",
+)
+
+
+def generate_rollout(
+    args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """The default ``--rollout-function-path``; a custom one may call it and change what comes back."""
+    context = args.rollout_context
+    if evaluation:
+        return context.run(evaluate_datasets(context, rollout_id))
+    return context.run(Collection(context, rollout_id, data_source, args).collect())
+
+
+class Collection:
+    """The state of one rollout while its batch fills up."""
+
+    def __init__(self, context: RolloutContext, rollout_id: int, data_source: Any, plugin_args: PluginArgs) -> None:
+        args = context.args
+        self.context = context
+        self.args: Args = args
+        self.plugin_args = plugin_args
+        self.source = data_source
+        self.target = args.rollout_batch_size
+        path = args.dynamic_sampling_filter_path
+        self.filter = load_function(path) if path else None
+        self.generator = GroupGenerator(
+            context,
+            Work(
+                stream="train",
+                rollout_id=rollout_id,
+                params=rollout_params(args),
+                max_context_len=args.rollout_max_context_len,
+                generate_path=args.custom_generate_function_path,
+            ),
+        )
+        self.accepted: list[list[Sample]] = []
+        self.surplus: list[list[Sample]] = []
+        self.finished: list[list[Sample]] = []  # dropped ones too
+        self.tasks: set[asyncio.Task[list[Group]]] = set()
+        self.in_flight = 0
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
+        self.patience = Patience(args)
+        self._orders = count()
+
+    async def collect(self) -> RolloutFnTrainOutput:
+        """Fill the batch, then give everything else back.
+
+        Raises:
+            ValueError: the filter drops everything, every group fails, or the data source has nothing to give.
+        """
+        await self.context.engines.refresh()
+        try:
+            fresh = self._take(self.target)
+            # over-sample in proportion to what is still missing, or every other rollout would be surplus alone
+            wanted = math.ceil((self.target - len(self.accepted)) * self.args.over_sampling_batch_size / self.target)
+            self._start(fresh + self._take(wanted - len(fresh)))
+            while (missing := self.target - len(self.accepted)) > 0:
+                if missing > self.in_flight:
+                    self._start(self._take(missing - self.in_flight))
+                else:
+                    self._judge_all(await self._next_done())
+            unfinished = await self._stop()
+        except BaseException:
+            await self._cancel()
+            raise
+        self.source.add_samples(self.surplus + unfinished)
+        self.counts["surplus_groups"] = len(self.surplus)
+        self.counts["unfinished_groups"] = len(unfinished)
+        return self._output()
+
+    def _take(self, number: int) -> list[list[Sample]]:
+        """Up to ``number`` groups that need generating; finished ones from an earlier rollout are judged at once."""
+        if number <= 0:
+            return []
+        groups = self.source.get_samples(number)
+        if not groups and not self.tasks:
+            raise ValueError("the data source gave no prompts; check --prompt-data or --data-source-path")
+        fresh = []
+        version = self.context.engines.weight_version
+        for samples in groups:
+            limit = self.args.max_weight_staleness
+            if limit is not None and staleness(samples, version) > limit:
+                self.counts["stale_groups"] += 1
+                if len({s.index for s in samples}) < len(samples):  # a fan-out does not tell its prompt any more
+                    logger.warning("dropped the fan-out of prompt %s: older than --max-weight-staleness", samples[0].group_index)
+                    continue
+                samples = [restart(s) for s in samples]
+            if is_finished(samples):
+                self.counts["reused_groups"] += 1
+                self._judge(Group(samples, next(self._orders)))
+                continue
+            resumed = [s for s in samples if s.response_length]
+            self.counts["resumed_groups"] += bool(resumed)
+            for sample in resumed if self.args.mask_offpolicy_in_partial_rollout else []:
+                mask_off_policy(sample, version)
+            fresh.append(samples)
+        return fresh
+
+    def _start(self, groups: list[list[Sample]]) -> None:
+        batch = [Group(samples, next(self._orders)) for samples in groups]
+        self.in_flight += len(batch)
+        self.counts["submitted_groups"] += len(batch)
+        if self.args.deterministic_mode:
+            engines = len(self.context.engines.engines)
+            jobs = [self.generator.generate(batch[i::engines], i) for i in range(engines) if batch[i::engines]]
+        else:
+            jobs = [self.generator.generate([group]) for group in batch]
+        self.tasks |= {asyncio.create_task(job) for job in jobs}
+
+    async def _next_done(self) -> list[Group]:
+        when = asyncio.ALL_COMPLETED if self.args.deterministic_mode else asyncio.FIRST_COMPLETED
+        done, self.tasks = await asyncio.wait(self.tasks, return_when=when)
+        return _groups_of(done)
+
+    def _judge_all(self, groups: list[Group]) -> None:
+        for group in groups:
+            self.in_flight -= 1
+            self._judge(group)
+
+    def _judge(self, group: Group) -> None:
+        """Into the batch, to the surplus, or out."""
+        if group.error is not None:
+            self.counts["failed_groups"] += 1
+            logger.error("gave up on prompt %s: %r", group.samples[0].group_index, group.error)
+            self.patience.failed(group.error)
+            return
+        self.finished.append(group.samples)
+        scored = [s for s in group.samples if s.reward is not None]
+        self.counts["unscored_samples"] += len(group.samples) - len(scored)
+        group.samples = scored
+        output = self._filter(group.samples)
+        if not output.keep:
+            self.counts[f"dynamic_filter/drop_{output.reason}"] += 1
+            if not output.keep_when_insufficient or len(self.accepted) + self.in_flight >= self.target:
+                self.counts["dropped_groups"] += 1
+                self.patience.dropped(group.samples, str(output.reason))
+                self._report(f"dropped {self.counts['dropped_groups']} ({output.reason})")
+                return
+            self.counts["kept_for_lack"] += 1
+        self.patience.accepted()
+        (self.accepted if len(self.accepted) < self.target else self.surplus).append(group.samples)
+        self._report("")
+
+    def _filter(self, samples: list[Sample]) -> DynamicFilterOutput:
+        if not samples:
+            return DynamicFilterOutput(False, "no_reward")
+        if self.filter is None:
+            return DynamicFilterOutput(True)
+        return verdict(self.filter(self.plugin_args, samples))
+
+    def _report(self, note: str) -> None:
+        self.context.progress(len(self.accepted), self.target, note)
+
+    async def _stop(self) -> list[list[Sample]]:
+        """End what is in flight: finished groups are judged like any other, the rest is returned."""
+        self.generator.stopping = True
+        unfinished = []
+        while self.tasks:
+            # again and again: a request may reach its engine only after an abort
+            await self.context.engines.abort()
+            done, self.tasks = await asyncio.wait(self.tasks, timeout=1.0)
+            for group in _groups_of(done):
+                if is_finished(group.samples):
+                    self._judge_all([group])
+                else:
+                    unfinished.append(group.samples)
+        return unfinished
+
+    async def _cancel(self) -> None:
+        """Leave nothing running behind an error."""
+        self.generator.stopping = True
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.context.engines.abort()
+
+    def _output(self) -> RolloutFnTrainOutput:
+        self.accepted.sort(key=lambda samples: samples[0].index or 0)
+        if self.args.rollout_sample_filter_path:
+            load_function(self.args.rollout_sample_filter_path)(self.plugin_args, self.accepted)
+        if self.args.rollout_all_samples_process_path:
+            self.finished.sort(key=lambda samples: samples[0].index or 0)
+            load_function(self.args.rollout_all_samples_process_path)(self.plugin_args, self.finished, self.source)
+        metrics = {f"rollout/{name}": float(number) for name, number in self.counts.items()}
+        prompts, cached = self.generator.prompt_tokens, self.generator.cached_tokens
+        if prompts:
+            metrics["rollout/prefix_cache_hit_rate"] = cached / prompts
+            metrics["rollout/avg_cached_tokens_per_sample"] = cached / self.generator.requests
+        metrics["rollout/retries"] = float(self.generator.retries)
+        return RolloutFnTrainOutput(self.accepted, metrics)
+
+
+class Patience:
+    """Ends a rollout that cannot succeed, with what is known about why."""
+
+    def __init__(self, args: Args) -> None:
+        self.filter_path = args.dynamic_sampling_filter_path
+        self.reward_key = args.reward_key
+        self.most_drops = max(16 * args.rollout_batch_size, 128)
+        self.most_failures = max(args.rollout_batch_size, 4)
+        self.reasons: Counter[str] = Counter()
+        self.rewards: list[float] = []
+        self.lengths: list[int] = []
+        self.failures = 0
+
+    def accepted(self) -> None:
+        """Start counting anew."""
+        self.reasons.clear()
+        self.rewards.clear()
+        self.lengths.clear()
+        self.failures = 0
+
+    def failed(self, error: Exception) -> None:
+        """Another group failed.
+
+        Raises:
+            ValueError: nothing else happened for too long.
+        """
+        self.failures += 1
+        if self.failures >= self.most_failures:
+            raise ValueError(f"{self.failures} groups in a row could not be generated; the last one: {error!r}") from error
+
+    def dropped(self, samples: list[Sample], reason: str) -> None:
+        """Another group was dropped.
+
+        Raises:
+            ValueError: nothing was accepted for too long.
+        """
+        self.failures = 0
+        self.reasons[reason] += 1
+        self.rewards += [s.reward_value(self.reward_key) for s in samples]
+        self.lengths += [s.response_length for s in samples]
+        drops = self.reasons.total()
+        if drops >= self.most_drops:
+            count = max(len(self.rewards), 1)
+            raise ValueError(
+                f"{self.filter_path} dropped {drops} groups in a row and kept none: reasons {dict(self.reasons)}; rewards from "
+                f"{min(self.rewards, default=0):g} to {max(self.rewards, default=0):g}, mean "
+                f"{math.fsum(self.rewards) / count:.4g}; responses of {sum(self.lengths) / count:.0f} tokens on average. Is the reward right (--rm-type, --label-key), "
+                "the task within the model's reach, the temperature above 0, --n-samples-per-prompt above 1? "
+                "Or leave --dynamic-sampling-filter-path out."
+            )
+
+
+def _groups_of(tasks: set[asyncio.Task[list[Group]]]) -> list[Group]:
+    return sorted((group for task in tasks for group in task.result()), key=lambda group: group.order)

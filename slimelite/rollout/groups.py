@@ -1,0 +1,233 @@
+"""Groups of samples through generation, sample hooks and grading, with retries."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from slimelite.compat import SlimeSample
+from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.plugins import load_function
+from slimelite.rollout.context import PluginArgs, RolloutContext
+from slimelite.rollout.outputs import flatten
+from slimelite.rollout.requests import (
+    FINISHED,
+    add_result,
+    is_finished,
+    remaining_params,
+    sample_seed,
+    slime_params,
+    stamp_versions,
+)
+from slimelite.sample import Sample, Status
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+RETRY_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one prompt; ``order``: when it was submitted; ``error``: why it has no responses."""
+
+    samples: list[Sample]
+    order: int
+    error: Exception | None = None
+    original: list[Sample] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.original = list(self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What differs between a training rollout and the evaluation of a dataset.
+
+    ``stream``: name of the random streams; ``max_context_len``: prompt and response [tokens], None: the engine's.
+    """
+
+    stream: str
+    rollout_id: int
+    params: SamplingParams
+    max_context_len: int | None = None
+    generate_path: str | None = None
+    rm_type: str | None = None
+    evaluation: bool = False
+
+
+@dataclass(slots=True)
+class GroupGenerator:
+    """Turns groups of unfinished samples into finished, scored ones.
+
+    ``stopping``: set it, and abort the engines, to get groups back as they are; a group of which a response was
+    aborted comes back untouched, or with what it has under ``--partial-rollout``. Counts what the engines report:
+    ``requests``, their ``prompt_tokens``, and how many of these were ``cached_tokens``.
+    """
+
+    context: RolloutContext
+    work: Work
+    stopping: bool = False
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    retries: int = 0
+    _hooks: list[Callable[..., Any]] = field(init=False)
+    _request_numbers: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self._hooks = [load_function(p) for p in self.context.args.rollout_sample_hook_path]
+
+    async def generate(self, batch: list[Group], engine: int | None = None) -> list[Group]:
+        """Generate and grade a batch of groups together, on one engine; ``engine`` None: on the least loaded.
+
+        A group that fails ``ATTEMPTS`` times carries its last ``error``.
+
+        Raises:
+            ValueError: the engine refused a request (trying again would not help), or a reward did.
+        """
+        used = None
+        for attempt in range(ATTEMPTS):
+            todo = [g for g in batch if not is_finished(g.samples)]
+            requests = sum(s.status not in FINISHED for g in todo for s in g.samples)
+            async with self.context.engines.lease(requests, engine, avoid=used) as used:
+                if self.stopping or not todo:
+                    break
+                await self._respond(todo, used)
+            failed = [g for g in todo if g.error is not None]
+            if not failed or self.stopping:
+                break
+            self.retries += 1
+            logger.warning("attempt %d: %d of %d groups failed: %r", attempt + 1, len(failed), len(todo), failed[0].error)
+            await asyncio.sleep(RETRY_SECONDS * (attempt + 1))
+        finished = [g for g in batch if is_finished(g.samples)]
+        for group in batch:
+            if not is_finished(group.samples) and not self.context.args.partial_rollout:
+                group.samples = group.original
+        await asyncio.gather(*(self._finish(g) for g in finished))
+        return batch
+
+    async def _respond(self, groups: list[Group], engine: int) -> None:
+        paths = [g.samples[0].generate_function_path or self.work.generate_path for g in groups]
+        built_in = [g for g, path in zip(groups, paths, strict=True) if path is None]
+        by_plugin = [(g, load_function(path)) for g, path in zip(groups, paths, strict=True) if path is not None]
+        try:
+            await self._ask_engine(built_in, engine)
+        except ValueError:
+            raise
+        except Exception as error:  # whatever broke, another attempt or another engine may do better
+            for group in built_in:
+                group.error = error
+        if self.context.args.deterministic_mode:
+            for group, function in by_plugin:
+                await self._ask_plugin(group, function, engine)
+        else:
+            await asyncio.gather(*(self._ask_plugin(g, f, engine) for g, f in by_plugin))
+
+    async def _ask_engine(self, groups: list[Group], engine: int) -> None:
+        info = self.context.engines.infos[engine]
+        longest = min(info.max_context_len, self.work.max_context_len or info.max_context_len)
+        asked: list[tuple[Group, Sample]] = []
+        requests: list[GenerateRequest] = []
+        for group in groups:
+            for sample in group.samples:
+                params = remaining_params(sample, self.work.params, longest)
+                if sample.status in FINISHED:
+                    continue
+                if params.max_new_tokens <= 0:
+                    sample.status = Status.TRUNCATED
+                    continue
+                asked.append((group, sample))
+                requests.append(self._request(group, sample, params, seeds=info.capabilities.seeds))
+        results = await self.context.engines.generate(engine, requests)
+        self.requests += len(requests)
+        self.prompt_tokens += sum(len(r.input_ids) for r in requests)
+        self.cached_tokens += sum(r.cached_tokens for r in results)
+        aborted = {g.order for (g, _), r in zip(asked, results, strict=True) if r.finish_reason == "abort"}
+        for (group, sample), result in zip(asked, results, strict=True):
+            group.error = None
+            if group.order not in aborted or self.context.args.partial_rollout:
+                add_result(sample, result, self.context.tokenizer, self.work.params.skip_special_tokens)
+
+    def _request(self, group: Group, sample: Sample, params: SamplingParams, *, seeds: bool) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=f"{self.work.stream}-{sample.index}-{next(self._request_numbers)}",
+            input_ids=tuple(sample.tokens),
+            params=replace(params, seed=self._seed(sample) if seeds else None),
+            prefix_key=f"{self.work.stream}-{sample.group_index}",
+            position=sample.response_length,
+        )
+
+    def _seed(self, sample: Sample) -> int:
+        assert sample.index is not None
+        return sample_seed(self.context.args.rollout_seed, f"{self.work.stream}/{sample.group_index}", sample.index)
+
+    async def _ask_plugin(self, group: Group, function: Callable[..., Any], engine: int) -> None:
+        """Each unfinished sample becomes what the plugin makes of it; one that it fails on stays as it was."""
+        args = await self.context.plugin_args(engine)
+        pending = [s for s in group.samples if s.status not in FINISHED]
+        answers: dict[int, list[Sample] | Exception]
+        if self.context.args.deterministic_mode:
+            answers = {id(s): await _caught(self._call(function, args, s)) for s in pending}
+        else:
+            results = await asyncio.gather(*(_caught(self._call(function, args, s)) for s in pending))
+            answers = {id(s): r for s, r in zip(pending, results, strict=True)}
+        group.error = next((a for a in answers.values() if isinstance(a, Exception)), None)
+        samples: list[Sample] = []
+        for sample in group.samples:
+            answer = answers.get(id(sample), [sample])
+            samples.extend(answer if isinstance(answer, list) else [sample])
+        group.samples = samples
+
+    async def _call(self, function: Callable[..., Any], args: PluginArgs, sample: Sample) -> list[Sample]:
+        # several requests of one seed would draw the same numbers, so plugins get one only where slime gives one
+        seed = self._seed(sample) if self.context.args.deterministic_mode else None
+        given = SlimeSample.copy_of(sample)
+        given.session_id = given.session_id or f"{self.work.stream}-{sample.index}"
+        extra = {"evaluation": self.work.evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+        returned = await function(args, given, slime_params(self.work.params, seed), **extra)
+        made = flatten([returned])
+        if not made:
+            raise ValueError("the custom generate function returned no sample")
+        for s in made:
+            s.group_index = sample.group_index
+            s.index = sample.index if s.index is None else s.index
+            s.status = Status.COMPLETED if s.status == Status.PENDING else s.status
+            stamp_versions(s, self.context.engines.weight_version)
+            s.check_aligned()
+        if any(s.status == Status.ABORTED for s in made):
+            # one unfinished response can go on; of a fan-out there is no telling where it was
+            return made if self.context.args.partial_rollout and isinstance(returned, Sample) else [sample]
+        return made
+
+    async def _finish(self, group: Group) -> None:
+        if self._hooks:
+            args = await self.context.plugin_args()
+            group.samples = [await self._hooked(args, s) for s in group.samples]
+        unscored = [s for s in group.samples if s.reward is None]
+        if unscored:
+            whole = group.samples if self.context.args.group_rm else unscored
+            await self.context.grader.grade(whole, rm_type=self.work.rm_type)
+
+    async def _hooked(self, args: PluginArgs, sample: Sample) -> Sample:
+        for hook in self._hooks:
+            known = inspect.signature(hook).parameters
+            offered = {"rollout_id": self.work.rollout_id, "evaluation": self.work.evaluation}
+            result = hook(args, sample, **{k: v for k, v in offered.items() if k in known})
+            result = await result if inspect.isawaitable(result) else result
+            if result is not None and not isinstance(result, Sample):
+                raise ValueError(f"sample hook {hook.__name__} returned a {type(result).__name__}, not a Sample or None")
+            sample = sample if result is None else result
+        return sample
+
+
+async def _caught(answer: Awaitable[list[Sample]]) -> list[Sample] | Exception:
+    try:
+        return await answer
+    except Exception as error:
+        return error

@@ -1,0 +1,130 @@
+"""Metrics of a rollout and of an evaluation, under the names slime's users plot."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from slimelite.arguments import Args
+from slimelite.rollout.filters import rollout_rewards
+from slimelite.sample import Sample, Status
+
+# a response repeats itself when its last characters compress better than this
+REPETITION_TAIL = 10_000
+REPETITION_RATIO = 10
+
+
+def rollout_metrics(args: Args, groups: Sequence[Sequence[Sample]], version: int | None) -> dict[str, float]:
+    """``rollout/*`` and ``passrate/*`` of a training batch; ``version``: of the weights now, None without engines."""
+    samples = [s for group in groups for s in group]
+    metrics = prefixed("rollout/", sample_metrics(samples))
+    raw = [s.metadata.get("raw_reward", s.reward_value(args.reward_key)) for s in samples]
+    metrics["rollout/raw_reward"] = math.fsum(raw) / len(raw)
+    rewards = [rollout_rewards(group, args.reward_key) for group in groups]
+    equal = Counter(str(round(r[0], 1)) for r in rewards if min(r) == max(r))
+    metrics |= {f"rollout/zero_std/count_{reward}": float(number) for reward, number in equal.items()}
+    if version is not None:
+        metrics |= _staleness(samples, version)
+    if args.log_reward_category:
+        categories = Counter(str(s.reward[args.log_reward_category]) for s in samples if isinstance(s.reward, dict))
+        metrics |= {f"rollout/error_cat/{c}": number / len(samples) for c, number in categories.items()}
+    if args.log_multi_turn:
+        metrics |= _multi_turn(samples)
+    if args.log_passrate:
+        metrics |= prefixed("passrate/", pass_at_k(rewards))
+    return metrics
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Lengths (of what the loss sees), truncation and repetition."""
+    return {
+        **prefixed("response_len/", summary([s.effective_response_length for s in samples])),
+        "truncated_ratio": sum(s.status == Status.TRUNCATED for s in samples) / len(samples),
+        "repetition_frac": sum(is_repetitive(s.response) for s in samples) / len(samples),
+    }
+
+
+def perf_metrics(args: Args, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
+    """``perf/*``: tokens per second, of the whole rollout on each GPU (engine, on a CPU) and of the longest sample.
+
+    ``effective``: of the tokens the loss sees.
+    """
+    metrics = {"rollout_time": seconds}
+    waits = [s.non_generation_time for s in samples]
+    if any(waits):
+        metrics |= prefixed("non_generation_time/", summary(waits))
+    for key, lengths in {
+        "": [s.response_length for s in samples],
+        "effective_": [s.effective_response_length for s in samples],
+    }.items():
+        metrics[f"{key}tokens_per_gpu_per_sec"] = sum(lengths) / seconds / (args.rollout_num_gpus or 1)
+        metrics[f"longest_{key}sample_tokens_per_sec"] = max(lengths) / seconds
+        if any(waits):
+            of_longest = [w for w, length in zip(waits, lengths, strict=True) if length == max(lengths)]
+            metrics[f"longest_{key}sample_non_generation_time"] = statistics.fmean(of_longest)
+    return prefixed("perf/", metrics)
+
+
+def pass_at_k(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
+    """``pass@1, 2, 4 …`` from the rewards of each prompt's responses; a reward of exactly 1 is a success.
+
+    Unbiased: 1 − C(n − c, k) / C(n, k) for c successes of n responses (Chen et al., arXiv:2107.03374), averaged over
+    the prompts with at least k responses. Nothing for one response a prompt.
+    """
+    most = max((len(r) for r in rewards), default=0)
+    metrics = {}
+    for k in [2**i for i in range(most.bit_length())] if most > 1 else []:
+        tried = [(len(r), sum(value == 1 for value in r)) for r in rewards if len(r) >= k]
+        metrics[f"pass@{k}"] = statistics.fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in tried)
+    return metrics
+
+
+def is_repetitive(text: str) -> bool:
+    """Whether the end of a long text compresses too well to say much."""
+    if len(text) <= REPETITION_TAIL:
+        return False
+    tail = text[-REPETITION_TAIL:].encode()
+    return len(tail) > REPETITION_RATIO * len(zlib.compress(tail, 9))
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median, maximum and minimum."""
+    return {
+        "mean": statistics.fmean(values),
+        "median": float(statistics.median(values)),
+        "max": float(max(values)),
+        "min": float(min(values)),
+    }
+
+
+def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under longer names."""
+    return {prefix + name: value for name, value in metrics.items()}
+
+
+def _staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
+    ages = [version - v for s in samples for v in s.weight_versions]
+    if not ages:
+        return {}
+    return {
+        "rollout/weight_staleness/max": float(max(ages)),
+        "rollout/weight_staleness/mean": sum(ages) / len(ages),
+    }
+
+
+def _multi_turn(samples: Sequence[Sample]) -> dict[str, float]:
+    """A turn is an unbroken run of the model's own tokens."""
+    turns = []
+    for sample in samples:
+        mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+        turns.append(sum(m and not before for m, before in zip(mask, [0, *mask], strict=False)))
+    own = [s.effective_response_length for s in samples]
+    return {
+        **prefixed("multi_turn/turns/", summary(turns)),
+        "multi_turn/environment_tokens": statistics.fmean(
+            s.response_length - n for s, n in zip(samples, own, strict=True)
+        ),
+    }

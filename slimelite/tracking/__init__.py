@@ -1,0 +1,5 @@
+"""What people see and keep of a run: console, run folder, metrics, plots."""
+
+from slimelite.tracking.tracker import Tracker
+
+__all__ = ["Tracker"]

@@ -1,0 +1,47 @@
+"""The first lines of a run: what trains on what, where, and how the batch sizes fit together."""
+
+from __future__ import annotations
+
+from slimelite.arguments import Args
+
+
+def run_facts(args: Args) -> dict[str, str]:
+    """Name -> value, in the order to show; ``args`` as `complete_args` leaves them."""
+    sft = args.loss_type == "sft_loss"
+    facts = {
+        "model": args.hf_checkpoint or "new, random weights",
+        "data": ", ".join(args.prompt_data) or str(args.load_debug_rollout_data or args.data_source_path or "none"),
+        "eval": ", ".join(f"{d.name} ({d.path})" for d in args.eval_datasets),
+        "method": f"{'sft' if sft else args.advantage_estimator}, {args.optimizer} lr {args.lr:g}{_kl(args)}",
+        "device": _device(args),
+        "batch": batch_identity(args),
+        "rollouts": f"{args.num_rollout}" + (f", going on at {args.start_rollout_id}" if args.start_rollout_id else ""),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def batch_identity(args: Args) -> str:
+    """``32 prompts x 8 samples = 256 = 2 steps of 100 + 1 of 56``."""
+    total = args.rollout_batch_size * args.n_samples_per_prompt
+    full, rest = divmod(total, args.global_batch_size)
+    steps = [f"{full} step{'s' if full > 1 else ''} of {args.global_batch_size}"] if full else []
+    steps += [f"1 of {rest}" if full else f"1 step of {rest}"] if rest else []
+    return f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {total} = {' + '.join(steps)}"
+
+
+def _device(args: Args) -> str:
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    parts = [args.device]
+    if not args.debug_rollout_only:
+        parts.append(f"{ranks} training rank{'s' if ranks > 1 else ''}")
+    if not args.debug_train_only:
+        engines = max(args.rollout_num_gpus // args.rollout_num_gpus_per_engine, 1)
+        parts.append(f"{engines} {args.rollout_backend} engine{'s' if engines > 1 else ''}")
+    parts.append("in one process" if args.launcher == "local" else "Ray")
+    return ", ".join(parts)
+
+
+def _kl(args: Args) -> str:
+    if args.use_kl_loss and args.kl_loss_coef:
+        return f", KL loss {args.kl_loss_coef:g} ({args.kl_loss_type})"
+    return f", KL reward {args.kl_coef:g}" if args.kl_coef else ""

@@ -1,0 +1,148 @@
+"""What the run says: plain aligned text, with colour on a terminal; all of it goes to the log as well."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+import rich.console
+from rich.text import Text
+
+logger = logging.getLogger("slimelite.console")
+
+HEADER_EVERY = 20  # rows
+
+
+def duration(seconds: float) -> str:
+    """``7.1s``, ``42s``, ``3m05s``, ``2h07m``."""
+    if seconds < 10:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def small(value: float) -> str:
+    """A loss or KL: four decimals, or an exponent where these would show nothing."""
+    if value == 0 or abs(value) >= 1e-3 or not math.isfinite(value):
+        return f"{value:.4f}"
+    return f"{value:.0e}"
+
+
+def count(value: float) -> str:
+    """A size or speed: ``7.3``, ``188``, ``12.3k``."""
+    if value < 100:
+        return f"{value:.1f}"
+    return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.1f}k"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the rollout table; ``metrics``: the first that exists is shown; ``keep``: the higher, the later a
+    narrow terminal loses it."""
+
+    title: str
+    width: int
+    metrics: tuple[str, ...]
+    show: Callable[[float], str]
+    keep: int
+
+
+COLUMNS = (
+    Column("reward", 7, ("rollout/raw_reward",), "{:.3f}".format, 9),
+    Column("eval", 6, ("eval",), "{:.3f}".format, 8),
+    Column("length", 7, ("rollout/response_len/mean",), count, 7),
+    Column("loss", 8, ("train/loss",), small, 6),
+    Column("kl", 7, ("train/kl_loss", "rollout/kl"), small, 5),
+    Column("entropy", 7, ("train/entropy_loss", "rollout/entropy"), "{:.3f}".format, 2),
+    Column("grad", 6, ("train/grad_norm",), "{:.3g}".format, 1),
+    Column("tok/s", 6, ("tokens_per_sec",), count, 3),
+    Column("eta", 6, ("eta",), duration, 4),
+)
+
+
+class Console:
+    """Prints lines, rows of the rollout table and warnings.
+
+    ``file``: standard output unless given; ``always``: titles of columns that are there from the first row on, others
+    join when they first have a value.
+    """
+
+    def __init__(self, file: TextIO | None = None, always: Iterable[str] = ()) -> None:
+        self.rich = rich.console.Console(file=file, highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self.live = self.rich.is_terminal and not self.rich.is_dumb_terminal
+        self._titles = set(always)
+        self._header = ""
+        self._rows_since_header = 0
+
+    def line(self, text: str, style: str = "") -> None:
+        """A line of its own."""
+        self.rich.print(Text(text, style))
+        logger.info(text)
+
+    def warn(self, text: str) -> None:
+        """Something the user should know; whoever calls this logs it."""
+        self.rich.print(Text.assemble(("warning: ", "bold yellow"), text))
+        self._header = ""
+
+    def facts(self, facts: Mapping[str, str]) -> None:
+        """``name  value`` lines, aligned."""
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            self.rich.print(Text.assemble((f"  {name:<{width}}  ", "dim"), value))
+            logger.info("%s: %s", name, value)
+
+    def block(self, renderable: rich.console.RenderableType) -> None:
+        """Something of several lines, that the next row needs a header after."""
+        self.rich.print(renderable, soft_wrap=False)
+        self._header = ""
+
+    def row(self, position: str, metrics: Mapping[str, float], phases: Mapping[str, float], *, best: bool = False) -> None:
+        """A line of the rollout table.
+
+        ``position``: "3/40"; ``metrics``: by the names in ``COLUMNS``; ``phases``: label -> seconds, the first is the
+        whole; ``best``: the eval is the best so far.
+        """
+        cells = {c.title: c.show(v) for c in COLUMNS if (v := _first(metrics, c.metrics)) is not None}
+        self._titles |= cells.keys()
+        total, *parts = [f"{label} {duration(s)}" for label, s in phases.items()]
+        columns, tail = self._fit(total, f"{total} = {' + '.join(parts)}" if parts else total)
+        self._print_header(columns)
+        text = Text(f"{position:>9}")
+        for column in columns:
+            style = "bold green" if best and column.title == "eval" else ""
+            text.append("  ").append(f"{cells.get(column.title, ''):>{column.width}}", style)
+        text.append("  " + tail, "dim")
+        self.rich.print(text)
+        logger.info(text.plain.strip())
+
+    def _fit(self, short_tail: str, tail: str) -> tuple[list[Column], str]:
+        """The columns and the tail that a terminal of this width has room for."""
+        columns = [c for c in COLUMNS if c.title in self._titles]
+        room = self.rich.width if self.live else 10**6
+        if _width(columns) + len(tail) > room:
+            tail = short_tail
+        while columns and _width(columns) + len(tail) > room:
+            columns.remove(min(columns, key=lambda c: c.keep))
+        return columns, tail
+
+    def _print_header(self, columns: Sequence[Column]) -> None:
+        header = "  ".join(["  rollout", *(f"{c.title:>{c.width}}" for c in columns), "time"])
+        if header != self._header or self._rows_since_header == HEADER_EVERY:
+            self.rich.print(Text("\n" + header, "dim"))
+            self._header, self._rows_since_header = header, 0
+        self._rows_since_header += 1
+
+
+def _width(columns: Sequence[Column]) -> int:
+    return 9 + sum(2 + c.width for c in columns) + 2
+
+
+def _first(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:
+    return next((metrics[name] for name in names if name in metrics), None)

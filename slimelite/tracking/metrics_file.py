@@ -1,0 +1,99 @@
+"""``metrics.jsonl``: every metric of a run, one JSON object a line, and how it is read back.
+
+A line has ``time`` (seconds since the epoch), ``kind`` and metrics by their full names, its axes among them. Numbers
+that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` understands. The file is only
+ever appended to: a line of kind ``start`` says at which rollout the run began or went on, and takes back
+what an earlier start wrote about that rollout and later ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["start", "rollout", "train", "eval", "perf"]
+Record = dict[str, Any]
+
+FILE_NAME = "metrics.jsonl"
+# prefix of a metric -> the metric that is its x-axis
+AXES = {"train/": "train/step", "eval/": "eval/step"}
+DEFAULT_AXIS = "rollout/step"
+
+
+def axis_of(metric: str) -> str:
+    """The x-axis of a metric."""
+    return next((axis for prefix, axis in AXES.items() if metric.startswith(prefix)), DEFAULT_AXIS)
+
+
+class MetricsFile:
+    """Appends records; each is on disk when `write` returns."""
+
+    def __init__(self, run_dir: Path) -> None:
+        path = run_dir / FILE_NAME
+        # a line that a crash cut short must not swallow the next one
+        torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        self._file.write("\n" if torn else "")
+
+    def write(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+        """One line."""
+        record = {"time": round(time.time(), 3), "kind": kind} | {k: _to_json(v) for k, v in metrics.items()}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self, failed: bool) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(run_dir: str | Path) -> list[Record]:
+    """The records that hold, in the order they were written; numbers are floats.
+
+    Raises:
+        ValueError: no such file, or a line other than the last of a crashed run is not JSON.
+    """
+    path = Path(run_dir) / FILE_NAME
+    if not path.is_file():
+        raise ValueError(f"{run_dir} is not a run folder: it has no {FILE_NAME}")
+    records: list[Record] = []
+    torn: tuple[int, str] | None = None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line:
+            continue
+        try:
+            record = {k: v if k == "kind" else float(v) for k, v in json.loads(line).items()}
+        except json.JSONDecodeError:
+            torn = (number, line)
+            continue
+        if torn is not None and record["kind"] != "start":
+            raise ValueError(f"{path}:{torn[0]}: not JSON: {torn[1][:80]!r}")
+        torn = None
+        if record["kind"] == "start":
+            records = [r for r in records if _precedes(r, record[DEFAULT_AXIS])]
+        records.append(record)
+    return records
+
+
+def series(records: Iterable[Record], metric: str) -> tuple[list[float], list[float]]:
+    """(steps, values) of a metric on its axis, in order of steps; of several values of a step the last one holds."""
+    axis = axis_of(metric)
+    points = {r[axis]: r[metric] for r in records if metric in r and axis in r}
+    return sorted(points), [points[step] for step in sorted(points)]
+
+
+def _precedes(record: Record, start: float) -> bool:
+    """Whether a record is about what came before rollout ``start``. eval/step k: k rollouts were trained by then."""
+    if record["kind"] == "eval":
+        return record["eval/step"] <= start and start > 0
+    return record[DEFAULT_AXIS] < start
+
+
+def _to_json(value: float) -> float | str:
+    number = float(value)
+    if math.isfinite(number):
+        return int(number) if isinstance(value, int) else number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"

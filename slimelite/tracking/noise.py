@@ -1,0 +1,72 @@
+"""Keep other people's output off the console: it goes to files of the run folder, none of it is dropped."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def redirect_process_output(path: str | Path) -> None:
+    """Append everything this process and its children print from now on (file descriptors 1 and 2) to ``path``."""
+    _point_at([1, 2], path)
+
+
+@contextmanager
+def stderr_to_file(path: str | Path) -> Iterator[None]:
+    """Append what this process writes to file descriptor 2, C++ libraries included, to ``path`` while this lasts."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        _point_at([2], path)
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+@contextmanager
+def log_to_file(path: str | Path) -> Iterator[None]:
+    """Append log records to ``path`` while this lasts: our own from INFO, other libraries' from WARNING.
+
+    Python warnings become records too.
+    """
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    root, ours = logging.getLogger(), logging.getLogger("slimelite")
+    level = ours.level
+    root.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        ours.setLevel(level)
+        root.removeHandler(handler)
+        handler.close()
+
+
+def quiet_transformers() -> None:
+    """Let transformers log through Python's root logger instead of printing, and draw no progress bars."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
+    transformers_logging.disable_progress_bar()
+
+
+def _point_at(descriptors: list[int], path: str | Path) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in descriptors:
+        os.dup2(target, descriptor)
+    os.close(target)

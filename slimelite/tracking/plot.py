@@ -1,0 +1,193 @@
+"""Curves of runs, drawn from their ``metrics.jsonl``.
+
+    python -m slimelite.tracking.plot runs/a runs/b --out curves.png                  # a line for each run
+    python -m slimelite.tracking.plot --band "10 seeds" runs/seed-* --out curves.png  # median, and minimum to maximum
+    python -m slimelite.tracking.plot runs/a --metric eval/gsm8k --metric train/loss --out two.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from slimelite.tracking.metrics_file import Record, axis_of, read_metrics, series
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# title -> metrics, of which the first that a run has is drawn
+PANELS: dict[str, tuple[str, ...]] = {
+    "reward": ("rollout/raw_reward",),
+    "response length [tokens]": ("rollout/response_len/mean",),
+    "loss": ("train/loss",),
+    "KL to the reference": ("train/kl_loss", "rollout/kl"),
+    "entropy": ("train/entropy_loss", "rollout/entropy"),
+    "gradient norm": ("train/grad_norm",),
+    "|log-prob of trainer − of engine|": ("train/train_rollout_logprob_abs_diff",),
+}
+# perf/{phase}_time of the loop -> label; what else a step took is "other"
+PHASES = {"rollout": "generate", "train": "train", "update_weights": "sync", "save_model": "save", "eval": "eval"}
+AXIS_LABELS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step": "rollouts trained"}
+COLORS = ("#3b6fb6", "#d1495b", "#2e8b57", "#e39c37", "#7a5195", "#4fa3a5", "#8c564b", "#9aa0a6")
+
+Points = tuple[list[float], list[float]]  # steps, values
+Runs = Mapping[str, Sequence[Sequence[Record]]]  # label -> the records of one run, or of several seeds
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One pair of axes; ``lines``: label -> one curve, or several to show as median and band."""
+
+    title: str
+    metric: str
+    lines: dict[str, list[Points]]
+
+
+def draw_run(run_dir: str | Path, out: str | Path) -> None:
+    """The standard panels of one run and its time by phase, as a PNG; panels without data are left out."""
+    records = read_metrics(run_dir)
+    panels = [p for title, names in PANELS.items() if (p := _panel(title, names, {"": [records]})).lines]
+    if scores := eval_metrics(records):
+        lines = {name.removeprefix("eval/"): [series(records, name)] for name in scores}
+        panels.insert(1, Panel("evaluation", scores[0], lines))
+    times = series(records, "perf/step_time")
+    figure, axes = _grid(len(panels) + bool(times[0]))
+    for ax, panel in zip(axes, panels, strict=False):
+        _draw(ax, panel, legend=panel.title == "evaluation")
+    if times[0]:
+        _draw_times(axes[-1], records, times)
+    _save(figure, out)
+
+
+def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
+    """Runs over one another, a panel for each of ``metrics`` or the standard ones and every eval.
+
+    Raises:
+        ValueError: no run has one of ``metrics``, or nothing at all.
+    """
+    everything = [r for group in runs.values() for records in group for r in records]
+    wanted = {m: (m,) for m in metrics} or {**PANELS, **{m: (m,) for m in eval_metrics(everything)}}
+    panels = [_panel(title, names, runs) for title, names in wanted.items()]
+    if missing := [p.title for p in panels if not p.lines and (metrics or not any(q.lines for q in panels))]:
+        known = sorted({name for r in everything for name in r if "/" in name})
+        raise ValueError(f"no run has {', '.join(missing)}; there are: {', '.join(known)}")
+    panels = [p for p in panels if p.lines]
+    figure, axes = _grid(len(panels))
+    for i, (ax, panel) in enumerate(zip(axes, panels, strict=True)):
+        _draw(ax, panel, legend=i == 0 and (len(runs) > 1 or any(len(group) > 1 for group in runs.values())))
+    _save(figure, out)
+
+
+def eval_metrics(records: Sequence[Record]) -> list[str]:
+    """Names of the mean scores of eval datasets, in the order they first came."""
+    names = dict.fromkeys(name for r in records for name in r if name.startswith("eval/") and name.count("/") == 1)
+    return [n for n in names if n != "eval/step" and "-pass@" not in n and not n.endswith("-truncated_ratio")]
+
+
+def median_and_range(curves: Sequence[Points]) -> tuple[list[float], list[float], list[float], list[float]]:
+    """(steps, median, minimum, maximum) over the curves that have a value at each step."""
+    at: dict[float, list[float]] = {}
+    for steps, values in curves:
+        for step, value in zip(steps, values, strict=True):
+            at.setdefault(step, []).append(value)
+    found = [at[step] for step in sorted(at)]
+    return sorted(at), [median(v) for v in found], [min(v) for v in found], [max(v) for v in found]
+
+
+def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
+    """The first of ``metrics`` that each run has."""
+    lines: dict[str, list[Points]] = {}
+    for label, group in runs.items():
+        found = [next((p for m in metrics if (p := series(records, m))[0]), None) for records in group]
+        if curves := [points for points in found if points is not None]:
+            lines[label] = curves
+    return Panel(title, metrics[0], lines)
+
+
+def _grid(count: int) -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` axes in at most four columns. Figures, not pyplot: no display, no state."""
+    from matplotlib.figure import Figure
+
+    columns = min(count, 4) if count != 5 and count != 6 else 3
+    rows = ceil(count / max(columns, 1))
+    figure = Figure(figsize=(4.2 * max(columns, 1), 3.1 * max(rows, 1)), layout="constrained")
+    return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(count)]
+
+
+def _draw(ax: Axes, panel: Panel, *, legend: bool) -> None:
+    for i, (label, curves) in enumerate(panel.lines.items()):
+        color = COLORS[i % len(COLORS)]
+        steps, middle, low, high = median_and_range(curves)
+        marker = "o" if len(steps) < 25 else ""
+        ax.plot(steps, middle, color=color, linewidth=1.6, marker=marker, markersize=3, label=label)
+        if len(curves) > 1:
+            ax.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
+    _decorate(ax, panel.title, AXIS_LABELS[axis_of(panel.metric)])
+    if legend:
+        ax.legend(fontsize=8, frameon=False)
+
+
+def _draw_times(ax: Axes, records: Sequence[Record], whole: Points) -> None:
+    """Seconds by phase, stacked up to the time of the step."""
+    steps, totals = whole
+    layers: dict[str, list[float]] = {}
+    for phase, label in PHASES.items():
+        seconds = dict(zip(*series(records, f"perf/{phase}_time"), strict=True))
+        if seconds:
+            layers[label] = [seconds.get(step, 0.0) for step in steps]
+    layers["other"] = [max(total - sum(parts), 0.0) for total, *parts in zip(totals, *layers.values(), strict=True)]
+    ax.stackplot(steps, list(layers.values()), labels=list(layers), colors=COLORS[: len(layers) - 1] + COLORS[-1:], alpha=0.85)
+    _decorate(ax, "time of a rollout [s]", "rollout")
+    ax.legend(fontsize=8, frameon=False, loc="upper right")
+
+
+def _decorate(ax: Axes, title: str, x_label: str) -> None:
+    ax.set_title(title, fontsize=10, loc="left")
+    ax.set_xlabel(x_label, fontsize=8)
+    ax.tick_params(labelsize=8)
+    ax.grid(alpha=0.25, linewidth=0.6)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Figure, out: str | Path) -> None:
+    """As a PNG that appears whole or not at all."""
+    partial = Path(out).with_name(Path(out).name + ".partial")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(partial, dpi=110, format="png")
+    partial.replace(out)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; see the module's text."""
+    parser = argparse.ArgumentParser(prog="python -m slimelite.tracking.plot", description="Draw the curves of runs.")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder: a line of its own")
+    parser.add_argument("--band", nargs="+", action="append", default=[], metavar=("NAME", "RUN"), help="runs as one band")
+    parser.add_argument("--metric", action="append", default=[], help="draw this metric; may be given several times")
+    parser.add_argument("--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if not args.runs and not args.band:
+        parser.error("name a run folder, or --band NAME RUN...")
+    if alone := [name for name, *folders in args.band if not folders]:
+        parser.error(f"--band {alone[0]}: no run folder given")
+    groups = {run: [run] for run in args.runs} | {name: folders for name, *folders in args.band}
+    try:
+        if len(args.runs) == 1 and not args.band and not args.metric:
+            draw_run(args.runs[0], args.out)
+        else:
+            draw_runs({label: [read_metrics(run) for run in group] for label, group in groups.items()}, args.out, args.metric)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Where metrics go besides ``metrics.jsonl``: Weights & Biases and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from slimelite.arguments import Args
+from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFile, axis_of
+
+
+class Writer(Protocol):
+    """A place for metrics."""
+
+    def write(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+        """Metrics of one moment, the steps on their axes among them."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """The run is over."""
+        ...
+
+
+def open_writers(args: Args, config: Mapping[str, Any]) -> list[Writer]:
+    """``metrics.jsonl``, and what ``--use-wandb`` and ``--use-tensorboard`` ask for.
+
+    ``config``: the resolved arguments, to show beside the curves.
+    """
+    writers: list[Writer] = [MetricsFile(Path(args.run_dir))]
+    if args.use_wandb and args.wandb_mode != "disabled":
+        writers.append(WandbWriter(args, config))
+    if args.use_tensorboard:
+        writers.append(TensorboardWriter(tensorboard_directory(args)))
+    return writers
+
+
+class WandbWriter:
+    """Weights & Biases. A resumed run folder goes on with the wandb run it began."""
+
+    def __init__(self, args: Args, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        # the train step at which a rollout begins stands in for its id on every axis
+        self._steps_per_rollout = args.num_steps_per_rollout if args.wandb_always_use_train_step else 1
+        directory = Path(args.wandb_dir or args.run_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        settings = wandb.Settings(silent=True, console="off", base_url=args.wandb_host, api_key=args.wandb_key)
+        self._run = wandb.init(
+            project=args.wandb_project or "slimelite",
+            entity=args.wandb_team,
+            mode=args.wandb_mode,
+            dir=str(directory),
+            config=dict(config),
+            resume="allow",
+            settings=settings,
+            **self._identity(args),
+        )
+        self.where = self._run.url or f"offline: wandb sync {Path(self._run.dir).parent}"
+        for axis in (DEFAULT_AXIS, *AXES.values()):
+            self._run.define_metric(axis)
+        for prefix in ("rollout/", "perf/", "multi_turn/", "passrate/", *AXES):
+            self._run.define_metric(prefix + "*", step_metric=axis_of(prefix))
+
+    @staticmethod
+    def _identity(args: Args) -> dict[str, str]:
+        """id, group and name of the wandb run; kept in the run folder for the day it is resumed."""
+        path = Path(args.run_dir) / "wandb_run.json"
+        known = json.loads(path.read_text()) if path.is_file() else None
+        if known is None or args.wandb_run_id not in (None, known["id"]):
+            group = args.wandb_group or Path(args.run_dir).name
+            if args.wandb_group and args.wandb_random_suffix:
+                group += "_" + secrets.token_hex(3)
+            known = {"id": args.wandb_run_id or secrets.token_hex(4), "group": group, "name": args.wandb_run_name or group}
+            path.write_text(json.dumps(known))
+        return known
+
+    def write(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+        """One row of the run's history."""
+        steps = {axis: metrics[axis] * self._steps_per_rollout for axis in (DEFAULT_AXIS, "eval/step") if axis in metrics}
+        self._run.log({**metrics, **steps})
+
+    def close(self, failed: bool) -> None:
+        """Upload what is left."""
+        self._run.finish(exit_code=int(failed))
+
+
+class TensorboardWriter:
+    """TensorBoard event files: a tag per metric, the step of each on its own axis."""
+
+    def __init__(self, directory: Path) -> None:
+        # the writer that torch.utils.tensorboard wraps, without importing torch
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self.where = str(directory)
+        self._events = EventFileWriter(str(directory))
+
+    def write(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+        """One event per metric that has a step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for name, value in metrics.items():
+            step = metrics.get(axis_of(name))
+            if step is None or name == axis_of(name):
+                continue
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
+            self._events.add_event(Event(wall_time=time.time(), step=int(step), summary=summary))
+        self._events.flush()
+
+    def close(self, failed: bool) -> None:
+        """Flush and close the event file."""
+        self._events.close()
+
+
+def tensorboard_directory(args: Args) -> Path:
+    """``--tensorboard-dir``, else slime's ``$TENSORBOARD_DIR``, else in the run folder; then project and experiment."""
+    base = args.tensorboard_dir or os.environ.get("TENSORBOARD_DIR") or str(Path(args.run_dir) / "tensorboard")
+    return Path(base, *filter(None, (args.tb_project_name, args.tb_experiment_name)))

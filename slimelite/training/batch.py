@@ -1,0 +1,84 @@
+"""Micro-batches: rows of the table laid end to end, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimelite.table import SampleTable
+from slimelite.training.attention import PackedSequences
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """R response tokens of some rows and the T tokens that predict them.
+
+    ``rows``: [n] int64 of the table; ``tokens``: T, 0 for an empty micro-batch, whose row is one dummy token.
+    ``input_ids``, ``position_ids``: [1, T]; ``response_index``: [R] position whose hidden state predicts each response
+    token; ``targets``: [R] those tokens. ``segments``: [R] index into ``rows``; ``token_index``: [R] int64 on the CPU,
+    position in the table's response columns.
+    """
+
+    rows: np.ndarray
+    tokens: int
+    input_ids: Tensor
+    position_ids: Tensor
+    sequences: PackedSequences
+    response_index: Tensor
+    targets: Tensor
+    segments: Tensor
+    token_index: Tensor
+
+    @classmethod
+    def from_table(cls, table: SampleTable, rows: np.ndarray, device: torch.device) -> MicroBatch:
+        """Pack ``rows`` of ``table``; no rows give an empty micro-batch.
+
+        Raises:
+            ValueError: a row without prompt, whose first response token nothing predicts.
+        """
+        prompts, responses = np.diff(table.prompt_offsets)[rows], table.response_lengths[rows]
+        if (prompts == 0).any():
+            ids = table.sample_id[rows[prompts == 0]].tolist()
+            raise ValueError(f"samples {ids[:8]} have no prompt tokens; a response needs at least one token before it")
+        columns = [table.row_slice(c, r) for r in rows.tolist() for c in ("prompt_tokens", "response_tokens")]
+        lengths = prompts + responses
+        ends = np.cumsum(lengths)
+        ids = np.concatenate(columns or [[0]]).astype(np.int64)
+        positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths) if len(rows) else np.zeros(1, np.int64)
+        place = _ranges(ends - responses, responses)  # of the response tokens
+        if not len(rows):
+            lengths = np.ones(1, np.int64)
+
+        def to_device(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device)
+
+        return cls(
+            rows=rows,
+            tokens=len(ids) if len(rows) else 0,
+            input_ids=to_device(ids[None]),
+            position_ids=to_device(positions[None]),
+            sequences=PackedSequences.from_lengths(lengths, device),
+            response_index=to_device(place - 1),
+            targets=to_device(ids[place]),
+            segments=to_device(np.repeat(np.arange(len(rows)), responses)),
+            token_index=torch.from_numpy(_ranges(table.response_offsets[rows], responses)),
+        )
+
+    def take(self, column: Tensor) -> Tensor:
+        """[R] values of a per-token column of the table, on this micro-batch's device."""
+        return column[self.token_index].to(self.targets.device)
+
+
+def micro_batches(table: SampleTable, parts: list[np.ndarray], device: torch.device) -> Iterator[MicroBatch]:
+    """The micro-batches of a rank, one at a time."""
+    return (MicroBatch.from_table(table, rows, device) for rows in parts)
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[sum(lengths)] int64: starts[i], starts[i] + 1, … for each i."""
+    ends = np.cumsum(lengths)
+    return (np.arange(lengths.sum()) + np.repeat(starts - (ends - lengths), lengths)).astype(np.int64)

@@ -1,0 +1,102 @@
+"""What is known of each response token of a rollout before its loss: masks, log-probs, advantages, weights.
+
+Every rank holds the columns of the whole rollout (a few bytes a token), so that advantages are whitened, and rows
+without a gradient found, in the same way everywhere before any of them is dealt to a rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slimelite.algorithms import advantages as adv
+from slimelite.algorithms.kl import kl_estimate
+from slimelite.algorithms.packed import segment_mean, segment_sum
+from slimelite.algorithms.reduction import row_weights
+from slimelite.arguments import Args
+from slimelite.table import SampleTable
+
+
+@dataclass(slots=True)
+class TokenColumns:
+    """Columns over the N response tokens of a table with n rows, on the CPU.
+
+    ``mask``: [N] bool, what the loss sees; ``segments``: [N] int64 rows; ``rollout_log_probs``: [N] of the engine, NaN
+    where there are none; ``weights``: [N] weight in its optimizer step; ``advantages``: [N]; ``old``, ``ref``: [N]
+    log-probs of the trainer before the rollout's first step and of the reference, None where not needed.
+    """
+
+    mask: Tensor
+    segments: Tensor
+    rows: int
+    rollout_log_probs: Tensor
+    weights: Tensor
+    advantages: Tensor
+    old: Tensor | None = None
+    ref: Tensor | None = None
+
+    @classmethod
+    def from_table(cls, table: SampleTable) -> TokenColumns:
+        """The columns that need no model."""
+        rows = np.repeat(np.arange(len(table)), table.response_lengths)
+        return cls(
+            mask=torch.from_numpy(table.loss_mask & ~table.removed[rows]),
+            segments=torch.from_numpy(rows),
+            rows=len(table),
+            rollout_log_probs=torch.tensor(table.rollout_log_probs),
+            weights=torch.zeros(len(rows), dtype=torch.float64),
+            advantages=torch.zeros(len(rows)),
+        )
+
+    def set_weights(self, args: Args, table: SampleTable, steps: list[np.ndarray]) -> None:
+        """The weight of every token, from the whole of its optimizer step."""
+        per_row = torch.zeros(self.rows, dtype=torch.float64)
+        for rows in steps:
+            per_row[rows] = row_weights(
+                torch.from_numpy(table.mask_sums[rows]),
+                torch.from_numpy(table.rollout_id[rows]),
+                args.loss_aggregation,
+                max_response_len=args.rollout_max_response_len,
+            )
+        self.weights = torch.where(self.mask, per_row[self.segments], 0.0)
+
+    def set_advantages(self, args: Args, table: SampleTable) -> None:
+        """The advantage of every token, by ``--advantage-estimator`` (docs/algorithms.md)."""
+        per_row = torch.tensor(table.advantage, dtype=torch.float32)
+        kl = torch.zeros(len(self.mask))
+        if args.kl_coef:
+            assert self.old is not None and self.ref is not None
+            # k1: unbiased, and a reward has no gradient that could vanish
+            kl = kl_estimate(self.old, self.ref, self.mask, "k1")
+        match args.advantage_estimator:
+            case "reinforce_plus_plus":
+                rewards = adv.token_rewards(per_row, kl, self.mask, self.segments, self.rows, kl_coef=args.kl_coef)
+                self.advantages = adv.discounted_returns(rewards, self.segments, gamma=args.gamma)
+            case "reinforce_plus_plus_baseline":
+                self.advantages = adv.reinforce_plus_plus_baseline(
+                    per_row, kl, self.mask, self.segments, kl_coef=args.kl_coef
+                )
+            case _:
+                self.advantages = per_row[self.segments]
+        if args.normalize_advantages:
+            self.advantages = adv.whiten(self.advantages, self.mask)
+
+    def rows_with_gradient(self, args: Args) -> np.ndarray:
+        """[n] bool: rows whose loss can have a gradient; the others need no forward pass.
+
+        A fully masked row has none; under a policy loss without KL and entropy terms neither has a row whose every
+        advantage is 0.
+        """
+        counts = self.mask
+        only_advantages = args.loss_type == "policy_loss" and not args.entropy_coef
+        if only_advantages and not (args.use_kl_loss and args.kl_loss_coef):
+            counts = counts & (self.advantages != 0)
+        return (segment_sum(counts.long(), self.segments, self.rows) > 0).numpy()
+
+    def row_means(self, values: Tensor) -> Tensor:
+        """0-d: mean over rows with unmasked tokens of their masked token means."""
+        trained = segment_sum(self.mask.long(), self.segments, self.rows) > 0
+        return segment_mean(values, self.mask, self.segments, self.rows)[trained].mean()

@@ -1,0 +1,136 @@
+"""Ranks: the process group, one named DeviceMesh, and FSDP2 over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from slimelite.arguments import Args
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank among all trainer ranks.
+
+    ``mesh``: dimensions ``replicate`` (copies of the model, HSDP) and ``shard``; data is split over both.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """dtype of forward and backward: bf16 on a GPU, fp32 on a CPU, where bf16 is slower."""
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of a CPU tensor over all ranks (in place)."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join_world(args: Args, rank: int, world_size: int, init_method: str | None) -> World:
+    """Meet the other ranks at ``init_method`` (a URL as torch.distributed takes it).
+
+    One rank alone needs no address and opens no port. CPU tensors always travel by gloo.
+
+    Raises:
+        ValueError: several ranks and no address, or a ``--dp-replicate-size`` that does not divide the ranks.
+    """
+    if world_size % args.dp_replicate_size:
+        raise ValueError(f"--dp-replicate-size {args.dp_replicate_size} does not divide the {world_size} training ranks")
+    if world_size > 1 and init_method is None:
+        raise ValueError(f"{world_size} training ranks need an init_method to meet at")
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,cuda:{args.distributed_backend or 'nccl'}"
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend,
+            rank=rank,
+            world_size=world_size,
+            init_method=init_method if world_size > 1 else None,
+            store=None if world_size > 1 else dist.HashStore(),
+            timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        )
+    shape = (args.dp_replicate_size, world_size // args.dp_replicate_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    return World(rank, world_size, device, mesh)
+
+
+def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, cpu_offload: bool) -> None:
+    """Shard ``layers`` and then the rest of ``model`` over the mesh, and move it to the device.
+
+    On rank 0 the model holds its weights, on the others its parameters are on the meta device: rank 0's are scattered.
+    One rank goes the same way (measured at 135 M parameters on a CPU: no slower; at 0.1 M: 12 %).
+    """
+    full = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    on_gpu = world.device.type == "cuda"
+    half = MixedPrecisionPolicy(param_dtype=world.compute_dtype, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        "mesh": world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"],
+        "mp_policy": half if on_gpu else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy() if on_gpu and cpu_offload else OffloadPolicy(),
+    }
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    if world.size > 1:
+        _scatter(model, full, world)
+
+
+def _scatter(model: nn.Module, full: dict[str, Tensor], world: World) -> None:
+    """Give every shard of ``model`` its part of rank 0's ``full`` parameters."""
+    if any(p.is_meta for p in model.parameters()):
+        # to_empty forgets buffers too, and those of a meta model are real (rotary frequencies)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.to_empty(device=world.device)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = full[name] if world.rank == 0 else torch.empty(parameter.shape, dtype=parameter.dtype)
+        part = distribute_tensor(whole.to(world.device), parameter.device_mesh, parameter.placements)
+        parameter.to_local().detach().copy_(part.to_local())
+
+
+def set_last_micro_batch(model: nn.Module, world: World, last: bool) -> None:
+    """Before a micro-batch's forward: whether it is the ``last`` one of its optimizer step.
+
+    On a CPU, where communication cannot hide behind computation, ranks add up their gradients after the last one
+    only; on a GPU after each, so that a rank keeps no more than its shard of them.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(last or world.device.type == "cuda")
+    model.set_is_last_backward(last)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop gathered parameters after passes without gradient, so that the next pass gathers the current ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor behind a sharded one (collective); a plain tensor is itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,64 @@
+"""The import rules of docs/design.md, read from the code itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "slimelite"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path, *, module_level: bool = False) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    for node in tree.body if module_level else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def offenders(room: str | None, forbidden: tuple[str, ...], *, module_level: bool = False) -> list[str]:
+    files = [f for f in FILES if room is None or (PACKAGE / room) in f.parents]
+    assert files, f"no files in {room}"
+    return [
+        f"{f.relative_to(ROOT)} imports {name}"
+        for f in files
+        for name in imports(f, module_level=module_level)
+        if any(name == bad or name.startswith(bad + ".") for bad in forbidden)
+    ]
+
+
+def test_ray_is_imported_in_cluster_alone() -> None:
+    found = [o for o in offenders(None, ("ray",)) if not o.startswith("slimelite/cluster/")]
+    assert found == []
+    assert offenders("cluster", ("ray",))
+
+
+@pytest.mark.parametrize(
+    ("room", "forbidden"),
+    [
+        ("algorithms", ("slimelite.arguments", "slimelite.training", "slimelite.rollout", "slimelite.table", "numpy")),
+        ("training", ("slimelite.rollout", "slimelite.rewards", "slimelite.cluster", "slimelite.data.source")),
+        ("rollout", ("slimelite.training", "slimelite.cluster", "torch.nn")),
+        ("engines", ("slimelite.rollout", "slimelite.rewards", "slimelite.training", "slimelite.arguments", "slimelite.data")),
+        ("rewards", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "torch")),
+        ("data", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.rewards")),
+        ("tracking", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.cluster")),
+    ],
+)
+def test_rooms_do_not_know_each_other(room: str, forbidden: tuple[str, ...]) -> None:
+    assert offenders(room, forbidden) == []
+
+
+def test_arguments_need_only_the_standard_library() -> None:
+    heavy = ("torch", "ray", "transformers", "sglang", "numpy", "pyarrow", "yaml", "slimelite.data", "slimelite.rewards")
+    assert offenders("arguments", heavy, module_level=True) == []
+
+
+def test_the_loop_fits_on_a_screen() -> None:
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 120

@@ -1,0 +1,141 @@
+"""The currency: what goes into a table of samples comes out of it, on the wire and on disk."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slimelite.sample import Sample, Status
+from slimelite.table import COLUMNS, TEXT_COLUMNS, SampleTable
+
+
+def make_sample(index: int, group: int, prompt: int, response: int, **fields: object) -> Sample:
+    sample = Sample(group_index=group, index=index, prompt=f"p{group}", tokens=list(range(prompt)), **fields)  # type: ignore[arg-type]
+    sample.append_response_tokens(
+        list(range(100, 100 + response)), [-0.5 * t for t in range(response)], text="r", weight_version=3
+    )
+    sample.status = Status.COMPLETED
+    sample.reward = float(index)
+    return sample
+
+
+@pytest.fixture()
+def groups() -> list[list[Sample]]:
+    first = [make_sample(0, 0, 4, 3, label="7"), make_sample(1, 0, 4, 0)]
+    second = [make_sample(2, 1, 2, 5, metadata={"a": [1]}), make_sample(3, 1, 2, 1, remove_sample=True, rollout_id=2)]
+    return [first, second]
+
+
+def assert_equal(a: SampleTable, b: SampleTable) -> None:
+    for name in COLUMNS:
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+        assert getattr(a, name).dtype == getattr(b, name).dtype, name
+    for name in ("prompt_offsets", "response_offsets"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+    for name in TEXT_COLUMNS:
+        assert getattr(a, name) == getattr(b, name), name
+
+
+def test_columns_of_a_table(groups: list[list[Sample]]) -> None:
+    table = SampleTable.from_samples(groups)
+    assert table.response_lengths.tolist() == [3, 0, 5, 1]
+    assert table.total_lengths.tolist() == [7, 4, 7, 3]
+    assert table.mask_sums.tolist() == [3, 0, 5, 0]  # the last one is removed
+    assert table.rollout_id.tolist() == [0, 1, 2, 2]  # siblings share one
+    assert table.row_slice("response_tokens", 2).tolist() == [100, 101, 102, 103, 104]
+    assert table.row_slice("weight_versions", 0).tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("way", ["parquet", "pickle", "samples", "select", "concat"])
+def test_round_trips(groups: list[list[Sample]], way: str, tmp_path: Path) -> None:
+    table = SampleTable.from_samples(groups)
+    if way == "parquet":
+        table.to_parquet(tmp_path / "deep" / "t.parquet")
+        again = SampleTable.from_parquet(tmp_path / "deep" / "t.parquet")
+    elif way == "pickle":
+        again = pickle.loads(pickle.dumps(table))
+    elif way == "samples":
+        again = SampleTable.from_samples(table.to_samples())
+    elif way == "select":
+        again = table.select([3, 1, 0, 2]).select([2, 1, 3, 0])
+    else:
+        again = SampleTable.concat([table.select([0]), table.select([1, 2]), table.select([3])])
+    assert_equal(table, again)
+
+
+def test_a_table_of_no_rows(tmp_path: Path) -> None:
+    table = SampleTable.from_samples([])
+    table.to_parquet(tmp_path / "t.parquet")
+    again = SampleTable.from_parquet(tmp_path / "t.parquet")
+    assert len(again) == 0
+    assert again.response_offsets.tolist() == [0]
+
+
+def test_a_parquet_that_is_no_table(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"messages": ["x"]}), tmp_path / "t.parquet")
+    with pytest.raises(ValueError, match="sample_id"):
+        SampleTable.from_parquet(tmp_path / "t.parquet")
+    with pytest.raises(ValueError, match="no saved rollout"):
+        SampleTable.from_parquet(tmp_path / "absent.parquet")
+
+
+def test_text_stays_off_the_wire(groups: list[list[Sample]]) -> None:
+    table = SampleTable.from_samples(groups)
+    lean = table.without_text()
+    assert lean.response == [""] * 4
+    assert table.response == ["r"] * 4
+    assert lean.response_tokens is table.response_tokens
+
+
+def test_append_keeps_lists_aligned() -> None:
+    sample = Sample(tokens=[1, 2], index=5)
+    sample.append_response_tokens([3, 4], [-1.0, -2.0], text="ab", weight_versions=[0, 1])
+    sample.append_response_tokens([9], trainable=False, text="tool", weight_version=1)
+    assert sample.tokens == [1, 2, 3, 4, 9]
+    assert sample.loss_mask == [1, 1, 0]
+    assert sample.rollout_log_probs == [-1.0, -2.0, 0.0]
+    assert sample.weight_versions == [0, 1, 1]
+    assert (sample.prompt_length, sample.response_length, sample.effective_response_length) == (2, 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (lambda s: s.append_response_tokens([1, 2], [-1.0]), "2 response tokens but 1 log_probs"),
+        (lambda s: s.append_response_tokens([1, 2]), "without log-probs"),
+        (lambda s: s.append_response_tokens([1], [0.0], weight_versions=[1, 2]), "2 weight_versions"),
+    ],
+)
+def test_append_refuses(fault: object, message: str) -> None:
+    sample = Sample(tokens=[1])
+    with pytest.raises(ValueError, match=message):
+        fault(sample)  # type: ignore[operator]
+    assert sample.tokens == [1]
+
+
+def test_a_plugin_that_forgot_the_mask_is_told() -> None:
+    sample = Sample(index=4, group_index=0, tokens=[1, 2, 3], response_length=2, loss_mask=[1], reward=1.0)
+    with pytest.raises(ValueError, match="loss_mask has 1 entries but the response has 2"):
+        SampleTable.from_samples([[sample]])
+
+
+def test_rewards_by_key() -> None:
+    sample = Sample(index=1, group_index=0, reward={"score": 0.5, "acc": 1})
+    assert sample.reward_value("score") == 0.5
+    with pytest.raises(ValueError, match="--reward-key"):
+        sample.reward_value(None)
+    with pytest.raises(ValueError, match="no reward"):
+        Sample(index=1, group_index=0).reward_value(None)
+
+
+def test_sample_dict_round_trip() -> None:
+    sample = make_sample(3, 1, 2, 4, metadata={"k": 1})
+    assert Sample.from_dict(sample.to_dict()) == sample
+    with pytest.raises(ValueError, match="spam"):
+        Sample.from_dict({"spam": 1})

@@ -1,0 +1,106 @@
+"""The loop: prompts -> rollout -> reward -> advantages -> loss -> weights -> engines.
+
+    python train.py --hf-checkpoint Qwen2.5-0.5B-Instruct --prompt-data gsm8k/train.parquet --rm-type math ...
+
+``--help`` lists every flag; ``--dry-run`` checks a command line without starting anything.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from slimelite.arguments import Args, parse_args
+
+if TYPE_CHECKING:
+    from slimelite.cluster import Cluster
+    from slimelite.tracking import Tracker
+
+
+def train(args: Args, cluster: Cluster, tracker: Tracker) -> None:
+    """Every rollout from the first to the last, in the order that colocation needs."""
+    if not args.debug_train_only:
+        sync(args, cluster, tracker, version=args.start_rollout_id)
+        if args.start_rollout_id == 0 and args.eval_interval and not args.skip_eval_before_train:
+            evaluate(cluster, tracker, rollout_id=-1)
+
+    for rollout_id in range(args.start_rollout_id, args.num_rollout):
+        with tracker.phase("generate") as phase:
+            rollout = cluster.generate(rollout_id, phase.update)
+        tracker.log_rollout(rollout_id, rollout.table, rollout.metrics)
+
+        if not args.debug_rollout_only:
+            if args.offload_rollout:
+                cluster.release_engines("kv_cache", "weights")
+            if args.offload_train:
+                cluster.onload_trainers()
+            with tracker.phase("train"):
+                metrics = cluster.train(rollout_id, rollout.table)
+            tracker.log_train(rollout_id, metrics)
+            if due(args.save_interval, rollout_id, args.num_rollout):
+                with tracker.phase("save_model"):
+                    cluster.save(rollout_id)
+            if args.save_hf and due(args.save_interval, rollout_id, args.num_rollout, last=True):
+                with tracker.phase("save_model"):
+                    cluster.save_hf(rollout_id)
+            if not args.debug_train_only:
+                sync(args, cluster, tracker, version=rollout_id + 1)
+
+        if args.eval_interval and not args.debug_train_only and due(args.eval_interval, rollout_id, args.num_rollout):
+            evaluate(cluster, tracker, rollout_id)
+        tracker.finish_rollout(rollout_id)
+
+
+def sync(args: Args, cluster: Cluster, tracker: Tracker, version: int) -> None:
+    """Trainers' weights into the engines; the KV cache's memory comes back only after it (slime's order)."""
+    if args.debug_rollout_only:
+        return
+    if args.offload_rollout:
+        cluster.resume_engines("weights")
+    with tracker.phase("update_weights"):
+        tracker.log_perf(cluster.sync(version))
+    if args.offload_train:
+        cluster.offload_trainers()
+    if args.offload_rollout:
+        cluster.resume_engines("kv_cache")
+
+
+def evaluate(cluster: Cluster, tracker: Tracker, rollout_id: int) -> None:
+    """All eval datasets; ``rollout_id`` -1 is before training."""
+    with tracker.phase("eval") as phase:
+        result = cluster.evaluate(rollout_id, phase.update)
+    tracker.log_eval(rollout_id, result.metrics, result.tables)
+
+
+def due(interval: int | None, rollout_id: int, num_rollout: int, *, last: bool = False) -> bool:
+    """Whether something that happens every ``interval`` rollouts, and after the last one, happens now."""
+    if rollout_id + 1 == num_rollout:
+        return interval is not None or last
+    return interval is not None and (rollout_id + 1) % interval == 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, check, launch, loop; returns the exit status."""
+    args = parse_args(argv)
+    from slimelite.arguments.preflight import preflight
+
+    if args.dry_run:
+        return preflight(args)
+    if status := preflight(args):
+        return status
+    from slimelite.cluster import ClusterError, launch
+    from slimelite.tracking import Tracker
+
+    try:
+        with Tracker(args) as tracker, launch(args) as cluster:
+            args = cluster.complete_args()
+            tracker.banner(args)
+            train(args, cluster, tracker)
+    except (ValueError, ClusterError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
