@@ -3,8 +3,8 @@
 
     python scripts/grade_yardstick.py grading_cases.jsonl
 
-A line of the file is one case: ``grader`` (whose function), ``kind``, ``response``, ``label``, ``expected``, and perhaps
-``params`` and ``metadata``. docs/rewards.md shows the table this prints.
+A line of the file is one case: ``grader`` (whose function), ``kind``, ``response``, ``label``, ``expected``, and
+perhaps ``params`` and ``metadata``. docs/rewards.md shows the table this prints.
 """
 
 from __future__ import annotations
@@ -65,13 +65,18 @@ def strict_box(case: Case) -> bool:
     return bool(case.get("params", {}).get("strict_box_verify"))
 
 
+def dapo_verify(case: Case) -> tuple[bool, str | None]:
+    """dapo's (correct, prediction)."""
+    return (dapo.verify_strict_box if strict_box(case) else dapo.verify_minerva)(case["response"], case["label"])
+
+
 GRADERS: dict[str, Callable[[Case], Any]] = {
     "slime.math.last_boxed_only_string": lambda c: latex.last_boxed_only_string(c["response"]),
     "slime.math.remove_boxed": lambda c: latex.remove_boxed(c["response"]),
     "slime.math.extract_boxed_answer": lambda c: latex.extract_boxed_answer(c["response"]),
     "slime.math.extract_answer": lambda c: latex.extract_boxed_answer(c["response"]),
     "slime.math._strip_string": lambda c: latex.strip_string(c["response"]),
-    "slime.math.mathd_normalize_answer": lambda c: None if c["response"] is None else latex.normalize_answer(c["response"]),
+    "slime.math.mathd_normalize_answer": lambda c: c["response"] and latex.normalize_answer(c["response"]),
     "slime.math.grade_answer_mathd": math_equal,
     "slime.math.grade_answer_sympy": math_equal,
     "slime.math.grade_answer_verl": lambda c: grade(math.RULE, c),
@@ -81,7 +86,7 @@ GRADERS: dict[str, Callable[[Case], Any]] = {
     "slime.dapo.normalize_final_answer": lambda c: dapo.normalize_final_answer(c["response"]),
     "slime.dapo.is_correct_minerva": lambda c: dapo.verify_minerva(c["response"], c["label"]),
     "slime.dapo.is_correct_strict_box": lambda c: dapo.verify_strict_box(c["response"], c["label"]),
-    "slime.dapo.verify": lambda c: (dapo.verify_strict_box if strict_box(c) else dapo.verify_minerva)(c["response"], c["label"]),
+    "slime.dapo.verify": dapo_verify,
     "slime.dapo.compute_score": lambda c: dapo.compute_score(c["response"], c["label"], strict_box=strict_box(c)),
     "slime.f1.normalize_answer": lambda c: f1.normalize_answer(c["response"]),
     "slime.f1.f1_score": lambda c: f1.f1_score(c["response"], c["label"]),
@@ -100,7 +105,7 @@ NOT_OURS = {
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Do two verdicts agree? Pairs and lists by element; slime's strict box says -1 for wrong; what raises there is None here."""
+    """Do two verdicts agree? Lists by element; slime's strict box says -1 for wrong; what raises there is None here."""
     if isinstance(theirs, dict) and "raises" in theirs:
         return ours is None
     if isinstance(theirs, list):

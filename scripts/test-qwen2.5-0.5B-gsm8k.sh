@@ -12,7 +12,7 @@ source "$SCRIPT_DIR/lib/submit.sh"
 
 MODEL=${MODEL:-Qwen2.5-0.5B-Instruct}
 DATA=${DATA:-data/gsm8k}
-NUM_GPUS=${NUM_GPUS:-$(compgen -G "/dev/nvidia[0-9]*" | wc -l)}
+NUM_GPUS=${NUM_GPUS:-$(compgen -G "/dev/nvidia[0-9]*" | wc -l || true)}
 ((NUM_GPUS > 0)) || NUM_GPUS=1
 
 CKPT_ARGS=(

@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -73,7 +72,9 @@ class SlimeFinder(MetaPathFinder, Loader):
             return None
         if not any(name.startswith(fullname + ".") for name in SLIME_NAMES):
             modules = sorted({name.rpartition(".")[0] for name in SLIME_NAMES})
-            raise ModuleNotFoundError(f"slimelite does not provide {fullname}; of slime it has {', '.join(modules)}", name=fullname)
+            raise ModuleNotFoundError(
+                f"slimelite does not provide {fullname}; of slime it has {', '.join(modules)}", name=fullname
+            )
         return ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -154,11 +155,13 @@ async def async_rm(args: PluginArgs, sample: Sample, **_: Any) -> Any:
 
 async def batched_async_rm(args: PluginArgs, samples: list[Sample], **_: Any) -> list[Any]:
     """Score samples by the run's reward, and return their rewards."""
-    await args.rollout_context.grader.grade(samples)
+    await args.rollout_context.grader.grade(samples, group_rm=len(samples) > 1)
     return [s.reward for s in samples]
 
 
-async def post(url: str, payload: dict[str, Any] | None, max_retries: int = 60, headers: dict[str, str] | None = None) -> Any:
+async def post(
+    url: str, payload: dict[str, Any] | None, max_retries: int = 60, headers: dict[str, str] | None = None
+) -> Any:
     """POST JSON and return the JSON answer; a connection that fails is tried again every second.
 
     Raises:

@@ -14,7 +14,8 @@
 gives ``--shout-bonus 0.7`` on the command line, ``shout_bonus: 0.7`` in a config file, a section "Shouting" in
 ``--help`` and a typed ``args.shout_bonus``. The annotation says how a value is read: ``bool`` (a switch, ``--no-``
 turns it off again), ``int``, ``float``, ``str``, ``Literal`` (choices), ``list[...]``, ``dict`` (JSON), and
-``X | None`` where None means "not given". A field annotated without None whose default is None is filled in by `derive`.
+``X | None`` where None means "not given". A field annotated without None whose default is None is filled in by
+`derive`.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from typing import Any
 class ArgumentError(ValueError):
     """What is wrong with the arguments: every problem, one line each."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
+    def __init__(self, problems: Iterable[str], args_so_far: object = None) -> None:
+        """``args_so_far``: the arguments with what was wrong left at its default, for further checks."""
         self.problems = list(problems)
+        self.args_so_far = args_so_far
         super().__init__("\n".join(self.problems))
 
 

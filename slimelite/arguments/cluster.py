@@ -15,7 +15,7 @@ class ClusterArgs:
     A "GPU" here is a training rank or an engine on a machine without GPUs, where every count defaults to 1.
     """
 
-    train_backend: Literal["fsdp"] = flag("fsdp", "the trainer: FSDP2 over Hugging Face models is the only one")
+    train_backend: str = flag("fsdp", "the trainer: FSDP2 over Hugging Face models is the only one")
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "what to compute on", auto="cuda where a GPU is found, else cpu"
     )
@@ -25,7 +25,7 @@ class ClusterArgs:
         None, "training ranks on each node", auto="the GPUs of this machine, at most 8; 1 on a CPU"
     )
     rollout_num_gpus: int = flag(
-        None, "GPUs for inference", auto="those of training with --colocate, else as many as training has; 1 on a CPU"
+        None, "GPUs for inference", auto="those of training with --colocate, one engine on a CPU, else required"
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine (tensor parallel in SGLang)")
     num_gpus_per_node: int = flag(None, "GPUs of a node, for placing engines", auto="as --actor-num-gpus-per-node")

@@ -22,6 +22,7 @@ SLIME_DEFAULTS = {
     "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
 }
+SFT_ROLLOUT = "slimelite.rollout.sft.generate_rollout"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -78,8 +79,13 @@ def _modes(draft: Draft) -> None:
     for name, path in SLIME_DEFAULTS.items():
         if getattr(args, name) == path:
             draft.set(name, None, f"{path} is what runs anyway")
-    if args.rollout_function_path is not None:
+    sft = args.loss_type == "sft_loss"
+    if draft.args.rollout_function_path is not None and not sft:
         draft.default("eval_function_path", args.rollout_function_path, "as --rollout-function-path")
+    if sft:
+        draft.default("rollout_function_path", SFT_ROLLOUT, "--loss-type sft_loss: nothing is generated")
+    if sft and args.eval_interval is None and not args.debug_train_only:
+        draft.set("debug_train_only", True, "--loss-type sft_loss without --eval-interval needs no engine")
     if args.load_debug_rollout_data and not args.debug_train_only:
         draft.set("debug_train_only", True, "--load-debug-rollout-data needs no engine")
     if args.debug_rollout_only and args.colocate:

@@ -48,6 +48,7 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "data-pad-size-multiplier": (1, _UNPADDED),
     "seq-length": (1, "a packed pass has the length of its samples"),
     "use-dynamic-global-batch-size": (0, "every sample of a rollout is trained, whatever their number"),
+    "allow-partial-train-step": (0, "samples that do not fill a step make a smaller one"),
     "disable-rollout-trim-samples": (0, "no sample is trimmed away"),
     # shape of the model, beyond what is checked
     "no-position-embedding": (0, _CONFIG),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from slimelite.arguments.args import Args
-from slimelite.arguments.base import ArgumentError
+from slimelite.arguments.base import ArgumentError, all_flags
 from slimelite.arguments.derive import derive
 from slimelite.arguments.help import format_help
 from slimelite.arguments.machine import Machine, this_machine
@@ -31,8 +31,12 @@ def parse_args(argv: Sequence[str] | None = None, groups: Sequence[type] = ()) -
     try:
         return make_args(argv, groups)
     except ArgumentError as error:
-        for problem in error.problems:
-            print(f"train.py: {problem}", file=sys.stderr)
+        problems = error.problems
+        if isinstance(error.args_so_far, Args) and error.args_so_far.dry_run:
+            from slimelite.arguments.preflight import inspect
+
+            problems = [*problems, *inspect(error.args_so_far, this_machine()).problems]
+        print("\n".join(f"train.py: {problem}" for problem in problems), file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -57,15 +61,22 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     # a flag that could not be read has its default now; what follows from that is no news
     problems = misread + [p for p in found if not blamed.intersection(re.split(r"[\s:,;]+", p))]
     if problems:
-        raise ArgumentError(dict.fromkeys(problems))
+        raise ArgumentError(dict.fromkeys(problems), args)
     no_effect = {**settings.no_effect, **dict(idle_flags(args, given))}
     return replace(args, no_effect=tuple(no_effect.items()))
 
 
 def compose(groups: Sequence[type]) -> type[Args]:
-    """`Args` with the fields of ``groups`` as well."""
+    """`Args` with the fields of ``groups`` as well.
+
+    Raises:
+        ValueError: a group has a flag that is taken already.
+    """
     if not groups:
         return Args
+    taken = [flag.option for flags in (all_flags(Args), *map(all_flags, groups)) for flag in flags.values()]
+    if twice := {option for option in taken if taken.count(option) > 1}:
+        raise ValueError(f"{', '.join(sorted(twice))}: two groups have this flag; call yours something else")
     return dataclass(frozen=True)(type("Args", (*reversed(groups), Args), {"__doc__": Args.__doc__}))
 
 

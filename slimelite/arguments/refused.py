@@ -26,6 +26,7 @@ _LORA = "all parameters are trained; LoRA is not here yet"
 _ASYNC = "rollout and training take turns; --over-sampling-batch-size with --partial-rollout keeps engines busy"
 _FROZEN = "all parameters are trained; freezing is not here yet"
 _PROFILE = "no profiler is built in; perf/* metrics time every phase, and py-spy can attach to the workers"
+_LOGGERS = "metrics go to metrics.jsonl in the run folder, --use-wandb and --use-tensorboard"
 _BUFFER = "write a --rollout-function-path or --data-source-path of your own"
 _IMAGES = "prompts are text; images, video and audio are not here yet"
 _FLEET = "all engines are alike and start with the run; --rollout-num-gpus says how many"
@@ -140,6 +141,14 @@ REFUSED: dict[str, Refusal] = {
     "use-pytorch-profiler": Refusal(0, _PROFILE),
     "ci-metric-checker-key": Refusal(1, "read metrics.jsonl in the run folder instead"),
     "ci-metric-checker-threshold": Refusal(1, "read metrics.jsonl in the run folder instead"),
+    "debug-exit-after-rollout": Refusal(1, "--num-rollout says how many rollouts there are"),
+    "use-mlflow": Refusal(0, _LOGGERS),
+    "use-prometheus": Refusal(0, _LOGGERS),
+    "mfu-peak-tflops": Refusal(1, "perf/* metrics count tokens and seconds, not the share of a peak"),
+    "recompute-logprobs-via-prefill": Refusal(0, "the trainer computes its own log-probs; --use-tis corrects the mismatch"),
+    "rollout-submission-granularity": Refusal(1, "prompts are submitted one for one"),
+    "save-trigger-sentinel": Refusal(1, "--save-interval says when checkpoints are written"),
+    "session-server": Refusal(0, "a --custom-generate-function-path talks to the engine's /generate itself"),
     "rollout-buffer-url": Refusal(1, _BUFFER),
 }
 

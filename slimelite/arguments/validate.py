@@ -130,6 +130,11 @@ def _bounds(args: Args) -> Iterator[str]:
 
 
 def _modes(args: Args) -> Iterator[str]:
+    if args.train_backend != "fsdp":
+        yield (
+            f"--train-backend {args.train_backend}: models are Hugging Face's and train under FSDP2, without Megatron and "
+            "its checkpoint conversion; take fsdp, or leave it out"
+        )
     if args.debug_rollout_only and args.debug_train_only:
         other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield f"--debug-rollout-only and {other} leave nothing to run; take one"
@@ -169,7 +174,7 @@ def _engines(args: Args) -> Iterator[str]:
         yield f"--dp-replicate-size {args.dp_replicate_size} does not divide the {ranks} training ranks"
     at_once, batch = args.over_sampling_batch_size, args.rollout_batch_size
     if not args.debug_train_only and at_once is not None and batch is not None and at_once < batch:
-        yield f"--over-sampling-batch-size {at_once} counts all prompts in flight: at least --rollout-batch-size {batch}"
+        yield f"--over-sampling-batch-size {at_once} must be at least --rollout-batch-size {batch}"
 
 
 def _lengths(args: Args) -> Iterator[str]:
@@ -181,7 +186,7 @@ def _lengths(args: Args) -> Iterator[str]:
     if context is not None and prompt is not None and prompt > context - 1:
         yield f"--rollout-max-prompt-len {prompt} leaves no room in --rollout-max-context-len {context}"
     for dataset in args.eval_datasets:
-        if dataset.max_response_len is None:
+        if not dataset.max_response_len:
             yield f"eval dataset {dataset.name}: give --eval-max-response-len"
 
 
@@ -276,8 +281,10 @@ def _schedule(args: Args) -> Iterator[str]:
 
 
 def _checkpoints(args: Args) -> Iterator[str]:
-    if args.save_interval is not None and args.save is None and args.save_hf is None:
-        yield "--save-interval needs --save, or --save-hf"
+    if args.save_interval is not None and args.save is None:
+        yield "--save-interval needs --save: where?"
+    if args.save is not None and args.save_interval is None:
+        yield "--save needs --save-interval: how often? (the last rollout is saved as well)"
     if args.ckpt_step is not None and args.load is None:
         yield "--ckpt-step needs --load"
 

@@ -120,7 +120,7 @@ class Vocabulary:
         into.values[flag.name] = value
 
     def _unknown(self, option: str, into: Settings) -> None:
-        known = [*self.switches_on, *self.switches_off, *NO_EFFECT]
+        known = [*self.switches_on, *self.switches_off, *NO_EFFECT, *REFUSED]
         if option.startswith("--sglang-"):
             known = [f"sglang-{name}" for name in self.sglang] + list(self.switches_on)
         elif option.startswith("--router-"):

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slimelite.arguments import Args
+from slimelite.arguments.checkpoint import MARKER, ROLLOUT_STATE
 from slimelite.table import SampleTable
 
 if TYPE_CHECKING:
     from slimelite.rollout.manager import EvalOutput, RolloutOutput
-
-MARKER = "latest_checkpointed_iteration.txt"
-ROLLOUT_STATE = "rollout_state.json"
 
 Progress = Callable[[int, int, str], None]
 
@@ -51,7 +49,8 @@ class Cluster:
     def complete_args(self) -> Args:
         """Fill in what only start-up can know: the first rollout id and the number of rollouts. Loads ``--load``."""
         args = self.args
-        start = self._load() if args.resume_directory else (args.start_rollout_id or 0)
+        resumed = self._load() if args.resume_directory else 0
+        start = resumed if args.start_rollout_id is None else args.start_rollout_id
         num_rollout = args.num_rollout
         if num_rollout is None:
             per_epoch = max(1, self._ask(self._rollout, "num_prompts") // args.rollout_batch_size)
@@ -117,10 +116,10 @@ class Cluster:
 
     def _load(self) -> int:
         directory = Path(str(self.args.resume_directory))
-        trained = self._all("load", str(directory))
+        saved = self._all("load", str(directory))[0]
+        if self.args.finetune:
+            return 0
         self._ask(self._rollout, "load_state_dict", json.loads((directory / ROLLOUT_STATE).read_text()))
-        saved = int(directory.name.removeprefix("iter_"))
-        assert all(t == saved for t in trained), f"{directory} holds trainer states of rollouts {set(trained)}"
         return saved + 1
 
     def _all(self, method: str, *args: Any) -> list[Any]:
@@ -135,21 +134,6 @@ class Cluster:
             except FutureTimeout:
                 progress(*worker.submit("progress").result())
         return future.result()
-
-
-def resume_directory(load: str | Path) -> Path | None:
-    """The newest complete checkpoint in ``load``, or None when there is none.
-
-    Raises:
-        ValueError: the marker names a checkpoint that is not there.
-    """
-    marker = Path(load) / MARKER
-    if not marker.is_file():
-        return None
-    directory = Path(load).absolute() / f"iter_{int(marker.read_text()):07d}"
-    if not (directory / ROLLOUT_STATE).is_file():
-        raise ValueError(f"{marker} names {directory.name}, but {directory / ROLLOUT_STATE} is not there")
-    return directory
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster
@@ -16,13 +18,16 @@ from slimelite.training.trainer import Trainer
 
 
 class LocalWorker:
-    """Runs a method on a thread of the caller's choosing: at once, here."""
+    """A `Worker` in this process: at once in the caller's thread, or on threads of its own."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, threads: ThreadPoolExecutor | None = None) -> None:
         self.target = target
+        self.threads = threads
 
     def submit(self, method: str, *args: Any) -> Future[Any]:
-        """Call the method and return its finished future."""
+        """Call the method, or start it."""
+        if self.threads:
+            return self.threads.submit(getattr(self.target, method), *args)
         future: Future[Any] = Future()
         future.set_result(getattr(self.target, method)(*args))
         return future
@@ -53,13 +58,18 @@ class LocalSink:
 @contextmanager
 def local_cluster(args: Args) -> Iterator[Cluster]:
     """Trainer, engine and rollout manager in this process (one rank, one engine)."""
+    if args.device == "cpu":
+        torch.set_num_threads(args.cpu_threads)
     trainer = None if args.debug_rollout_only else Trainer(args)
     engines = [] if args.debug_train_only else [build_engine(args, index=0)]
     rollout = RolloutWorker(args, engines)
+    # the rollout has threads, so that its progress can be asked for; training stays where a debugger is
+    threads = ThreadPoolExecutor(2, "rollout-worker")
     try:
         trainers = [LocalWorker(trainer)] if trainer else []
-        yield Cluster(args, LocalWorker(rollout), trainers, LocalSink(engines) if engines else None)
+        yield Cluster(args, LocalWorker(rollout, threads), trainers, LocalSink(engines) if engines else None)
     finally:
+        threads.shutdown()
         rollout.close()
         for engine in engines:
             asyncio.run(engine.close())

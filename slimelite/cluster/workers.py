@@ -2,19 +2,95 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from slimelite.arguments import Args
-from slimelite.data.tokenizer import load_tokenizer
+from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.protocol import Engine
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
 
+RUNNING_REQUESTS = {"cpu": 128, "cuda": 256}
+
 
 class RolloutWorker:
-    """A `RolloutManager` that remembers how far its current work is."""
+    """A `RolloutManager` that can be asked, from another thread, how far it is."""
 
     def __init__(self, args: Args, engines: Sequence[Engine]) -> None:
         self._progress = (0, 0, "")
-        tokenizer = load_tokenizer(args.tokenizer)
-        self.manager = RolloutManager(args, list(engines), tokenizer, progress=self._report)
+        self._engines = list(engines)
+        self.manager = RolloutManager(args, self._engines, load_tokenizer(args.tokenizer), progress=self._report)
+
+    def _report(self, done: int, total: int, note: str) -> None:
+        self._progress = (done, total, note)
+
+    def progress(self) -> tuple[int, int, str]:
+        """(done, total, note) of the rollout or evaluation going on."""
+        return self._progress
+
+    def num_prompts(self) -> int:
+        """Prompts in the data source."""
+        return self.manager.num_prompts()
+
+    def generate(self, rollout_id: int) -> RolloutOutput:
+        """See `RolloutManager.generate`."""
+        self._progress = (0, 0, "")
+        return self.manager.generate(rollout_id)
+
+    def evaluate(self, rollout_id: int) -> EvalOutput:
+        """See `RolloutManager.evaluate`."""
+        self._progress = (0, 0, "")
+        return self.manager.evaluate(rollout_id)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `RolloutManager.state_dict`."""
+        return self.manager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `RolloutManager.load_state_dict`."""
+        self.manager.load_state_dict(state)
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Every engine gives back the memory of ``tags``."""
+        asyncio.run(self._each("release_memory", tags))
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Every engine takes it again."""
+        asyncio.run(self._each("resume_memory", tags))
+
+    async def _each(self, method: str, tags: Sequence[str]) -> None:
+        await asyncio.gather(*(getattr(engine, method)(tags) for engine in self._engines))
+
+    def close(self) -> None:
+        """See `RolloutManager.close`."""
+        self.manager.close()
+
+
+def build_engine(args: Args, index: int) -> Engine:
+    """Engine number ``index`` of the run."""
+    from slimelite.engines.embedded.engine import EmbeddedEngine
+
+    tokenizer = load_tokenizer(args.tokenizer)
+    path = args.hf_checkpoint if args.model_config is None else _new_model(args, index)
+    assert path is not None
+    return EmbeddedEngine(
+        path,
+        device=args.device,
+        max_running_requests=args.sglang_max_running_requests or RUNNING_REQUESTS[args.device],
+        max_context_len=args.sglang_context_length,
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        eos_token_ids=stop_token_ids(args.tokenizer, tokenizer),
+        seed=args.rollout_seed + index,
+    )
+
+
+def _new_model(args: Args, index: int) -> str:
+    # the engine reads its architecture from a folder; the weights come with the first sync
+    from transformers import AutoConfig
+
+    folder = Path(args.run_dir).absolute() / "new_model" / f"engine_{index}"
+    AutoConfig.for_model(**args.model_config).save_pretrained(folder)
+    return str(folder)

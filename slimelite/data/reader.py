@@ -69,8 +69,8 @@ def split_path(spec: str) -> tuple[str, slice]:
         raise ValueError(f"cannot read the slice of {spec!r}; a and b of path@[a:b] are whole numbers") from error
 
 
-def read_rows(spec: str, required: Sequence[str], optional: Sequence[str], bad: BadRows) -> Iterator[Row]:
-    """The rows of ``spec``, in order, with the named columns (others may be there too).
+def read_rows(spec: str, required: Sequence[str], optional: Sequence[str] | None, bad: BadRows) -> Iterator[Row]:
+    """The rows of ``spec``, in order, with the named columns; ``optional`` None asks for every column.
 
     ``spec``: a .parquet, .jsonl or .json (one list) file, or a hub dataset ``owner/name[:config][:split]`` (split
     ``train`` unless named); ``@[a:b]`` after it takes a slice.
@@ -105,12 +105,12 @@ def read_rows(spec: str, required: Sequence[str], optional: Sequence[str], bad: 
         raise ValueError(f"{spec!r} selects no rows")
 
 
-def _parquet_rows(path: Path, part: slice, required: Sequence[str], optional: Sequence[str]) -> Iterator[Row]:
+def _parquet_rows(path: Path, part: slice, required: Sequence[str], optional: Sequence[str] | None) -> Iterator[Row]:
     try:
         file = pq.ParquetFile(path)
         names = file.schema_arrow.names
         _check_columns(str(path), names, required)
-        table = file.read(columns=[c for c in names if c in {*required, *optional}])
+        table = file.read(columns=[c for c in names if optional is None or c in {*required, *optional}])
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
     places = range(table.num_rows)[part]

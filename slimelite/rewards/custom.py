@@ -30,7 +30,7 @@ class RewardLoop:
         """The result of ``work``; ``timeout`` in seconds.
 
         Raises:
-            RewardTimeout: it took longer, and was cancelled (a function that does not await cannot be: it is left behind).
+            RewardTimeout: it took longer, and was cancelled (one that does not await is left behind).
         """
         loop = self._loop = self._loop or _start_loop()
         future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
@@ -45,10 +45,8 @@ class RewardLoop:
         if not answered and self._loop is loop:
             loop.call_soon_threadsafe(loop.stop)
             self._loop = None
-        raise RewardTimeout(
-            f"no reward within {timeout:g} s (--reward-timeout)"
-            + ("" if answered else "; the function blocks its event loop: await, or make it a plain def, which gets a thread")
-        )
+        blocked = "" if answered else "; it blocks its event loop: let it await, or be a plain def, which gets a thread"
+        raise RewardTimeout(f"no reward within {timeout:g} s (--reward-timeout){blocked}")
 
     def close(self) -> None:
         """Let the thread end."""
@@ -58,7 +56,7 @@ class RewardLoop:
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of an async function, or of a plain one in a daemon thread (which no hang of it keeps alive at exit)."""
+    """The result of an async function, or of a plain one in a daemon thread (a hung one does not stop the exit)."""
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         return await function(*args)
     future: Future[Any] = Future()

@@ -1,7 +1,7 @@
-r"""``dapo``: the last ``Answer: ...`` of the response equals an integer label (DAPO, Yu et al. 2025; Minerva's normalisation).
+r"""``dapo``: the last ``Answer: ...`` of the response equals an integer label (DAPO, Yu et al. 2025).
 
 The reward is a dict ``{"score": 1 or -1, "acc": bool, "pred": str}``: it needs ``--reward-key score``. With
-``strict_box_verify`` in a sample's metadata the last ``\boxed{}`` of the final 100 characters must be the label, verbatim.
+``strict_box_verify`` in a sample's metadata the last ``\boxed{}`` of the final 100 characters must be the label itself.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ SUBSTITUTIONS = (
     ("\\text{m}", "\\text{}"),
 )
 UNITS = (
-    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm pounds "
-    "meters meals edges students childrentickets multiples"
-).split()
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples"),
+)
 MARKS = (
     *("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}"),
     *("^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>"),
@@ -76,7 +77,7 @@ def integer(label: str) -> str:
 
 
 def normalize_final_answer(text: str) -> str:
-    """Minerva's normalisation (Lewkowycz et al. 2022): what follows the last ``=``, without articles, units and wrappers."""
+    """Minerva's form (Lewkowycz et al. 2022): what follows the last ``=``, without articles, units and wrappers."""
     text = text.rpartition("=")[2]
     for before, after in SUBSTITUTIONS:
         text = text.replace(before, after)
@@ -94,7 +95,8 @@ def normalize_final_answer(text: str) -> str:
 
 def example(answer: Answer) -> str:
     """A response that is right."""
-    return f"\\boxed{{{answer.label}}}" if answer.metadata.get("strict_box_verify") else f"Answer: {integer(answer.label)}"
+    strict = answer.metadata.get("strict_box_verify")
+    return f"\\boxed{{{answer.label}}}" if strict else f"Answer: {integer(answer.label)}"
 
 
 RULE = Rule("dapo", quick, example=example, zero={"score": 0.0, "acc": False, "pred": None})

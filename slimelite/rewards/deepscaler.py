@@ -26,7 +26,7 @@ def solution(response: str) -> str | None:
     """What follows the last ``</think>``, or else the first ``###Response``; None without either."""
     if "</think>" in response:
         return response.rpartition("</think>")[2]
-    head, marker, tail = response.partition("###Response")
+    _, marker, tail = response.partition("###Response")
     return tail.partition("###Response")[0] if marker else None
 
 

@@ -43,7 +43,7 @@ def quick(answer: Answer) -> float:
 
 
 def extract_letter(text: str | None, letters: Sequence[str]) -> str | None:
-    """The option letter that ``text`` settles on: a phrase such as "the answer is B", or else the last capital that stands alone."""
+    """The option letter in a phrase such as "the answer is B", or else the last capital that stands alone."""
     text = " ".join((text or "").rpartition("</think>")[2].split())
     for pattern in PATTERNS:
         if (match := pattern.search(text)) and match[1].upper() in letters:

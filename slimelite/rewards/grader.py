@@ -42,20 +42,20 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """A reward that failed; ``kind``: exception, timeout, crash (of a worker), nonfinite or invalid."""
+    """A reward that failed: which (``reward``), how, and on what; ``response``: its end."""
 
-    kind: str
     reward: str
+    failure: Failure
     index: int | None
     group_index: int | None
-    message: str
-    traceback: str
     label: str | None
     response: str
 
     def __str__(self) -> str:
-        where = f"reward {self.reward} of sample {self.index} (group {self.group_index})"
-        return f"{where}: {self.kind}: {self.message}; label {self.label!r}, response ends {self.response!r}"
+        return (
+            f"reward {self.reward} of sample {self.index} (group {self.group_index}): {self.failure.kind}: "
+            f"{self.failure.message}; label {self.label!r}, response ends {self.response!r}\n{self.failure.traceback}"
+        )
 
 
 class Grader:
@@ -98,10 +98,10 @@ class Grader:
     ) -> None:
         """Score every sample.
 
-        A sample's own ``custom_rm_path`` comes first, then --custom-rm-path, its ``metadata["rm_type"]``, --rm-type; the
-        arguments of this call stand in for the flags (an ``rm_type`` given here, by an evaluation dataset, also stands
-        above --custom-rm-path). ``group_rm``: custom functions get all samples at once, as with --group-rm; fan-out
-        siblings are scored so. ``reward_key``: the entry of a dict reward that must be a number; default --reward-key.
+        A sample's own ``custom_rm_path`` comes first, then --custom-rm-path, its ``metadata["rm_type"]``, --rm-type.
+        The arguments of this call stand in for the flags (an ``rm_type`` given here, by an evaluation dataset, also
+        stands above --custom-rm-path). ``group_rm``: custom functions get all samples at once, as with --group-rm;
+        fan-out siblings are scored so. ``reward_key``: the entry of a dict reward that must be a number.
 
         Raises:
             ValueError: nothing says how to score a sample, or it names what does not exist.
@@ -111,7 +111,7 @@ class Grader:
         whole = self.args.group_rm if group_rm is None else group_rm
         parts: dict[Route, list[Sample]] = {}
         for sample in samples:
-            route = _route(sample, custom_rm_path or flag_path, rm_type or self.args.rm_type)
+            route = route_of(sample, custom_rm_path or flag_path, rm_type or self.args.rm_type)
             parts.setdefault(route, []).append(sample)
         key = reward_key or self.args.reward_key
         for route in parts:
@@ -127,8 +127,9 @@ class Grader:
         Raises:
             RewardError: as `grade`.
         """
+        route = Route("of the generate function", custom=True)
         for sample in samples:
-            self._settle(sample, Route("of the generate function", custom=True), sample.reward, reward_key or self.args.reward_key)
+            self._settle(sample, route, sample.reward, reward_key or self.args.reward_key)
 
     def metrics(self) -> dict[str, float]:
         """``rollout/reward_errors`` in all and by kind since the last call; clears them and ``error_reports``."""
@@ -149,7 +150,7 @@ class Grader:
         if rule is None and not (self.args.rm_url or "").startswith(("http://", "https://")):
             raise ValueError(f"--rm-type {rm_type} needs --rm-url http://..., not {self.args.rm_url!r}")
         if rule is not None and isinstance(rule.zero, dict) and reward_key not in rule.zero:
-            raise ValueError(f"--rm-type {rm_type} gives a dict of {', '.join(rule.zero)}: add --reward-key {next(iter(rule.zero))}")
+            raise ValueError(f"--rm-type {rm_type} gives a dict: add --reward-key, one of {', '.join(rule.zero)}")
         return rule
 
     def _function(self, path: str) -> Callable[..., Any]:
@@ -163,16 +164,11 @@ class Grader:
         texts = [(extract_boxed_answer(s.response) or "") if boxed else s.response for s in samples]
         if rule is None:
             return await self._remote(samples, texts)
-        answers = [
-            Answer(text, "" if s.label is None else str(s.label), s.metadata or {}, f"{s.group_index}/{s.index}")
-            for s, text in zip(samples, texts, strict=True)
-        ]
+        answers = [answer_of(s, text) for s, text in zip(samples, texts, strict=True)]
         unlabelled = Failure("invalid", f"{rm_type} compares with a label, and the sample has none; set --label-key")
-        results = await asyncio.to_thread(
-            lambda: [
-                unlabelled if rule.needs_label and s.label is None else _attempt(rule, a) for s, a in zip(samples, answers, strict=True)
-            ]
-        )
+        results: list[Any] = await asyncio.to_thread(lambda: [_quick(rule, a) for a in answers])
+        if rule.needs_label:
+            results = [unlabelled if s.label is None else r for s, r in zip(samples, results, strict=True)]
         undecided = [i for i, result in enumerate(results) if result is None]
         slow = await self._pool.run([(rule.name, answers[i]) for i in undecided]) if undecided else []
         for i, result in zip(undecided, slow, strict=True):
@@ -181,7 +177,8 @@ class Grader:
 
     async def _remote(self, samples: list[Sample], texts: list[str]) -> list[Any]:
         assert self.args.rm_url is not None
-        payloads = [{"prompt": s.prompt, "response": text, "label": s.label} for s, text in zip(samples, texts, strict=True)]
+        pairs = zip(samples, texts, strict=True)
+        payloads = [{"prompt": s.prompt, "response": text, "label": s.label} for s, text in pairs]
         # it has its own limits: attempts, and seconds for each
         work = remote_rewards(self.args.rm_url, payloads, attempts=self._remote_attempts)
         answers = await self._loop.run(work, timeout=None)
@@ -199,8 +196,10 @@ class Grader:
         except TypeError:
             given = []
         if isinstance(rewards, dict) or len(given) != len(samples):
-            size = len(given) if given else f"a {type(rewards).__name__}"
-            return [Failure("invalid", f"scoring {len(samples)} samples at once must give a list as long, not {size}")] * len(samples)
+            got = f"{len(given)} rewards" if given else f"a {type(rewards).__name__}"
+            return [
+                Failure("invalid", f"{len(samples)} samples at once need a list of rewards as long, not {got}")
+            ] * len(samples)
         return given
 
     async def _call(self, function: Callable[..., Any], what: Sample | list[Sample]) -> Any:
@@ -218,14 +217,14 @@ class Grader:
             sample.reward = result
             return
         report = ErrorReport(
-            result.kind, route.name, sample.index, sample.group_index, result.message, result.traceback, sample.label, sample.response[-SHOWN_CHARS:]
+            route.name, result, sample.index, sample.group_index, sample.label, sample.response[-SHOWN_CHARS:]
         )
         self._errors[result.kind] += 1
         if len(self.error_reports) < KEPT_REPORTS:
             self.error_reports.append(report)
-            logger.warning("%s\n%s", report, result.traceback)
+            logger.warning("%s", report)
         if self.args.reward_error == "fail":
-            raise RewardError(f"{report}\n{result.traceback}(--reward-error zero or drop would go on)")
+            raise RewardError(f"{report}(--reward-error zero or drop would go on)")
         rule = None if route.custom else find_rule(route.name)
         zero = rule.zero if rule is not None else 0.0 if reward_key is None else {reward_key: 0.0}
         sample.reward = dict(zero) if isinstance(zero, dict) else zero
@@ -234,18 +233,29 @@ class Grader:
             sample.remove_sample = True
 
 
-def _route(sample: Sample, custom_rm_path: str | None, rm_type: str | None) -> Route:
+def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) -> Route:
+    """slime's order: the sample's own function, --custom-rm-path, the sample's rule, --rm-type.
+
+    Raises:
+        ValueError: there is none of these.
+    """
     if path := sample.custom_rm_path or custom_rm_path:
         return Route(path, custom=True)
     name = str((sample.metadata or {}).get("rm_type") or rm_type or "").strip()
     if not name:
         raise ValueError(
-            f"nothing says how to score sample {sample.index}: give --rm-type or --custom-rm-path, or rm_type in its metadata"
+            f"nothing says how to score sample {sample.index}: give --rm-type, --custom-rm-path, or a rm_type in metadata"
         )
     return Route(name, custom=False)
 
 
-def _attempt(rule: Rule, answer: Answer) -> Reward | Failure | None:
+def answer_of(sample: Sample, response: str) -> Answer:
+    """What a rule sees of ``sample``."""
+    label = "" if sample.label is None else str(sample.label)
+    return Answer(response, label, sample.metadata or {}, f"{sample.group_index}/{sample.index}")
+
+
+def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
     try:
         return rule.quick(answer)
     except Exception as error:
@@ -262,7 +272,8 @@ def _checked(reward: Any, key: str | None) -> Reward | Failure:
     value = reward
     if isinstance(reward, dict):
         if key is None or key not in reward:
-            return Failure("invalid", f"the reward is a dict with keys {sorted(map(str, reward))}; name one with --reward-key (got {key!r})")
+            keys = ", ".join(map(str, reward))
+            return Failure("invalid", f"the reward is a dict of {keys}; --reward-key must name one (it is {key!r})")
         value = reward[key]
     try:
         number = float(value)

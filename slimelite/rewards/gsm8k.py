@@ -23,8 +23,8 @@ def quick(answer: Answer) -> float:
     """
     truth = number(answer.label.rpartition("####")[2])
     if truth is None:
-        raise ValueError(f"gsm8k needs a label with a number (after '####', if it is a solution), not {answer.label[-60:]!r}")
-    head, marker, tail = answer.response.rpartition("####")
+        raise ValueError(f"gsm8k needs a number as label (after '####' in a solution), not {answer.label[-60:]!r}")
+    _, marker, tail = answer.response.rpartition("####")
     return float(bool(marker) and number(tail) == truth)
 
 

@@ -6,7 +6,7 @@ import re
 
 
 def last_boxed_only_string(text: str) -> str | None:
-    r"""The last ``\boxed{...}`` (or else ``\fbox{...}``) with its balanced braces; None if there is none or it never closes."""
+    r"""The last ``\boxed{...}``, or else ``\fbox{...}``, up to its closing brace; None if there is none."""
     start = text.rfind("\\boxed")
     if start < 0:
         start = text.rfind("\\fbox")
@@ -33,14 +33,14 @@ def extract_boxed_answer(text: str) -> str | None:
 
 
 def normalize_answer(text: str) -> str:
-    r"""One spelling for answers of the MATH data set (Hendrycks et al. 2021), with ``\text{...}`` around the whole taken off."""
+    r"""One spelling for an answer of MATH (Hendrycks et al. 2021), with ``\text{...}`` around the whole taken off."""
     text = text.strip()
     whole = re.search(r"^\\text\{(.+?)\}$", text)
     return strip_string(whole[1].strip() if whole else text)
 
 
 def strip_string(text: str) -> str:
-    r"""MATH's normalisation: spaces, ``\left``, degrees, units, ``\%``, ``\frac12``, ``3/4``, ``0.5``, a leading ``x =``."""
+    r"""MATH's own normalisation: spaces, ``\left``, degrees, units, ``\%``, ``\frac12``, ``3/4``, ``0.5``, ``x =``."""
     text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
     text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("\\left", "").replace("\\right", "")
     text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("\\$", "")

@@ -15,7 +15,7 @@ from slimelite.rewards.rule import Answer, Rule
 # longer than any answer of MATH; what is longer must match as text
 MAX_ANSWER_CHARS = 500
 
-UNITS = "degree cm centimeter meter mile second minute hour day week month year foot feet inch yard".split()
+UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard"
 # one pass each, in this order: pattern, replacement
 TIDY = tuple(
     (re.compile(pattern), replacement)
@@ -25,7 +25,7 @@ TIDY = tuple(
         (r"\\[td]frac", r"\\frac"),
         (r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}"),
         (r" (?:or|and) ", " , "),
-        (rf"(?:{'|'.join(UNITS)})(?:es)?s? ?(?:\^[0-9]+)?", ""),
+        (rf"(?:{UNITS})(?:es)?s? ?(?:\^[0-9]+)?", ""),
         (r"\^ ?\{?\\circ\}?", ""),
         (r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", ""),
         (r"^\s*(-?[0-9]+)\s+([0-9]+)/([0-9]+)\s*$", r"\1\\frac{\2}{\3}"),
@@ -46,7 +46,7 @@ def quick(answer: Answer) -> float | None:
         ValueError: the label is a GSM8K solution, which no boxed answer can equal.
     """
     if "####" in answer.label:
-        raise ValueError(f"the label {answer.label[-40:]!r} ends in '#### n': use --rm-type gsm8k, or a label that is the answer alone")
+        raise ValueError(f"math needs the answer alone as label; use --rm-type gsm8k for {answer.label[-40:]!r}")
     given, truth = extract_boxed_answer(answer.response), unboxed(answer.label)
     if given is None or not truth:
         return 0.0

@@ -118,7 +118,7 @@ class _Worker:
             ready = False
         if not ready:
             code = self._kill()
-            raise RuntimeError(f"no grading process within {START_SECONDS:g} s (exit code {code}; its error is on stderr)")
+            raise RuntimeError(f"no grading process within {START_SECONDS:g} s (exit code {code}); stderr says why")
 
     def _kill(self) -> int | None:
         """End the process now; its exit code."""

@@ -22,7 +22,7 @@ def find_rule(rm_type: str) -> Rule | None:
     """The rule called ``rm_type``, with or without ``boxed_``; None for ``remote_rm``, which is a server.
 
     Raises:
-        ValueError: no such rule, a rule that is not offered here, or one that ``boxed_`` would leave without its marker.
+        ValueError: no such rule, one that is not offered here, or one that ``boxed_`` would leave without its marker.
     """
     name = rm_type.removeprefix(BOXED)
     if name in REFUSED:
@@ -30,7 +30,9 @@ def find_rule(rm_type: str) -> Rule | None:
     if name == REMOTE:
         return None
     if name not in RULES:
-        raise ValueError(f"unknown --rm-type {rm_type!r}; there are {', '.join([*RULES, REMOTE])}, or write --custom-rm-path")
+        raise ValueError(
+            f"no --rm-type {rm_type!r}; there are {', '.join([*RULES, REMOTE])}, or write --custom-rm-path"
+        )
     rule = RULES[name]
     if rm_type != name and not rule.boxable:
         fitting = ", ".join(BOXED + r.name for r in RULES.values() if r.boxable)

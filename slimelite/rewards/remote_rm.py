@@ -1,4 +1,4 @@
-"""``remote_rm``: a server's reward. POST ``{"prompt", "response", "label"}`` to --rm-url; its JSON answer is the reward."""
+"""``remote_rm``: a server's reward: POST ``{"prompt", "response", "label"}`` to --rm-url, and take its JSON answer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ async def remote_rewards(
         return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _reward(session: aiohttp.ClientSession, url: str, payload: dict[str, Any], attempts: int, backoff: float) -> Any:
+async def _reward(
+    session: aiohttp.ClientSession, url: str, payload: dict[str, Any], attempts: int, backoff: float
+) -> Any:
     import aiohttp
 
     attempt = 1
@@ -46,8 +48,8 @@ async def _reward(session: aiohttp.ClientSession, url: str, payload: dict[str, A
                 response.raise_for_status()
                 return await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            refused = isinstance(error, aiohttp.ClientResponseError) and 400 <= error.status < 500
-            if attempt == attempts or (refused and error.status not in TRANSIENT):
+            status = error.status if isinstance(error, aiohttp.ClientResponseError) else 500
+            if attempt == attempts or (status < 500 and status not in TRANSIENT):
                 raise
             wait = min(2.0 ** (attempt - 1), backoff) * random.uniform(1.0, 1.5)
             logger.info("remote_rm attempt %d of %d: %r; again in %.1f s", attempt, attempts, error, wait)

@@ -15,7 +15,7 @@ HUGE = re.compile(r"\^[\s{(]*[0-9]+\s*\^|\^[\s{(-]*[0-9]{5}|[0-9]{4}\s*!|!\s*!")
 
 
 def equivalent(given: str, truth: str) -> bool:
-    """Whether ``given`` equals ``truth`` (LaTeX without dollar signs) by math-verify, to 6 decimals where it must be numeric.
+    """Whether ``given`` equals ``truth`` (LaTeX without dollar signs), to 6 decimals where it must be numeric.
 
     What does not parse is not equal. There is no time limit in here: the worker pool sets it.
     """

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import math
 from collections.abc import Callable
 
 from slimelite.arguments import EvalDataset
 from slimelite.data.prompts import Prompt, load_prompts
 from slimelite.rollout.context import RolloutContext
-from slimelite.rollout.filters import rollout_rewards
 from slimelite.rollout.groups import Group, GroupGenerator, Work
-from slimelite.rollout.metrics import pass_at_k, prefixed, sample_metrics
 from slimelite.rollout.outputs import RolloutFnEvalOutput
-from slimelite.rollout.requests import eval_params, is_finished
+from slimelite.rollout.requests import eval_params, is_finished, without_dropped
 from slimelite.sample import Sample
 
 
@@ -50,24 +47,9 @@ async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> Rollout
             "rewards": [s.reward_value(key) for s in samples],
             "truncated": [s.status == Sample.Status.TRUNCATED for s in samples],
         }
-        metrics |= eval_metrics(dataset.name, finished, key)
         if lost := len(groups[dataset.name]) - len(finished):
             metrics[f"eval/{dataset.name}/failed_prompts"] = float(lost)
     return RolloutFnEvalOutput(data, metrics)
-
-
-def eval_metrics(name: str, groups: list[list[Sample]], reward_key: str | None) -> dict[str, float]:
-    """``eval/{name}`` is the mean reward; lengths are below it, pass@k and the truncated share beside it."""
-    rewards = [rollout_rewards(group, reward_key) for group in groups]
-    flat = [r for of_prompt in rewards for r in of_prompt]
-    metrics = sample_metrics([s for group in groups for s in group])
-    truncated = metrics.pop("truncated_ratio")
-    return {
-        f"eval/{name}": math.fsum(flat) / len(flat),
-        **prefixed(f"eval/{name}/", metrics),
-        f"eval/{name}-truncated_ratio": truncated,
-        **prefixed(f"eval/{name}-", pass_at_k(rewards)),
-    }
 
 
 def _prompts(context: RolloutContext, dataset: EvalDataset) -> list[Prompt]:
@@ -120,6 +102,7 @@ async def _evaluate(
         max_context_len=dataset.max_context_len,
         generate_path=dataset.custom_generate_function_path,
         rm_type=dataset.rm_type,
+        reward_key=context.args.eval_reward_key or context.args.reward_key,
         evaluation=True,
     )
     generator = GroupGenerator(context, work)
@@ -133,9 +116,11 @@ async def _evaluate(
         await asyncio.gather(*(generate(groups[i::engines], i) for i in range(engines)))
     else:
         await asyncio.gather(*(generate([group], None) for group in groups))
-    scored = [[s for s in g.samples if s.reward is not None] for g in groups if is_finished(g.samples)]
+    scored = [without_dropped(g.samples, context.args) for g in groups if is_finished(g.samples)]
     finished = [samples for samples in scored if samples]
     if not finished:
         cause = next((g.error for g in groups if g.error is not None), None)
-        raise ValueError(f"eval dataset {dataset.name!r}: none of {len(groups)} prompts got a scored response ({cause!r})") from cause
+        raise ValueError(
+            f"eval dataset {dataset.name!r}: none of {len(groups)} prompts got a scored response ({cause!r})"
+        ) from cause
     return finished

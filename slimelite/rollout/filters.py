@@ -70,7 +70,9 @@ def check_min_reward(args: Any, samples: Sequence[Sample], *, minimum: float = 0
     return DynamicFilterOutput(math.fsum(rewards) / len(rewards) >= minimum, "low_reward")
 
 
-def check_response_diversity(_args: Any, samples: Sequence[Sample], *, minimum: float = 0.5, **_: Any) -> DynamicFilterOutput:
+def check_response_diversity(
+    _args: Any, samples: Sequence[Sample], *, minimum: float = 0.5, **_: Any
+) -> DynamicFilterOutput:
     """Keep groups in which at least ``minimum`` of the responses are different token sequences."""
     different = {tuple(s.tokens[s.prompt_length :]) for s in samples}
     return DynamicFilterOutput(len(different) >= minimum * len(samples), "low_diversity")
@@ -98,4 +100,4 @@ def all_of(*filters: Filter) -> Filter:
 
 def check_all(args: Any, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
     """Rewards differ, lengths are reasonable and responses diverse."""
-    return all_of(check_reward_nonzero_std, check_reasonable_length, check_response_diversity)(args, samples)
+    return verdict(all_of(check_reward_nonzero_std, check_reasonable_length, check_response_diversity)(args, samples))

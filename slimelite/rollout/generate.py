@@ -26,7 +26,14 @@ from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import DynamicFilterOutput, verdict
 from slimelite.rollout.groups import Group, GroupGenerator, Work
 from slimelite.rollout.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slimelite.rollout.requests import is_finished, mask_off_policy, restart, rollout_params, staleness
+from slimelite.rollout.requests import (
+    is_finished,
+    mask_off_policy,
+    restart,
+    rollout_params,
+    staleness,
+    without_dropped,
+)
 from slimelite.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -74,6 +81,7 @@ class Collection:
                 params=rollout_params(args),
                 max_context_len=args.rollout_max_context_len,
                 generate_path=args.custom_generate_function_path,
+                reward_key=args.reward_key,
             ),
         )
         self.accepted: list[list[Sample]] = []
@@ -125,7 +133,9 @@ class Collection:
             if limit is not None and staleness(samples, version) > limit:
                 self.counts["stale_groups"] += 1
                 if len({s.index for s in samples}) < len(samples):  # a fan-out does not tell its prompt any more
-                    logger.warning("dropped the fan-out of prompt %s: older than --max-weight-staleness", samples[0].group_index)
+                    logger.warning(
+                        "dropped the fan-out of prompt %s: older than --max-weight-staleness", samples[0].group_index
+                    )
                     continue
                 samples = [restart(s) for s in samples]
             if is_finished(samples):
@@ -168,9 +178,7 @@ class Collection:
             self.patience.failed(group.error)
             return
         self.finished.append(group.samples)
-        scored = [s for s in group.samples if s.reward is not None]
-        self.counts["unscored_samples"] += len(group.samples) - len(scored)
-        group.samples = scored
+        group.samples = without_dropped(group.samples, self.args)
         output = self._filter(group.samples)
         if not output.keep:
             self.counts[f"dynamic_filter/drop_{output.reason}"] += 1
@@ -261,7 +269,9 @@ class Patience:
         """
         self.failures += 1
         if self.failures >= self.most_failures:
-            raise ValueError(f"{self.failures} groups in a row could not be generated; the last one: {error!r}") from error
+            raise ValueError(
+                f"{self.failures} groups in a row could not be generated; the last one: {error!r}"
+            ) from error
 
     def dropped(self, samples: list[Sample], reason: str) -> None:
         """Another group was dropped.
@@ -277,11 +287,11 @@ class Patience:
         if drops >= self.most_drops:
             count = max(len(self.rewards), 1)
             raise ValueError(
-                f"{self.filter_path} dropped {drops} groups in a row and kept none: reasons {dict(self.reasons)}; rewards from "
-                f"{min(self.rewards, default=0):g} to {max(self.rewards, default=0):g}, mean "
-                f"{math.fsum(self.rewards) / count:.4g}; responses of {sum(self.lengths) / count:.0f} tokens on average. Is the reward right (--rm-type, --label-key), "
-                "the task within the model's reach, the temperature above 0, --n-samples-per-prompt above 1? "
-                "Or leave --dynamic-sampling-filter-path out."
+                f"{self.filter_path} dropped {drops} groups in a row and kept none: reasons {dict(self.reasons)}; "
+                f"rewards from {min(self.rewards, default=0):g} to {max(self.rewards, default=0):g}, mean "
+                f"{math.fsum(self.rewards) / count:.4g}; responses of {sum(self.lengths) / count:.0f} tokens on "
+                "average. Is the reward right (--rm-type, --label-key), the task within the model's reach, the "
+                "temperature above 0, --n-samples-per-prompt above 1? Or leave --dynamic-sampling-filter-path out."
             )
 
 

@@ -58,6 +58,7 @@ class Work:
     max_context_len: int | None = None
     generate_path: str | None = None
     rm_type: str | None = None
+    reward_key: str | None = None
     evaluation: bool = False
 
 
@@ -103,7 +104,9 @@ class GroupGenerator:
             if not failed or self.stopping:
                 break
             self.retries += 1
-            logger.warning("attempt %d: %d of %d groups failed: %r", attempt + 1, len(failed), len(todo), failed[0].error)
+            logger.warning(
+                "attempt %d: %d of %d groups failed: %r", attempt + 1, len(failed), len(todo), failed[0].error
+            )
             await asyncio.sleep(RETRY_SECONDS * (attempt + 1))
         finished = [g for g in batch if is_finished(g.samples)]
         for group in batch:
@@ -143,7 +146,7 @@ class GroupGenerator:
                     sample.status = Status.TRUNCATED
                     continue
                 asked.append((group, sample))
-                requests.append(self._request(group, sample, params, seeds=info.capabilities.seeds))
+                requests.append(self._request(sample, params, seeds=info.capabilities.seeds))
         results = await self.context.engines.generate(engine, requests)
         self.requests += len(requests)
         self.prompt_tokens += sum(len(r.input_ids) for r in requests)
@@ -154,7 +157,7 @@ class GroupGenerator:
             if group.order not in aborted or self.context.args.partial_rollout:
                 add_result(sample, result, self.context.tokenizer, self.work.params.skip_special_tokens)
 
-    def _request(self, group: Group, sample: Sample, params: SamplingParams, *, seeds: bool) -> GenerateRequest:
+    def _request(self, sample: Sample, params: SamplingParams, *, seeds: bool) -> GenerateRequest:
         return GenerateRequest(
             request_id=f"{self.work.stream}-{sample.index}-{next(self._request_numbers)}",
             input_ids=tuple(sample.tokens),
@@ -209,10 +212,20 @@ class GroupGenerator:
         if self._hooks:
             args = await self.context.plugin_args()
             group.samples = [await self._hooked(args, s) for s in group.samples]
-        unscored = [s for s in group.samples if s.reward is None]
-        if unscored:
-            whole = group.samples if self.context.args.group_rm else unscored
-            await self.context.grader.grade(whole, rm_type=self.work.rm_type)
+        key = self.work.reward_key
+        if self.context.args.group_rm:
+            await self.context.grader.grade(group.samples, rm_type=self.work.rm_type, reward_key=key)
+            return
+        self.context.grader.check([s for s in group.samples if s.reward is not None], reward_key=key)
+        families: dict[int | None, list[Sample]] = {}
+        for sample in group.samples:
+            if sample.reward is None:
+                families.setdefault(sample.index if sample.rollout_id is None else sample.rollout_id, []).append(sample)
+        # siblings of a fan-out are scored together, all others on their own but at the same time
+        parts = [([f[0] for f in families.values() if len(f) == 1], False)]
+        parts += [(family, True) for family in families.values() if len(family) > 1]
+        for part, together in parts:
+            await self.context.grader.grade(part, rm_type=self.work.rm_type, group_rm=together, reward_key=key)
 
     async def _hooked(self, args: PluginArgs, sample: Sample) -> Sample:
         for hook in self._hooks:
@@ -221,7 +234,9 @@ class GroupGenerator:
             result = hook(args, sample, **{k: v for k, v in offered.items() if k in known})
             result = await result if inspect.isawaitable(result) else result
             if result is not None and not isinstance(result, Sample):
-                raise ValueError(f"sample hook {hook.__name__} returned a {type(result).__name__}, not a Sample or None")
+                raise ValueError(
+                    f"sample hook {hook.__name__} returned a {type(result).__name__}, not a Sample or None"
+                )
             sample = sample if result is None else result
         return sample
 

@@ -7,6 +7,7 @@ import statistics
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from slimelite.arguments import Args
 from slimelite.rollout.filters import rollout_rewards
@@ -17,13 +18,15 @@ REPETITION_TAIL = 10_000
 REPETITION_RATIO = 10
 
 
-def rollout_metrics(args: Args, groups: Sequence[Sequence[Sample]], version: int | None) -> dict[str, float]:
+def rollout_metrics(
+    args: Args, groups: Sequence[Sequence[Sample]], reward_key: str | None, version: int | None
+) -> dict[str, float]:
     """``rollout/*`` and ``passrate/*`` of a training batch; ``version``: of the weights now, None without engines."""
     samples = [s for group in groups for s in group]
     metrics = prefixed("rollout/", sample_metrics(samples))
-    raw = [s.metadata.get("raw_reward", s.reward_value(args.reward_key)) for s in samples]
+    raw = [s.metadata.get("raw_reward", s.reward_value(reward_key)) for s in samples]
     metrics["rollout/raw_reward"] = math.fsum(raw) / len(raw)
-    rewards = [rollout_rewards(group, args.reward_key) for group in groups]
+    rewards = [rollout_rewards(group, reward_key) for group in groups]
     equal = Counter(str(round(r[0], 1)) for r in rewards if min(r) == max(r))
     metrics |= {f"rollout/zero_std/count_{reward}": float(number) for reward, number in equal.items()}
     if version is not None:
@@ -36,6 +39,31 @@ def rollout_metrics(args: Args, groups: Sequence[Sequence[Sample]], version: int
     if args.log_passrate:
         metrics |= prefixed("passrate/", pass_at_k(rewards))
     return metrics
+
+
+def eval_metrics(name: str, results: Mapping[str, Any], reward_key: str | None) -> dict[str, float]:
+    """``eval/{name}`` is the mean reward; lengths are below it, pass@k and the truncated share beside it.
+
+    ``results``: ``rewards``, and where the evaluation function gives them ``truncated`` and ``samples``.
+    """
+    samples: list[Sample] | None = results.get("samples")
+    if not samples:
+        metrics = {f"eval/{name}": statistics.fmean(results["rewards"])}
+        if "truncated" in results:
+            metrics[f"eval/{name}-truncated_ratio"] = statistics.fmean(results["truncated"])
+        return metrics
+    prompts: dict[int | None, list[Sample]] = {}
+    for sample in samples:
+        prompts.setdefault(sample.group_index, []).append(sample)
+    rewards = [rollout_rewards(of_prompt, reward_key) for of_prompt in prompts.values()]
+    lengths = sample_metrics(samples)
+    truncated = lengths.pop("truncated_ratio")
+    return {
+        f"eval/{name}": statistics.fmean(r for of_prompt in rewards for r in of_prompt),
+        **prefixed(f"eval/{name}/", lengths),
+        f"eval/{name}-truncated_ratio": truncated,
+        **prefixed(f"eval/{name}-", pass_at_k(rewards)),
+    }
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:

@@ -33,7 +33,9 @@ def train_output(value: Any) -> RolloutFnTrainOutput:
     samples = getattr(value, "samples", value)
     metrics = getattr(value, "metrics", None) or {}
     if not isinstance(samples, list) or not samples:
-        raise ValueError(f"a rollout function returns a list of groups of samples, or an object with it, not {value!r:.200}")
+        raise ValueError(
+            f"a rollout function returns a list of groups of samples, or an object with it, not {value!r:.200}"
+        )
     if isinstance(samples[0], Sample):
         by_group: dict[int | None, list[Sample]] = {}
         for sample in samples:

@@ -30,7 +30,9 @@ class EnginePool:
             ValueError: there is no engine.
         """
         if not self.engines:
-            raise ValueError("there is no engine to generate with; --debug-train-only needs --load-debug-rollout-data or SFT")
+            raise ValueError(
+                "there is no engine to generate with; --debug-train-only needs --load-debug-rollout-data or SFT"
+            )
         self.infos = list(await asyncio.gather(*(e.info() for e in self.engines)))
 
     @property

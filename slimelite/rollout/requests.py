@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from slimelite.arguments import EvalDataset, RolloutArgs
+from slimelite.arguments import EvalDataset, RewardArgs, RolloutArgs
 from slimelite.engines.protocol import GenerateResult, SamplingParams
 from slimelite.sample import FINISH_STATUS, Sample, Status
 
@@ -90,7 +90,9 @@ def mask_off_policy(sample: Sample, version: int) -> None:
 
 def stamp_versions(sample: Sample, version: int) -> None:
     """One weight version a token, for a sample whose generate function did not keep them (slime's keep one a call)."""
-    if len(sample.weight_versions) != sample.response_length:
+    if len(sample.weight_versions) == sample.response_length:
+        sample.weight_versions = [int(v) for v in sample.weight_versions]
+    else:
         sample.weight_versions = [version] * sample.response_length
 
 
@@ -102,6 +104,11 @@ def staleness(samples: Sequence[Sample], version: int) -> int:
 def is_finished(samples: Sequence[Sample]) -> bool:
     """Whether every sample of a group has its whole response."""
     return all(s.status in FINISHED for s in samples)
+
+
+def without_dropped(samples: Sequence[Sample], args: RewardArgs) -> list[Sample]:
+    """The samples less those whose reward failed, under ``--reward-error drop``."""
+    return [s for s in samples if args.reward_error != "drop" or "reward_error" not in s.metadata]
 
 
 def restart(sample: Sample) -> Sample:
@@ -118,4 +125,5 @@ def restart(sample: Sample) -> Sample:
         teacher_log_probs=None,
         remove_sample=False,
         status=Status.PENDING,
+        metadata={k: v for k, v in sample.metadata.items() if k != "reward_error"},
     )

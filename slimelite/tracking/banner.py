@@ -31,7 +31,7 @@ def batch_identity(args: Args) -> str:
 
 def _device(args: Args) -> str:
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-    parts = [args.device]
+    parts: list[str] = [args.device]
     if not args.debug_rollout_only:
         parts.append(f"{ranks} training rank{'s' if ranks > 1 else ''}")
     if not args.debug_train_only:

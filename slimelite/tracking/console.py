@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -17,9 +18,9 @@ HEADER_EVERY = 20  # rows
 
 
 def duration(seconds: float) -> str:
-    """``7.1s``, ``42s``, ``3m05s``, ``2h07m``."""
+    """``0.35s``, ``7.1s``, ``42s``, ``3m05s``, ``2h07m``."""
     if seconds < 10:
-        return f"{seconds:.1f}s"
+        return f"{seconds:.2f}s" if seconds < 1 else f"{seconds:.1f}s"
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -61,8 +62,8 @@ COLUMNS = (
     Column("loss", 8, ("train/loss",), small, 6),
     Column("kl", 7, ("train/kl_loss", "rollout/kl"), small, 5),
     Column("entropy", 7, ("train/entropy_loss", "rollout/entropy"), "{:.3f}".format, 2),
-    Column("grad", 6, ("train/grad_norm",), "{:.3g}".format, 1),
-    Column("tok/s", 6, ("tokens_per_sec",), count, 3),
+    Column("grad", 6, ("train/grad_norm",), small, 1),
+    Column("tok/s", 6, ("tokens_per_sec", "perf/actor_train_tok_per_s"), count, 3),
     Column("eta", 6, ("eta",), duration, 4),
 )
 
@@ -86,10 +87,16 @@ class Console:
         self.rich.print(Text(text, style))
         logger.info(text)
 
-    def warn(self, text: str) -> None:
-        """Something the user should know; whoever calls this logs it."""
-        self.rich.print(Text.assemble(("warning: ", "bold yellow"), text))
-        self._header = ""
+    @contextmanager
+    def warnings(self) -> Iterator[None]:
+        """Print the warnings and errors that slimelite logs while this lasts."""
+        handler = _WarningHandler(self)
+        ours = logging.getLogger("slimelite")
+        ours.addHandler(handler)
+        try:
+            yield
+        finally:
+            ours.removeHandler(handler)
 
     def facts(self, facts: Mapping[str, str]) -> None:
         """``name  value`` lines, aligned."""
@@ -103,16 +110,24 @@ class Console:
         self.rich.print(renderable, soft_wrap=False)
         self._header = ""
 
-    def row(self, position: str, metrics: Mapping[str, float], phases: Mapping[str, float], *, best: bool = False) -> None:
+    def row(
+        self,
+        position: str,
+        metrics: Mapping[str, float],
+        seconds: float,
+        phases: Mapping[str, float],
+        *,
+        best: bool = False,
+    ) -> None:
         """A line of the rollout table.
 
-        ``position``: "3/40"; ``metrics``: by the names in ``COLUMNS``; ``phases``: label -> seconds, the first is the
-        whole; ``best``: the eval is the best so far.
+        ``position``: "3/40"; ``metrics``: by the names in ``COLUMNS``; ``phases``: label -> its part of ``seconds``;
+        ``best``: the eval is the best so far.
         """
         cells = {c.title: c.show(v) for c in COLUMNS if (v := _first(metrics, c.metrics)) is not None}
         self._titles |= cells.keys()
-        total, *parts = [f"{label} {duration(s)}" for label, s in phases.items()]
-        columns, tail = self._fit(total, f"{total} = {' + '.join(parts)}" if parts else total)
+        parts = ", ".join(f"{label} {duration(s)}" for label, s in phases.items())
+        columns, tail = self._fit(duration(seconds), f"{duration(seconds)}: {parts}")
         self._print_header(columns)
         text = Text(f"{position:>9}")
         for column in columns:
@@ -138,6 +153,18 @@ class Console:
             self.rich.print(Text("\n" + header, "dim"))
             self._header, self._rows_since_header = header, 0
         self._rows_since_header += 1
+
+
+class _WarningHandler(logging.Handler):
+    """Shows records on a console; where the traceback goes is the log file's business."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        style = "bold red" if record.levelno >= logging.ERROR else "bold yellow"
+        self._console.block(Text.assemble((f"{record.levelname.lower()}: ", style), record.getMessage()))
 
 
 def _width(columns: Sequence[Column]) -> int:

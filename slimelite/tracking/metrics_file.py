@@ -34,18 +34,19 @@ class MetricsFile:
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / FILE_NAME
+        self.where = str(path)
         # a line that a crash cut short must not swallow the next one
         torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
         self._file.write("\n" if torn else "")
 
-    def write(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+    def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
         """One line."""
         record = {"time": round(time.time(), 3), "kind": kind} | {k: _to_json(v) for k, v in metrics.items()}
         self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._file.flush()
 
-    def close(self, failed: bool) -> None:
+    def close(self, _failed: bool, /) -> None:
         """Close the file."""
         self._file.close()
 

@@ -1,5 +1,7 @@
 """Curves of runs, drawn from their ``metrics.jsonl``.
 
+::
+
     python -m slimelite.tracking.plot runs/a runs/b --out curves.png                  # a line for each run
     python -m slimelite.tracking.plot --band "10 seeds" runs/seed-* --out curves.png  # median, and minimum to maximum
     python -m slimelite.tracking.plot runs/a --metric eval/gsm8k --metric train/loss --out two.png
@@ -17,6 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slimelite.tracking.metrics_file import Record, axis_of, read_metrics, series
+from slimelite.tracking.timer import LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,8 +35,6 @@ PANELS: dict[str, tuple[str, ...]] = {
     "gradient norm": ("train/grad_norm",),
     "|log-prob of trainer − of engine|": ("train/train_rollout_logprob_abs_diff",),
 }
-# perf/{phase}_time of the loop -> label; what else a step took is "other"
-PHASES = {"rollout": "generate", "train": "train", "update_weights": "sync", "save_model": "save", "eval": "eval"}
 AXIS_LABELS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step": "rollouts trained"}
 COLORS = ("#3b6fb6", "#d1495b", "#2e8b57", "#e39c37", "#7a5195", "#4fa3a5", "#8c564b", "#9aa0a6")
 
@@ -73,7 +74,8 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
         ValueError: no run has one of ``metrics``, or nothing at all.
     """
     everything = [r for group in runs.values() for records in group for r in records]
-    wanted = {m: (m,) for m in metrics} or {**PANELS, **{m: (m,) for m in eval_metrics(everything)}}
+    standard = {m: (m,) for m in eval_metrics(everything)} | PANELS
+    wanted = {m: (m,) for m in metrics} if metrics else standard
     panels = [_panel(title, names, runs) for title, names in wanted.items()]
     if missing := [p.title for p in panels if not p.lines and (metrics or not any(q.lines for q in panels))]:
         known = sorted({name for r in everything for name in r if "/" in name})
@@ -135,15 +137,16 @@ def _draw(ax: Axes, panel: Panel, *, legend: bool) -> None:
 
 
 def _draw_times(ax: Axes, records: Sequence[Record], whole: Points) -> None:
-    """Seconds by phase, stacked up to the time of the step."""
+    """Seconds by phase, stacked up to the time of the step; "other" is what no phase covers."""
     steps, totals = whole
     layers: dict[str, list[float]] = {}
-    for phase, label in PHASES.items():
+    for phase, label in LABELS.items():
         seconds = dict(zip(*series(records, f"perf/{phase}_time"), strict=True))
         if seconds:
             layers[label] = [seconds.get(step, 0.0) for step in steps]
     layers["other"] = [max(total - sum(parts), 0.0) for total, *parts in zip(totals, *layers.values(), strict=True)]
-    ax.stackplot(steps, list(layers.values()), labels=list(layers), colors=COLORS[: len(layers) - 1] + COLORS[-1:], alpha=0.85)
+    colors = [*COLORS[: len(layers) - 1], COLORS[-1]]
+    ax.stackplot(steps, list(layers.values()), labels=list(layers), colors=colors, alpha=0.85)
     _decorate(ax, "time of a rollout [s]", "rollout")
     ax.legend(fontsize=8, frameon=False, loc="upper right")
 
@@ -168,7 +171,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; see the module's text."""
     parser = argparse.ArgumentParser(prog="python -m slimelite.tracking.plot", description="Draw the curves of runs.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder: a line of its own")
-    parser.add_argument("--band", nargs="+", action="append", default=[], metavar=("NAME", "RUN"), help="runs as one band")
+    parser.add_argument(
+        "--band",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "RUN"),
+        help="several runs under one name: their median, and from minimum to maximum",
+    )
     parser.add_argument("--metric", action="append", default=[], help="draw this metric; may be given several times")
     parser.add_argument("--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -181,7 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(args.runs) == 1 and not args.band and not args.metric:
             draw_run(args.runs[0], args.out)
         else:
-            draw_runs({label: [read_metrics(run) for run in group] for label, group in groups.items()}, args.out, args.metric)
+            runs = {label: [read_metrics(run) for run in group] for label, group in groups.items()}
+            draw_runs(runs, args.out, args.metric)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

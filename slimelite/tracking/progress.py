@@ -26,7 +26,10 @@ class Phase:
         self._thread = threading.Thread(target=self._draw, name=f"progress-{name}", daemon=True)
 
     def update(self, done: int, total: int | None = None, note: str = "") -> None:
-        """``done`` of ``total`` (None: as before) units are finished; ``note``: what they are, or a speed. From any thread."""
+        """``done`` of ``total`` (None: as before) units are finished. May be called from any thread.
+
+        ``note``: what the units are, or how fast it goes.
+        """
         self._done, self._note = done, note
         self._total = self._total if total is None else total
 

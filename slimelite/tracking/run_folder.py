@@ -69,7 +69,7 @@ def config_dict(args: Args) -> dict[str, Any]:
 
 
 def config_yaml(args: Args) -> str:
-    """The flags that have a value, by group, in the format of ``--config``; derived ones with the reason beside them."""
+    """The flags that have a value, by group, as ``--config`` reads them; the reason beside derived ones."""
     import yaml
 
     reasons = {d.name: d.reason for d in args.derivations}

@@ -26,7 +26,7 @@ def spread(rewards: np.ndarray, count: int) -> list[int]:
 
 def samples_table(title: str, table: SampleTable, count: int = 4) -> Table:
     """Prompt (its end), response, reward and label of ``count`` rows; they go to the log too."""
-    shown = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold", expand=False, pad_edge=False)
+    shown = Table(title="\n" + title, box=box.SIMPLE, title_justify="left", title_style="bold", show_edge=False)
     shown.add_column("reward", justify="right", no_wrap=True)
     shown.add_column("label", max_width=20)
     shown.add_column("prompt", ratio=2, style="dim")
@@ -35,7 +35,7 @@ def samples_table(title: str, table: SampleTable, count: int = 4) -> Table:
         prompt, response = tail(one_line(table.prompt[row])), middle_out(one_line(table.response[row]))
         label = one_line(table.label[row] or "")
         shown.add_row(f"{table.reward[row]:.3g}", Text(label[:60]), Text(prompt), Text(response))
-        logger.info("%s: reward %.4g, label %r\n  prompt   %s\n  response %s", title, table.reward[row], label, prompt, response)
+        logger.info("%s: reward %.4g, label %s\n  %s\n  -> %s", title, table.reward[row], label, prompt, response)
     return shown
 
 

@@ -6,6 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+# the loop's name of a phase, where slime has another for its seconds: perf/rollout_time
+PERF_NAMES = {"generate": "rollout"}
+# perf/{name}_time -> what console and plots call it
+LABELS = {"rollout": "gen", "train": "train", "update_weights": "sync", "save_model": "save", "eval": "eval"}
+
 
 class Timer:
     """Adds up the seconds of named phases within a step; a step is one turn of the loop.

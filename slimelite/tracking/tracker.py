@@ -9,34 +9,29 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from statistics import fmean
 from types import TracebackType
+from typing import Any
 
 import slimelite
 from slimelite.arguments import Args
 from slimelite.table import SampleTable
+from slimelite.tracking import report
 from slimelite.tracking.banner import run_facts
-from slimelite.tracking.console import Console, ConsoleHandler, duration
-from slimelite.tracking.metrics_file import Kind, read_metrics, series
+from slimelite.tracking.console import Console, duration
+from slimelite.tracking.metrics_file import Kind, read_metrics
 from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
+from slimelite.tracking.plot import draw_run
 from slimelite.tracking.progress import Phase
 from slimelite.tracking.run_folder import RunFolder, config_dict
 from slimelite.tracking.samples import samples_table
-from slimelite.tracking.timer import PHASES, Timer
+from slimelite.tracking.timer import LABELS, PERF_NAMES, Timer
 from slimelite.tracking.versions import versions
 from slimelite.tracking.writers import Writer, open_writers
 
 logger = logging.getLogger(__name__)
 
-MISMATCH = "train/train_rollout_logprob_abs_diff"
-MISMATCH_LIMIT = 0.02
-MISMATCH_WARNING = (
-    "the trainer and the engine disagree about the same tokens: mean |log-prob difference| is {:.3f} (above {:g}), so the "
-    "policy gradient is off-policy without knowing it. Usual causes: weights that did not reach the engine; samples from older "
-    "weights (partial rollouts, kept surplus); an engine that computes in lower precision or with quantised weights or cache; "
-    "top-p, top-k or penalties in sampling; text that was tokenised again instead of keeping the engine's tokens; different "
-    "expert routing. --use-tis corrects small differences."
-)
-# redrawing the curves may take this share of the time
+# redrawing the curves may take this share of the run's time
 DRAWING_SHARE = 0.02
 
 
@@ -64,14 +59,15 @@ class Tracker:
         self._stack = ExitStack()
         self._writers: list[Writer] = []
         self._began = time.time()
-        self._rollout_id: int | None = None  # the last one that was finished
+        self._looping = False  # the first rollout has begun
+        self._finished: int | None = None  # the last rollout that is over
         self._row: dict[str, float] = {}  # every metric of the current rollout
-        self._perf: dict[str, float] = {}  # those that are logged when it is finished
+        self._perf: dict[str, float] = {}  # those that are written when it is over
         self._table: SampleTable | None = None
         self._evals: dict[str, SampleTable] = {}
-        self._best: dict[str, float] = {}
+        self._best = float("-inf")
         self._step_times: deque[float] = deque(maxlen=20)
-        self._warned_at = MISMATCH_LIMIT / 2
+        self._mismatch = 0.0  # the largest that was warned about
         self._drawn_at, self._drawing_took = time.monotonic(), 1.0
 
     def __enter__(self) -> Tracker:
@@ -83,38 +79,45 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        failed = not (error is None or (isinstance(error, SystemExit) and not error.code))
+        failure = None if isinstance(error, SystemExit) and not error.code else error
         with self._stack:
-            for writer in self._writers:
-                writer.close(failed)
-            if self._rollout_id is not None:
+            if failure is not None:
+                self._record_failure(failure)
+            if self._finished is not None:
                 self._draw()
-            self._say_goodbye(error if failed else None)
+            for writer in self._writers:
+                writer.close(failure is not None)
+            if failure is None:
+                self._summarize()
 
     def banner(self, args: Args, facts: Mapping[str, str] | None = None) -> None:
-        """Say what this run is; ``args`` are complete now (number of rollouts, first rollout), ``facts`` are added."""
+        """Say what this run is.
+
+        ``args``: complete now, with the number of rollouts and the first one's id; ``facts``: more to say.
+        """
         self.args = args
         self.folder.save_config(args)
-        outside = {type(w).__name__.removesuffix("Writer").lower(): w.where for w in self._writers if w.where}
-        self.console.facts({**run_facts(args), **(facts or {}), **outside})
+        self._write("start", {"rollout/step": args.start_rollout_id or 0})
+        self.console.facts({**run_facts(args), **(facts or {}), "metrics": ", ".join(w.where for w in self._writers)})
         for note in args.notes:
             self.console.line(f"  note: {note}", "dim")
         if args.no_effect:
-            self.console.line(f"  no effect here: {', '.join(n for n, _ in args.no_effect)} (config.yaml says why)", "dim")
-        self._write("start", {"rollout/step": args.start_rollout_id or 0})
+            names = ", ".join(name for name, _ in args.no_effect)
+            self.console.line(f"  no effect here: {names} (config.yaml says why)", "dim")
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """A phase of the loop, by a name of ``PHASES`` or one of your own: timed, its progress shown.
+        """A phase of the loop: its seconds go to ``perf/{name}_time``, its progress is shown.
 
-        ``total``: how many units it has; `Phase.update` tells how far it is.
+        ``name``: generate, train, update_weights, save_model, eval, or another; ``total``: how many units it has;
+        `Phase.update` tells how far it is.
         """
         if name == "generate" and not self._looping:
             # what came before the first rollout is no part of it
             self._looping = True
-            self._row, self._perf = {}, {}
+            self._row, self._perf, self._evals = {}, {}, {}
             self.timer.restart()
-        with self.timer(PHASES.get(name, name)), Phase(self.console, name, total) as phase:
+        with self.timer(PERF_NAMES.get(name, name)), Phase(self.console, name.replace("_", " "), total) as phase:
             yield phase
 
     def log_rollout(self, rollout_id: int, table: SampleTable, metrics: Mapping[str, float]) -> None:
@@ -128,15 +131,15 @@ class Tracker:
         self._write("rollout", {"rollout/step": rollout_id, **from_table, **metrics})
 
     def log_train(
-        self, rollout_id: int, metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]] | None = None
+        self, rollout_id: int, metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """What training on a rollout gave; ``steps``: the ``train/`` metrics of each optimizer step, if they are known."""
+        """What training on a rollout gave; ``steps``: the ``train/`` metrics of each optimizer step, where known."""
         first = rollout_id * self.args.num_steps_per_rollout
-        for i, step in enumerate(steps or ()):
+        last = first + (len(steps) or self.args.num_steps_per_rollout) - 1
+        for i, step in enumerate(steps):
             self._write("train", {"rollout/step": rollout_id, "train/step": first + i, **step})
-        last = first + (len(steps) if steps else self.args.num_steps_per_rollout) - 1
-        rest = {k: v for k, v in metrics.items() if not (steps and k.startswith("train/"))}
-        self._write("train", {"rollout/step": rollout_id, "train/step": last, **rest})
+        whole = {k: v for k, v in metrics.items() if not (steps and k.startswith("train/"))}
+        self._write("train", {"rollout/step": rollout_id, "train/step": last, **whole})
         self._row |= metrics
 
     def log_perf(self, metrics: Mapping[str, float]) -> None:
@@ -144,26 +147,30 @@ class Tracker:
         self._perf |= metrics
 
     def log_eval(self, rollout_id: int, metrics: Mapping[str, float], tables: Mapping[str, SampleTable]) -> None:
-        """An evaluation after rollout ``rollout_id`` (-1: before training); ``tables``: the answers, by dataset."""
+        """An evaluation after rollout ``rollout_id`` (-1: before training); ``tables``: the answers, by dataset.
+
+        It is written at ``eval/step`` rollout_id + 1, the number of rollouts trained.
+        """
         step = rollout_id + 1
         for name, table in tables.items():
             self.folder.save_eval(name, step, table)
         self._write("eval", {"eval/step": step, **metrics})
         self._evals = dict(tables)
+        if not self._looping:
+            self._note_score(self._row)
         if not self._looping or len(tables) > 1:
             when = f"after {step} rollouts" if step else "before training"
-            self.console.line(f"  eval {when}: {eval_text(metrics, list(tables))}")
+            self.console.line(f"  eval {when}: {report.eval_text(metrics, list(tables))}")
 
     def finish_rollout(self, rollout_id: int) -> None:
         """A turn of the loop is over: its line on the console, and now and then samples and curves."""
         times = self.timer.finish_step()
         perf = {name: value for name, value in (times | self._perf).items() if name not in self._row}
         self._write("perf", {"rollout/step": rollout_id, **perf})
-        first = self._rollout_id is None
-        self._rollout_id = rollout_id
-        self._status("running")
+        first, self._finished = self._finished is None, rollout_id
+        self._save_status("running")
         self._print_row(rollout_id, times)
-        self._warn_of_mismatch(self._row.get(MISMATCH, 0.0))
+        self._warn_of_mismatch(self._row.get(report.MISMATCH, 0.0))
         if first or self._evals:
             self._show_samples(rollout_id)
         if self._evals and time.monotonic() - self._drawn_at > self._drawing_took / DRAWING_SHARE:
@@ -172,11 +179,10 @@ class Tracker:
 
     def _open(self) -> None:
         self.console.line(f"slimelite {slimelite.__version__}, run folder {self.args.run_dir}", "bold")
-        self._status("running")
-        enter = self._stack.enter_context
-        enter(log_to_file(self.folder.path / "log.txt"))
-        enter(stderr_to_file(self.folder.path / "stderr.txt"))
-        enter(self.console.warnings())
+        self._save_status("running")
+        self._stack.enter_context(log_to_file(self.folder.path / "log.txt"))
+        self._stack.enter_context(stderr_to_file(self.folder.path / "stderr.txt"))
+        self._stack.enter_context(self.console.warnings())
         if self.args.launcher == "local" or "transformers" in sys.modules:
             quiet_transformers()
         self.folder.save_config(self.args)
@@ -184,29 +190,81 @@ class Tracker:
         self._writers = open_writers(self.args, config_dict(self.args))
 
     def _write(self, kind: Kind, metrics: Mapping[str, Any]) -> None:
-        numbers = {name: as_number(name, value) for name, value in metrics.items()}
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
         self._row |= numbers
         for writer in self._writers:
             writer.write(kind, numbers)
 
     def _print_row(self, rollout_id: int, times: Mapping[str, float]) -> None:
-        row, step_time = dict(self._row), times["perf/step_time"]
+        row, seconds = dict(self._row), times["perf/step_time"]
         phases = {label: times[key] for name, label in LABELS.items() if (key := f"perf/{name}_time") in times}
-        if self._table is not None and not self.args.debug_train_only and self.args.loss_type != "sft_loss":
-            row["tokens_per_sec"] = float(self._table.response_lengths.sum()) / max(phases.get("gen", 0.0), 1e-9)
-        self._step_times.append(step_time)
+        generated = self._table is not None and not self.args.debug_train_only and self.args.loss_type != "sft_loss"
+        if self._table is not None and generated and phases.get("gen"):
+            row["tokens_per_sec"] = float(self._table.response_lengths.sum()) / phases["gen"]
+        self._step_times.append(seconds)
         count = self.args.num_rollout or rollout_id + 1
-        row["eta"] = mean(self._step_times) * (count - rollout_id - 1)
+        row["eta"] = fmean(self._step_times) * (count - rollout_id - 1)
+        best = self._note_score(row)
+        self.console.row(f"{rollout_id + 1}/{count}", row, seconds, phases, best=best)
+
+    def _note_score(self, row: dict[str, float]) -> bool:
+        """Put the score of the first eval dataset, if there is a new one, in ``row``; whether it is the best so far."""
         scores = [row[f"eval/{name}"] for name in self._evals if f"eval/{name}" in row]
-        best = bool(scores) and scores[0] > self._best
-        if scores:
-            row["eval"], self._best = scores[0], max(scores[0], self._best)
-        self.console.row(f"{rollout_id + 1}/{count}", row, step_time, phases, best=best)
+        if not scores:
+            return False
+        row["eval"] = scores[0]
+        best, self._best = scores[0] > self._best, max(scores[0], self._best)
+        return best
 
     def _warn_of_mismatch(self, difference: float) -> None:
-        """Once in full, then briefly each time it doubles."""
-        if difference <= 2 * self._warned_at:
+        """In full once, briefly each time it has doubled."""
+        if difference <= max(report.MISMATCH_LIMIT, 2 * self._mismatch):
             return
-        first = self._warned_at < MISMATCH_LIMIT
-        self._warned_at = difference
-        logger.warning(MISMATCH_WARNING if first else "trainer and engine drift apart: %s is now %.3f", *...)
+        if self._mismatch:
+            logger.warning("trainer and engine drift further apart: mean |log-prob difference| is %.3f now", difference)
+        else:
+            logger.warning(report.MISMATCH_WARNING.format(difference, report.MISMATCH_LIMIT))
+        self._mismatch = difference
+
+    def _show_samples(self, rollout_id: int) -> None:
+        name, table = next(iter(self._evals.items()), (None, self._table))
+        if table is not None and len(table):
+            what = (
+                f"answers to {name} after {rollout_id + 1} rollouts" if name else f"samples of rollout {rollout_id + 1}"
+            )
+            self.console.block(samples_table(what, table))
+
+    def _draw(self) -> None:
+        began = time.monotonic()
+        draw_run(self.folder.path, self.folder.path / "curves.png")
+        self._drawn_at = time.monotonic()
+        self._drawing_took = self._drawn_at - began
+
+    def _save_status(self, status: str, message: str | None = None) -> None:
+        done = None if self._finished is None else self._finished + 1
+        progress = {"status": status, "rollouts_done": done, "num_rollout": self.args.num_rollout, "message": message}
+        process = {"began": self._began, "updated": time.time(), "pid": os.getpid()}
+        self.folder.save_json("status.json", progress | process)
+
+    def _record_failure(self, error: BaseException) -> None:
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        self._save_status(status, f"{type(error).__name__}: {error}".removesuffix(": "))
+        logging.getLogger("slimelite.console").info("traceback", exc_info=error)
+        done = f"{self._finished + 1} of {self.args.num_rollout}" if self._finished is not None else "0"
+        took = duration(time.time() - self._began)
+        where = f"log.txt and stderr.txt of {self.args.run_dir}"
+        self.console.line(f"\n{status} after {done} rollouts and {took}; more in {where}", "bold red")
+
+    def _summarize(self) -> None:
+        self._save_status("finished")
+        records = read_metrics(self.folder.path)
+        self.console.line(f"\ndone in {duration(time.time() - self._began)}", "bold")
+        curves = {"curves": f"{self.args.run_dir}/curves.png"} if self._finished is not None else {}
+        self.console.facts({**report.summary(records), **curves, "run folder": self.args.run_dir})
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return value if isinstance(value, int) else float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"metric {name} is {value!r:.100}, not a number") from error

@@ -15,13 +15,15 @@ from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFil
 
 
 class Writer(Protocol):
-    """A place for metrics."""
+    """A place for metrics; ``where``: how people find it."""
 
-    def write(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+    where: str
+
+    def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
         """Metrics of one moment, the steps on their axes among them."""
         ...
 
-    def close(self, failed: bool) -> None:
+    def close(self, failed: bool, /) -> None:
         """The run is over."""
         ...
 
@@ -47,6 +49,7 @@ class WandbWriter:
 
         # the train step at which a rollout begins stands in for its id on every axis
         self._steps_per_rollout = args.num_steps_per_rollout if args.wandb_always_use_train_step else 1
+        identity = _wandb_identity(args)
         directory = Path(args.wandb_dir or args.run_dir)
         directory.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(silent=True, console="off", base_url=args.wandb_host, api_key=args.wandb_key)
@@ -58,7 +61,9 @@ class WandbWriter:
             config=dict(config),
             resume="allow",
             settings=settings,
-            **self._identity(args),
+            id=identity["id"],
+            group=identity["group"],
+            name=identity["name"],
         )
         self.where = self._run.url or f"offline: wandb sync {Path(self._run.dir).parent}"
         for axis in (DEFAULT_AXIS, *AXES.values()):
@@ -66,25 +71,14 @@ class WandbWriter:
         for prefix in ("rollout/", "perf/", "multi_turn/", "passrate/", *AXES):
             self._run.define_metric(prefix + "*", step_metric=axis_of(prefix))
 
-    @staticmethod
-    def _identity(args: Args) -> dict[str, str]:
-        """id, group and name of the wandb run; kept in the run folder for the day it is resumed."""
-        path = Path(args.run_dir) / "wandb_run.json"
-        known = json.loads(path.read_text()) if path.is_file() else None
-        if known is None or args.wandb_run_id not in (None, known["id"]):
-            group = args.wandb_group or Path(args.run_dir).name
-            if args.wandb_group and args.wandb_random_suffix:
-                group += "_" + secrets.token_hex(3)
-            known = {"id": args.wandb_run_id or secrets.token_hex(4), "group": group, "name": args.wandb_run_name or group}
-            path.write_text(json.dumps(known))
-        return known
-
-    def write(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+    def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
         """One row of the run's history."""
-        steps = {axis: metrics[axis] * self._steps_per_rollout for axis in (DEFAULT_AXIS, "eval/step") if axis in metrics}
-        self._run.log({**metrics, **steps})
+        if kind == "start":
+            return
+        axes = [axis for axis in (DEFAULT_AXIS, "eval/step") if axis in metrics]
+        self._run.log({**metrics, **{axis: metrics[axis] * self._steps_per_rollout for axis in axes}})
 
-    def close(self, failed: bool) -> None:
+    def close(self, failed: bool, /) -> None:
         """Upload what is left."""
         self._run.finish(exit_code=int(failed))
 
@@ -99,7 +93,7 @@ class TensorboardWriter:
         self.where = str(directory)
         self._events = EventFileWriter(str(directory))
 
-    def write(self, kind: Kind, metrics: Mapping[str, float]) -> None:
+    def write(self, _kind: Kind, metrics: Mapping[str, float], /) -> None:
         """One event per metric that has a step."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -112,7 +106,7 @@ class TensorboardWriter:
             self._events.add_event(Event(wall_time=time.time(), step=int(step), summary=summary))
         self._events.flush()
 
-    def close(self, failed: bool) -> None:
+    def close(self, _failed: bool, /) -> None:
         """Flush and close the event file."""
         self._events.close()
 
@@ -121,3 +115,16 @@ def tensorboard_directory(args: Args) -> Path:
     """``--tensorboard-dir``, else slime's ``$TENSORBOARD_DIR``, else in the run folder; then project and experiment."""
     base = args.tensorboard_dir or os.environ.get("TENSORBOARD_DIR") or str(Path(args.run_dir) / "tensorboard")
     return Path(base, *filter(None, (args.tb_project_name, args.tb_experiment_name)))
+
+
+def _wandb_identity(args: Args) -> dict[str, str]:
+    """id, group and name of the wandb run; kept in the run folder for the day it is resumed."""
+    path = Path(args.run_dir) / "wandb_run.json"
+    known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
+    if not known or args.wandb_run_id not in (None, known["id"]):
+        group = args.wandb_group or Path(args.run_dir).name
+        if args.wandb_group and args.wandb_random_suffix:
+            group += "_" + secrets.token_hex(3)
+        known = {"id": args.wandb_run_id or secrets.token_hex(4), "group": group, "name": args.wandb_run_name or group}
+        path.write_text(json.dumps(known))
+    return known

@@ -52,7 +52,7 @@ class PackedSequences:
     def from_lengths(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> PackedSequences:
         """Lay out sequences of these lengths (each at least 1)."""
         sizes = np.asarray(lengths, np.int64)
-        assert len(sizes) and sizes.min() > 0, f"packed sequences need tokens: {sizes.tolist()}"
+        assert (sizes > 0).all(), f"every packed sequence has tokens, not {sizes.tolist()}"
         starts = np.concatenate([[0], np.cumsum(sizes)])
         buckets, pad_index, unpad_index = _bucket(sizes, starts)
         return cls(
@@ -102,7 +102,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs: Any,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as transformers calls it.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +46,7 @@ class MicroBatch:
         columns = [table.row_slice(c, r) for r in rows.tolist() for c in ("prompt_tokens", "response_tokens")]
         lengths = prompts + responses
         ends = np.cumsum(lengths)
-        ids = np.concatenate(columns or [[0]]).astype(np.int64)
+        ids = np.concatenate(columns or [np.zeros(1)]).astype(np.int64)
         positions = np.arange(len(ids)) - np.repeat(ends - lengths, lengths) if len(rows) else np.zeros(1, np.int64)
         place = _ranges(ends - responses, responses)  # of the response tokens
         if not len(rows):
@@ -71,11 +70,6 @@ class MicroBatch:
     def take(self, column: Tensor) -> Tensor:
         """[R] values of a per-token column of the table, on this micro-batch's device."""
         return column[self.token_index].to(self.targets.device)
-
-
-def micro_batches(table: SampleTable, parts: list[np.ndarray], device: torch.device) -> Iterator[MicroBatch]:
-    """The micro-batches of a rank, one at a time."""
-    return (MicroBatch.from_table(table, rows, device) for rows in parts)
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ without a gradient found, in the same way everywhere before any of them is dealt
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from slimelite.algorithms.kl import kl_estimate
 from slimelite.algorithms.packed import segment_mean, segment_sum
 from slimelite.algorithms.reduction import row_weights
 from slimelite.arguments import Args
+from slimelite.plugins import load_function
 from slimelite.table import SampleTable
 
 
@@ -64,11 +66,17 @@ class TokenColumns:
         self.weights = torch.where(self.mask, per_row[self.segments], 0.0)
 
     def set_advantages(self, args: Args, table: SampleTable) -> None:
-        """The advantage of every token, by ``--advantage-estimator`` (docs/algorithms.md)."""
+        """The advantage of every token: by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
+        ``--custom-advantage-function-path``, ``fn(args, table, columns)``, which sets ``columns.advantages``.
+        """
+        if args.custom_advantage_function_path:
+            load_function(args.custom_advantage_function_path)(args, table, self)
+            return
         per_row = torch.tensor(table.advantage, dtype=torch.float32)
         kl = torch.zeros(len(self.mask))
         if args.kl_coef:
-            assert self.old is not None and self.ref is not None
+            assert self.old is not None
+            assert self.ref is not None
             # k1: unbiased, and a reward has no gradient that could vanish
             kl = kl_estimate(self.old, self.ref, self.mask, "k1")
         match args.advantage_estimator:
@@ -96,7 +104,32 @@ class TokenColumns:
             counts = counts & (self.advantages != 0)
         return (segment_sum(counts.long(), self.segments, self.rows) > 0).numpy()
 
-    def row_means(self, values: Tensor) -> Tensor:
-        """0-d: mean over rows with unmasked tokens of their masked token means."""
+    def check(self, args: Args, table: SampleTable) -> None:
+        """Refuse a table that the loss cannot use.
+
+        Raises:
+            ValueError: the loss reads engine log-probs and a trained token has none.
+        """
+        reads_engine = args.use_rollout_logprobs or args.use_tis or args.custom_tis_function_path
+        missing = self.mask & self.rollout_log_probs.isnan()
+        if args.loss_type == "policy_loss" and reads_engine and missing.any():
+            ids = table.sample_id[self.segments[missing].unique().numpy()].tolist()
+            raise ValueError(
+                f"samples {ids[:8]} have no engine log-probs, which --use-rollout-logprobs and --use-tis need; "
+                "leave these out, or generate the samples with log-probs"
+            )
+
+    def means(self, args: Args) -> dict[str, float]:
+        """Means over rows of their masked token means, of the columns that there are."""
         trained = segment_sum(self.mask.long(), self.segments, self.rows) > 0
-        return segment_mean(values, self.mask, self.segments, self.rows)[trained].mean()
+        columns = {"log_probs": self.old, "ref_log_probs": self.ref}
+        if args.loss_type != "sft_loss":
+            columns |= {"advantages": self.advantages, "rollout_log_probs": self.rollout_log_probs}
+        if self.old is not None and self.ref is not None:
+            columns["kl"] = kl_estimate(self.old, self.ref, self.mask, "k1")
+        means = {}
+        for name, column in columns.items():
+            if column is not None:
+                of_rows = segment_mean(column, self.mask, self.segments, self.rows)
+                means[name] = float(of_rows[trained].mean())
+        return {name: value for name, value in means.items() if not math.isnan(value)}

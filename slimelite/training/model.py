@@ -11,8 +11,11 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from slimelite.training.attention import ATTENTION, PackedSequences, register_attention
+from slimelite.arguments import Args
+from slimelite.training.attention import ATTENTION, register_attention
+from slimelite.training.batch import MicroBatch
 from slimelite.training.lm_head import chunked_log_probs
+from slimelite.training.parallel import World, shard_model
 
 # config attributes with which the logits are more than hidden·weightᵀ -> the value that is harmless
 LOGIT_TRANSFORMS: dict[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
@@ -35,35 +38,18 @@ class PolicyModel(nn.Module):
         names = set(self.hf._no_split_modules or ())
         return [m for m in self.hf.modules() if type(m).__name__ in names]
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        sequences: PackedSequences,
-        response_index: Tensor,
-        targets: Tensor,
-        temperature: float,
-        entropy_grad: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies at the response tokens of one packed row.
-
-        Args:
-            input_ids, position_ids: [1, T] int64.
-            sequences: layout of the row.
-            response_index: [R] int64, the positions whose hidden states predict the response tokens.
-            targets: [R] int64, the response tokens.
-            temperature: divides the logits.
-            entropy_grad: whether the entropies carry a gradient.
-
-        Returns:
-            log-probs [R] and entropies [R], at least fp32.
+    def forward(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [R] at the response tokens of ``batch``, at least fp32; logits are divided by
+        ``temperature``; ``entropy_grad``: whether the entropies carry a gradient.
         """
         backbone = self.hf.get_decoder()
-        states = backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, sequences=sequences)
-        hidden = states.last_hidden_state[0].index_select(0, response_index)
+        states = backbone(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, sequences=batch.sequences
+        )
+        hidden = states.last_hidden_state[0].index_select(0, batch.response_index)
         weight = self.hf.get_output_embeddings().weight
         return chunked_log_probs(
-            hidden, weight, targets, temperature, entropy_grad=entropy_grad, chunk_size=self.chunk_size
+            hidden, weight, batch.targets, temperature, entropy_grad=entropy_grad, chunk_size=self.chunk_size
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -72,54 +58,56 @@ class PolicyModel(nn.Module):
             yield name.removeprefix("hf."), parameter
 
 
-def load_policy(
-    path: str | None,
-    config: dict[str, Any] | None,
-    *,
-    seed: int,
-    empty: bool,
-    attention: str = "auto",
-    gradient_checkpointing: bool = False,
-    chunk_size: int = -1,
-) -> PolicyModel:
-    """The policy at ``path``, in fp32 on the CPU.
+def build_policy(args: Args, world: World, path: str | None, *, trainable: bool) -> PolicyModel:
+    """The policy at ``path``, sharded over the ranks and on the device.
+
+    A trainable one has fp32 weights and, by ``--gradient-checkpointing``, recomputes its layers in the backward pass.
+    Others are held in the dtype they compute in.
+
+    Raises:
+        ValueError: see `load_model`.
+    """
+    attention = ATTENTION if args.attn_implementation == "auto" else args.attn_implementation
+    hf = load_model(path, seed=args.seed, attention=attention, empty=world.rank > 0)
+    if trainable and args.gradient_checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = PolicyModel(hf, args.log_probs_chunk_size).train()
+    if not trainable:
+        policy.requires_grad_(False).to(world.compute_dtype)
+    shard_model(policy, policy.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
+    return policy
+
+
+def load_model(path: str | None, *, seed: int, attention: str, empty: bool) -> PreTrainedModel:
+    """The causal LM at ``path`` in fp32 on the CPU.
 
     Args:
-        path: a Hugging Face folder or hub id; a folder without weights gives a new model of its config.
-        config: a config as a dict with ``model_type``, for a new model; wins over ``path``.
+        path: a Hugging Face folder or hub id; a folder with a config and no weights gives a new model.
         seed: of a new model's weights.
+        attention: a transformers attention name.
         empty: leave the parameters on the meta device (the weights come from another rank).
-        attention: a transformers attention name; auto is ours.
-        gradient_checkpointing: recompute each layer in the backward pass.
-        chunk_size: rows the LM head takes at a time.
 
     Raises:
         ValueError: no model at ``path``, or one whose logits are not plain hidden·weightᵀ.
     """
     register_attention()
-    hf_config = _read_config(path, config)
-    _check_logits(hf_config)
-    hf_config.attention_dropout = 0.0
-    options = {"attn_implementation": ATTENTION if attention == "auto" else attention, "dtype": torch.float32}
+    config = _read_config(path)
+    _check_logits(config)
+    config.attention_dropout = 0.0
+    options = {"attn_implementation": attention, "dtype": torch.float32}
     if empty:
         with init_empty_weights(include_buffers=False):
-            hf = AutoModelForCausalLM.from_config(hf_config, **options)
-    elif config is not None or not _has_weights(str(path)):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            hf = AutoModelForCausalLM.from_config(hf_config, **options)
-    else:
-        hf = AutoModelForCausalLM.from_pretrained(path, config=hf_config, **options)
-    if gradient_checkpointing:
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
-    return PolicyModel(hf, chunk_size).train()
+            return AutoModelForCausalLM.from_config(config, **options)
+    if _has_weights(str(path)):
+        return AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, **options)
 
 
-def _read_config(path: str | None, config: dict[str, Any] | None) -> PretrainedConfig:
-    if config is not None:
-        return AutoConfig.for_model(**config)
+def _read_config(path: str | None) -> PretrainedConfig:
     if path is None:
-        raise ValueError("no model: give --hf-checkpoint, or the architecture of a new one (--num-layers ...)")
+        raise ValueError("no model to train; give --hf-checkpoint")
     try:
         return AutoConfig.from_pretrained(path)
     except OSError as error:
@@ -137,4 +125,4 @@ def _check_logits(config: PretrainedConfig) -> None:
     for name, harmless in LOGIT_TRANSFORMS.items():
         value = getattr(config, name, harmless)
         if value != harmless:
-            raise ValueError(f"{config.model_type} models with {name}={value} are not supported: the LM head here is linear")
+            raise ValueError(f"{config.model_type} with {name}={value} is not supported: the LM head here is linear")

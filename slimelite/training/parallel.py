@@ -55,7 +55,7 @@ def join_world(args: Args, rank: int, world_size: int, init_method: str | None) 
         ValueError: several ranks and no address, or a ``--dp-replicate-size`` that does not divide the ranks.
     """
     if world_size % args.dp_replicate_size:
-        raise ValueError(f"--dp-replicate-size {args.dp_replicate_size} does not divide the {world_size} training ranks")
+        raise ValueError(f"--dp-replicate-size {args.dp_replicate_size} does not divide {world_size} training ranks")
     if world_size > 1 and init_method is None:
         raise ValueError(f"{world_size} training ranks need an init_method to meet at")
     device = torch.device("cpu")

@@ -101,6 +101,7 @@ class EmbeddedEngine:
         # why decoding is suspended; only the worker touches it
         self._holds: set[str] = set()
         self._next_version: int | None = None
+        self._closed = False
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="embedded-engine", daemon=True)
         self._worker.start()
@@ -203,7 +204,9 @@ class EmbeddedEngine:
     async def close(self) -> None:
         """See `Engine.close`. Requests still running fail."""
         await self._front.stop()
-        self._jobs.put(None)
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
         await asyncio.to_thread(self._worker.join)
 
     def _check(self, request: GenerateRequest) -> None:
@@ -235,9 +238,11 @@ class EmbeddedEngine:
 
     def _submit(self, requests: Sequence[GenerateRequest], call: _Call) -> None:
         """Queue the requests of one call, all or none."""
-        ids = [request.request_id for request in requests]
-        if len(set(ids)) < len(ids) or (taken := self._scheduler.request_ids().intersection(ids)):
-            raise ValueError(f"request ids must be unique among running requests: {sorted(taken) if len(set(ids)) == len(ids) else ids}")
+        taken = self._scheduler.request_ids()
+        for request in requests:
+            if request.request_id in taken:
+                raise ValueError(f"request id {request.request_id} is taken by a running request; ids must be unique")
+            taken.add(request.request_id)
         for index, request in enumerate(requests):
             params = request.params
             stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
@@ -252,6 +257,8 @@ class EmbeddedEngine:
 
     def _post(self, job: Callable[[], T]) -> Future[T]:
         """Have the worker do ``job`` between two steps."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         self._jobs.put((job, future))

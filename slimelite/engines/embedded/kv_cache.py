@@ -43,9 +43,10 @@ class AttentionPlan:
             pad[unpad] = np.arange(len(unpad))
             self._pad, self._unpad = torch.from_numpy(pad).to(device), torch.from_numpy(unpad).to(device)
         self._length = round_up(int(last.max()) + 1)
-        self._slots = torch.from_numpy(row_ids * cache.row_len + positions).to(device)
+        self._slots = torch.from_numpy(cache.slots(row_ids, positions)).to(device)
         self.positions = torch.from_numpy(positions).to(device)
         self._mask = self._causal_mask(torch.from_numpy(starts).to(device), width)
+        self._mask3 = self._mask[:, 0].repeat_interleave(cache._kv_heads, 0) if width == 1 else None
 
     def _causal_mask(self, starts: torch.Tensor, width: int) -> torch.Tensor:
         """[rows, 1, width * heads per kv head, length], additive."""
@@ -58,7 +59,7 @@ class AttentionPlan:
 
     def write(self, layer: int, key_value: torch.Tensor) -> None:
         """Store ``key_value`` [T, 2 * kv heads, head dim]."""
-        self._cache.pool[layer].index_copy_(0, self._slots, key_value.flatten(1))
+        self._cache.pool[layer].index_copy_(0, self._slots, key_value.flatten(0, 1))
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Attention of ``query`` [T, heads, head dim] over what was written so far: [T, heads * head dim]."""
@@ -66,6 +67,11 @@ class AttentionPlan:
         tokens, heads, head_dim = query.shape
         kv_heads = keys.shape[1]
         # the query heads that share a kv head become further queries of it: no copy of keys and values
+        if self._pad is None and query.dtype == torch.float32:
+            q3 = query.reshape(tokens * kv_heads, -1, head_dim)
+            mask = self._mask3
+            scores = torch.baddbmm(mask, q3, keys.flatten(0, 1).transpose(1, 2), alpha=head_dim**-0.5)
+            return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(tokens, -1)
         if self._pad is None:
             out = F.scaled_dot_product_attention(query.view(tokens, kv_heads, -1, head_dim), keys, values, self._mask)
             return out.reshape(tokens, -1)
@@ -80,14 +86,16 @@ class KVCache:
     """A pool of ``tokens`` positions a layer, cut into rows of ``row_len``.
 
     ``row_len`` follows the longest running sequence, so that a short context leaves room for more rows.
+    ``pool``: [layers, 2 * tokens * kv heads, head dim], keys in the first half and values in the second, each as
+    [rows, kv heads, row_len]: what one head of one sequence attends to is contiguous.
     """
 
     def __init__(self, shape: DecoderShape, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         self.tokens = tokens
         self.row_len = 0
         self.heads_per_kv = shape.num_heads // shape.num_kv_heads
-        self._row_shape = (2, shape.num_kv_heads, shape.head_dim)
-        size = (shape.num_layers, tokens, 2 * shape.num_kv_heads * shape.head_dim)
+        self._kv_heads = shape.num_kv_heads
+        size = (shape.num_layers, 2 * tokens * shape.num_kv_heads, shape.head_dim)
         # finite everywhere: masked positions have weight 0, and 0 * NaN is NaN
         if device.type == "cpu":
             # numpy's zeros take memory when they are first written; torch's take it at once
@@ -98,7 +106,8 @@ class KVCache:
         self.columns = torch.arange(tokens, device=device)
         self.zero = torch.zeros((), device=device, dtype=dtype)
         self.minus_inf = torch.full((), -torch.inf, device=device, dtype=dtype)
-        self._rows: list[torch.Tensor] = []
+        # [layers, 2, rows, kv heads, row_len, head dim]
+        self._rows = self.pool.new_empty(0)
 
     def fits(self, rows: int, row_len: int) -> bool:
         """Whether ``rows`` rows of ``row_len`` positions (a multiple of `LENGTH_BUCKET`) fit the pool."""
@@ -109,19 +118,25 @@ class KVCache:
         assert row_len >= self.row_len or not len(lengths), "rows with content never shrink"
         if row_len == self.row_len:
             return
-        for row in range(len(lengths) - 1, 0, -1):
-            old, new, length = row * self.row_len, row * row_len, int(lengths[row])
-            self.pool[:, new : new + length] = self.pool[:, old : old + length].clone()
-        self.row_len = row_len
+        old, heads, head_dim = self._rows, self._kv_heads, self.pool.shape[-1]
         rows = self.tokens // row_len
-        self._rows = [layer[: rows * row_len].view(rows, row_len, *self._row_shape) for layer in self.pool]
+        halves = self.pool.view(len(self.pool), 2, -1, head_dim)[:, :, : rows * heads * row_len]
+        self.row_len, self._rows = row_len, halves.unflatten(2, (rows, heads, row_len))
+        for row in reversed(range(len(lengths))):  # a row moves to where only rows above it were
+            length = int(lengths[row])
+            self._rows[:, :, row, :, :length] = old[:, :, row, :, :length].clone()
+
+    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Where in the pool the keys and values at ``positions`` of ``rows`` lie: flat [T, 2 * kv heads]."""
+        heads = np.arange(self._kv_heads)
+        keys = (rows[:, None] * self._kv_heads + heads) * self.row_len + positions[:, None]
+        return np.concatenate((keys, keys + self.tokens * self._kv_heads), axis=1).ravel()
 
     def rows_of(self, layer: int, rows: slice | torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [rows, kv heads, length, head dim]; a view where ``rows`` is a slice."""
-        both = self._rows[layer][:, :length][rows]
-        return both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
+        keys, values = self._rows[layer, :, :, :, :length]
+        return keys[rows], values[rows]
 
     def copy(self, source: int, destination: int, length: int) -> None:
         """Copy the first ``length`` positions of a row over another's."""
-        old, new = source * self.row_len, destination * self.row_len
-        self.pool[:, new : new + length] = self.pool[:, old : old + length]
+        self._rows[:, :, destination, :, :length] = self._rows[:, :, source, :, :length]

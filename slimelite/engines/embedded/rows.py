@@ -49,11 +49,10 @@ class Sequence:
         """Cache positions it may come to use."""
         return len(self.request.input_ids) + self.request.params.max_new_tokens
 
-    @property
-    def shared_prompt(self) -> tuple[str, tuple[int, ...]] | None:
-        """What sequences with the same prompt have in common; None when the request shares nothing."""
-        request = self.request
-        return None if request.prefix_key is None else (request.prefix_key, request.input_ids[: self.prompt_length])
+    def shares_prompt(self, other: Sequence) -> bool:
+        """Whether both start with the same prompt."""
+        mine = self.request.input_ids[: self.prompt_length]
+        return mine == other.request.input_ids[: other.prompt_length]
 
     def result(self, tokens: np.ndarray, log_probs: np.ndarray, reason: FinishReason) -> GenerateResult:
         """What the caller gets for these generated tokens."""

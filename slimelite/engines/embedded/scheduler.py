@@ -133,21 +133,24 @@ class Scheduler:
     def _fill(self, cache: KVCache, first: int) -> None:
         """Bring the keys and values of rows ``first`` and up into the cache, a shared prompt once."""
         lengths = self._cached_lengths()
-        leaders: dict[object, int] = {}
+        sequences = self.rows.sequences
+        leaders: dict[str | None, int] = {}
         leading: list[Piece] = []
         following: list[Piece] = []
-        for row, sequence in enumerate(self.rows.sequences):
-            leader = leaders.setdefault(sequence.shared_prompt or row, row)
+        for row, sequence in enumerate(sequences):
+            key = sequence.request.prefix_key
+            leader = row if key is None else leaders.setdefault(key, row)
             if row < first:
                 continue
-            if leader == row:
+            if leader == row or not sequence.shares_prompt(sequences[leader]):
                 leading.append((row, 0, int(lengths[row])))
             else:
+                # a fresh leader's cache ends before its last prompt token
                 following.append((row, sequence.prompt_length - 1, int(lengths[row])))
-                sequence.cached_tokens = max(sequence.cached_tokens, sequence.prompt_length - 1)
+                sequence.cached_tokens = sequence.prompt_length - 1
         self._prefill(cache, leading)
         for row, shared, _ in following:
-            cache.copy(leaders[self.rows.sequences[row].shared_prompt], row, shared)
+            cache.copy(leaders[sequences[row].request.prefix_key], row, shared)
         self._prefill(cache, following)
 
     def _prefill(self, cache: KVCache, pieces: list[Piece]) -> None:

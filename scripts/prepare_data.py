@@ -1,0 +1,173 @@
+"""Write prompts as slime reads them: parquet with the columns messages, label and metadata.
+
+    python scripts/prepare_data.py gsm8k --source hub --out data/gsm8k             # train.parquet, test.parquet
+    python scripts/prepare_data.py svamp --source SVAMP/ --out data/svamp          # a folder of the original files
+    python scripts/prepare_data.py quickstart --out data/quickstart                # offline: task, tokenizer, model shape
+
+`--source` is `hub` (needs `pip install 'slimelite[hub]'`) or a folder with the original files: train and test as .jsonl or
+.parquet (GSM8K, MATH-500, MMLU), or SVAMP.json. Files that have the three columns already are copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slimelite.data.arithmetic import all_questions, conversation_row, prompt_row, write_model_folder
+from slimelite.data.reader import BadRows, read_rows
+
+BOXED = " Let's think step by step and output the final answer within \\boxed{}."
+STEM = """abstract_algebra anatomy astronomy college_biology college_chemistry college_computer_science college_mathematics
+college_physics computer_security conceptual_physics electrical_engineering elementary_mathematics high_school_biology
+high_school_chemistry high_school_computer_science high_school_mathematics high_school_physics high_school_statistics
+machine_learning""".split()
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where the original is and how a row of it becomes one of ours (None: the row is left out)."""
+
+    convert: Callable[[Row, str, int], Row | None]
+    hub: dict[str, str]  # split -> dataset id for `read_rows`
+    files: tuple[str, ...] = ("{split}.jsonl", "{split}.parquet", "{split}-*.parquet", "*_{split}.json")
+
+
+def row_of(question: str, label: str, metadata: Row) -> Row:
+    """One prompt with its label."""
+    return {"messages": [{"role": "user", "content": question}], "label": label, "metadata": metadata}
+
+
+def gsm8k(row: Row, split: str, index: int) -> Row:
+    """The label is what stands after ``####``, without thousands separators."""
+    label = row["answer"].split("####")[-1].strip().replace(",", "")
+    metadata = {"split": split, "index": index, "answer": row["answer"], "question": row["question"]}
+    return row_of(row["question"] + BOXED, label, metadata)
+
+
+def svamp(row: Row, split: str, index: int) -> Row:  # noqa: ARG001
+    """Body and question, one sentence each."""
+    body, answer = row["Body"].strip().rstrip(". "), float(row["Answer"])
+    question = f"{body}{' ' if body.endswith((',', '?', '!')) else '. '}{row['Question'].strip()}"
+    label = str(int(answer)) if answer.is_integer() else str(answer)
+    return row_of(question + BOXED, label, {"id": row["ID"], "type": row["Type"]})
+
+
+def math500(row: Row, split: str, index: int) -> Row:  # noqa: ARG001
+    """Problems of the MATH test set, answers in LaTeX."""
+    metadata = {"subject": row["subject"], "level": str(row["level"]), "unique_id": row["unique_id"]}
+    return row_of(row["problem"] + BOXED, row["answer"], metadata)
+
+
+def mmlu_stem(row: Row, split: str, index: int) -> Row | None:  # noqa: ARG001
+    """Four choices; the label is the letter of the right one."""
+    subject = row.get("type") or row["subject"]
+    if subject not in STEM:
+        return None
+    choices = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))
+    question = f"{row['question']}\n{choices}\nAnswer with the letter of the correct option, as 'Answer: X'."
+    return row_of(question, "ABCD"[row["answer"]], {"subject": subject, "choices": row["choices"]})
+
+
+TASKS = {
+    "gsm8k": Task(gsm8k, {"train": "openai/gsm8k:main:train", "test": "openai/gsm8k:main:test"}),
+    "svamp": Task(svamp, {"train": "ChilleD/SVAMP:train", "test": "ChilleD/SVAMP:test"}),
+    "math500": Task(math500, {"test": "HuggingFaceH4/MATH-500:test"}),
+    "mmlu_stem": Task(mmlu_stem, {"test": "cais/mmlu:all:test"}),
+}
+
+
+def originals(task: Task, source: str) -> dict[str, str]:
+    """Split -> what `read_rows` reads."""
+    if source == "hub":
+        return task.hub
+    # the 1,000 problems of SVAMP.json come as one file; the last 300 are kept for evaluation
+    if whole := next(Path(source).rglob("SVAMP.json"), None):
+        return {"train": f"{whole}@[:700]", "test": f"{whole}@[700:]"}
+    found = {}
+    for split in task.hub:
+        names = (name.format(split=split) for name in task.files)
+        files = (f for name in names for f in sorted(Path(source).rglob(name), key=lambda f: (len(f.parts), f)))
+        if file := next(files, None):
+            found[split] = str(file)
+    if not found:
+        looked_for = [name.format(split=split) for split in task.hub for name in task.files]
+        raise ValueError(f"{source!r} has none of {looked_for}; --source names the folder of the original files")
+    return found
+
+
+def converted(task: Task, original: str, split: str) -> Iterator[Row]:
+    """The rows of one split."""
+    for index, row in enumerate(read_rows(original, [], None, BadRows())):
+        try:
+            ours = task.convert(row.values, split, index)
+        except KeyError as error:
+            raise ValueError(f"{row.place}: no column {error}; it has {sorted(row.values)}") from error
+        if ours is not None:
+            yield ours
+
+
+def write(rows: list[Row], path: Path) -> None:
+    """Parquet, and a line that says so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    print(f"{path}: {len(rows)} rows")
+
+
+def prepare(name: str, source: str, out: Path) -> None:
+    """Every split of a task."""
+    task = TASKS[name]
+    for split, original in originals(task, source).items():
+        target = out / f"{split}.parquet"
+        if original.endswith(".parquet") and "messages" in pq.read_schema(original).names:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(original, target)
+            print(f"{target}: copied from {original}")
+        else:
+            write(list(converted(task, original, split)), target)
+
+
+def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share: float) -> None:
+    """The tiny arithmetic task: prompts that do not overlap, conversations on the training prompts, an empty model."""
+    rng = random.Random(seed)
+    questions = all_questions()
+    rng.shuffle(questions)
+    heldout, train = questions[:held_out], questions[held_out:]
+    write([prompt_row(numbers) for numbers in train], out / "train.parquet")
+    write([prompt_row(numbers) for numbers in heldout], out / "heldout.parquet")
+    write([conversation_row(rng.choice(train), rng, worked_share) for _ in range(sft_rows)], out / "sft.parquet")
+    write_model_folder(out / "model")
+    print(f"{out / 'model'}: tokenizer and config of a model without weights")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=[*TASKS, "quickstart"])
+    parser.add_argument("--source", default="hub", help="hub, or the folder of the original files (default: hub)")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="quickstart: seed of everything (default: 0)")
+    parser.add_argument("--held-out", type=int, default=1000, help="quickstart: prompts in heldout.parquet (default: 1000)")
+    parser.add_argument("--sft-rows", type=int, default=22_400, help="quickstart: conversations (default: 22400)")
+    parser.add_argument("--worked-share", type=float, default=0.3, help="quickstart: share that shows its working (default: 0.3)")
+    args = parser.parse_args()
+    if args.task == "quickstart":
+        quickstart(args.out, args.seed, args.held_out, args.sft_rows, args.worked_share)
+        return
+    try:
+        prepare(args.task, args.source, args.out)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

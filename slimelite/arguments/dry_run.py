@@ -1,0 +1,57 @@
+"""What ``--dry-run`` prints: the arguments with their reasons, and what the checks found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from slimelite.arguments.args import Args
+from slimelite.arguments.base import Flag, group_flags, group_title, groups_of
+
+if TYPE_CHECKING:
+    from slimelite.arguments.preflight import Findings
+
+SECRETS = ("wandb_key",)
+
+
+def format_report(args: Args, findings: Findings) -> str:
+    """One screen: values that are not defaults by group, derived values with reasons, notes, checks, problems."""
+    lines = ["given"]
+    lines += [f"  {title}: {', '.join(words)}" for title, words in _given(args)]
+    lines += ["derived"]
+    width = max((len(d.name) for d in args.derivations), default=0)
+    lines += [f"  {d.name:<{width}}  {_plain(d.value)}  ({d.reason})" for d in args.derivations]
+    lines += _section("notes", args.notes)
+    lines += _section("no effect here", [f"{option}: {why}" for option, why in args.no_effect])
+    lines += _section("checked", findings.facts)
+    lines += _section("warnings", findings.warnings)
+    lines += _section("problems", findings.problems)
+    verdict = f"{len(findings.problems)} problem(s) found" if findings.problems else "ready to start"
+    return "\n".join([*lines, verdict])
+
+
+def _given(args: Args) -> Iterator[tuple[str, list[str]]]:
+    """(group, its values that are neither defaults nor derived)."""
+    derived = {d.name for d in args.derivations}
+    for group in groups_of(type(args)):
+        flags = [f for f in group_flags(group) if f.name not in derived and getattr(args, f.name) != f.default]
+        if flags:
+            yield group_title(group)[0], [_assignment(f, getattr(args, f.name)) for f in flags]
+    if args.sglang_overrides:
+        yield "SGLang, passed on", [f"{name} {_plain(value)}" for name, value in args.sglang_overrides.items()]
+
+
+def _assignment(flag: Flag, value: Any) -> str:
+    if flag.kind is bool:
+        return flag.name if value else f"no {flag.name}"
+    return f"{flag.name} {'***' if flag.name in SECRETS else _plain(value)}"
+
+
+def _section(title: str, entries: Any) -> list[str]:
+    return [title, *(f"  {entry}" for entry in entries)] if entries else []
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,259 @@
+"""What can be checked before anything expensive starts: files, columns, labels, one reward, lengths, devices.
+
+A real start and ``--dry-run`` run the same checks; the dry run reads all rows and reports too few GPUs as a warning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slimelite.arguments.architecture import check_architecture
+from slimelite.arguments.args import Args
+from slimelite.arguments.base import all_flags
+from slimelite.arguments.machine import Machine, this_machine
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    from slimelite.arguments.eval_datasets import EvalDataset
+    from slimelite.data.prompts import Prompt
+
+# rows of each file that a real start looks at; its data source reads the rest
+ROWS_AT_START = 64
+
+
+@dataclass
+class Findings:
+    """What the checks found: problems stop the run, warnings and facts are shown."""
+
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+
+
+def preflight(args: Args) -> int:
+    """Check ``args`` against the world; print the dry run's report, or the problems alone. Returns the exit status."""
+    from slimelite.arguments.dry_run import format_report
+
+    findings = inspect(args, this_machine())
+    if args.dry_run:
+        print(format_report(args, findings))
+    else:
+        for problem in findings.problems:
+            print(f"train.py: {problem}", file=sys.stderr)
+    return 2 if findings.problems else 0
+
+
+def inspect(args: Args, machine: Machine) -> Findings:
+    """Every check that can be made without loading a model; one that fails does not hide the others."""
+    findings = Findings()
+    _check_devices(args, machine, findings)
+    _check_packages(args, findings)
+    _check_plugins(args, findings)
+    config = _check_model(args, findings)
+    _check_saved_rollouts(args, findings)
+    tokenizer = _check_tokenizer(args, config, findings)
+    if tokenizer is not None:
+        _check_data(args, tokenizer, config, findings)
+    return findings
+
+
+def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
+    ranks = 0 if args.debug_rollout_only else args.actor_num_gpus_per_node * args.actor_num_nodes
+    engines = args.num_engines * args.rollout_num_gpus_per_engine
+    needed = max(ranks, engines) if args.colocate else ranks + engines
+    shared = "shared by" if args.colocate else "for"
+    findings.facts.append(
+        f"{needed} {args.device} device(s) {shared} {ranks} training rank(s) and {args.num_engines} engine(s)"
+    )
+    elsewhere = args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ  # Ray counts the GPUs of all nodes
+    if args.device != "cuda" or elsewhere:
+        return
+    if needed > machine.gpus:
+        what = f"{needed} GPUs are needed ({ranks} for training, {engines} for engines, colocate={args.colocate})"
+        message = f"{what}, and this machine has {machine.gpus}: lower --actor-num-gpus-per-node or --rollout-num-gpus"
+        (findings.warnings if args.dry_run else findings.problems).append(message)
+    elif not args.dry_run:
+        import torch
+
+        if not torch.cuda.is_available():
+            findings.problems.append(
+                "--device cuda: torch cannot use the GPU here; install its CUDA build, or --device cpu"
+            )
+
+
+def _check_packages(args: Args, findings: Findings) -> None:
+    wanted = (("ray", args.launcher == "ray", "use --launcher local"), ("wandb", args.use_wandb, "pip install wandb"))
+    for package, needed, remedy in (*wanted, ("tensorboard", args.use_tensorboard, "pip install tensorboard")):
+        if needed and importlib.util.find_spec(package) is None:
+            findings.problems.append(f"{package} is not installed: {remedy}")
+
+
+def _check_plugins(args: Args, findings: Findings) -> None:
+    from slimelite.plugins import load_function
+
+    for flag, path in _plugin_paths(args):
+        try:
+            load_function(path)
+        except Exception as error:  # a plugin's module may raise anything when it is imported
+            findings.problems.append(f"{flag}: {_one_line(error)}")
+
+
+def _plugin_paths(args: Args) -> Iterator[tuple[str, str]]:
+    """(flag, path) of every plugin that is named."""
+    for flag in all_flags(type(args)).values():
+        if flag.metavar == "PLUGIN":
+            value = getattr(args, flag.name)
+            yield from ((flag.option, path) for path in (value if flag.many else [value]) if path)
+    for dataset in args.eval_datasets:
+        for path in (dataset.custom_rm_path, dataset.custom_generate_function_path):
+            if path and path not in (args.custom_rm_path, args.custom_generate_function_path):
+                yield f"eval dataset {dataset.name}", path
+
+
+def _check_model(args: Args, findings: Findings) -> dict[str, Any]:
+    """The model's config; empty when there is none to be had."""
+    if args.model_config is not None:
+        findings.facts.append(
+            f"a new {args.model_config['model_type']} model of {args.num_layers} layers, random weights"
+        )
+        return args.model_config
+    if args.hf_checkpoint is None:
+        return {}
+    path = args.hf_checkpoint
+    try:
+        config = _read_config(path)
+    except (OSError, ValueError) as error:
+        findings.problems.append(f"--hf-checkpoint {path}: {_one_line(error)}")
+        return {}
+    findings.problems += check_architecture(args, config)
+    folder = Path(path)
+    if folder.is_dir() and not _has_weights(folder):
+        findings.warnings.append(f"--hf-checkpoint {path} holds no weights: training starts from random ones")
+    if args.use_reference and args.ref_load and not _has_weights(Path(args.ref_load)) and Path(args.ref_load).is_dir():
+        findings.warnings.append(f"--ref-load {args.ref_load} holds no weights: the reference is random")
+    return config
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    if Path(path).is_dir():
+        return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    if path.startswith((".", "/", "~")):
+        raise ValueError("no such folder")
+    from transformers.utils import cached_file
+
+    return json.loads(Path(cached_file(path, "config.json")).read_text(encoding="utf-8"))
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+
+
+def _check_saved_rollouts(args: Args, findings: Findings) -> None:
+    if args.load_debug_rollout_data is None:
+        return
+    first = args.start_rollout_id or 0
+    path = Path(args.load_debug_rollout_data.format(rollout_id=first))
+    if not path.is_file():
+        findings.problems.append(f"--load-debug-rollout-data: no saved rollout at {path}")
+
+
+def _check_tokenizer(args: Args, config: dict[str, Any], findings: Findings) -> PreTrainedTokenizerBase | None:
+    if args.tokenizer is None:
+        return None
+    from slimelite.data.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(args.tokenizer)
+    except ValueError as error:
+        findings.problems.append(f"--tokenizer: {_one_line(error)}")
+        return None
+    rows = config.get("text_config", config).get("vocab_size")
+    if rows is not None and len(tokenizer) > rows:
+        findings.problems.append(f"the tokenizer has {len(tokenizer)} tokens but the model's vocabulary has {rows}")
+    return tokenizer
+
+
+def _check_data(args: Args, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], findings: Findings) -> None:
+    """Prompts and rewards of training and of every evaluation dataset."""
+    from slimelite.data.prompts import load_prompts
+
+    sources: list[tuple[str, Args | EvalDataset, list[str], int | None]] = []
+    if args.rollout_global_dataset and args.prompt_data and not args.load_debug_rollout_data:
+        sources.append(("--prompt-data", args, args.prompt_data, args.rollout_max_prompt_len))
+    if args.eval_interval is not None and not args.debug_train_only:
+        sources += [(f"eval dataset {d.name}", d, [d.path], d.max_prompt_len) for d in args.eval_datasets]
+    for name, columns, paths, limit in sources:
+        rows = paths if args.dry_run else [path if "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in paths]
+        try:
+            prompts = load_prompts(columns, tokenizer, rows, max_prompt_len=limit, skip_bad_rows=args.skip_bad_rows)
+        except ValueError as error:
+            findings.problems.append(f"{name}: {_one_line(error)}")
+            continue
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        findings.facts.append(f"{name}: {len(prompts)} prompts, the longest of {longest} tokens")
+        if args.loss_type != "sft_loss" or columns is not args:
+            dataset = None if isinstance(columns, Args) else columns
+            _check_lengths(args, dataset, name, longest, config, findings)
+            _check_reward(args, dataset, name, prompts[0], findings)
+
+
+def _check_lengths(
+    args: Args, dataset: EvalDataset | None, name: str, longest: int, config: dict[str, Any], findings: Findings
+) -> None:
+    """Whether prompt and response fit the context and the micro-batch."""
+    response = args.rollout_max_response_len if dataset is None else dataset.max_response_len
+    context = args.rollout_max_context_len if dataset is None else dataset.max_context_len
+    response = response or 0
+    whole = longest + response if context is None else min(longest + response, context)
+    limit = config.get("text_config", config).get("max_position_embeddings")
+    if limit is not None and longest >= limit:
+        findings.problems.append(f"{name}: a prompt of {longest} tokens fills the model's context of {limit}")
+    elif limit is not None and whole > limit:
+        findings.warnings.append(
+            f"{name}: {longest} prompt and {response} response tokens exceed the model's context of {limit}"
+        )
+    if dataset is None and args.max_tokens_per_gpu is not None and whole > args.max_tokens_per_gpu:
+        findings.warnings.append(
+            f"{name}: a sample may have {whole} tokens, more than --max-tokens-per-gpu {args.max_tokens_per_gpu}; "
+            "such a one is trained in a pass of its own"
+        )
+
+
+def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Prompt, findings: Findings) -> None:
+    """Score one real row, with the right answer where the rule knows what that looks like."""
+    from slimelite.rewards import check_reward
+    from slimelite.sample import Sample
+
+    settings = args
+    if dataset is not None:
+        rule, path = dataset.rm_type, dataset.custom_rm_path
+        settings = replace(args, rm_type=rule, custom_rm_path=path, reward_key=args.eval_reward_key, group_rm=False)
+    own_rollout = args.rollout_function_path if dataset is None else args.eval_function_path
+    scored = settings.custom_rm_path or settings.rm_type or prompt.metadata.get("rm_type")
+    if own_rollout or args.debug_train_only or (args.custom_generate_function_path and not scored):
+        return  # that code brings rewards of its own
+    text = prompt.text or prompt.messages or ""
+    sample = Sample(group_index=0, index=0, prompt=text, tokens=list(prompt.token_ids), label=prompt.label)
+    sample.metadata, sample.status = dict(prompt.metadata), Sample.Status.COMPLETED
+    try:
+        reward = check_reward(settings, sample)
+    except ValueError as error:
+        findings.problems.append(f"{name}: {_one_line(error)}")
+    else:
+        findings.facts.append(
+            f"{name}: the right answer to the first prompt gets {reward} (label {prompt.label!r:.60})"
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    """The message of an error without line breaks, and its kind where it is not a message to a user."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"

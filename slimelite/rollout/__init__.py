@@ -1,0 +1,1 @@
+"""Prompts to scored groups: asynchronous generation, filters, partial rollouts, evaluation."""

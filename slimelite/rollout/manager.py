@@ -1,0 +1,230 @@
+"""The rollout side of a run behind plain, blocking methods: generate, evaluate, and the state between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from slimelite.algorithms.advantages import group_advantages
+from slimelite.arguments import Args
+from slimelite.engines.protocol import Engine
+from slimelite.plugins import load_function
+from slimelite.rewards import Grader
+from slimelite.rollout import generate, sft
+from slimelite.rollout.context import Progress, RolloutContext
+from slimelite.rollout.metrics import eval_metrics, perf_metrics, prefixed, rollout_metrics, sample_metrics
+from slimelite.rollout.outputs import RolloutFnEvalOutput, train_output
+from slimelite.rollout.pool import EnginePool
+from slimelite.rollout.source import build_source
+from slimelite.sample import Sample
+from slimelite.table import SampleTable
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+BUILT_IN = (generate.generate_rollout, sft.generate_rollout)
+
+
+@dataclass(slots=True)
+class RolloutOutput:
+    """One rollout: scored samples with their advantages, and metrics by their full names."""
+
+    table: SampleTable
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True)
+class EvalOutput:
+    """One evaluation: metrics by their full names, and for each dataset its samples."""
+
+    metrics: dict[str, float]
+    tables: dict[str, SampleTable]
+
+
+class RolloutManager:
+    """Owns the data source, the grader and one thread with an event loop on which everything asynchronous runs.
+
+    ``engines`` may be empty where nothing is generated: SFT, and training on saved rollouts.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        engines: Sequence[Engine],
+        tokenizer: PreTrainedTokenizerBase,
+        progress: Progress | None = None,
+    ) -> None:
+        """Read the prompts and load every plugin.
+
+        Args:
+            progress: called with (done, total, note) while a rollout or an evaluation goes on, from its thread.
+
+        Raises:
+            ValueError: a plugin cannot be loaded, or the prompts cannot be read.
+        """
+        self.args = args
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._thread.start()
+        pool = EnginePool(engines, args.sglang_server_concurrency)
+        self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._run, progress or _silent)
+        self._context.grader.plugin_args = self._plugin_args()
+        self._rollout_function = _load(args.rollout_function_path) or generate.generate_rollout
+        self._eval_function = _load(args.eval_function_path) or self._rollout_function
+        self._post_process = _load(args.custom_reward_post_process_path)
+        self._log = _load(args.custom_rollout_log_function_path)
+        self._eval_log = _load(args.custom_eval_rollout_log_function_path)
+        # a run on saved rollouts has no prompts
+        needs_prompts = args.load_debug_rollout_data is None
+        self.source = build_source(args, self._plugin_args(), tokenizer) if needs_prompts else None
+
+    def generate(self, rollout_id: int) -> RolloutOutput:
+        """One rollout's table, advantages included, and its metrics.
+
+        Raises:
+            ValueError: the rollout cannot succeed (see `generate.Collection`), or the saved one is not there.
+        """
+        started = time.monotonic()
+        if self.args.load_debug_rollout_data is not None:
+            table, metrics = self._saved(rollout_id)
+            groups = table.to_samples()
+            reward_key = None
+        else:
+            function = self._rollout_function
+            output = train_output(function(self._plugin_args(function), rollout_id, self.source))
+            groups, metrics = output.samples, output.metrics
+            reward_key = self.args.reward_key
+            table = SampleTable.from_samples(groups, reward_key)
+        seconds = time.monotonic() - started
+        samples = [s for group in groups for s in group]
+        metrics |= self._set_advantages(table, samples)
+        self._save(table, str(rollout_id))
+        if self._log and self._log(rollout_id, self._plugin_args(), samples, metrics, seconds):
+            return RolloutOutput(table, {})
+        return RolloutOutput(table, {**self._metrics(groups, reward_key, seconds), **metrics})
+
+    def evaluate(self, rollout_id: int) -> EvalOutput:
+        """Every eval dataset under the engines' weights.
+
+        Raises:
+            ValueError: a dataset is empty, or none of its prompts got a scored response.
+        """
+        started = time.monotonic()
+        function = self._eval_function
+        output: Any = function(self._plugin_args(function), rollout_id, self.source, evaluation=True)
+        if not isinstance(output, RolloutFnEvalOutput):
+            output = RolloutFnEvalOutput(output)
+        key = self.args.eval_reward_key or self.args.reward_key
+        tables, metrics = {}, dict(output.metrics or {})
+        for name, results in output.data.items():
+            if results.get("samples"):
+                tables[name] = SampleTable.from_samples([results["samples"]], key)
+                self._save(tables[name], f"eval_{rollout_id}_{name}")
+        if self._eval_log and self._eval_log(rollout_id, self._plugin_args(), output.data, metrics):
+            return EvalOutput({}, tables)
+        for name, results in output.data.items():
+            metrics |= eval_metrics(name, results, key)
+        metrics |= self._context.grader.metrics()
+        metrics["perf/eval_time"] = time.monotonic() - started
+        return EvalOutput(metrics, tables)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data source stands, with the groups that were given back to it; plain JSON values."""
+        if self.source is None:
+            return {}
+        if not hasattr(self.source, "state_dict"):
+            logger.warning("%s has no state_dict: its position is not in the checkpoint", type(self.source).__name__)
+            return {}
+        return {"data_source": self.source.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        if self.source is not None and "data_source" in state:
+            self.source.load_state_dict(state["data_source"])
+
+    def num_prompts(self) -> int:
+        """Prompts in the data source; 0 without one."""
+        return 0 if self.source is None else len(self.source)
+
+    def close(self) -> None:
+        """End the grader's workers and the event loop; the engines belong to the caller."""
+        self._context.grader.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        assert threading.current_thread() is not self._thread, "the rollout's thread cannot wait for itself"
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _plugin_args(self, function: Any = None) -> Any:
+        # a rollout function of the user may post to an engine; ours do not
+        http = function is not None and function not in BUILT_IN and self._context.engines.engines
+        return self._run(self._context.plugin_args(0 if http else None))
+
+    def _saved(self, rollout_id: int) -> tuple[SampleTable, dict[str, Any]]:
+        """A rollout from ``--load-debug-rollout-data``, or whole groups from its beginning."""
+        template, share = self.args.load_debug_rollout_data, self.args.load_debug_rollout_data_subsample
+        assert template is not None
+        table = SampleTable.from_parquet(template.format(rollout_id=rollout_id))
+        if share is not None:
+            groups = list(dict.fromkeys(table.group_id.tolist()))
+            kept = groups[: max(1, round(share * len(groups)))]
+            table = table.select(np.flatnonzero(np.isin(table.group_id, kept)))
+        return table, {}
+
+    def _set_advantages(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
+        args = self.args
+        if self._post_process is not None:
+            raw, rewards = self._post_process(self._plugin_args(), samples)
+            table.reward, table.advantage = np.asarray(raw, np.float64), np.asarray(rewards, np.float64)
+            return {}
+        if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
+            return {}
+        advantages, metrics = group_advantages(
+            torch.from_numpy(table.reward),
+            torch.from_numpy(table.group_id),
+            torch.from_numpy(table.rollout_id),
+            args.advantage_estimator,
+            std_normalization=args.grpo_std_normalization,
+            normalize=args.rewards_normalization,
+        )
+        table.advantage = advantages.numpy().astype(np.float64)
+        return prefixed("rollout/", {name: float(total / weight) for name, (total, weight) in metrics.items()})
+
+    def _metrics(self, groups: list[list[Sample]], reward_key: str | None, seconds: float) -> dict[str, float]:
+        samples = [s for group in groups for s in group]
+        if self.args.loss_type == "sft_loss":
+            return {**prefixed("rollout/", sample_metrics(samples)), "perf/rollout_time": seconds}
+        pool = self._context.engines
+        metrics = rollout_metrics(self.args, groups, reward_key, pool.weight_version if pool.infos else None)
+        if self.args.load_debug_rollout_data is None:
+            metrics |= perf_metrics(self.args, samples, seconds)
+        return {**metrics, **self._context.grader.metrics()}
+
+    def _save(self, table: SampleTable, name: str) -> None:
+        if self.args.save_debug_rollout_data is not None:
+            table.to_parquet(self.args.save_debug_rollout_data.format(rollout_id=name))
+
+
+def _silent(_done: int, _total: int, _note: str) -> None:
+    """Nobody watches."""
+
+
+def _load(path: str | None) -> Any:
+    return None if path is None else load_function(path)

@@ -1,0 +1,51 @@
+"""Sentences about a run: its evaluations, its end, and what looks wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from slimelite.tracking.metrics_file import Record, series
+from slimelite.tracking.plot import eval_metrics
+
+MISMATCH = "train/train_rollout_logprob_abs_diff"
+MISMATCH_LIMIT = 0.02
+MISMATCH_WARNING = (
+    "trainer and engine disagree about the tokens they share: mean |log-prob difference| {:.3f}, above {:g}. "
+    "The gradient then belongs to another policy than the one that wrote the samples, and training can collapse.\n"
+    "  Usual causes: weights that did not reach the engine; tokens of older weights (partial rollouts, kept surplus);\n"
+    "  lower precision or quantised weights or cache in the engine; top-p, top-k or penalties in sampling; a custom\n"
+    "  generate function that tokenises text again instead of keeping the engine's tokens; experts routed otherwise.\n"
+    "  --use-tis corrects small differences; --check-weight-update-equal tells whether the weights arrived."
+)
+
+
+def eval_text(metrics: Mapping[str, float], datasets: Sequence[str]) -> str:
+    """``gsm8k 0.412 (length 120, truncated 2%, pass@4 0.710), svamp 0.300``."""
+    parts = []
+    for name in datasets:
+        details = []
+        if (length := metrics.get(f"eval/{name}/response_len/mean")) is not None:
+            details.append(f"length {length:.0f}")
+        if truncated := metrics.get(f"eval/{name}-truncated_ratio"):
+            details.append(f"truncated {truncated:.0%}")
+        if at_k := [key for key in metrics if key.startswith(f"eval/{name}-pass@")]:
+            most = max(at_k, key=lambda key: int(key.rpartition("@")[2]))
+            details.append(f"{most.rpartition('-')[2]} {metrics[most]:.3f}")
+        score = f"{name} {metrics[f'eval/{name}']:.3f}" if f"eval/{name}" in metrics else name
+        parts.append(score + (f" ({', '.join(details)})" if details else ""))
+    return ", ".join(parts)
+
+
+def summary(records: Sequence[Record]) -> dict[str, str]:
+    """Eval dataset (the reward, where there is none) -> its first, best and last score in the whole run folder."""
+    lines = {}
+    for name in eval_metrics(records) or ["rollout/raw_reward"]:
+        steps, values = series(records, name)
+        if values:
+            best = max(range(len(values)), key=values.__getitem__)
+            trained = steps[best] + (not name.startswith("eval/"))
+            title = name.replace("rollout/raw_reward", "reward")
+            lines[title] = (
+                f"first {values[0]:.3f}, best {values[best]:.3f} at {trained:.0f} rollouts, last {values[-1]:.3f}"
+            )
+    return lines

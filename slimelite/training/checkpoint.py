@@ -1,0 +1,123 @@
+"""Trainer state through torch.distributed.checkpoint: what one number of ranks saved, another can load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from slimelite.arguments import CheckpointArgs
+from slimelite.training.lr_schedule import LrSchedule
+from slimelite.training.model import PolicyModel
+from slimelite.training.optimizer import Optimizers
+from slimelite.training.parallel import World, reshard
+
+STATE_FILE = "trainer.json"
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far training is: ``rollout_id`` of the last rollout trained on, optimizer ``steps`` taken, ``weight_version``
+    last pushed, and the learning rate's ``schedule``.
+    """
+
+    rollout_id: int
+    steps: int
+    weight_version: int
+    schedule: LrSchedule
+
+
+def save(
+    directory: Path, args: CheckpointArgs, world: World, model: PolicyModel, optimizers: Optimizers, progress: Progress
+) -> None:
+    """Write weights, optimizer state (unless ``--no-save-optim``), random states and progress (collective)."""
+    state: dict[str, Any] = {"model": dict(model.named_weights()), "rng": _random_states(world)}
+    if not args.no_save_optim:
+        state["optimizer"] = _optimizer_tensors(model, optimizers)
+    dcp.save(state, checkpoint_id=directory)
+    if world.rank == 0:
+        (directory / STATE_FILE).write_text(json.dumps(asdict(progress), indent=1))
+
+
+def load(
+    directory: Path, args: CheckpointArgs, world: World, model: PolicyModel, optimizers: Optimizers, progress: Progress
+) -> Progress:
+    """Read what `save` wrote into ``model`` and ``optimizers`` (collective), and return the progress to go on from.
+
+    ``--no-load-optim``, ``--no-load-rng`` and ``--finetune`` leave parts out; ``--override-lr-scheduler`` keeps the
+    schedule of ``progress``.
+
+    Raises:
+        ValueError: no checkpoint there, one of another model, or one without optimizer state.
+    """
+    if not (directory / STATE_FILE).is_file():
+        raise ValueError(f"no trainer state in {directory}; --load needs a checkpoint that --save wrote")
+    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    weights = dict(model.named_weights())
+    if missing := [name for name in weights if f"model.{name}" not in saved]:
+        raise ValueError(f"{directory} is a checkpoint of another model: it has no {missing[0]}")
+    state: dict[str, Any] = {"model": weights}
+    if not (args.no_load_optim or args.finetune):
+        if not any(name.startswith("optimizer.") for name in saved):
+            raise ValueError(f"{directory} was saved with --no-save-optim; resume it with --no-load-optim")
+        state["optimizer"] = _optimizer_slots(saved, weights)
+    if not (args.no_load_rng or args.finetune):
+        state["rng"] = {k: v for k, v in _random_states(world).items() if f"rng.{k}" in saved}
+    dcp.load(state, checkpoint_id=directory)
+    reshard(model)
+    _restore_optimizers(weights, optimizers, state.get("optimizer", {}))
+    _restore_random_states(world, state.get("rng", {}))
+    read = json.loads((directory / STATE_FILE).read_text())
+    schedule = progress.schedule if args.override_lr_scheduler or args.finetune else LrSchedule(**read["schedule"])
+    steps = 0 if args.finetune else read["steps"]
+    return Progress(read["rollout_id"], steps, read["weight_version"], schedule)
+
+
+def _optimizer_tensors(model: PolicyModel, optimizers: Optimizers) -> dict[str, Tensor]:
+    """{"<weight>.<moment>": tensor} of all optimizers."""
+    return {
+        f"{name}.{key}": value
+        for name, parameter in model.named_weights()
+        for optimizer in optimizers.all
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _optimizer_slots(saved: dict[str, Any], weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Empty tensors, sharded like their weights, for the optimizer state of a checkpoint."""
+    slots = {}
+    for path, entry in saved.items():
+        name, _, _ = path.removeprefix("optimizer.").rpartition(".")
+        if path.startswith("optimizer.") and isinstance(entry, TensorStorageMetadata):
+            like = weights[name]
+            same = entry.size == like.shape
+            slots[path.removeprefix("optimizer.")] = torch.empty_like(like) if same else torch.empty(entry.size)
+    return slots
+
+
+def _restore_optimizers(weights: dict[str, nn.Parameter], optimizers: Optimizers, state: dict[str, Tensor]) -> None:
+    owners = {p: o for o in optimizers.all for group in o.param_groups for p in group["params"]}
+    for path, value in state.items():
+        name, _, key = path.rpartition(".")
+        owners[weights[name]].state[weights[name]][key] = value
+
+
+def _random_states(world: World) -> dict[str, Tensor]:
+    """This rank's generators, by names that no other rank has."""
+    states = {f"cpu{world.rank}": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        states[f"cuda{world.rank}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_random_states(world: World, states: dict[str, Tensor]) -> None:
+    if (cpu := states.get(f"cpu{world.rank}")) is not None:
+        torch.set_rng_state(cpu)
+    if (cuda := states.get(f"cuda{world.rank}")) is not None:
+        torch.cuda.set_rng_state(cuda)

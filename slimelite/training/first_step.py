@@ -1,0 +1,45 @@
+"""What must hold on the first step of a run (``--ci-test``), before any update could excuse a difference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slimelite.algorithms.packed import mean_metric
+from slimelite.arguments import Args
+from slimelite.training.loss import Loss, LossInputs
+from slimelite.training.parallel import World
+
+
+def check(args: Args, world: World, inputs: LossInputs, log_probs: Tensor, loss: Loss, *, initial: bool) -> None:
+    """Check one micro-batch of the first optimizer step; ``inputs.old`` came from a pass of its own.
+
+    ``initial``: the policy has its initial weights, so that its KL to a reference at the same checkpoint is 0.
+
+    Raises:
+        AssertionError: the policy differs from itself of a moment ago, something was clipped, the KL to an equal
+            reference is not 0, or engine and trainer disagree beyond the ``--ci-…-threshold``.
+    """
+    if args.loss_type != "policy_loss" or not inputs.mask.any():
+        return
+    assert inputs.old is not None
+    exact = world.compute_dtype == torch.float32
+    drift = _mean(mean_metric((log_probs - inputs.old).abs(), inputs.mask))
+    limit = 1e-6 if exact else 0.02
+    assert drift < limit, f"--ci-test: mean |log-prob - old| is {drift:.2e} on the first step, not below {limit}"
+    if exact and not args.use_rollout_logprobs:
+        clipped = _mean(loss.metrics["pg_clipfrac"])
+        assert clipped == 0, f"--ci-test: {clipped:.2%} of tokens were clipped on the first step"
+    same = args.ref_load in (None, args.hf_checkpoint)
+    if exact and initial and same and "kl_loss" in loss.metrics and not args.ci_disable_kl_checker:
+        kl = _mean(loss.metrics["kl_loss"])
+        assert abs(kl) < 1e-8, f"--ci-test: the KL to the initial policy is {kl:.2e} on the first step, not below 1e-8"
+    total, weight = loss.metrics["train_rollout_logprob_abs_diff"]
+    if weight > 0:
+        gap, threshold = float(total / weight), args.ci_train_rollout_logprob_abs_diff_threshold
+        assert gap <= threshold, f"--ci-test: trainer and engine log-probs differ by {gap:.2e}, more than {threshold}"
+
+
+def _mean(metric: tuple[Tensor, Tensor]) -> float:
+    total, weight = metric
+    return float(total / weight) if weight > 0 else 0.0

@@ -1,0 +1,147 @@
+"""The loss of a micro-batch, put together from `slimelite.algorithms` by the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slimelite.algorithms.corrections import mismatch_metrics, opsm_keep, tis_weights
+from slimelite.algorithms.kl import kl_estimate
+from slimelite.algorithms.packed import Metrics
+from slimelite.algorithms.policy import cispo_loss, gspo_loss, ppo_clip_loss
+from slimelite.algorithms.reduction import weighted_sum
+from slimelite.algorithms.sft import sft_loss
+from slimelite.arguments import AlgorithmArgs
+from slimelite.plugins import load_function
+from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """The R response tokens of a micro-batch, on its device; see `TokenColumns`.
+
+    ``segments``: [R] int64 row of each token, of ``num_segments``. ``old`` None: this is the rollout's only step, and
+    what the policy says now is what it said before.
+    """
+
+    mask: Tensor
+    segments: Tensor
+    num_segments: int
+    weights: Tensor
+    advantages: Tensor
+    rollout_log_probs: Tensor
+    old: Tensor | None
+    ref: Tensor | None
+
+    @classmethod
+    def of(cls, batch: MicroBatch, columns: TokenColumns) -> LossInputs:
+        """The part of the columns that belongs to ``batch``."""
+        return cls(
+            mask=batch.take(columns.mask),
+            segments=batch.segments,
+            num_segments=len(batch.rows),
+            weights=batch.take(columns.weights),
+            advantages=batch.take(columns.advantages),
+            rollout_log_probs=batch.take(columns.rollout_log_probs),
+            old=None if columns.old is None else batch.take(columns.old),
+            ref=None if columns.ref is None else batch.take(columns.ref),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """``total``: 0-d, this micro-batch's share of the step's loss; ``shares``: 0-d shares of what adds up over the step
+    like it; ``metrics``: (sum, weight) pairs.
+    """
+
+    total: Tensor
+    shares: dict[str, Tensor]
+    metrics: Metrics = field(default_factory=dict)
+
+
+def micro_batch_loss(args: AlgorithmArgs, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+    """The loss by ``--loss-type``; ``log_probs`` and ``entropy`` are [R].
+
+    The plugin of ``custom_loss`` is ``fn(args, inputs, log_probs, entropy) -> (losses [R], metrics)``; its per-token
+    losses are reduced like any other's.
+    """
+    if args.loss_type == "policy_loss":
+        return _policy_loss(args, inputs, log_probs, entropy)
+    metrics: Metrics = {}
+    if args.loss_type == "custom_loss":
+        losses, metrics = load_function(str(args.custom_loss_function_path))(args, inputs, log_probs, entropy)
+    else:
+        losses = sft_loss(log_probs, inputs.mask)
+    total = weighted_sum(losses, inputs.weights)
+    return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, inputs), **metrics})
+
+
+def _policy_loss(args: AlgorithmArgs, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+    own = log_probs.detach() if inputs.old is None else inputs.old
+    old = inputs.rollout_log_probs if args.use_rollout_logprobs else own
+    losses, metrics = _surrogate(args, inputs, log_probs, old)
+    losses, corrections = _correct(args, inputs, losses, log_probs, own)
+    pg_loss = weighted_sum(losses, inputs.weights)
+    metrics |= corrections
+    metrics |= mismatch_metrics(
+        own, inputs.rollout_log_probs, inputs.mask, clip=args.tis_clip, clip_low=args.tis_clip_low
+    )
+    metrics["entropy_loss"] = _weighted_mean(entropy, inputs)
+    total = pg_loss
+    if args.entropy_coef:
+        total = total - args.entropy_coef * weighted_sum(entropy, inputs.weights)
+    if inputs.ref is not None:
+        unbiased = old if args.use_unbiased_kl else None
+        kl = kl_estimate(log_probs, inputs.ref, inputs.mask, args.kl_loss_type, old=unbiased)
+        metrics["kl_loss"] = _weighted_mean(kl, inputs)
+        if args.use_kl_loss and args.kl_loss_coef:
+            total = total + args.kl_loss_coef * weighted_sum(kl, inputs.weights)
+    return Loss(total, {"loss": total, "pg_loss": pg_loss}, metrics)
+
+
+def _surrogate(args: AlgorithmArgs, inputs: LossInputs, log_probs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
+    """Per-token policy losses [R] of the estimator."""
+    common = (log_probs, old, inputs.advantages, inputs.mask)
+    clip: dict[str, Any] = {"eps_clip": args.eps_clip, "eps_clip_high": args.eps_clip_high}
+    match args.advantage_estimator:
+        case "gspo":
+            return gspo_loss(*common, inputs.segments, inputs.num_segments, **clip, eps_clip_c=args.eps_clip_c)
+        case "cispo":
+            return cispo_loss(*common, **clip)
+        case _:
+            return ppo_clip_loss(*common, **clip, eps_clip_c=args.eps_clip_c)
+
+
+def _correct(
+    args: AlgorithmArgs, inputs: LossInputs, losses: Tensor, log_probs: Tensor, own: Tensor
+) -> tuple[Tensor, Metrics]:
+    """Losses [R] after the corrections for train/inference mismatch that are switched on.
+
+    ``--custom-tis-function-path`` names a function with the signature of `corrections.tis_weights`.
+    """
+    metrics: Metrics = {}
+    weigh: Callable[..., tuple[Tensor, Metrics]] | None = tis_weights if args.use_tis else None
+    if args.custom_tis_function_path:
+        weigh = load_function(args.custom_tis_function_path)
+    if weigh is not None:
+        clip = {"clip": args.tis_clip, "clip_low": args.tis_clip_low}
+        weights, metrics = weigh(own, inputs.rollout_log_probs, inputs.mask, **clip)
+        losses = losses * weights
+    if args.use_opsm:
+        old = inputs.rollout_log_probs if args.use_rollout_logprobs else own
+        keep, dropped = opsm_keep(
+            log_probs, old, inputs.advantages, inputs.mask, inputs.segments, inputs.num_segments, delta=args.opsm_delta
+        )
+        losses = torch.where(keep, losses, 0.0)
+        metrics = metrics | dropped
+    return losses, metrics
+
+
+def _weighted_mean(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """The mean with the weights of the loss, over the tokens that were computed."""
+    return weighted_sum(values.detach(), inputs.weights), inputs.weights.sum()

@@ -1,0 +1,98 @@
+"""Learning rate by optimizer step: warm-up, then one of Megatron's decay styles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from slimelite.arguments import OptimizerArgs
+
+
+@dataclass(frozen=True, slots=True)
+class LrSchedule:
+    """Learning rates relative to a peak; fields are the ``--lr-*`` flags, in optimizer steps.
+
+    ``decay_iters`` None: not known yet (it is all steps of the run); only styles other than constant need it.
+    """
+
+    style: str
+    peak: float
+    warmup_init: float
+    min_lr: float
+    warmup_iters: int
+    warmup_fraction: float | None
+    decay_iters: int | None
+    wsd_style: str
+    wsd_iters: int | None
+
+    @classmethod
+    def from_args(cls, args: OptimizerArgs) -> LrSchedule:
+        """The schedule that the flags describe.
+
+        Raises:
+            ValueError: WSD without the length of its last phase.
+        """
+        if args.lr_decay_style == "WSD" and not args.lr_wsd_decay_iters:
+            raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its last phase")
+        return cls(
+            style=args.lr_decay_style,
+            peak=args.lr,
+            warmup_init=args.lr_warmup_init,
+            min_lr=args.min_lr,
+            warmup_iters=args.lr_warmup_iters,
+            warmup_fraction=args.lr_warmup_fraction,
+            decay_iters=args.lr_decay_iters,
+            wsd_style=args.lr_wsd_decay_style,
+            wsd_iters=args.lr_wsd_decay_iters,
+        )
+
+    def with_total(self, steps: int) -> LrSchedule:
+        """The same schedule when the run has ``steps`` optimizer steps; a given ``--lr-decay-iters`` stays."""
+        return self if self.decay_iters is not None else replace(self, decay_iters=steps)
+
+    @property
+    def needs_total(self) -> bool:
+        """Whether the length of the run is needed and not known."""
+        uses_length = self.style not in ("constant", "inverse-square-root") or self.warmup_fraction is not None
+        return uses_length and self.decay_iters is None
+
+    def at(self, step: int) -> float:
+        """The learning rate of optimizer step ``step`` (the first is 0).
+
+        Warm-up ends with the peak: its first step has peak / warmup_iters where Megatron's has 0.
+        """
+        assert not self.needs_total, "set_num_rollout before training: the schedule needs the length of the run"
+        warmup = self.warmup_iters
+        if self.warmup_fraction is not None:
+            warmup = round(self.warmup_fraction * (self.decay_iters or 0))
+        if step < warmup:
+            return self.warmup_init + (self.peak - self.warmup_init) * (step + 1) / warmup
+        if self.style == "constant":
+            return self.peak
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.peak * math.sqrt(max(warmup, 1) / max(step + 1, 1)))
+        total = self.decay_iters or 0
+        if step >= total:
+            return self.min_lr
+        return self.min_lr + (self.peak - self.min_lr) * self._remaining(step, warmup, total)
+
+    def _remaining(self, step: int, warmup: int, total: int) -> float:
+        """The share of (peak - min_lr) that is left: 1 after warm-up, falling to 0 at ``total``."""
+        style, begin, length = self.style, warmup, total - warmup
+        if style == "WSD":
+            style, length = self.wsd_style, min(self.wsd_iters or 0, total)
+            begin = total - length
+            if step < begin:
+                return 1.0
+        done = (step - begin) / length
+        match style:
+            case "linear":
+                return 1 - done
+            case "cosine":
+                return 0.5 * (math.cos(math.pi * done) + 1)
+            case "exponential":
+                return 2 * 0.5**done - 1
+            case "minus_sqrt":
+                return 1 - math.sqrt(done)
+            case _:
+                raise ValueError(f"unknown --lr-decay-style {style!r}")

@@ -1,0 +1,45 @@
+"""The reference model of the KL: a second policy, loaded only when a flag needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from slimelite.arguments import Args
+from slimelite.training.model import PolicyModel, build_policy
+from slimelite.training.parallel import World
+
+
+class Reference:
+    """The frozen policy at ``--ref-load`` (else ``--hf-checkpoint``).
+
+    On a GPU its shards wait in host memory between uses.
+    """
+
+    def __init__(self, args: Args, world: World) -> None:
+        self._world = world
+        self._model = build_policy(args, world, args.ref_load or args.hf_checkpoint, trainable=False)
+        self._rest()
+
+    @contextmanager
+    def weights(self) -> Iterator[PolicyModel]:
+        """The reference as a model to call, for the length of the context."""
+        self._model.to(self._world.device)
+        try:
+            yield self._model
+        finally:
+            self._rest()
+
+    @torch.no_grad()
+    def copy_from(self, policy: PolicyModel) -> None:
+        """Become what ``policy`` is now (``--ref-update-interval``)."""
+        with self.weights() as model:
+            for (_, mine), (_, theirs) in zip(model.named_weights(), policy.named_weights(), strict=True):
+                mine.copy_(theirs)
+
+    def _rest(self) -> None:
+        if self._world.device.type == "cuda":
+            self._model.cpu()
+            torch.cuda.empty_cache()

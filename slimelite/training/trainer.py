@@ -1,0 +1,236 @@
+"""One rank of training: a table of samples in, better weights out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slimelite.arguments import Args
+from slimelite.table import SampleTable
+from slimelite.tracking.timer import Timer
+from slimelite.training import checkpoint, export, first_step, weights
+from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
+from slimelite.training.loss import LossInputs, micro_batch_loss
+from slimelite.training.lr_schedule import LrSchedule
+from slimelite.training.metrics import MetricSums, mismatch_summary
+from slimelite.training.model import build_policy
+from slimelite.training.offload import move
+from slimelite.training.optimizer import Optimizers
+from slimelite.training.parallel import join_world, set_last_micro_batch
+from slimelite.training.passes import table_log_probs
+from slimelite.training.reference import Reference
+from slimelite.training.schedule import PackingLimits, Step, deal, split_steps
+
+
+class Trainer:
+    """FSDP2 training of one policy. Methods are collective: every rank calls them with the same arguments.
+
+    Args:
+        args: resolved arguments.
+        rank, world_size: of this trainer among the training ranks.
+        init_method: where several ranks meet, a URL of torch.distributed.
+
+    Raises:
+        ValueError: the arguments ask for what training here does not do, or name no model.
+    """
+
+    def __init__(self, args: Args, *, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+        _refuse(args)
+        self.args = args
+        self.world = join_world(args, rank, world_size, init_method)
+        torch.manual_seed(args.seed + rank)
+        if args.deterministic_mode:
+            _be_deterministic()
+        self.model = build_policy(args, self.world, args.hf_checkpoint, trainable=True)
+        self.reference = Reference(args, self.world) if args.use_reference else None
+        self.optimizers = Optimizers(args, self.model)
+        self.progress = checkpoint.Progress(-1, 0, 0, LrSchedule.from_args(args))
+        if args.num_rollout is not None:
+            self.set_num_rollout(args.num_rollout)
+        self.timer = Timer()
+        self._fresh = True
+        self.temperature = 1.0 if args.loss_type == "sft_loss" else args.rollout_temperature
+        self.limits = PackingLimits(
+            args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size
+        )
+
+    def set_num_rollout(self, num_rollout: int) -> None:
+        """How long the run is: where learning-rate schedules end."""
+        steps = num_rollout * self.args.num_steps_per_rollout
+        self.progress.schedule = self.progress.schedule.with_total(steps)
+
+    def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
+        """Train on a rollout: one optimizer step for every ``--global-batch-size`` rollouts of the table.
+
+        Returns:
+            ``train/*`` (means over the steps), ``rollout/*`` and ``perf/*``, the same on every rank.
+
+        Raises:
+            ValueError: a row cannot be trained on.
+            FloatingPointError: see `Optimizers.step`.
+        """
+        self.timer.restart()
+        if self.args.reset_optimizer_states:
+            self.optimizers.reset()
+        steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
+        columns = self._columns(table, steps)
+        computed = columns.rows_with_gradient(self.args)
+        schedule = [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
+        if columns.old is None and self._needs_old(len(steps)):
+            parts = [rows for step in schedule for rows in step.micro_batches[self.world.rank]]
+            with self.timer("log_probs"):
+                columns.old = table_log_probs(self.model, table, parts, self.world, self.temperature)
+        sums = MetricSums(self.world)
+        with self.timer("actor_train"):
+            for step in schedule:
+                self.forward_backward(table, columns, step, sums)
+                self.optim_step(sums)
+        self.progress.rollout_id = rollout_id
+        self._update_reference(rollout_id)
+        return self._metrics(table, columns, computed, sums)
+
+    def forward_backward(self, table: SampleTable, columns: TokenColumns, step: Step, sums: MetricSums) -> None:
+        """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks."""
+        batches = step.micro_batches[self.world.rank]
+        for i, rows in enumerate(batches):
+            set_last_micro_batch(self.model, self.world, last=i + 1 == len(batches))
+            batch = MicroBatch.from_table(table, rows, self.world.device)
+            inputs = LossInputs.of(batch, columns)
+            log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)
+            loss = micro_batch_loss(self.args, inputs, log_probs, entropy)
+            # FSDP averages over ranks; the weights already divide by the whole step
+            (loss.total * self.world.size).backward()
+            sums.add_all(loss.metrics)
+            for name, share in loss.shares.items():
+                sums.add(name, share, 0.0)
+            if self.args.ci_test and self._fresh:
+                first_step.check(self.args, self.world, inputs, log_probs, loss, initial=self.progress.steps == 0)
+        for name in loss.shares:
+            sums.add(name, 0.0, 1 / self.world.size)
+        sums.add("global_batch_size", len(np.unique(table.rollout_id[step.rows])), 1)
+        self._fresh = False
+
+    def optim_step(self, sums: MetricSums) -> None:
+        """Clip, update the weights at this step's learning rate, advance the schedule."""
+        norm, finite = self.optimizers.step(self.progress.schedule.at(self.progress.steps))
+        self.progress.steps += finite
+        sums.add("grad_norm", norm if finite else 0.0, float(finite))
+        sums.add("skipped_steps", float(not finite), 1.0)
+
+    def log_probs(self, table: SampleTable) -> np.ndarray:
+        """[response tokens of the table] log-probs under the current weights, in the table's order."""
+        rows = np.flatnonzero(table.response_lengths)
+        parts = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)[self.world.rank]
+        return table_log_probs(self.model, table, parts, self.world, self.temperature).numpy()
+
+    def push_weights(self, sink: weights.WeightSink, version: int) -> dict[str, float]:
+        """All weights into ``sink``, stamped ``version``; only rank 0 talks to it."""
+        self.progress.weight_version = version
+        return weights.push(self.model, self.world, sink, version, self.args.update_weight_buffer_size)
+
+    def save(self, directory: str, rollout_id: int) -> None:
+        """Write all that `load` needs to go on as if nothing had happened after rollout ``rollout_id``."""
+        self.progress.rollout_id = rollout_id
+        checkpoint.save(Path(directory), self.args, self.world, self.model, self.optimizers, self.progress)
+
+    def load(self, directory: str) -> int:
+        """Go on from a checkpoint, saved by any number of ranks; returns the rollout it was saved after."""
+        self.progress = checkpoint.load(
+            Path(directory), self.args, self.world, self.model, self.optimizers, self.progress
+        )
+        return self.progress.rollout_id
+
+    def save_hf(self, directory: str) -> None:
+        """Write the policy as a Hugging Face folder; see `export.save_hf`."""
+        export.save_hf(Path(directory), self.model, self.world, self.args.tokenizer)
+
+    def offload(self) -> dict[str, float]:
+        """Weights and optimizer state to host memory; on a CPU they are there."""
+        return self._move("sleep", torch.device("cpu"))
+
+    def onload(self) -> dict[str, float]:
+        """Weights and optimizer state back to the device."""
+        return self._move("wake_up", self.world.device)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.world.close()
+
+    def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
+        """What every token has before the first step: weights, reference log-probs, advantages."""
+        columns = TokenColumns.from_table(table)
+        columns.check(self.args, table)
+        columns.set_weights(self.args, table, steps)
+        everything = np.flatnonzero(table.mask_sums)
+        parts = self._deal(table, everything, self.args.log_probs_max_tokens_per_gpu)[self.world.rank]
+        if self.reference is not None:
+            with self.timer("ref_log_probs"), self.reference.weights() as model:
+                columns.ref = table_log_probs(model, table, parts, self.world, self.temperature)
+        if self._advantages_read_old():
+            with self.timer("log_probs"):
+                columns.old = table_log_probs(self.model, table, parts, self.world, self.temperature)
+        if self.args.loss_type != "sft_loss" and self.args.compute_advantages_and_returns:
+            columns.set_advantages(self.args, table)
+        return columns
+
+    def _advantages_read_old(self) -> bool:
+        return self.args.kl_coef != 0 or self.args.custom_advantage_function_path is not None
+
+    def _needs_old(self, num_steps: int) -> bool:
+        """Whether the log-probs before the first step take a pass of their own.
+
+        In a rollout's only step the policy is still what it was, so they are those of the training pass.
+        """
+        if self.args.loss_type == "sft_loss":
+            return False
+        if self.args.loss_type == "custom_loss" or (self.args.ci_test and self._fresh):
+            return True
+        return num_steps > 1 and not self.args.use_rollout_logprobs
+
+    def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
+        limits = self.limits if max_tokens is None else PackingLimits(max_tokens)
+        return deal(rows, table.total_lengths, table.unit_id, self.world.size, limits)
+
+    def _update_reference(self, rollout_id: int) -> None:
+        interval = self.args.ref_update_interval
+        if self.reference is not None and interval and (rollout_id + 1) % interval == 0:
+            self.reference.copy_from(self.model)
+
+    def _metrics(
+        self, table: SampleTable, columns: TokenColumns, computed: np.ndarray, sums: MetricSums
+    ) -> dict[str, float]:
+        means = mismatch_summary(sums.means())
+        metrics = {f"train/{name}": value for name, value in means.items()}
+        metrics |= {f"train/lr-pg_{i}": lr for i, lr in enumerate(self.optimizers.learning_rates())}
+        metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args).items()}
+        seconds = self.timer.seconds
+        metrics |= {f"perf/{name}_time": value for name, value in seconds.items()}
+        tokens = int(table.total_lengths[computed].sum())
+        metrics["perf/actor_train_tok_per_s"] = tokens / seconds["actor_train"]
+        metrics["perf/computed_rows_ratio"] = float(computed.mean())
+        return metrics
+
+    def _move(self, phase: str, device: torch.device) -> dict[str, float]:
+        self.timer.restart()
+        with self.timer(phase):
+            if self.world.device.type == "cuda":
+                move(self.model, self.optimizers, device)
+        return {f"perf/{phase}_time": self.timer.seconds[phase]}
+
+
+def _refuse(args: Args) -> None:
+    """Raise ValueError for what parses and is not here."""
+    if args.loss_type == "policy_loss" and args.advantage_estimator == "ppo":
+        raise ValueError("--advantage-estimator ppo needs a critic, which is not here yet; take grpo or another")
+
+
+def _be_deterministic() -> None:
+    # cuBLAS reads it when its first handle is made
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,79 @@
+"""Weights out of the trainer: whole tensors by Hugging Face name, in buckets for the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slimelite.engines.protocol import WeightBucket
+from slimelite.training.model import PolicyModel
+from slimelite.training.parallel import World, whole
+
+
+class WeightSink(Protocol):
+    """Where weights go; `begin`, then every bucket, then `end`."""
+
+    def begin(self, version: int) -> None:
+        """Weights of this version follow."""
+        ...
+
+    def send(self, bucket: WeightBucket) -> None:
+        """Some of them; the bucket is not used afterwards."""
+        ...
+
+    def end(self) -> None:
+        """That was all of them."""
+        ...
+
+
+@torch.no_grad()
+def full_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, whole tensor in ``dtype``), tied weights once; every rank runs it to the end (collective).
+
+    A tensor may share memory with the parameter: read it before the next step.
+    """
+    for name, parameter in model.named_weights():
+        yield name, whole(parameter.detach()).to(dtype)
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[WeightBucket]:
+    """Weights of one dtype, flattened together up to ``max_bytes``; a larger tensor has a bucket to itself."""
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    size = 0
+    for name, tensor in weights:
+        if tensors and size + tensor.nbytes > max_bytes:
+            yield _flatten(names, tensors)
+            names, tensors, size = [], [], 0
+        names.append(name)
+        tensors.append(tensor)
+        size += tensor.nbytes
+    if tensors:
+        yield _flatten(names, tensors)
+
+
+def push(model: PolicyModel, world: World, sink: WeightSink, version: int, max_bytes: int) -> dict[str, float]:
+    """Send all weights, in the dtype that the trainer computes in, through rank 0's ``sink`` (collective).
+
+    Returns:
+        ``perf/update_weights_bytes`` and ``perf/update_weights_buckets``.
+    """
+    first = world.rank == 0
+    if first:
+        sink.begin(version)
+    sent = count = 0
+    for bucket in buckets(full_weights(model, world.compute_dtype), max_bytes):
+        if first:
+            sink.send(bucket)
+        sent += bucket.flat.nbytes
+        count += 1
+    if first:
+        sink.end()
+    return {"perf/update_weights_bytes": float(sent), "perf/update_weights_buckets": float(count)}
+
+
+def _flatten(names: list[str], tensors: list[Tensor]) -> WeightBucket:
+    return WeightBucket(names, [tuple(t.shape) for t in tensors], torch.cat([t.flatten() for t in tensors]))

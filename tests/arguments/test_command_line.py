@@ -1,0 +1,167 @@
+"""Words to values: strict, whole, and fast."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import COMPLETE, Make, Problems
+
+from slimelite.arguments import Args, parse_args
+from slimelite.arguments.base import all_flags
+from slimelite.arguments.megatron import NO_EFFECT
+from slimelite.arguments.refused import REFUSED
+from slimelite.arguments.vocabulary import Settings, Vocabulary
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("--esp-clip 0.3", "--eps-clip"),
+        ("--rollout-batchsize 8", "--rollout-batch-size"),
+        ("--rollout_batch_size 8", "--rollout-batch-size"),
+        ("--use-dynamic-batchsize", "--use-dynamic-batch-size"),
+        ("--disable-grpo-std-normalisation", "--disable-grpo-std-normalization"),
+        ("--tensor-model-parallel 2", "--tensor-model-parallel-size"),
+        ("--sglang-mem-fraction 0.5", "--sglang-mem-fraction-static"),
+        ("--sglang-chunked-prefil-size 0.5", "--sglang-chunked-prefill-size"),
+        ("--router-polcy random", "--router-policy"),
+        ("--num-roll 3", "--num-rollout"),  # no abbreviations
+    ],
+)
+def test_unknown_flag_names_the_nearest(problems: Problems, typo: str, meant: str) -> None:
+    (problem,) = problems(typo)
+    assert problem.startswith(typo.split()[0] + " is not a known flag")
+    assert meant + "?" in problem
+
+
+def test_every_problem_is_reported_at_once(problems: Problems) -> None:
+    found = problems("--esp-clip 0.3 --lr fast --colocate yes --seed 1 2 --kl-coef 0.1 --optimizer sgd --eval-interval 5")
+    assert [p.split()[0] for p in found] == [
+        "--esp-clip",
+        "--lr",
+        "--colocate",
+        "--seed",
+        "--optimizer",
+        "--eval-interval",
+        "--kl-coef",
+    ]
+
+
+def test_consequences_of_a_misread_flag_are_not_reported(problems: Problems) -> None:
+    assert problems("--rollout-batch-size many") == ["--rollout-batch-size takes a whole number, not 'many'"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--lr", "needs a value"),
+        ("--num-layers 2.5", "takes a whole number"),
+        ("--lr nan", "takes a number, not nan"),
+        ("--kl-loss-type k4", "is one of k1, k2, k3, low_var_kl, not 'k4'"),
+        ("--train-env-vars {", "takes JSON"),
+        ("--train-env-vars [1]", "takes a JSON object"),
+        ("--train-backend megatron", "without Megatron"),
+        ("--no-colocate now", "takes no value"),
+        ("--spec one", "needs 2 values"),
+        ("--vocab-size", "needs a value"),
+        ("--sglang-schedule-policy best", "is one of"),
+        ("--sglang-tp-size 2", "--rollout-num-gpus-per-engine"),
+    ],
+)
+def test_words_that_do_not_fit(problems: Problems, words: str, says: str) -> None:
+    (problem,) = problems(words)
+    assert problem.startswith(words.split()[0])
+    assert says in problem
+
+
+def test_values_of_every_kind(make: Make) -> None:
+    args = make(
+        "--lr 1e-4 --rollout-top-k -1 --rollout-stop a b --rollout-stop-token-ids 1 2 --no-offload-train "
+        '--apply-chat-template-kwargs {"enable_thinking":false} --rollout-sample-hook-path a.f '
+        "--rollout-sample-hook-path b.g --disable-grpo-std-normalization --wandb-group=--x"
+    )
+    assert args.lr == 1e-4
+    assert args.rollout_top_k == -1
+    assert args.rollout_stop == ["a", "b"]
+    assert args.rollout_stop_token_ids == [1, 2]
+    assert args.offload_train is False
+    assert args.apply_chat_template_kwargs == {"enable_thinking": False}
+    assert args.rollout_sample_hook_path == ["a.f", "b.g"]
+    assert not args.grpo_std_normalization
+    assert args.wandb_group == "--x"
+
+
+def test_the_last_word_wins(make: Make) -> None:
+    args = make("--lr 1 --colocate --prompt-data a b --lr 2 --no-colocate --prompt-data c")
+    assert (args.lr, args.colocate, args.prompt_data) == (2.0, False, ["c"])
+
+
+def test_word_before_the_first_flag() -> None:
+    settings = Settings()
+    from slimelite.arguments.sources import read_command_line
+
+    settings = read_command_line(["stray", "--lr", "1"], Vocabulary(Args))
+    assert settings.problems == ["stray stands before the first flag; flags begin with --"]
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_flags_say_why(problems: Problems, name: str) -> None:
+    refusal = REFUSED[name]
+    words = " ".join(["other"] * abs(refusal.arity))
+    (problem,) = problems(f"--{name} {words}")
+    assert problem == f"--{name} is not supported: {refusal.reason}"
+    for value in refusal.harmless:
+        assert problems(f"--{name} {value}") == []
+
+
+def test_known_flags_without_effect_are_listed(make: Make) -> None:
+    words = [" ".join([f"--{name}", *["1"] * abs(arity)]) for name, (arity, _) in NO_EFFECT.items()]
+    listed = dict(make(" ".join(words)).no_effect)
+    assert {f"--{name}": reason for name, (_, reason) in NO_EFFECT.items()} == listed
+
+
+def test_no_flag_has_two_meanings() -> None:
+    vocabulary = Vocabulary(Args)
+    own = [*vocabulary.switches_on, *vocabulary.switches_off]
+    assert len(own) == len(set(own))
+    assert not set(own) & (set(NO_EFFECT) | set(REFUSED))
+    assert not set(NO_EFFECT) & set(REFUSED)
+
+
+def test_a_mistake_is_printed_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parse_args([*COMPLETE.split(), "--esp-clip", "0.3", "--lr", "x"])
+    assert exit.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("train.py: --") for line in lines)
+
+
+def test_help_is_complete_grouped_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom slimelite.arguments import parse_args\n"
+        "try: parse_args(['--help'])\nexcept SystemExit: pass\n"
+        "print([m for m in ('torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'sglang', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    text = done.stdout
+    assert text.splitlines()[-1] == "[]"
+    for flag in all_flags(Args).values():
+        assert (flag.negative or flag.option) in text
+        assert flag.help.split()[0] in text
+    for title in ("CLUSTER", "MODEL", "DATA", "ROLLOUT", "REWARD", "ALGORITHM", "OPTIMIZER", "EVALUATION", "SGLANG"):
+        assert f"\n{title}\n" in text
+
+
+def test_parsing_imports_nothing_heavy() -> None:
+    code = (
+        f"import sys\nfrom slimelite.arguments import parse_args\nparse_args({COMPLETE.split()!r})\n"
+        "print([m for m in ('torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'sglang') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

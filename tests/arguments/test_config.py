@@ -1,0 +1,118 @@
+"""YAML files: below the command line, above the defaults, just as strict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import COMPLETE, CPU, Make, Problems
+
+from slimelite.arguments import Args, make_args
+from slimelite.arguments.base import all_flags
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """Text -> the words that name a file with it."""
+
+    def write(text: str, option: str = "--config") -> str:
+        path = tmp_path / f"{option[2:]}.yaml"
+        path.write_text(text)
+        return f"{option} {path}"
+
+    return write
+
+
+def test_precedence(make: Make, config: Any) -> None:
+    words = config("lr: 1e-4\nseed: 7\ngamma: 0.5") + " " + config("lr: 3\nseed: 3\nlambd: 0.25", "--custom-config-path")
+    args = make(f"--lr 2 {words}")
+    assert (args.lr, args.seed, args.gamma, args.lambd, args.eps_clip) == (2.0, 7, 0.5, 0.25, 0.2)
+
+
+def test_every_kind_of_value(make: Make, config: Any) -> None:
+    args = make(
+        config(
+            "lr: 1e-4\n"
+            "eps-clip: 2.0e-1\n"
+            "colocate: true\n"
+            "rollout_shuffle: false\n"
+            "disable-grpo-std-normalization: true\n"
+            "rewards_normalization: true\n"
+            "offload_train: null\n"
+            "prompt_data: one.jsonl\n"
+            'rollout_stop: ["\\n", "--"]\n'
+            "rollout_stop_token_ids: []\n"
+            "train_env_vars: {A: 1}\n"
+            "wandb_group: 42\n"
+            "tensor_model_parallel_size: 1\n"
+            "sequence_parallel: true\n"
+            "sglang_chunked_prefill_size: 4096\n"
+            "moe_grouped_gemm: false\n"
+        )
+    )
+    assert (args.lr, args.eps_clip, args.colocate, args.rollout_shuffle) == (1e-4, 0.2, True, False)
+    assert (args.grpo_std_normalization, args.rewards_normalization) == (False, True)
+    assert args.rollout_stop == ["\n", "--"]
+    assert args.train_env_vars == {"A": 1}
+    assert args.wandb_group == "42"
+    assert args.sglang_overrides == {"chunked_prefill_size": 4096}
+    assert "--sequence-parallel" in dict(args.no_effect)
+    assert "--moe-grouped-gemm" not in dict(args.no_effect)
+    assert args.prompt_data == ["p.jsonl"]  # the command line's
+
+
+def test_a_switch_of_the_file_is_turned_off_on_the_command_line(make: Make, config: Any) -> None:
+    words = config("colocate: true\ndisable_grpo_std_normalization: true")
+    args = make(f"{words} --no-colocate --grpo-std-normalization")
+    assert (args.colocate, args.grpo_std_normalization) == (False, True)
+
+
+def test_derivations_see_the_file(make: Make, config: Any) -> None:
+    """slime applies its custom config after them, so that this had no effect there."""
+    assert make(config("num_steps_per_rollout: 4", "--custom-config-path")).global_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rollout_batchsize: 3", "did you mean --rollout-batch-size?"),
+        ("esp_clip: false", "did you mean --eps-clip?"),
+        ("lr: fast", "--lr takes a number, not 'fast'"),
+        ("colocate: maybe", "--colocate is true or false, not 'maybe'"),
+        ("tensor_model_parallel_size: 2", "--tensor-model-parallel-size is not supported"),
+        ("- lr", "is not a mapping"),
+        ("lr: [1", "is not YAML"),
+    ],
+)
+def test_mistakes_in_a_file(problems: Problems, config: Any, text: str, says: str) -> None:
+    for option in ("--config", "--custom-config-path"):
+        (problem,) = problems(config(text, option))
+        assert ".yaml" in problem
+        assert says in problem
+
+
+def test_missing_file(problems: Problems) -> None:
+    assert problems("--config nowhere.yaml") == ["--config nowhere.yaml: cannot be read: No such file or directory"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--calculate-per-token-loss --colocate --dump-details d --num-steps-per-rollout 2 --use-wandb",
+        "--loss-type sft_loss --rollout-stop a b --disable-rewards-normalization",
+        "--debug-rollout-only --rollout-max-context-len 64 --advantage-estimator reinforce_plus_plus",
+    ],
+)
+def test_resolved_arguments_read_back_the_same(make: Make, tmp_path: Path, words: str) -> None:
+    """The run folder keeps them as YAML, to be repeated with --config."""
+    first = make(words)
+    values = {name: getattr(first, name) for name in all_flags(Args)}
+    path = tmp_path / "resolved.yaml"
+    path.write_text(yaml.safe_dump(values))
+    again = make_args(["--config", str(path)], machine=CPU)
+    changed = [n for n in values if getattr(again, n) != values[n] and n != "config"]
+    assert changed == []
+    assert COMPLETE.split()[1] == again.hf_checkpoint

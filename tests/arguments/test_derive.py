@@ -1,0 +1,240 @@
+"""Values that nobody gave, each with its reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import COMPLETE, Make, Problems
+
+from slimelite.arguments import Args, ArgumentError, find_checkpoint, make_args
+from slimelite.arguments.machine import Machine, this_machine
+
+GPU8 = Machine(gpus=8, sglang=True)
+
+
+def reason(args: Args, name: str) -> str:
+    return {d.name: d.reason for d in args.derivations}[name]
+
+
+def test_cpu_machine(make: Make) -> None:
+    args = make()
+    assert (args.device, args.rollout_backend, args.distributed_backend) == ("cpu", "embedded", "gloo")
+    assert (args.actor_num_gpus_per_node, args.rollout_num_gpus, args.num_engines) == (1, 1, 1)
+    assert reason(args, "device") == "no GPU found"
+
+
+def test_gpu_machine(make: Make) -> None:
+    args = make("--colocate", GPU8)
+    assert (args.device, args.rollout_backend, args.distributed_backend) == ("cuda", "sglang", "nccl")
+    assert (args.actor_num_gpus_per_node, args.rollout_num_gpus, args.num_engines) == (8, 8, 8)
+    assert (args.offload_train, args.offload_rollout) == (True, True)
+
+
+def test_gpus_are_split_between_training_and_engines(make: Make, problems: Problems) -> None:
+    args = make("--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2", GPU8)
+    assert (args.actor_num_gpus_per_node, args.num_engines, args.offload_train) == (6, 1, False)
+    (problem,) = problems("", GPU8)
+    assert problem.startswith("--rollout-num-gpus is missing")
+    assert "--colocate" in problem
+
+
+def test_sglang_only_where_it_is_installed(make: Make, problems: Problems) -> None:
+    without = Machine(gpus=8, sglang=False)
+    assert make("--colocate", without).rollout_backend == "embedded"
+    assert "SGLang is not installed" in problems("--colocate --rollout-backend sglang", without)[0]
+
+
+def test_offload_flags(make: Make) -> None:
+    args = make("--colocate --no-offload-train", GPU8)
+    assert (args.offload_train, args.offload_rollout) == (False, True)
+    args = make("--offload --rollout-num-gpus 2", GPU8)
+    assert (args.offload_train, args.offload_rollout) == (True, True)
+    args = make("--offload")
+    assert (args.offload_train, args.offload_rollout) == (False, False)
+
+
+def test_only_train_and_only_rollout(make: Make) -> None:
+    train = make("--load-debug-rollout-data d/{rollout_id}.parquet", GPU8)
+    assert (train.debug_train_only, train.num_engines, train.rollout_num_gpus) == (True, 0, 0)
+    rollout = make("--debug-rollout-only --colocate", GPU8)
+    assert (rollout.colocate, rollout.num_engines) == (False, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "steps"),
+    [
+        ("", 8, 1),
+        ("--global-batch-size 4", 4, 2),
+        ("--global-batch-size 3", 3, 3),
+        ("--global-batch-size 100", 100, 1),
+        ("--num-steps-per-rollout 2", 4, 2),
+        ("--num-steps-per-rollout 3", 3, 3),
+        ("--num-steps-per-rollout 2 --global-batch-size 5", 5, 2),
+    ],
+)
+def test_batch_arithmetic_for_8_samples(make: Make, words: str, size: int, steps: int) -> None:
+    args = make(words)
+    assert (args.global_batch_size, args.num_steps_per_rollout) == (size, steps)
+    uneven = [n for n in args.notes if "its own divisor" in n]
+    assert len(uneven) == (8 % size != 0)
+
+
+def test_a_smaller_last_step_is_said(make: Make) -> None:
+    (note,) = make("--global-batch-size 3").notes
+    assert note == (
+        "4 prompts x 2 responses = 8 samples: the last of 3 steps of each rollout has 2 samples instead of 3, and its "
+        "own divisor"
+    )
+
+
+def test_batch_sizes_that_contradict(problems: Problems) -> None:
+    (problem,) = problems("--num-steps-per-rollout 3 --global-batch-size 4")
+    assert problem == "--num-steps-per-rollout 3: 4 prompts x 2 responses = 8 samples, in steps of 4, make 2 steps"
+    assert "make 4 steps" in problems("--num-steps-per-rollout 5")[0]
+
+
+def test_reference_model_only_when_something_compares_with_it(make: Make) -> None:
+    assert not make().use_reference
+    idle = make("--use-kl-loss --kl-loss-coef 0.00 --kl-coef 0.00")
+    assert not idle.use_reference
+    assert any("--log-ref-kl" in note for note in idle.notes)
+    for words in ("--use-kl-loss --kl-loss-coef 0.1", "--log-ref-kl", "--kl-coef 0.1 --advantage-estimator ppo"):
+        assert make(words).use_reference
+    assert not make("--log-ref-kl --loss-type sft_loss").use_reference
+
+
+def test_ref_load_falls_back(make: Make, tmp_path: Path) -> None:
+    megatron = tmp_path / "torch_dist"
+    megatron.mkdir()
+    (megatron / "latest_checkpointed_iteration.txt").write_text("release")
+    hugging_face = tmp_path / "hf"
+    hugging_face.mkdir()
+    (hugging_face / "config.json").write_text("{}")
+    assert make("--log-ref-kl").ref_load == "owner/model"
+    assert make(f"--log-ref-kl --ref-load {hugging_face}").ref_load == str(hugging_face)
+    for path, why in ((megatron, "is in Megatron format"), (tmp_path / "absent", "is not there")):
+        args = make(f"--log-ref-kl --ref-load {path}")
+        assert args.ref_load == "owner/model"
+        assert f"--ref-load {path} {why}; the reference is --hf-checkpoint owner/model" in args.notes
+
+
+def test_algorithm(make: Make) -> None:
+    assert make("--eps-clip 0.3").eps_clip_high == 0.3
+    assert make("--eps-clip 0.3 --eps-clip-high 0.4").eps_clip_high == 0.4
+    for estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        args = make(f"--advantage-estimator {estimator}")
+        assert args.normalize_advantages
+        assert f"--advantage-estimator {estimator} implies --normalize-advantages" in args.notes
+    assert make("--calculate-per-token-loss").loss_aggregation == "token"
+    assert make("--reward-key score").eval_reward_key == "score"
+    assert any("cispo" in note for note in make("--advantage-estimator cispo").notes)
+
+
+def test_lengths(make: Make) -> None:
+    assert make("--rollout-max-context-len 64").rollout_max_prompt_len == 63
+    assert make("--rollout-max-context-len 64").eval_datasets == ()
+
+
+def test_slime_defaults_are_ours(make: Make) -> None:
+    args = make(
+        "--rollout-function-path slime.rollout.sglang_rollout.generate_rollout "
+        "--data-source-path slime.rollout.data_source.RolloutDataSourceWithBuffer"
+    )
+    assert (args.rollout_function_path, args.data_source_path, args.eval_function_path) == (None, None, None)
+    assert make("--rollout-function-path my.fn").eval_function_path == "my.fn"
+
+
+def test_sft_needs_no_engine_unless_it_evaluates(make: Make) -> None:
+    sft = make("--loss-type sft_loss")
+    assert sft.debug_train_only
+    assert sft.rollout_function_path == "slimelite.rollout.sft.generate_rollout"
+    both = make("--loss-type sft_loss --eval-interval 1 --eval-prompt-data e e.jsonl")
+    assert not both.debug_train_only
+    assert both.eval_function_path is None
+
+
+def test_run_dir_is_named_by_model_and_data(make: Make) -> None:
+    assert make().run_dir.startswith("runs/model-p-20")
+    assert make("--prompt-data gsm8k/train.parquet@[0:5]").run_dir.startswith("runs/model-gsm8k-20")
+    assert make("--run-dir here").run_dir == "here"
+
+
+def test_flags_without_anything_to_act_on_are_listed(make: Make) -> None:
+    words = "--tis-clip 3 --opsm-delta 1 --muon-lr 1 --wandb-group g --lambd 0.9 --sglang-page-size 4 --lr-wsd-decay-iters 3"
+    assert set(dict(make(words).no_effect)) == {
+        "--tis-clip",
+        "--opsm-delta",
+        "--muon-lr",
+        "--wandb-group",
+        "--lambd",
+        "--sglang-page-size",
+        "--lr-wsd-decay-iters",
+    }
+    assert make("--tis-clip 3 --use-tis --wandb-group g --use-wandb").no_effect == ()
+
+
+def _checkpoint(root: Path, step: int) -> None:
+    directory = root / f"iter_{step:07d}"
+    directory.mkdir(parents=True)
+    (directory / "rollout_state.json").write_text("{}")
+    (root / "latest_checkpointed_iteration.txt").write_text(str(step))
+
+
+def test_load(make: Make, problems: Problems, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    fresh = make(f"--load {root}")
+    assert fresh.resume_directory is None
+    assert any("fresh start" in note for note in fresh.notes)
+    (root / "iter_0000003").mkdir(parents=True)  # the first save was cut short
+    assert make(f"--load {root}").resume_directory is None
+    _checkpoint(root, 5)
+    _checkpoint(root, 9)
+    assert make(f"--load {root}").resume_directory == str(root / "iter_0000009")
+    assert make(f"--load {root} --ckpt-step 5").resume_directory == str(root / "iter_0000005")
+    assert "iter_0000007 is not there" in problems(f"--load {root} --ckpt-step 7")[0]
+
+
+def test_load_of_something_else(problems: Problems, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    assert "--hf-checkpoint" in problems(f"--load {tmp_path / 'hf'}")[0]
+    (tmp_path / "megatron" / "iter_0000004").mkdir(parents=True)
+    (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("4")
+    assert "Megatron" in problems(f"--load {tmp_path / 'megatron'}")[0]
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        (tmp_path / "junk").mkdir()
+        (tmp_path / "junk" / "a.txt").touch()
+        find_checkpoint(tmp_path / "junk")
+
+
+def test_a_new_model_from_flags(tmp_path: Path) -> None:
+    shape = "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --vocab-size 64"
+    words = COMPLETE.split()[2:] + shape.split()
+    args = make_args([*words, "--tokenizer", "tok"], machine=Machine(0, False))
+    assert args.model_config is not None
+    assert (args.model_config["model_type"], args.model_config["num_hidden_layers"]) == ("llama", 2)
+    folder = tmp_path / "tokenizer-only"
+    folder.mkdir()
+    args = make_args([*words, "--hf-checkpoint", str(folder)], machine=Machine(0, False))
+    assert args.model_config is not None
+    assert args.tokenizer == str(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert make_args([*words, "--hf-checkpoint", str(folder)], machine=Machine(0, False)).model_config is None
+    with pytest.raises(ArgumentError) as caught:
+        make_args(words[:-2], machine=Machine(0, False))
+    assert caught.value.problems[:2] == [
+        "--num-layers a new model needs --vocab-size as well (or name an existing one with --hf-checkpoint)",
+        "--tokenizer is missing: a new model needs one",
+    ]
+
+
+def test_this_machine_counts_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda _, pattern: [Path(f"/dev/nvidia{i}") for i in range(4)])
+    for visible, count in ((None, 4), ("0,2", 2), ("", 0), ("-1", 0), ("0,1,2,3,4,5", 4)):
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert this_machine().gpus == count

@@ -1,0 +1,111 @@
+"""Groups: typed fields, composed by inheritance; users bring their own."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, dataclass, fields
+from typing import Any, Literal
+
+import pytest
+from conftest import COMPLETE, CPU
+
+import slimelite.arguments as arguments
+from slimelite.arguments import Args, ArgumentError, flag, make_args, parse_args
+from slimelite.arguments.base import all_flags, group_flags, group_title, groups_of
+
+
+@dataclass(frozen=True)
+class ShoutArgs:
+    """Shouting.
+
+    What my reward function reads.
+    """
+
+    shout_bonus: float = flag(0.5, "reward added for an exclamation mark")
+    shout_words: list[str] = flag([], "words that count as shouting")
+    shout_style: Literal["loud", "louder"] | None = flag(None, "how loud")
+    shout_always: bool = flag(False, "shout at every token")
+
+
+def test_custom_group(tmp_path: Any) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("shout_style: louder\nshout_bonus: 1e-2")
+    words = [*COMPLETE.split(), "--shout-bonus", "0.7", "--shout-words", "hey", "ho", "--config", str(config)]
+    args = make_args(words, groups=[ShoutArgs], machine=CPU)
+    assert isinstance(args, Args)
+    assert isinstance(args, ShoutArgs)
+    assert (args.shout_bonus, args.shout_words, args.shout_style, args.shout_always) == (0.7, ["hey", "ho"], "louder", False)
+    assert args.global_batch_size == 8
+
+
+def test_custom_group_is_as_strict() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        make_args([*COMPLETE.split(), "--shout-style", "soft", "--shout-bonsu", "1"], groups=[ShoutArgs], machine=CPU)
+    assert caught.value.problems == [
+        "--shout-style is one of loud, louder, not 'soft'",
+        "--shout-bonsu is not a known flag; did you mean --shout-bonus?",
+    ]
+
+
+def test_custom_group_has_a_help_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parse_args(["--help"], groups=[ShoutArgs])
+    text = capsys.readouterr().out
+    assert exit.value.code == 0
+    section = text[text.index("\nSHOUTING\n") :]
+    assert "What my reward function reads." in section
+    assert "--shout-style {loud,louder}" in section
+    assert "(default: 0.5)" in section
+    assert "--lr FLOAT" not in section
+
+
+def test_two_groups_of_the_same_flag_name_the_clash() -> None:
+    @dataclass(frozen=True)
+    class Again:
+        """Again."""
+
+        lr: float = flag(0.5, "my own")
+
+    with pytest.raises(ValueError, match="--lr"):
+        make_args(COMPLETE.split(), groups=[Again], machine=CPU)
+
+
+def test_every_group_stands_alone_with_defaults() -> None:
+    names = [n for n in arguments.__all__ if n.endswith("Args")]
+    assert len(names) == 15
+    for name in names:
+        group = getattr(arguments, name)
+        values = group()
+        with pytest.raises(FrozenInstanceError):
+            setattr(values, fields(group)[0].name, 1)
+
+
+def test_every_flag_belongs_to_one_group_and_says_something() -> None:
+    seen: set[str] = set()
+    for group in groups_of(Args):
+        assert group_title(group)[0]
+        for f in group_flags(group):
+            assert f.name not in seen
+            assert f.help
+            seen.add(f.name)
+    assert seen == set(all_flags(Args))
+
+
+def test_defaults_are_not_shared() -> None:
+    first, second = Args(), Args()
+    first.prompt_data.append("x")
+    assert second.prompt_data == []
+
+
+def test_arguments_travel_between_processes() -> None:
+    args = make_args(COMPLETE.split(), machine=CPU)
+    assert pickle.loads(pickle.dumps(args)) == args
+
+
+def test_what_is_open_by_default_is_resolved_after_parsing() -> None:
+    """A field annotated without None is not None once parsing is done (a few are filled in when the run starts)."""
+    at_start = {"num_rollout", "start_rollout_id"}
+    args = make_args([*COMPLETE.split(), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"], machine=CPU)
+    open_fields = {f.name for f in all_flags(Args).values() if f.default is None and not f.optional} - at_start
+    assert {"device", "global_batch_size", "num_steps_per_rollout", "run_dir", "eps_clip_high"} <= open_fields | {"device"}
+    assert [name for name in sorted(open_fields) if getattr(args, name) is None] == []

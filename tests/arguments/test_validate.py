@@ -1,0 +1,119 @@
+"""Every rule: what breaks it is named in one line, and what mends it passes."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Problems
+
+from slimelite.arguments import make_args
+from slimelite.arguments.machine import Machine
+
+RULES = [
+    # (words that break the rule, what the line says, words added that mend it)
+    ("--rollout-temperature 0", "--rollout-temperature 0.0: must be above 0", "--rollout-temperature 0.5"),
+    ("--rollout-top-p 0.9", "--rollout-top-p 0.9: log-probs", "--allow-truncated-sampling"),
+    ("--rollout-top-k 5", "--rollout-top-k 5: log-probs", "--debug-rollout-only"),
+    ("--rollout-top-k 0", "--rollout-top-k 0: is -1", "--rollout-top-k -1"),
+    ("--eval-interval 2", "--eval-interval needs --eval-prompt-data", "--eval-prompt-data a a.jsonl"),
+    ("--save-interval 2", "--save-interval needs --save", "--save out"),
+    ("--save out", "--save needs --save-interval", "--save-interval 1"),
+    (
+        "--use-kl-loss --kl-loss-coef 0.1 --kl-coef 0.1 --advantage-estimator ppo",
+        "--kl-coef (in the reward) and --kl-loss-coef",
+        "--kl-coef 0",
+    ),
+    ("--kl-coef 0.1", "use --use-kl-loss --kl-loss-coef 0.1", "--advantage-estimator reinforce_plus_plus"),
+    ("--kl-coef 0.1 --advantage-estimator rloo", "no effect with rloo", "--kl-coef 0.00"),
+    ("--kl-coef 0.1 --advantage-estimator gspo", "no effect with gspo", "--kl-coef 0.00"),
+    ("--kl-coef 0.1 --advantage-estimator cispo", "no effect with cispo", "--kl-coef 0.00"),
+    ("--kl-loss-coef 0.1", "--kl-loss-coef 0.1 needs --use-kl-loss", "--use-kl-loss"),
+    ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "use low_var_kl", "--use-unbiased-kl"),
+    ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "use low_var_kl", "--kl-loss-coef 0"),
+    ("--use-tis --use-rollout-logprobs", "take one", "--no-use-tis"),
+    ("--use-tis --tis-clip-low 3", "--tis-clip-low 3.0 is above --tis-clip 2.0", "--tis-clip 4"),
+    ("--use-dynamic-batch-size", "needs --max-tokens-per-gpu", "--max-tokens-per-gpu 64"),
+    ("--eps-clip-c 0.5", "--eps-clip-c 0.5: dual clip must be above 1", "--eps-clip-c 3"),
+    ("--eps-clip -0.1", "--eps-clip -0.1: must be at least 0", "--eps-clip 0.1"),
+    ("--gamma 1.5", "--gamma 1.5: must be between 0 and 1", "--gamma 1"),
+    ("--calculate-per-token-loss --loss-aggregation constant", "--calculate-per-token-loss is", "--loss-aggregation token"),
+    ("--n-samples-per-prompt 1", "grpo compares the responses", "--disable-rewards-normalization"),
+    ("--n-samples-per-prompt 1", "grpo compares the responses", "--advantage-estimator ppo"),
+    ("--n-samples-per-prompt 1", "grpo compares the responses", "--loss-type sft_loss"),
+    ("--n-samples-per-prompt 1 --advantage-estimator rloo", "rloo compares", "--n-samples-per-prompt 2"),
+    (
+        "--n-samples-per-prompt 1 --disable-rewards-normalization "
+        "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
+        "drops every group of one",
+        "--n-samples-per-prompt 2",
+    ),
+    ("--over-sampling-batch-size 3", "must be at least --rollout-batch-size 4", "--over-sampling-batch-size 4"),
+    ("--rollout-max-context-len 8 --rollout-max-prompt-len 8", "leaves no room", "--rollout-max-prompt-len 7"),
+    ("--rollout-max-response-len 0", "--rollout-max-response-len 0", "--rollout-max-response-len 1"),
+    ("--rollout-batch-size 0", "--rollout-batch-size 0: must be at least 1", "--rollout-batch-size 1"),
+    ("--debug-train-only", "--debug-train-only has nothing to train on", "--loss-type sft_loss"),
+    ("--debug-train-only --debug-rollout-only --loss-type policy_loss", "leave nothing to run", "--no-debug-train-only"),
+    ("--loss-type custom_loss", "needs --custom-loss-function-path", "--custom-loss-function-path my.loss"),
+    ("--save-debug-rollout-data x.parquet", "needs {rollout_id}", "--save-debug-rollout-data x{rollout_id}.parquet"),
+    ("--load-debug-rollout-data-subsample 0.5", "needs --load-debug-rollout-data", "--load-debug-rollout-data x"),
+    ("--group-rm", "--group-rm hands whole groups to --custom-rm-path", "--custom-rm-path my.rm"),
+    ("--rm-type remote_rm", "--rm-type remote_rm needs --rm-url", "--rm-url http://127.0.0.1:1"),
+    ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters", "--lr-wsd-decay-iters 5"),
+    ("--lr-warmup-fraction 0.1 --lr-warmup-iters 5", "take one", "--lr-warmup-iters 0"),
+    ("--lr-decay-style cosine --min-lr 1", "--min-lr 1.0 is above --lr 1e-06", "--lr 2"),
+    ("--launcher local --actor-num-gpus-per-node 2", "2 training ranks need --launcher ray", "--launcher ray"),
+    ("--launcher local --rollout-num-gpus 2", "2 engines need --launcher ray", "--launcher ray"),
+    ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "3 is not a multiple", "--rollout-num-gpus-per-engine 1"),
+    ("--rollout-num-gpus-per-engine 2", "an embedded engine runs on one device", "--rollout-num-gpus-per-engine 1"),
+    ("--rollout-num-gpus 0", "leaves no engine", "--rollout-num-gpus 1"),
+    ("--actor-num-gpus-per-node 3 --dp-replicate-size 2", "does not divide the 3 training ranks", "--dp-replicate-size 3"),
+    ("--prompt-data-weights 1 2", "has 2 weights for 1 paths", "--prompt-data a b"),
+    ("--disable-rollout-global-dataset", "needs a --data-source-path", "--data-source-path my.Source"),
+    ("--ckpt-step 3", "--ckpt-step needs --load", "--load nowhere"),
+]
+
+
+@pytest.mark.parametrize(("breaks", "says", "mends"), RULES, ids=[f"{b} | {m}" for b, _, m in RULES])
+def test_rule(problems: Problems, breaks: str, says: str, mends: str) -> None:
+    (problem,) = problems(breaks)
+    assert says in problem
+    assert problem.startswith("--")
+    assert problems(f"{breaks} {mends}") == []
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["--rollout-batch-size", "--num-rollout", "--prompt-data", "--rollout-max-response-len", "--hf-checkpoint"],
+)
+def test_what_a_run_cannot_do_without(missing: str) -> None:
+    from conftest import COMPLETE
+
+    from slimelite.arguments import ArgumentError
+
+    words = COMPLETE.split()
+    at = words.index(missing)
+    with pytest.raises(ArgumentError) as caught:
+        make_args(words[:at] + words[at + 2 :], machine=Machine(0, False))
+    (problem,) = caught.value.problems
+    assert problem.startswith(missing)
+    assert "missing" in problem
+
+
+def test_epochs_do_instead_of_a_number_of_rollouts() -> None:
+    from conftest import COMPLETE
+
+    words = COMPLETE.replace("--num-rollout 2", "--num-epoch 2").split()
+    args = make_args(words, machine=Machine(0, False))
+    assert (args.num_rollout, args.num_epoch) == (None, 2)
+
+
+def test_constant_aggregation_and_saved_rollouts(problems: Problems) -> None:
+    """Training on saved rollouts needs no response length, but the constant divisor does."""
+    from conftest import COMPLETE
+
+    from slimelite.arguments import ArgumentError
+
+    words = COMPLETE.replace("--rollout-max-response-len 16", "--load-debug-rollout-data r/{rollout_id}").split()
+    assert make_args(words, machine=Machine(0, False)).debug_train_only
+    with pytest.raises(ArgumentError, match="--rollout-max-response-len"):
+        make_args([*words, "--loss-aggregation", "constant"], machine=Machine(0, False))
+    assert problems("--loss-aggregation constant") == []

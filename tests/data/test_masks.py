@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from slimelite.data.masks import conversation_tokens
+
+from . import chat_templates
+from .tokenizers import CHATML, byte_tokenizer
+
+RECORDED = json.loads((Path(__file__).parent / "chat_cases.json").read_text())
+CALL = [{"type": "function", "function": {"name": "ls", "arguments": {"d": "."}}}]
+MARKED_CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def reply(content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def segments(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], *args: Any, **kwargs: Any) -> list[list[Any]]:
+    ids, mask = conversation_tokens(tokenizer, messages, *args, **kwargs)
+    assert len(ids) == len(mask)
+    runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    return [[tokenizer.decode([i for i, _ in run]), value] for value, run in runs]
+
+
+def shown(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+    return "".join(f"⟦{text}⟧" if value else text for text, value in segments(tokenizer, messages, **kwargs))
+
+
+@pytest.mark.parametrize("case", RECORDED["cases"], ids=lambda case: case["id"])
+def test_recorded_masks_of_slime_and_trl(case: dict[str, Any]) -> None:
+    tokenizer = byte_tokenizer(RECORDED["templates"][case["template"]])
+    found = segments(tokenizer, case["messages"], case["tools"], loss_mask_type=case["loss_mask_type"])
+    assert found == case["segments"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "expected"),
+    [
+        (
+            chat_templates.LLAMA3,
+            [user("list"), reply("", tool_calls=CALL), {"role": "tool", "content": "a.py"}, reply(" one file ")],
+            '<s><|h|>user<|/h|>\n\nlist<|eot_id|><|h|>assistant<|/h|>\n\n⟦{"name": "ls", "parameters": {"d": "."}}<|eom_id|>⟧'
+            "<|h|>ipython<|/h|>\n\na.py<|eot_id|><|h|>assistant<|/h|>\n\n⟦one file<|eot_id|>⟧",
+        ),
+        (
+            chat_templates.GEMMA,
+            [user("hi"), reply("hi"), user("hi"), reply("")],
+            "<s><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n⟦hi<end_of_turn>\n⟧"
+            "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n⟦<end_of_turn>\n⟧",
+        ),
+        (
+            chat_templates.MISTRAL,
+            [user("list"), reply("", tool_calls=CALL), {"role": "tool", "content": "a.py"}, reply("one file"), user("ok"), reply("ok")],
+            '<s>[INST] list[/INST]⟦[TOOL_CALLS] [{"name": "ls", "arguments": {"d": "."}}]</s>⟧'
+            "[TOOL_RESULTS] a.py[/TOOL_RESULTS]⟦ one file</s>⟧[INST] ok[/INST]⟦ ok</s>⟧",
+        ),
+        (
+            chat_templates.R1,
+            [user("2+2?"), reply("<think>\nadd\n</think>\n\n4"), user("sure?"), reply("yes")],
+            "<s><|User|>2+2?<|Assistant|>⟦\n\n4<|end|>⟧<|User|>sure?<|Assistant|>⟦yes<|end|>⟧",
+        ),
+        (
+            chat_templates.HARMONY,
+            [user("q"), reply("4", thinking="gone"), user("r"), reply("5", thinking="hm")],
+            "<|start|>user<|message|>q<|end|><|start|>assistant⟦<|channel|>final<|message|>4<|end|>⟧"
+            "<|start|>user<|message|>r<|end|><|start|>assistant"
+            "⟦<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>5<|return|>⟧",
+        ),
+        (
+            chat_templates.PARTS,
+            [{"role": r, "content": [{"type": "text", "text": t}]} for r, t in [("user", "hi"), ("assistant", "yo")]],
+            "<|user|>\nhi</s>\n<|assistant|>⟦\nyo</s>\n⟧",
+        ),
+    ],
+    ids=["llama3", "gemma", "mistral", "r1", "harmony", "parts"],
+)
+def test_replies_are_found_in_any_template(template: str, messages: list[dict[str, Any]], expected: str) -> None:
+    assert shown(byte_tokenizer(template), messages) == expected
+
+
+def test_thinking_of_qwen3_as_the_template_shows_it() -> None:
+    """History loses its thinking, the last turn has it: `auto` trains on what a rollout would have seen."""
+    tokenizer = byte_tokenizer(RECORDED["templates"]["qwen3"])
+    first = [user("2+2?"), reply("<think>\nadd\n</think>\n\n", tool_calls=CALL), {"role": "tool", "content": "4"}, reply("4")]
+    assert shown(tokenizer, [*first, user("+1?"), reply("<think>\none\n</think>\n\n5")]) == (
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+        '⟦<tool_call>\n{"name": "ls", "arguments": {"d": "."}}\n</tool_call><|im_end|>\n⟧'
+        "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>\n⟧"
+        "<|im_start|>user\n+1?<|im_end|>\n<|im_start|>assistant\n⟦<think>\none\n</think>\n\n5<|im_end|>\n⟧"
+    )
+
+
+texts = st.one_of(
+    st.text(alphabet="ab \n<|é😀", max_size=8),
+    st.sampled_from(["<|im_end|>", "<|im_start|>assistant\n", "assistant\n", "</think>", " x ", "{{ role }}"]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=4), ends_with_user=st.booleans())
+def test_comparing_finds_what_generation_marks_say(turns: list[tuple[str, str, bool]], ends_with_user: bool) -> None:
+    messages = [m for question, answer, on in turns for m in (user(question), reply(answer, step_loss_mask=int(on)))]
+    messages += [user("more")] if ends_with_user else []
+    compared = conversation_tokens(byte_tokenizer(CHATML), messages)
+    assert compared == conversation_tokens(byte_tokenizer(MARKED_CHATML), messages)
+    # ChatML messages do not influence each other: rendering them one by one finds the same
+    assert compared == conversation_tokens(byte_tokenizer(CHATML), messages, loss_mask_type="qwen")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED_CHATML], ids=["compared", "marked"])
+def test_step_loss_mask_switches_one_reply_off(template: str) -> None:
+    messages = [user("a"), reply("b", step_loss_mask=0), user("c"), reply("d", step_loss_mask=1)]
+    assert [text for text, value in segments(byte_tokenizer(template), messages) if value] == ["d<|im_end|>\n"]
+
+
+def test_offsets_that_leave_spaces_out_change_nothing() -> None:
+    merges = [("Ġ", "Ġ"), ("Ġ", "b"), ("Ċ", "Ċ")]
+    messages = [user("  b  b"), reply("  b  \n\nb"), user("  "), reply("  ")]
+    exact, trimmed = (byte_tokenizer(CHATML, merges, trim_offsets=trim) for trim in (False, True))
+    assert conversation_tokens(trimmed, messages) == conversation_tokens(exact, messages)
+
+
+def test_a_token_across_the_border_is_trained_on() -> None:
+    tokenizer = byte_tokenizer(CHATML, [("Ċ", "Ċ")])
+    assert shown(tokenizer, [user("q"), reply("\n")]) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant⟦\n\n<|im_end|>\n⟧"
+
+
+def test_what_cannot_be_masked_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"does not show what assistant message 1 says.*generation"):
+        conversation_tokens(byte_tokenizer(chat_templates.R1), [user("q"), reply(None), user("r"), reply("x")])
+    with pytest.raises(ValueError, match="roles must alternate"):
+        conversation_tokens(byte_tokenizer(chat_templates.GEMMA), [user("q"), user("r"), reply("x")])
+    with pytest.raises(ValueError, match="chat template"):
+        conversation_tokens(byte_tokenizer(None), [user("q"), reply("x")])

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from slimelite.arguments import DataArgs, EvalDataset
+from slimelite.data.prompts import Prompt, load_prompts
+
+from .tokenizers import CHATML, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+TOOLS = [{"type": "function", "function": {"name": "ls"}}]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(tmp_path: Path, rows: list[dict[str, Any]], limit: int | None = None, skip: bool = False, **settings: Any) -> list[Prompt]:
+    path = write(tmp_path / "rows.jsonl", rows)
+    return load_prompts(DataArgs(**settings), TOKENIZER, [path], max_prompt_len=limit, skip_bad_rows=skip)
+
+
+def test_text_and_messages_become_the_same_templated_prompt(tmp_path: Path) -> None:
+    rows = [{"input": "hi"}, {"input": [{"role": "user", "content": "hi"}]}]
+    text, messages = load(tmp_path, rows, apply_chat_template=True)
+    assert text.text == messages.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert text.token_ids == messages.token_ids == TOKENIZER(text.text, add_special_tokens=False)["input_ids"]
+    assert text.messages == messages.messages == [{"role": "user", "content": "hi"}]
+
+
+def test_without_the_template_text_is_encoded_and_messages_are_kept(tmp_path: Path) -> None:
+    text, messages = load(tmp_path, [{"input": "hi"}, {"input": [{"role": "user", "content": "hi"}]}])
+    assert (TOKENIZER.decode(text.token_ids), text.messages) == ("hi", None)
+    assert (messages.text, messages.token_ids, messages.messages) == ("", [], [{"role": "user", "content": "hi"}])
+
+
+def test_template_settings_and_tools_reach_the_template(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer("{{ flavour }}{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ messages[0].content }}")
+    rows = [{"input": "a", "t": json.dumps(TOOLS), "m": {"rm_type": "math"}}, {"input": "b", "t": TOOLS}, {"input": "c", "t": []}]
+    args = DataArgs(apply_chat_template=True, apply_chat_template_kwargs={"flavour": "!"}, tool_key="t", metadata_key="m")
+    prompts = load_prompts(args, tokenizer, [write(tmp_path / "a.jsonl", rows)])
+    assert [p.text for p in prompts] == ["![ls]a", "![ls]b", "!c"]
+    assert [p.metadata for p in prompts] == [{"rm_type": "math", "tools": TOOLS}, {"tools": TOOLS}, {}]
+
+
+def test_labels_are_text(tmp_path: Path) -> None:
+    rows = [{"input": "q", "y": y} for y in ("a", 3, 0.5, [1, "é"])]
+    assert [p.label for p in load(tmp_path, rows, label_key="y")] == ["a", "3", "0.5", '[1, "é"]']
+    assert [p.label for p in load(tmp_path, rows)] == [None] * 4
+
+
+def test_the_columns_of_an_eval_dataset_are_its_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"q": "x", "a": 1}, {"q": "yyyy", "a": 2}])
+    dataset = EvalDataset(name="a", path=path, input_key="q", label_key="a")
+    assert [(p.text, p.label) for p in load_prompts(dataset, TOKENIZER, [path], max_prompt_len=3)] == [("x", "1")]
+
+
+def test_several_paths_are_one_dataset_in_order(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", [{"input": "a0"}, {"input": "a1"}])
+    pq.write_table(pa.table({"input": ["b0", "b1", "b2"]}), tmp_path / "b.parquet")
+    prompts = load_prompts(DataArgs(), TOKENIZER, [a, f"{tmp_path}/b.parquet@[-1:]", f"{a}@[:1]"])
+    assert [p.text for p in prompts] == ["a0", "a1", "b2", "a0"]
+
+
+def test_long_prompts_are_left_out_in_order_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"input": "x" * n} for n in (3, 9, 1, 5, 4, 6)]
+    with caplog.at_level(logging.WARNING):
+        assert [len(p.text) for p in load(tmp_path, rows, limit=4)] == [3, 1, 4]
+    assert "left out 3 of 6 prompts longer than 4 tokens" in caplog.text
+
+
+def test_the_prompt_of_a_conversation_is_measured_before_its_first_answer(tmp_path: Path) -> None:
+    rows = [
+        {"input": [{"role": "user", "content": "u" * n}, {"role": "assistant", "content": "a" * 99}, {"role": "user", "content": "u" * m}][:k]}
+        for n, m, k in [(5, 0, 2), (30, 0, 2), (5, 9, 3)]
+    ]
+    kept = load(tmp_path, rows, limit=len(TOKENIZER(CHATML.replace("x", ""))["input_ids"]) and 40)
+    # 23 bytes and 3 special tokens surround a first question; the last row ends with a question: all of it counts
+    assert [p.messages for p in kept] == [rows[0]["input"]]
+
+
+BAD = {
+    "an empty prompt": ({"input": ""}, "column 'input': the prompt is empty"),
+    "a number": ({"input": 3}, "column 'input': a prompt is text or a list of messages, not 3"),
+    "no role": ({"input": [{"content": "x"}]}, "column 'input': message 0 needs a role"),
+    "no content": ({"input": [{"role": "user"}]}, r"column 'input': message 0 \(user\) says nothing"),
+    "no label": ({"input": "x", "y": None}, "column 'y': the label is null"),
+    "tools": ({"input": "x", "y": 1, "tools": "{"}, "column 'tools': not JSON"),
+    "metadata": ({"input": "x", "y": 1, "metadata": [1]}, "column 'metadata': a dict or its JSON is expected"),
+    "a template that refuses": ({"input": [{"role": "robot", "content": "x"}], "y": 1}, "the chat template refuses.*who?"),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD.keys())
+def test_a_malformed_row_is_named_or_skipped(row: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    picky = "{% if messages[0].role == 'robot' %}{{ raise_exception('who?') }}{% endif %}" + CHATML
+    path = write(tmp_path / "rows.jsonl", [{"input": "ok", "y": 1}, {"y": 1, **row}, {"input": "ok", "y": 1}])
+    args = DataArgs(label_key="y", apply_chat_template=True)
+    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1 \(line 2\): .*{message}"):
+        load_prompts(args, byte_tokenizer(picky), [path])
+    with caplog.at_level(logging.WARNING):
+        assert len(load_prompts(args, byte_tokenizer(picky), [path], skip_bad_rows=True)) == 2
+    assert "skipped 1 malformed rows of 3" in caplog.text
+
+
+def test_nothing_left_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"1 malformed rows, 2 prompts longer than 1 tokens.*row 1 \(line 2\)"):
+        load(tmp_path, [{"input": "long"}, {"input": 3}, {"input": "long"}], limit=1, skip=True)
+
+
+def test_a_missing_template_is_answered_before_any_file_is_read() -> None:
+    with pytest.raises(ValueError, match=r"--apply-chat-template.*no chat template"):
+        load_prompts(DataArgs(apply_chat_template=True), byte_tokenizer(None), ["nowhere.jsonl"])

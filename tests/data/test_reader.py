@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimelite.data.reader import BadRows, read_rows, split_path
+
+ROWS = [{"input": f"q{i}", "label": str(i), "other": i} for i in range(7)]
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows) + "\n\n")
+    return str(path)
+
+
+def inputs(spec: str) -> list[str]:
+    return [row.values["input"] for row in read_rows(spec, ["input"], [], BadRows())]
+
+
+@pytest.fixture(params=["rows.parquet", "rows.jsonl", "rows.json"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return write(tmp_path / request.param, ROWS)
+
+
+@pytest.mark.parametrize("part", ["", "@[2:4]", "@[-3:]", "@[:-5]", "@[1:-1]", "@[::3]", "@[-100:100]", "@[::-1]"])
+def test_slices_are_pythons(file: str, part: str) -> None:
+    numbers = list(range(7))
+    expected = eval(f"numbers{part[1:]}") if part else numbers
+    assert inputs(file + part) == [f"q{i}" for i in expected]
+
+
+@given(st.tuples(*[st.none() | st.integers(-9, 9)] * 2))
+def test_any_slice_is_read(bounds: tuple[int | None, int | None]) -> None:
+    a, b = ("" if x is None else x for x in bounds)
+    assert split_path(f"a.b/c@d.jsonl@[{a}:{b}]") == ("a.b/c@d.jsonl", slice(*bounds))
+
+
+@pytest.mark.parametrize("spec", ["a.jsonl@[3]", "a.jsonl@[1:2", "a.jsonl@[x:2]", "a.jsonl@[1.5:2]", "a.jsonl@[1:2:3:4]"])
+def test_a_slice_that_cannot_be_read_is_an_error(spec: str) -> None:
+    with pytest.raises(ValueError, match="slice of 'a.jsonl"):
+        split_path(spec)
+
+
+def test_an_empty_slice_is_an_error(file: str) -> None:
+    with pytest.raises(ValueError, match="selects no rows"):
+        inputs(file + "@[5:5]")
+
+
+def test_parquet_reads_only_the_columns_it_was_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", ROWS)
+    assert set(next(read_rows(path, ["input"], ["label"], BadRows())).values) == {"input", "label"}
+    assert set(next(read_rows(path, ["input"], None, BadRows())).values) == set(ROWS[0])
+
+
+def test_keys_that_parquet_made_up_are_gone(tmp_path: Path) -> None:
+    """All structs of a parquet column share one type; a key that this row does not have is not there."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "ls", "arguments": {"d": "."}}]}
+    other = {"role": "assistant", "content": "x", "tool_calls": [{"name": "cat", "arguments": {"f": "y"}}]}
+    rows = [{"m": [{"role": "user", "content": "hi"}, call]}, {"m": [other]}]
+    read = [row.values["m"] for row in read_rows(write(tmp_path / "a.parquet", rows), ["m"], [], BadRows())]
+    assert read == [[rows[0]["m"][0], {k: v for k, v in call.items() if v is not None}], [other]]
+
+
+def test_a_malformed_line_is_named_with_file_row_and_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ['{"input": "a"}', "", '{"input": ', "[1]", '{"label": 1}', '{"input": "b"}'])
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 1 \(line 3\): not JSON.*--skip-bad-rows"):
+        inputs(path)
+    bad = BadRows(skip=True)
+    assert [row.values["input"] for row in read_rows(path, ["input"], [], bad)] == ["a", "b"]
+    assert [p.split(": ")[1].split(" (")[0] for p in bad.problems] == [
+        "not JSON",
+        "a row is an object with named columns, not list",
+        "no column 'input'; it has ['label']",
+    ]
+
+
+def test_wrong_columns_are_answered_with_those_there_are(file: str) -> None:
+    with pytest.raises(ValueError, match=r"no column 'answer'.*'input', 'label', 'other'"):
+        list(read_rows(file, ["input", "answer"], [], BadRows()))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
+    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "one.json").write_text("{}")
+    for name, message in {
+        "nothing.parquet": "no such file",
+        "broken.parquet": "not a readable parquet file",
+        "a.csv": r"not one of \.parquet, \.jsonl, \.json",
+        "one.json": "is a list of objects",
+        "": r"is a folder; name one file of it: \['broken.parquet', 'one.json'\]",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            inputs(str(tmp_path / name))
+
+
+def test_a_hub_dataset_needs_its_library_or_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="no file 'owner/no-such-dataset:main:train'.*hub"):
+        inputs("owner/no-such-dataset:main:train")

@@ -1,0 +1,184 @@
+"""math and deepscaler: text, numbers, algebra, and nothing evaluated."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from slimelite.rewards import latex, math
+from slimelite.rewards.registry import RULES
+from slimelite.rewards.rule import Answer
+
+
+def verdict(response: str, label: str, rule: str = "math") -> float:
+    """What a run would give."""
+    answer = Answer(response, label)
+    quick = RULES[rule].quick(answer)
+    slow = RULES[rule].slow
+    assert slow is not None
+    reward = slow(answer) if quick is None else quick
+    assert isinstance(reward, float)
+    return reward
+
+
+def boxed(text: str) -> str:
+    return f"so it is \\boxed{{{text}}}."
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        ("first \\boxed{wrong}, final \\boxed{42}", "\\boxed{42}"),
+        ("\\boxed{\\frac{1}{2}} and more }", "\\boxed{\\frac{1}{2}}"),
+        ("\\fbox{7}", "\\fbox{7}"),
+        ("no box", None),
+        ("\\boxed{never closes", None),
+    ],
+)
+def test_the_last_box(text: str, box: str | None) -> None:
+    assert latex.last_boxed_only_string(text) == box
+
+
+def test_remove_boxed_wants_exactly_one_box() -> None:
+    assert latex.remove_boxed("\\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
+    assert latex.remove_boxed("\\fbox{7}") is None
+    assert latex.remove_boxed("x") is None
+    assert latex.remove_boxed(None) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("\\frac12", "\\frac{1}{2}"),
+        ("\\dfrac1{72}", "\\frac{1}{72}"),
+        ("\\left(1, 2\\right)", "(1,2)"),
+        ("45^{\\circ}", "45"),
+        (".7", "0.7"),
+        ("0.5", "\\frac{1}{2}"),
+        ("3/4", "\\frac{3}{4}"),
+        ("x = 5", "5"),
+        ("\\sqrt 3", "\\sqrt{3}"),
+        ("10\\text{ units}", "10"),
+        ("\\text{Evelyn}", "Evelyn"),
+        ("50\\%", "50"),
+        ("", ""),
+        ("\\frac", "\\frac"),
+    ],
+)
+def test_normal_form(text: str, normal: str) -> None:
+    assert latex.normalize_answer(text) == normal
+
+
+# response's answer, label, reward, is it decided without algebra?
+CASES = [
+    ("42", "42", 1, True),
+    ("43", "42", 0, True),
+    ("1,000", "1000", 1, True),
+    ("\\$5", "5", 1, True),
+    ("5 cm", "5", 1, True),
+    ("5\\text{cm}", "5", 1, True),
+    ("1.50", "1.5", 1, True),
+    ("0.25", "\\frac{1}{4}", 1, True),
+    ("-\\frac{1}{2}", "\\frac{-1}{2}", 1, True),
+    ("0.333", "\\frac13", 0, True),
+    ("\\frac{2}{4}", "\\frac{1}{2}", 0, True),  # not reduced
+    ("\\frac{4}{2}", "2", 0, True),  # an integer is written as one
+    ("2x", "2", 0, True),
+    ("East", "east", 1, True),
+    ("listen", "silent", 0, True),
+    ("Eve", "Evelyn", 0, True),
+    ("(1, 2)", "(1,2)", 1, True),
+    ("(1.0, 2)", "(1,2)", 1, True),
+    ("(2, 1)", "(1,2)", 0, True),
+    ("[1,2]", "(1,2)", 0, True),
+    ("(1,2,3)", "(1,2)", 0, True),
+    ("1 \\text{ or } 2", "1, 2", 1, True),
+    ("1/0", "0", 0, True),
+    ("x" * 600, "x+1", 0, True),
+    ("", "42", 0, True),
+    ("1+x", "x+1", 1, False),
+    ("(x+1)^2", "x^2+2x+1", 1, False),
+    ("(x+1)^2", "x^2+2x+2", 0, False),
+    ("2\\sqrt{2}", "\\sqrt{8}", 1, False),
+    ("\\frac{\\sqrt3}{3}", "\\frac{1}{\\sqrt{3}}", 1, False),
+    ("x^2y^2", "y^{2}x^{2}", 1, False),
+    ("7 3/4", "7\\frac{3}{4}", 1, True),
+    ("7 3/4", "\\frac{31}{4}", 1, False),
+    ("\\{2,1\\}", "\\{1,2\\}", 1, False),
+    ("(\\sqrt{4}+x, 1)", "(x+2, 1)", 1, False),
+    ("(\\sqrt{4}+x, 2)", "(x+2, 1)", 0, True),
+    ("x \\in [-2,7]", "[-2, 7]", 1, False),
+    ("\\begin{pmatrix}1\\\\2\\end{pmatrix}", "\\begin{bmatrix}1\\\\2\\end{bmatrix}", 1, False),
+    ("\\frac{1", "\\frac{1}{x}", 0, True),
+    ("9^{9^9}+x", "x", 0, False),
+]
+
+
+@pytest.mark.parametrize(("given", "label", "reward", "decided"), CASES)
+def test_math(given: str, label: str, reward: int, decided: bool) -> None:
+    assert (math.quick(Answer(boxed(given), label)) is not None) is decided
+    assert verdict(boxed(given), label) == reward
+    assert verdict(boxed(given), f"\\boxed{{{label}}}") == reward
+
+
+def test_math_wants_a_box_and_a_label() -> None:
+    assert verdict("just 42", "42") == 0
+    assert verdict("\\fbox{42}", "42") == 0
+    assert verdict(boxed("42"), "") == 0
+
+
+def test_math_refuses_a_label_that_no_box_can_equal() -> None:
+    with pytest.raises(ValueError, match="use --rm-type gsm8k"):
+        verdict(boxed("72"), "48 + 24 = 72\n#### 72")
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("\\boxed{99}</think>Final: \\boxed{42}", 1),
+        ("\\boxed{wrong}###Response\\boxed{42}", 1),
+        ("\\boxed{42}", 0),
+        ("\\boxed{42}</think>no box", 0),
+        ("</think>\\boxed{43}", 0),
+        ("</think>\\boxed{(6 \\cdot 7)^{1}}", 0),
+    ],
+)
+def test_deepscaler_grades_what_follows_the_thinking(response: str, reward: int) -> None:
+    assert verdict(response, "42", "deepscaler") == reward
+
+
+def test_deepscaler_knows_algebra() -> None:
+    assert verdict("</think>\\boxed{1+x}", "x+1", "deepscaler") == 1
+
+
+# strings that sympy's parse_expr, and so slime before its #1587, would run
+EXPLOITS = [
+    "__import__('os').system('touch {path}')",
+    "exec(open('{path}', 'w').write('x'))",
+    "().__class__.__base__.__subclasses__()",
+    "lambda: open('{path}', 'w')",
+    "1 if open('{path}','w') else 2",
+]
+
+
+@pytest.mark.parametrize("exploit", EXPLOITS)
+def test_nothing_a_model_writes_is_evaluated(exploit: str, tmp_path: Path) -> None:
+    from slimelite.rewards import symbolic
+
+    path = tmp_path / "owned"
+    text = exploit.replace("{path}", str(path))
+    assert verdict(f"\\boxed{{{text}}}", "x+1") == 0
+    assert not symbolic.equivalent(text, "x+1")
+    assert not path.exists()
+
+
+def test_no_rule_calls_an_evaluator() -> None:
+    """eval by any of its names; math-verify's plain-expression mode is one of them."""
+    evaluators = {"eval", "exec", "compile", "parse_expr", "sympify", "ExprExtractionConfig"}
+    files = sorted(Path(math.__file__).parent.glob("*.py"))
+    assert files
+    for file in files:
+        names = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Name)]
+        assert not evaluators & {n.id for n in names}, file.name

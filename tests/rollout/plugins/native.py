@@ -1,0 +1,46 @@
+"""Custom generate functions that need no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from slimelite.sample import Sample, Status
+
+
+async def twins(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
+    """Two samples of one rollout; the second has another prompt."""
+    first, second = Sample.from_dict(sample.to_dict()), Sample.from_dict(sample.to_dict())
+    second.tokens = [*second.tokens, 11]
+    for made, length in ((first, 2), (second, 3)):
+        made.append_response_tokens([40 + (sample.index or 0)] * length, [-0.5] * length, text="x")
+        made.status = Status.COMPLETED
+        made.weight_versions = []  # the caller knows which weights these are
+    return [first, second]
+
+
+async def sees_params(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+    sample.append_response_tokens([50], [-1.0], text="5")
+    sample.metadata |= {"params": sampling_params, "evaluation": evaluation, "session": sample.session_id}
+    return sample
+
+
+async def spoils_then_fails(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Odd samples leave a mess behind on the first attempt."""
+    attempts = args.rollout_context.__class__.__name__  # plugins can reach the context
+    assert attempts == "RolloutContext"
+    if (sample.index or 0) % 2 and sample.index not in SPOILED:
+        SPOILED.add(sample.index)
+        sample.metadata["mess"] = True
+        sample.append_response_tokens([99], [-9.0])
+        await asyncio.sleep(0)
+        raise KeyError("tool broke")
+    sample.append_response_tokens([50], [-1.0], text="5")
+    return sample
+
+
+SPOILED: set[int | None] = set()
+
+
+async def returns_nonsense(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> str:
+    return "text"

@@ -1,0 +1,26 @@
+"""Rewards that need no model to be interesting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimelite.sample import Sample
+
+
+async def parity(args: Any, sample: Sample) -> float:
+    """1 where the sum of the response's tokens is odd."""
+    return float(sum(sample.tokens[sample.prompt_length :]) % 2)
+
+
+async def constant(args: Any, sample: Sample) -> float:
+    return 0.5
+
+
+async def fails_on_odd_index(args: Any, sample: Sample) -> float:
+    if sample.index is not None and sample.index % 2:
+        raise RuntimeError("odd")
+    return float(sample.index or 0)
+
+
+async def two_parts(args: Any, sample: Sample) -> dict[str, Any]:
+    return {"score": float(sample.response_length), "kind": "even" if sample.response_length % 2 == 0 else "odd"}

@@ -1,0 +1,127 @@
+"""Generate functions of users: native ones, and slime's, unchanged, over HTTP."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from slimelite.rollout import groups
+
+from .conftest import MakeArgs, MakeManager, plugin
+from .scripted import ScriptedEngine
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_between_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "RETRY_SECONDS", 0.0)
+
+
+def test_a_slime_plugin_runs_over_http_unchanged(
+    make_args: MakeArgs, make_manager: MakeManager, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    args = make_args(custom_generate_function_path=plugin("slime_style.py:generate"), log_multi_turn=True)
+    output = make_manager(args).generate(0)
+    table = output.table
+    assert len(table) == 12
+    tool = tokenizer("3+4=7\n", add_special_tokens=False)["input_ids"]
+    for row in range(12):
+        mask, tokens = table.row_slice("loss_mask", row), table.row_slice("response_tokens", row)
+        assert tokens[~mask].tolist() == tool
+        log_probs = table.row_slice("rollout_log_probs", row)
+        assert (log_probs[mask] < 0).all()
+        assert (log_probs[~mask] == 0).all()
+    assert output.metrics["multi_turn/turns/mean"] == 2
+    assert output.metrics["multi_turn/environment_tokens"] == len(tool)
+    assert output.metrics["rollout/weight_staleness/max"] == 0
+
+
+def test_log_probs_over_http_are_those_of_the_engine(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    """With the seed that deterministic mode hands to plugins, HTTP gives the tokens of a direct request."""
+    path = plugin("slime_style.py:generate_with_meta_info")
+    args = make_args(deterministic_mode=True, rollout_batch_size=2)
+    direct = make_manager(args).generate(0).table
+    args = make_args(deterministic_mode=True, rollout_batch_size=2, custom_generate_function_path=path)
+    over_http = make_manager(args).generate(0).table
+    np.testing.assert_array_equal(direct.response_tokens, over_http.response_tokens)
+    np.testing.assert_allclose(direct.rollout_log_probs, over_http.rollout_log_probs, atol=1e-5)
+    assert direct.status == over_http.status
+    assert direct.response == over_http.response
+
+
+def test_a_fan_out_shares_rollout_and_advantage(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(custom_generate_function_path=plugin("slime_style.py:solver_and_critic"))
+    table = make_manager(args).generate(0).table
+    assert len(table) == 24
+    assert np.bincount(table.rollout_id).tolist() == [2] * 12
+    assert np.bincount(table.group_id).tolist() == [8, 8, 8]
+    assert table.reward.tolist() == [0.0, 6.0] * 12  # the plugin's own rewards
+    assert (table.advantage == 0).all()  # every rollout of a group has the same mean reward
+    prompts = [len(table.row_slice("prompt_tokens", row)) for row in range(2)]
+    assert prompts[1] > prompts[0]
+
+
+def test_fan_outs_survive_a_checkpoint_as_surplus(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(custom_generate_function_path=plugin("native.py:twins"), over_sampling_batch_size=5)
+    manager = make_manager(args, [ScriptedEngine()])
+    manager.generate(0)
+    resumed = make_manager(args, [ScriptedEngine()])
+    resumed.load_state_dict(json.loads(json.dumps(manager.state_dict())))
+    table = resumed.generate(1).table
+    assert np.bincount(table.rollout_id)[12:].tolist() == [2] * 12
+    assert table.group_id.min() == 3
+
+
+def test_siblings_are_scored_together(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(
+        custom_generate_function_path=plugin("native.py:twins"), custom_rm_path=plugin("hooks.py:rank_in_group")
+    )
+    assert make_manager(args, [ScriptedEngine()]).generate(0).table.reward.tolist() == [0, 1] * 12
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_plugins_get_slimes_sampling_params(make_args: MakeArgs, make_manager: MakeManager, deterministic: bool) -> None:
+    args = make_args(
+        custom_generate_function_path=plugin("native.py:sees_params"),
+        rollout_stop=["####"],
+        rollout_temperature=0.7,
+        deterministic_mode=deterministic,
+    )
+    table = make_manager(args, [ScriptedEngine()]).generate(0).table
+    seen = [json.loads(m) for m in table.metadata]
+    params = seen[0]["params"]
+    assert (params["temperature"], params["stop"], params["max_new_tokens"]) == (0.7, ["####"], 12)
+    assert params["no_stop_trim"] is True
+    seeds = {s["params"].get("sampling_seed") for s in seen}
+    # one seed for several requests would make them equal: only where slime gives one as well
+    assert len(seeds) == 12 if deterministic else seeds == {None}
+    assert len({s["session"] for s in seen}) == 12
+    assert not seen[0]["evaluation"]
+    assert set(table.status) == {"completed"}  # the plugin left it pending
+    assert (table.weight_versions == 0).all()
+
+
+def test_only_the_samples_that_failed_are_tried_again(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(custom_generate_function_path=plugin("native.py:spoils_then_fails"))
+    output = make_manager(args, [ScriptedEngine()]).generate(0)
+    assert output.metrics["rollout/retries"] == 3  # once a group
+    assert output.metrics["rollout/failed_groups"] == 0
+    # nothing of the failed attempt is left
+    assert set(output.table.response_lengths.tolist()) == {1}
+    assert set(output.table.metadata) == {"{}"}
+
+
+def test_a_plugin_that_returns_something_else_is_told(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(custom_generate_function_path=plugin("native.py:returns_nonsense"))
+    with pytest.raises(ValueError, match="expected a Sample in a group, got a str"):
+        make_manager(args, [ScriptedEngine()]).generate(0)
+
+
+def test_a_data_source_written_for_slime(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    manager = make_manager(make_args(data_source_path=plugin("sources.py:Hinted")), [ScriptedEngine()])
+    table = manager.generate(0).table
+    assert {json.loads(m)["hint"] for m in table.metadata} == {True}
+    assert manager.num_prompts() == 59
+    assert manager.state_dict()["data_source"]["next_group"] == 3

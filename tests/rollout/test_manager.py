@@ -1,0 +1,195 @@
+"""Whole rollouts on the embedded engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slimelite.table import COLUMNS, TEXT_COLUMNS, SampleTable
+
+from .conftest import MakeArgs, MakeManager, plugin
+
+FLOATS = [name for name, (dtype, _) in COLUMNS.items() if dtype.startswith("float")]
+NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+
+
+def same(a: SampleTable, b: SampleTable) -> bool:
+    """Bit for bit, NaN (no teacher) being equal to itself."""
+    numbers = all(np.array_equal(getattr(a, n), getattr(b, n), equal_nan=n in FLOATS) for n in (*COLUMNS, "prompt_offsets", "response_offsets"))
+    return numbers and all(getattr(a, n) == getattr(b, n) for n in TEXT_COLUMNS)
+
+
+def test_a_rollout_is_a_table_of_scored_groups(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    seen: list[tuple[int, int, str]] = []
+    manager = make_manager(make_args(), progress=lambda *step: seen.append(step))
+    output = manager.generate(0)
+    table = output.table
+    assert len(table) == 12
+    assert table.group_id.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert table.loss_mask.all()
+    assert np.isfinite(table.rollout_log_probs).all()
+    assert (table.rollout_log_probs < 0).all()
+    for row in range(12):
+        response = table.row_slice("response_tokens", row)
+        assert table.reward[row] == response.sum() % 2
+        assert 0 < len(response) <= 12
+    for group in range(3):
+        rewards, advantages = table.reward[table.group_id == group], table.advantage[table.group_id == group]
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        np.testing.assert_allclose(advantages, expected, atol=1e-6)
+    assert [step[:2] for step in seen] == [(1, 3), (2, 3), (3, 3)]
+
+    metrics = output.metrics
+    assert metrics["rollout/raw_reward"] == pytest.approx(table.reward.mean())
+    assert metrics["rollout/response_len/mean"] == pytest.approx(table.response_lengths.mean())
+    assert metrics["rollout/truncated_ratio"] == table.status.count("truncated") / 12
+    assert metrics["rollout/weight_staleness/max"] == 0
+    # three of the four prompts of a group come from the first one's keys and values
+    assert metrics["rollout/prefix_cache_hit_rate"] > 0.5
+    tokens = table.response_lengths.sum()
+    assert metrics["perf/tokens_per_gpu_per_sec"] == pytest.approx(tokens / metrics["perf/rollout_time"])
+
+
+def test_samples_of_a_group_differ_and_every_sample_has_its_own_seed(
+    make_args: MakeArgs, make_manager: MakeManager
+) -> None:
+    table = make_manager(make_args(n_samples_per_prompt=8)).generate(0).table
+    for group in range(3):
+        rows = np.flatnonzero(table.group_id == group)
+        assert len({tuple(table.row_slice("response_tokens", int(r))) for r in rows}) > 4
+
+
+def test_straight_equals_resumed_bit_for_bit(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(
+        deterministic_mode=True,
+        rollout_shuffle=True,
+        over_sampling_batch_size=5,
+        dynamic_sampling_filter_path=NONZERO_STD,
+    )
+    straight = make_manager(args)
+    tables = [straight.generate(i).table for i in range(4)]
+    again = make_manager(args)
+    first = [again.generate(i).table for i in range(2)]
+    state = json.loads(json.dumps(again.state_dict()))
+    assert state["data_source"]["returned"], "the test should have surplus groups to carry over"
+    resumed = make_manager(args)
+    resumed.load_state_dict(state)
+    rest = [resumed.generate(i).table for i in (2, 3)]
+    for expected, got in zip(tables, first + rest, strict=True):
+        assert same(expected, got)
+    dealt = [set(t.group_id.tolist()) for t in tables]
+    assert not set.intersection(*dealt)
+
+
+def test_a_saved_rollout_replays_without_engines_or_prompts(
+    make_args: MakeArgs, make_manager: MakeManager, tmp_path: Path
+) -> None:
+    template = str(tmp_path / "rollout_{rollout_id}.parquet")
+    written = make_manager(make_args(save_debug_rollout_data=template)).generate(3)
+    offline = make_args(load_debug_rollout_data=template, prompt_data=[])
+    replayed = make_manager(offline, []).generate(3)
+    assert same(replayed.table, written.table)
+    for name in ("rollout/raw_reward", "rollout/response_len/mean", "rollout/truncated_ratio"):
+        assert replayed.metrics[name] == pytest.approx(written.metrics[name])
+
+    part = make_args(load_debug_rollout_data=template, load_debug_rollout_data_subsample=0.67)
+    assert make_manager(part, []).generate(3).table.group_id.tolist() == [0] * 4 + [1] * 4
+    with pytest.raises(ValueError, match="rollout_4.parquet"):
+        make_manager(offline, []).generate(4)
+
+
+def test_replay_with_another_estimator_is_offline_rl(
+    make_args: MakeArgs, make_manager: MakeManager, tmp_path: Path
+) -> None:
+    template = str(tmp_path / "{rollout_id}")
+    make_manager(make_args(save_debug_rollout_data=template)).generate(0)
+    table = make_manager(make_args(load_debug_rollout_data=template, advantage_estimator="rloo"), []).generate(0).table
+    rewards = table.reward[:4]
+    np.testing.assert_allclose(table.advantage[:4], rewards - (rewards.sum() - rewards) / 3, atol=1e-6)
+
+
+def test_without_engines_nothing_is_generated(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    with pytest.raises(ValueError, match="there is no engine"):
+        make_manager(make_args(), []).generate(0)
+
+
+def test_a_rollout_function_of_the_user(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    manager = make_manager(make_args(rollout_function_path=plugin("hooks.py:echo_rollout")))
+    output = manager.generate(7)
+    assert output.metrics["custom/rollout_id"] == 7
+    assert output.table.response == ["echo"] * 12
+    assert output.table.reward.tolist() == [0, 1, 2, 3] * 3
+
+
+def test_a_rollout_function_may_wrap_ours(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    manager = make_manager(make_args(rollout_function_path=plugin("slime_style.py:wrapped_rollout")))
+    table = manager.generate(0).table
+    assert len(table) == 12
+    assert {json.loads(m)["wrapped"] for m in table.metadata} == {True}
+    plain = make_manager(make_args()).generate(0).table
+    assert plain.response_tokens.tolist() == table.response_tokens.tolist()
+
+
+def test_rewards_of_the_users_own_normalisation(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    table = make_manager(make_args(custom_reward_post_process_path=plugin("hooks.py:tenfold"))).generate(0).table
+    np.testing.assert_array_equal(table.advantage, 10 * table.reward)
+
+
+def test_log_functions_add_metrics_or_replace_them(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    adds = make_manager(make_args(custom_rollout_log_function_path=plugin("hooks.py:adds_a_metric"))).generate(5)
+    assert adds.metrics["mine"] == 12
+    assert "rollout/raw_reward" in adds.metrics
+    replaces = make_manager(make_args(custom_rollout_log_function_path=plugin("hooks.py:replaces_the_log")))
+    assert replaces.generate(5).metrics == {}
+
+
+def test_dict_rewards_need_a_key_and_are_counted_by_category(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(
+        custom_rm_path=plugin("rewards.py:two_parts"), reward_key="score", log_reward_category="kind", log_passrate=True
+    )
+    output = make_manager(args).generate(0)
+    assert output.table.reward.tolist() == output.table.response_lengths.tolist()
+    even = float((output.table.response_lengths % 2 == 0).mean())
+    assert output.metrics.get("rollout/error_cat/even", 0.0) == pytest.approx(even)
+    assert {"passrate/pass@1", "passrate/pass@2", "passrate/pass@4"} <= set(output.metrics)
+
+
+def test_group_rewards_see_the_whole_group(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(custom_rm_path=plugin("hooks.py:rank_in_group"), group_rm=True)
+    assert make_manager(args).generate(0).table.reward.tolist() == [0, 1, 2, 3] * 3
+
+
+def test_sample_hooks_run_in_order_before_the_reward(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(
+        rollout_sample_hook_path=[plugin("hooks.py:note_rollout"), plugin("hooks.py:note_again")],
+        custom_rm_path=plugin("hooks.py:reward_from_notes"),
+    )
+    table = make_manager(args).generate(9).table
+    assert set(table.reward.tolist()) == {9.5}
+
+
+def test_filters_on_the_finished_batch(make_args: MakeArgs, make_manager: MakeManager, tmp_path: Path) -> None:
+    args = make_args(
+        rollout_sample_filter_path=plugin("hooks.py:remove_truncated"),
+        rollout_all_samples_process_path=plugin("hooks.py:count_everything"),
+        dynamic_sampling_filter_path=plugin("hooks.py:drops_even_groups"),
+        dump_details=str(tmp_path),
+    )
+    table = make_manager(args).generate(0).table
+    assert table.removed.tolist() == [status == "truncated" for status in table.status]
+    assert (table.group_id % 2).all()
+    seen: dict[str, Any] = json.loads((tmp_path / "seen.json").read_text())
+    assert seen["groups"] == sorted(seen["groups"])
+    assert len(seen["groups"]) == 3 + sum(g % 2 == 0 for g in seen["groups"])
+
+
+def test_the_metrics_are_finite_numbers(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    metrics = make_manager(make_args(log_multi_turn=True)).generate(0).metrics
+    assert metrics["multi_turn/turns/mean"] == 1
+    assert metrics["multi_turn/environment_tokens"] == 0
+    assert all(isinstance(v, float) and math.isfinite(v) for v in metrics.values()), metrics

@@ -1,0 +1,117 @@
+"""A tiny Qwen2, rollouts of random tokens for it, and several ranks in as many processes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slimelite.arguments import Args
+from slimelite.sample import Sample, Status
+from slimelite.table import SampleTable
+from slimelite.training.trainer import Trainer
+
+VOCAB = 61
+
+
+def save_tiny_model(path: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A random Qwen2 of 30 thousand parameters with grouped-query attention and tied embeddings."""
+    config = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.2,  # far from uniform, so that losses and gradients are of ordinary size
+    } | changes
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **config)).save_pretrained(path)
+    return path
+
+
+def tiny_args(model: Path | str, **changes: Any) -> Args:
+    """Arguments of a small run."""
+    given = {
+        "hf_checkpoint": str(model),
+        "device": "cpu",
+        "lr": 1e-2,
+        "global_batch_size": 64,
+        "num_steps_per_rollout": 1,
+        "num_rollout": 100,
+        "use_dynamic_batch_size": True,
+        "max_tokens_per_gpu": 128,
+        "rollout_max_response_len": 16,
+    }
+    return Args(**(given | changes))
+
+
+def random_table(
+    *,
+    seed: int = 0,
+    groups: int = 4,
+    group_size: int = 4,
+    zero_advantage: float = 0.0,
+    masked: float = 0.2,
+    longest: int = 16,
+) -> SampleTable:
+    """Groups of responses of 1 to ``longest`` random tokens with random advantages, masks and engine log-probs."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for g in range(groups):
+        prompt = rng.integers(0, VOCAB, rng.integers(2, 9)).tolist()
+        samples.append([])
+        for i in range(group_size):
+            sample = Sample(group_index=g, index=g * group_size + i, tokens=list(prompt), reward=float(rng.random()))
+            response = rng.integers(0, VOCAB, rng.integers(1, longest + 1)).tolist()
+            sample.append_response_tokens(response, log_probs=(-rng.random(len(response)) - 3.5).tolist())
+            sample.loss_mask = [int(rng.random() > masked) for _ in response]
+            sample.status = Status.COMPLETED
+            samples[-1].append(sample)
+    table = SampleTable.from_samples(samples)
+    table.advantage = rng.normal(size=len(table)) * (rng.random(len(table)) >= zero_advantage)
+    return table
+
+
+@contextmanager
+def one_rank(args: Args) -> Iterator[Trainer]:
+    """A trainer in this process."""
+    trainer = Trainer(args)
+    try:
+        yield trainer
+    finally:
+        trainer.close()
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The whole gradient of every weight."""
+    return {n: p.grad.full_tensor().clone() for n, p in trainer.model.named_weights() if p.grad is not None}
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Every whole weight."""
+    return {n: p.detach().full_tensor().clone() for n, p in trainer.model.named_weights()}
+
+
+def on_ranks(world_size: int, work: Callable[..., Any], args: Args, *rest: Any) -> Any:
+    """``work(trainer, *rest)`` in ``world_size`` processes, one trainer each; what rank 0 returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (world_size, folder, work, args, rest), nprocs=world_size)
+        return torch.load(f"{folder}/result", weights_only=False)
+
+
+def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], args: Args, rest: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    trainer = Trainer(args, rank=rank, world_size=world_size, init_method=f"file://{folder}/meet")
+    result = work(trainer, *rest)
+    if rank == 0:
+        torch.save(result, f"{folder}/result")
+    trainer.close()
