@@ -197,7 +197,7 @@ def _sampling(args: Args) -> Iterator[str]:
         yield f"--rollout-top-k {args.rollout_top_k}: is -1 (all tokens) or at least 1"
     if args.rollout_top_p == 0:
         yield "--rollout-top-p 0 leaves no token to sample"
-    truncated = args.rollout_top_p != 1 or args.rollout_top_k != -1
+    truncated = args.rollout_top_p != 1 or args.rollout_top_k > 0
     trains_on_it = args.loss_type == "policy_loss" and not (args.debug_rollout_only or args.debug_train_only)
     if truncated and trains_on_it and not args.allow_truncated_sampling:
         what = (

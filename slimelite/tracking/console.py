@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,9 +30,9 @@ def duration(seconds: float) -> str:
 
 def small(value: float) -> str:
     """A loss or KL: four decimals, or an exponent where these would show nothing."""
-    if value == 0 or abs(value) >= 1e-3 or not math.isfinite(value):
-        return f"{value:.4f}"
-    return f"{value:.0e}"
+    if abs(value) >= 100:
+        return f"{value:.4g}"
+    return f"{value:.0e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
 def count(value: float) -> str:
@@ -41,6 +40,17 @@ def count(value: float) -> str:
     if value < 100:
         return f"{value:.1f}"
     return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.1f}k"
+
+
+def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
+    """``4.5s: gen 3.0s, train 1.5s``, without phases below a hundredth, in at most ``room`` characters."""
+    kept = {label: s for label, s in phases.items() if s >= 0.01 * seconds}
+    while kept:
+        text = f"{duration(seconds)}: " + ", ".join(f"{label} {duration(s)}" for label, s in kept.items())
+        if len(text) <= room:
+            return text
+        kept.pop(min(kept, key=kept.__getitem__))
+    return duration(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +66,18 @@ class Column:
 
 
 COLUMNS = (
-    Column("reward", 7, ("rollout/raw_reward",), "{:.3f}".format, 9),
-    Column("eval", 6, ("eval",), "{:.3f}".format, 8),
-    Column("length", 7, ("rollout/response_len/mean",), count, 7),
-    Column("loss", 8, ("train/loss",), small, 6),
-    Column("kl", 7, ("train/kl_loss", "rollout/kl"), small, 5),
+    Column("reward", 6, ("rollout/raw_reward",), "{:.3f}".format, 9),
+    Column("eval", 5, ("eval",), "{:.3f}".format, 8),
+    Column("length", 6, ("rollout/response_len/mean",), count, 7),
+    Column("loss", 7, ("train/loss",), small, 5),
+    Column("kl", 6, ("train/kl_loss", "rollout/kl"), small, 4),
     Column("entropy", 7, ("train/entropy_loss", "rollout/entropy"), "{:.3f}".format, 2),
     Column("grad", 6, ("train/grad_norm",), small, 1),
-    Column("tok/s", 6, ("tokens_per_sec", "perf/actor_train_tok_per_s"), count, 3),
-    Column("eta", 6, ("eta",), duration, 4),
+    Column("tok/s", 5, ("tokens_per_sec", "perf/actor_train_tok_per_s"), count, 3),
+    Column("eta", 5, ("eta",), duration, 6),
 )
+POSITION = 9  # characters of the first column
+TIMES = 28  # characters kept free for the times of the phases
 
 
 class Console:
@@ -126,31 +138,31 @@ class Console:
         """
         cells = {c.title: c.show(v) for c in COLUMNS if (v := _first(metrics, c.metrics)) is not None}
         self._titles |= cells.keys()
-        parts = ", ".join(f"{label} {duration(s)}" for label, s in phases.items())
-        columns, tail = self._fit(duration(seconds), f"{duration(seconds)}: {parts}")
+        columns, room = self._fit()
         self._print_header(columns)
-        text = Text(f"{position:>9}")
+        text = Text(f"{position:>{POSITION}}")
         for column in columns:
             style = "bold green" if best and column.title == "eval" else ""
             text.append("  ").append(f"{cells.get(column.title, ''):>{column.width}}", style)
-        text.append("  " + tail, "dim")
+        text.append("  " + times(seconds, phases, room), "dim")
         self.rich.print(text)
         logger.info(text.plain.strip())
 
-    def _fit(self, short_tail: str, tail: str) -> tuple[list[Column], str]:
-        """The columns and the tail that a terminal of this width has room for."""
+    def _fit(self) -> tuple[list[Column], int]:
+        """The columns that this terminal has room for, and the characters left for the times."""
         columns = [c for c in COLUMNS if c.title in self._titles]
         room = self.rich.width if self.live else 10**6
-        if _width(columns) + len(tail) > room:
-            tail = short_tail
-        while columns and _width(columns) + len(tail) > room:
+        while True:
+            left = room - POSITION - sum(2 + c.width for c in columns) - 2
+            if left >= TIMES or not columns:
+                return columns, left
             columns.remove(min(columns, key=lambda c: c.keep))
-        return columns, tail
 
     def _print_header(self, columns: Sequence[Column]) -> None:
-        header = "  ".join(["  rollout", *(f"{c.title:>{c.width}}" for c in columns), "time"])
+        header = "  ".join([f"{'rollout':>{POSITION}}", *(f"{c.title:>{c.width}}" for c in columns), "time"])
         if header != self._header or self._rows_since_header == HEADER_EVERY:
             self.rich.print(Text("\n" + header, "dim"))
+            logger.info(header)
             self._header, self._rows_since_header = header, 0
         self._rows_since_header += 1
 
@@ -165,10 +177,6 @@ class _WarningHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         style = "bold red" if record.levelno >= logging.ERROR else "bold yellow"
         self._console.block(Text.assemble((f"{record.levelname.lower()}: ", style), record.getMessage()))
-
-
-def _width(columns: Sequence[Column]) -> int:
-    return 9 + sum(2 + c.width for c in columns) + 2
 
 
 def _first(metrics: Mapping[str, float], names: Sequence[str]) -> float | None:

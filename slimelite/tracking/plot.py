@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, sqrt
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -114,12 +114,12 @@ def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
 
 
 def _grid(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` axes in at most four columns. Figures, not pyplot: no display, no state."""
+    """A figure with ``count`` axes in a square. Figures, not pyplot: no display, no state."""
     from matplotlib.figure import Figure
 
-    columns = min(count, 4) if count != 5 and count != 6 else 3
-    rows = ceil(count / max(columns, 1))
-    figure = Figure(figsize=(4.2 * max(columns, 1), 3.1 * max(rows, 1)), layout="constrained")
+    columns = max(ceil(sqrt(count)), 1)
+    rows = max(ceil(count / columns), 1)
+    figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
     return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(count)]
 
 
@@ -148,13 +148,17 @@ def _draw_times(ax: Axes, records: Sequence[Record], whole: Points) -> None:
     colors = [*COLORS[: len(layers) - 1], COLORS[-1]]
     ax.stackplot(steps, list(layers.values()), labels=list(layers), colors=colors, alpha=0.85)
     _decorate(ax, "time of a rollout [s]", "rollout")
-    ax.legend(fontsize=8, frameon=False, loc="upper right")
+    ax.legend(fontsize=8, framealpha=0.8, edgecolor="none", loc="upper right", ncols=3)
+    ax.set_ylim(top=1.2 * max(totals))
 
 
 def _decorate(ax: Axes, title: str, x_label: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     ax.set_title(title, fontsize=10, loc="left")
     ax.set_xlabel(x_label, fontsize=8)
     ax.tick_params(labelsize=8)
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     ax.grid(alpha=0.25, linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
 

@@ -203,7 +203,8 @@ class Tracker:
             row["tokens_per_sec"] = float(self._table.response_lengths.sum()) / phases["gen"]
         self._step_times.append(seconds)
         count = self.args.num_rollout or rollout_id + 1
-        row["eta"] = fmean(self._step_times) * (count - rollout_id - 1)
+        if left := count - rollout_id - 1:
+            row["eta"] = fmean(self._step_times) * left
         best = self._note_score(row)
         self.console.row(f"{rollout_id + 1}/{count}", row, seconds, phases, best=best)
 

@@ -52,7 +52,8 @@ class WandbWriter:
         identity = _wandb_identity(args)
         directory = Path(args.wandb_dir or args.run_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        settings = wandb.Settings(silent=True, console="off", base_url=args.wandb_host, api_key=args.wandb_key)
+        account = {"base_url": args.wandb_host, "api_key": args.wandb_key}
+        given = {name: value for name, value in account.items() if value is not None}
         self._run = wandb.init(
             project=args.wandb_project or "slimelite",
             entity=args.wandb_team,
@@ -60,7 +61,7 @@ class WandbWriter:
             dir=str(directory),
             config=dict(config),
             resume="allow",
-            settings=settings,
+            settings=wandb.Settings(silent=True, console="off", **given),
             id=identity["id"],
             group=identity["group"],
             name=identity["name"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from slimelite.arguments import OptimizerArgs
 
@@ -12,7 +12,7 @@ from slimelite.arguments import OptimizerArgs
 class LrSchedule:
     """Learning rates relative to a peak; fields are the ``--lr-*`` flags, in optimizer steps.
 
-    ``decay_iters`` None: not known yet (it is all steps of the run); only styles other than constant need it.
+    ``decay_iters`` None: all steps of the run.
     """
 
     style: str
@@ -46,32 +46,21 @@ class LrSchedule:
             wsd_iters=args.lr_wsd_decay_iters,
         )
 
-    def with_total(self, steps: int) -> LrSchedule:
-        """The same schedule when the run has ``steps`` optimizer steps; a given ``--lr-decay-iters`` stays."""
-        return self if self.decay_iters is not None else replace(self, decay_iters=steps)
-
-    @property
-    def needs_total(self) -> bool:
-        """Whether the length of the run is needed and not known."""
-        uses_length = self.style not in ("constant", "inverse-square-root") or self.warmup_fraction is not None
-        return uses_length and self.decay_iters is None
-
-    def at(self, step: int) -> float:
-        """The learning rate of optimizer step ``step`` (the first is 0).
+    def at(self, step: int, run_steps: int) -> float:
+        """The learning rate of optimizer step ``step`` (the first is 0) in a run of ``run_steps``.
 
         Warm-up ends with the peak: its first step has peak / warmup_iters where Megatron's has 0.
         """
-        assert not self.needs_total, "set_num_rollout before training: the schedule needs the length of the run"
+        total = run_steps if self.decay_iters is None else self.decay_iters
         warmup = self.warmup_iters
         if self.warmup_fraction is not None:
-            warmup = round(self.warmup_fraction * (self.decay_iters or 0))
+            warmup = round(self.warmup_fraction * total)
         if step < warmup:
             return self.warmup_init + (self.peak - self.warmup_init) * (step + 1) / warmup
         if self.style == "constant":
             return self.peak
         if self.style == "inverse-square-root":
             return max(self.min_lr, self.peak * math.sqrt(max(warmup, 1) / max(step + 1, 1)))
-        total = self.decay_iters or 0
         if step >= total:
             return self.min_lr
         return self.min_lr + (self.peak - self.min_lr) * self._remaining(step, warmup, total)

@@ -49,8 +49,7 @@ class Trainer:
         self.reference = Reference(args, self.world) if args.use_reference else None
         self.optimizers = Optimizers(args, self.model)
         self.progress = checkpoint.Progress(-1, 0, 0, LrSchedule.from_args(args))
-        if args.num_rollout is not None:
-            self.set_num_rollout(args.num_rollout)
+        self.run_steps = (args.num_rollout or 0) * args.num_steps_per_rollout
         self.timer = Timer()
         self._fresh = True
         self.temperature = 1.0 if args.loss_type == "sft_loss" else args.rollout_temperature
@@ -60,8 +59,7 @@ class Trainer:
 
     def set_num_rollout(self, num_rollout: int) -> None:
         """How long the run is: where learning-rate schedules end."""
-        steps = num_rollout * self.args.num_steps_per_rollout
-        self.progress.schedule = self.progress.schedule.with_total(steps)
+        self.run_steps = num_rollout * self.args.num_steps_per_rollout
 
     def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
         """Train on a rollout: one optimizer step for every ``--global-batch-size`` rollouts of the table.
@@ -116,7 +114,7 @@ class Trainer:
 
     def optim_step(self, sums: MetricSums) -> None:
         """Clip, update the weights at this step's learning rate, advance the schedule."""
-        norm, finite = self.optimizers.step(self.progress.schedule.at(self.progress.steps))
+        norm, finite = self.optimizers.step(self.progress.schedule.at(self.progress.steps, self.run_steps))
         self.progress.steps += finite
         sums.add("grad_norm", norm if finite else 0.0, float(finite))
         sums.add("skipped_steps", float(not finite), 1.0)

@@ -78,12 +78,11 @@ def test_long_prompts_are_left_out_in_order_and_counted(tmp_path: Path, caplog: 
 
 
 def test_the_prompt_of_a_conversation_is_measured_before_its_first_answer(tmp_path: Path) -> None:
-    rows = [
-        {"input": [{"role": "user", "content": "u" * n}, {"role": "assistant", "content": "a" * 99}, {"role": "user", "content": "u" * m}][:k]}
-        for n, m, k in [(5, 0, 2), (30, 0, 2), (5, 9, 3)]
-    ]
-    kept = load(tmp_path, rows, limit=len(TOKENIZER(CHATML.replace("x", ""))["input_ids"]) and 40)
-    # 23 bytes and 3 special tokens surround a first question; the last row ends with a question: all of it counts
+    answer = {"role": "assistant", "content": "a" * 99}
+    short, long = ({"role": "user", "content": "u" * n} for n in (5, 30))
+    rows = [{"input": [short, answer]}, {"input": [long, answer]}, {"input": [short, answer, short]}]
+    # 19 tokens surround a first question; a conversation that ends with a question is a prompt as a whole
+    kept = load(tmp_path, rows, limit=40)
     assert [p.messages for p in kept] == [rows[0]["input"]]
 
 

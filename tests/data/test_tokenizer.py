@@ -12,7 +12,7 @@ from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 
 from .tokenizers import byte_tokenizer
 
-TEXT = "3+5+2+9=?"
+TEXT = "9+3=12\n#### 12"
 
 
 def test_the_files_ids_win_over_the_class_that_transformers_picks(tmp_path: Path) -> None:

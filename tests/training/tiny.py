@@ -5,12 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.multiprocessing as mp
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
@@ -36,6 +38,17 @@ def save_tiny_model(path: Path, *, seed: int = 0, **changes: Any) -> Path:
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **config)).save_pretrained(path)
     return path
+
+
+def exact_norms(model: nn.Module) -> None:
+    """RMS norms of transformers round to fp32 whatever the model's dtype; these keep float64."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_rms_norm, module)
+
+
+def _rms_norm(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
 
 def tiny_args(model: Path | str, **changes: Any) -> Args:

@@ -46,7 +46,6 @@ class AttentionPlan:
         self._slots = torch.from_numpy(cache.slots(row_ids, positions)).to(device)
         self.positions = torch.from_numpy(positions).to(device)
         self._mask = self._causal_mask(torch.from_numpy(starts).to(device), width)
-        self._mask3 = self._mask[:, 0].repeat_interleave(cache._kv_heads, 0) if width == 1 else None
 
     def _causal_mask(self, starts: torch.Tensor, width: int) -> torch.Tensor:
         """[rows, 1, width * heads per kv head, length], additive."""
@@ -67,11 +66,6 @@ class AttentionPlan:
         tokens, heads, head_dim = query.shape
         kv_heads = keys.shape[1]
         # the query heads that share a kv head become further queries of it: no copy of keys and values
-        if self._pad is None and query.dtype == torch.float32:
-            q3 = query.reshape(tokens * kv_heads, -1, head_dim)
-            mask = self._mask3
-            scores = torch.baddbmm(mask, q3, keys.flatten(0, 1).transpose(1, 2), alpha=head_dim**-0.5)
-            return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(tokens, -1)
         if self._pad is None:
             out = F.scaled_dot_product_attention(query.view(tokens, kv_heads, -1, head_dim), keys, values, self._mask)
             return out.reshape(tokens, -1)

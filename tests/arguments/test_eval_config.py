@@ -1,0 +1,104 @@
+"""Evaluation datasets: a dataset's own settings > eval.defaults > --eval-* > --rollout-*."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Make, Problems
+
+from slimelite.arguments.base import group_flags
+from slimelite.arguments.eval_datasets import EvalDataset
+
+FLAGS = (
+    "--eval-interval 1 --eval-temperature 0.5 --eval-max-response-len 32 --rollout-stop X --input-key q --label-key a "
+    "--rm-type math"
+)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """Text of an eval config -> the words that name it."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "eval.yaml"
+        path.write_text(text)
+        return f"--eval-config {path}"
+
+    return write
+
+
+def test_pairs_of_name_and_path(make: Make) -> None:
+    args = make("--eval-interval 1 --eval-prompt-data one a.jsonl two b.parquet@[0:10] --rollout-temperature 0.7")
+    one, two = args.eval_datasets
+    assert (one.name, one.path, two.name, two.path) == ("one", "a.jsonl", "two", "b.parquet@[0:10]")
+    assert (one.temperature, one.top_p, one.top_k, one.max_response_len, one.min_new_tokens) == (0.7, 1.0, -1, 16, 0)
+
+
+def test_a_single_path_is_named_by_its_file(make: Make) -> None:
+    (dataset,) = make("--eval-interval 1 --eval-prompt-data data/aime.jsonl@[:5]").eval_datasets
+    assert (dataset.name, dataset.path) == ("aime", "data/aime.jsonl@[:5]")
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("by_name", [True, False])
+def test_precedence(make: Make, config: Any, root: bool, by_name: bool) -> None:
+    entries = (
+        {"sums": {"path": "s.jsonl", "temperature": 0, "n_samples_per_eval_prompt": 4}, "words": {"path": "w.jsonl"}}
+        if by_name
+        else [
+            {"name": "sums", "path": "s.jsonl", "temperature": 0, "n_samples_per_eval_prompt": 4},
+            {"name": "words", "path": "w.jsonl"},
+        ]
+    )
+    content: dict[str, Any] = {"defaults": {"top-k": 1, "temperature": 0.25, "rm_type": "f1"}, "datasets": entries}
+    import yaml
+
+    args = make(f"{FLAGS} {config(yaml.safe_dump({'eval': content} if root else content))}")
+    sums, words = args.eval_datasets
+    assert (sums.name, sums.temperature, sums.top_k, sums.n_samples_per_eval_prompt) == ("sums", 0.0, 1, 4)
+    assert (words.name, words.temperature, words.top_k, words.n_samples_per_eval_prompt) == ("words", 0.25, 1, 1)
+    for dataset in (sums, words):
+        assert (dataset.rm_type, dataset.max_response_len, dataset.stop) == ("f1", 32, ["X"])
+        assert (dataset.input_key, dataset.label_key) == ("q", "a")
+
+
+def test_a_rule_of_its_own_beats_the_custom_reward(make: Make, config: Any) -> None:
+    args = make(
+        f"{FLAGS} --custom-rm-path my.rm "
+        + config("datasets: {a: {path: p, rm_type: f1}, b: {path: p}, c: {path: p, rm_type: f1, custom_rm_path: x.y}}")
+    )
+    assert [(d.rm_type, d.custom_rm_path) for d in args.eval_datasets] == [
+        ("f1", None),
+        ("math", "my.rm"),
+        ("f1", "x.y"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("datasets: {a: {path: p, temprature: 1}}", "dataset a: temprature is not a known key; did you mean temperature?"),
+        ("datasets: {a: {path: p}}\ndefaults: {topp: 1}", "defaults: topp is not a known key; did you mean top_p?"),
+        ("datasets: {a: {path: p, app_service: x}}", "app_service is not supported: slime only hands it"),
+        ("datasets: {a: {path: p, top_k: many}}", "top_k takes a whole number"),
+        ("datasets: {a: {temperature: 1}}", "a dataset needs a name and a path"),
+        ("datasets: [p.jsonl]", "every dataset is a mapping"),
+        ("datasets: 3", "needs datasets: a list, or a mapping by name"),
+        ("dataset: {}\ndatasets: {a: {path: p}}", "unknown keys dataset"),
+        ("datasets: [{name: a, path: p}, {name: a, path: q}]", "names two datasets 'a'"),
+    ],
+)
+def test_mistakes(problems: Problems, config: Any, text: str, says: str) -> None:
+    found = problems(f"{FLAGS} {config(text)}")
+    assert says in found[0]
+    assert "eval" in found[0]
+
+
+def test_odd_number_of_words(problems: Problems) -> None:
+    assert "takes pairs of a name and a path, not 3 words" in problems("--eval-interval 1 --eval-prompt-data a b c")[0]
+
+
+def test_every_key_has_help() -> None:
+    assert {f.name for f in group_flags(EvalDataset)} == set(EvalDataset.__dataclass_fields__)

@@ -1,0 +1,173 @@
+"""The checks before a start, on a real tokenizer, real files and real rewards."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slimelite.arguments import Args, make_args, parse_args
+from slimelite.arguments.dry_run import format_report
+from slimelite.arguments.machine import Machine
+from slimelite.arguments.preflight import inspect, preflight
+
+CPU = Machine(gpus=0, sglang=False)
+RUN = (
+    "--input-key messages --label-key label --apply-chat-template --rm-type math --num-rollout 2 --rollout-batch-size 4 "
+    "--n-samples-per-prompt 2 --rollout-max-response-len 16 --eval-interval 1"
+)
+
+
+@pytest.fixture
+def run(model: Path, data: Path) -> str:
+    """A command line for which everything is right."""
+    return f"--hf-checkpoint {model} --prompt-data {data} --eval-prompt-data sums {data}@[:10] {RUN}"
+
+
+def parse(words: str) -> Args:
+    return make_args(words.split(), machine=CPU)
+
+
+def problems(words: str) -> list[str]:
+    return inspect(parse(words), CPU).problems
+
+
+def test_a_good_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preflight(parse(run)) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"{run} --dry-run --sequence-parallel --global-batch-size 3 --sglang-page-size 4 --wandb-key secret --use-wandb"
+    assert preflight(parse(words)) == 0
+    text = capsys.readouterr().out
+    assert "device" in text
+    assert "(no GPU found)" in text
+    assert "the last of 3 steps" in text
+    assert "--sequence-parallel: it belongs to tensor parallelism" in text
+    assert "--prompt-data: 100 prompts" in text
+    assert "eval dataset sums: 10 prompts" in text
+    assert "the right answer to the first prompt gets 1.0 (label '0')" in text
+    assert "secret" not in text
+    assert text.endswith("ready to start\n")
+    assert len(text.splitlines()) < 70
+
+
+def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
+    assert any("--prompt-data: 64 prompts" in fact for fact in inspect(parse(run), CPU).facts)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--label-key lable", "has no column 'lable'"),
+        ("--input-key prompt", "has no column 'prompt'"),
+        ("--prompt-data absent.parquet", "no such file: absent.parquet"),
+        ("--eval-prompt-data gone gone.jsonl", "eval dataset gone: no such file: gone.jsonl"),
+        ("--rm-type maths", "unknown --rm-type 'maths'"),
+        ("--rm-type dapo", "--reward-key"),
+        ("--hf-checkpoint /no/such/model", "--hf-checkpoint /no/such/model: no such folder"),
+        ("--tokenizer /no/such/folder", "no tokenizer at '/no/such/folder'"),
+        ("--num-layers 3 --add-qkv-bias", "--num-layers is 3 but the model's config.json says 2"),
+        ("--custom-generate-function-path nowhere.py:f", "--custom-generate-function-path: no plugin file"),
+        ("--dynamic-sampling-filter-path slimelite.rollout.filters.nothing", "--dynamic-sampling-filter-path: "),
+        ("--rollout-sample-hook-path json.dumps --rollout-sample-hook-path nope.f", "--rollout-sample-hook-path: "),
+        ("--load-debug-rollout-data r/{rollout_id}.parquet", "no saved rollout at r/0.parquet"),
+        ("--rollout-max-prompt-len 3", "no prompts left"),
+    ],
+)
+def test_each_mistake_is_named(run: str, words: str, says: str) -> None:
+    found = problems(f"{run} {words}")
+    assert any(says in problem for problem in found), found
+    assert all("\n" not in problem for problem in found)
+
+
+def test_all_mistakes_are_named_together(run: str) -> None:
+    found = problems(f"{run} --label-key lable --num-layers 3 --add-qkv-bias --custom-rm-path nowhere.py:f")
+    assert len(found) == 4  # plugin, layers, and the label column of both datasets
+
+
+def test_dry_run_names_misread_flags_and_missing_files_together(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        parse_args(f"{run} --dry-run --lr fast --prompt-data absent.jsonl".split())
+    lines = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2
+    assert "--lr takes a number" in lines[0]
+    assert "no such file: absent.jsonl" in lines[1]
+
+
+@pytest.mark.parametrize("words", ["--dry-run", "--dry-run --hf-checkpoint /no", "--dry-run --lr"])
+def test_dry_run_of_next_to_nothing_ends_in_messages(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(words.split())
+    assert all(line.startswith("train.py: --") for line in capsys.readouterr().err.splitlines())
+
+
+def test_a_reward_that_raises(run: str, tmp_path: Path) -> None:
+    plugin = tmp_path / "my_reward.py"
+    plugin.write_text("async def reward(args, sample):\n    raise RuntimeError('boom at ' + sample.label)\n")
+    (problem,) = {p.split(": ", 1)[1] for p in problems(f"{run} --custom-rm-path {plugin}:reward")}
+    assert "boom at 0" in problem
+
+
+def test_a_plugin_that_cannot_be_imported(run: str, tmp_path: Path) -> None:
+    plugin = tmp_path / "broken.py"
+    plugin.write_text("1 / 0\n")
+    found = problems(f"{run} --custom-rm-path {plugin}:reward")
+    assert any("ZeroDivisionError" in problem for problem in found)
+
+
+def test_labels_that_the_rule_cannot_read(run: str, tmp_path: Path) -> None:
+    data = tmp_path / "wrong.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "2 + 2 ="}], "label": "2 + 2 = 4 #### 4"}\n')
+    (problem,) = problems(f"{run} --prompt-data {data}")
+    assert "gsm8k" in problem
+
+
+def test_lengths_beyond_the_context(run: str) -> None:
+    findings = inspect(parse(f"{run} --rollout-max-response-len 1000"), CPU)
+    assert any("exceed the model's context of 256" in warning for warning in findings.warnings)
+    findings = inspect(parse(f"{run} --use-dynamic-batch-size --max-tokens-per-gpu 32"), CPU)
+    assert any("more than --max-tokens-per-gpu 32" in warning for warning in findings.warnings)
+
+
+def test_a_tokenizer_too_large_for_the_model(run: str, model: Path) -> None:
+    config = model / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 200'))
+    assert "the tokenizer has 258 tokens but the model's vocabulary has 200" in problems(run)
+
+
+def test_too_few_gpus_warn_in_a_dry_run_and_stop_a_start(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    two = Machine(gpus=2, sglang=True)
+    words = f"{run} --actor-num-gpus-per-node 4 --rollout-num-gpus 4"
+    dry = inspect(make_args([*words.split(), "--dry-run"], machine=two), two)
+    assert dry.problems == []
+    assert any("8 GPUs are needed" in warning for warning in dry.warnings)
+    start = inspect(make_args(words.split(), machine=two), two)
+    assert any("8 GPUs are needed" in problem and "has 2" in problem for problem in start.problems)
+    shared = inspect(make_args([*words.split(), "--colocate"], machine=two), two)
+    assert any("4 GPUs are needed" in problem for problem in shared.problems)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # the GPUs may be on other nodes
+    assert inspect(make_args(words.split(), machine=two), two).problems == []
+
+
+def test_report_of_problems(run: str) -> None:
+    args = parse(f"{run} --dry-run --rm-type maths")
+    text = format_report(args, inspect(args, CPU))
+    assert "problems\n  --prompt-data: unknown --rm-type" in text
+    assert text.endswith("2 problem(s) found")
+
+
+def test_train_py_dry_run(run: str, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "train.py"), *run.split(), "--dry-run"]
+    good = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert good.returncode == 0, good.stderr
+    assert good.stdout.endswith("ready to start\n")
+    assert not (tmp_path / "runs").exists()
+    bad = subprocess.run([*command, "--esp-clip", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert bad.returncode == 2
+    assert bad.stderr == "train.py: --esp-clip is not a known flag; did you mean --eps-clip?\n"

@@ -1,0 +1,102 @@
+"""scripts/prepare_data.py on a few rows of the originals: GSM8K (MIT, OpenAI), SVAMP (MIT, Arkil Patel), MATH and MMLU
+(MIT, Dan Hendrycks)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from slimelite.data.arithmetic import build_tokenizer
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
+BOXED = " Let's think step by step and output the final answer within \\boxed{}."
+GSM8K = {
+    "question": "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May.",
+    "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 1,072",
+}
+SVAMP = {
+    "ID": "chal-1",
+    "Body": "Each pack of dvds costs 76 dollars. If there is a discount of 25 dollars on each pack",
+    "Question": "How much do you have to pay to buy each pack?",
+    "Equation": "( 76.0 - 25.0 )",
+    "Answer": 51.0,
+    "Type": "Subtraction",
+}
+MATH = {"problem": "Find $x$.", "solution": "", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 2, "unique_id": "test/a/1.json"}
+MMLU = {"question": "Mosquitoes?", "type": "college_biology", "choices": ["w", "x", "y", "z"], "answer": 2}
+
+
+def prepare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return pq.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "text", "expected"),
+    [
+        ("gsm8k", "test.jsonl", json.dumps(GSM8K), (GSM8K["question"] + BOXED, "1072")),
+        (
+            "svamp",
+            "SVAMP.json",
+            json.dumps([{**SVAMP, "Body": "no", "Answer": 22090603.0}] * 700 + [SVAMP]),
+            (f"{SVAMP['Body']}. {SVAMP['Question']}{BOXED}", "51"),
+        ),
+        ("math500", "math500_test.json", json.dumps([MATH]), ("Find $x$." + BOXED, "\\frac{1}{2}")),
+        (
+            "mmlu_stem",
+            "test.jsonl",
+            json.dumps({**MMLU, "type": "philosophy"}) + "\n" + json.dumps(MMLU),
+            ("Mosquitoes?\nA. w\nB. x\nC. y\nD. z\nAnswer with the letter of the correct option, as 'Answer: X'.", "C"),
+        ),
+    ],
+)
+def test_originals_become_slimes_rows(task: str, file: str, text: str, expected: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "original" / "deep").mkdir(parents=True)
+    (tmp_path / "original" / "deep" / file).write_text(text)
+    done = prepare(task, "--source", tmp_path / "original", "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    (row,) = rows(tmp_path / "out" / "test.parquet")
+    assert (row["messages"], row["label"]) == ([{"role": "user", "content": expected[0]}], expected[1])
+    assert isinstance(row["metadata"], dict)
+    if task == "svamp":
+        train = rows(tmp_path / "out" / "train.parquet")
+        assert (len(train), train[0]["label"]) == (700, "22090603")
+        again = prepare(task, "--source", tmp_path / "out", "--out", tmp_path / "copy")
+        assert again.returncode == 0, again.stderr
+        assert rows(tmp_path / "copy" / "train.parquet") == train
+
+
+def test_quickstart_is_complete_disjoint_and_repeatable(tmp_path: Path) -> None:
+    settings = ("--held-out", "100", "--sft-rows", "500", "--seed", "3")
+    for name in ("a", "b"):
+        assert prepare("quickstart", "--out", tmp_path / name, *settings).returncode == 0
+    files = [p.relative_to(tmp_path / "a") for p in sorted((tmp_path / "a").rglob("*")) if p.is_file()]
+    assert {f.name for f in files} >= {"train.parquet", "heldout.parquet", "sft.parquet", "config.json", "tokenizer.json"}
+    assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
+    train, heldout, sft = (rows(tmp_path / "a" / f"{n}.parquet") for n in ("train", "heldout", "sft"))
+    asked = [{row["messages"][0]["content"] for row in part} for part in (train, heldout, sft)]
+    assert [len(train), len(heldout), len(sft)] == [9900, 100, 500]
+    assert not asked[0] & asked[1]
+    assert asked[2] <= asked[0]
+    assert [m["role"] for m in sft[0]["messages"]] == ["user", "assistant"]
+    assert (tmp_path / "a" / "model" / "tokenizer.json").is_file()
+    assert len(build_tokenizer()) == json.loads((tmp_path / "a" / "model" / "config.json").read_text())["vocab_size"]
+
+
+def test_wrong_folders_are_answered_in_one_line(tmp_path: Path) -> None:
+    done = prepare("svamp", "--source", tmp_path, "--out", tmp_path / "out")
+    assert done.returncode == 2
+    assert "--source names the folder of the original files" in done.stderr
+    (tmp_path / "test.jsonl").write_text('{"prompt": 1}')
+    done = prepare("gsm8k", "--source", tmp_path, "--out", tmp_path / "out")
+    assert "no column 'answer'; it has ['prompt']" in done.stderr
+    assert "Traceback" not in done.stderr
