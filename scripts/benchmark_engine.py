@@ -58,7 +58,7 @@ def roofline(model: torch.nn.Module, rows: int, steps: int, prompt_tokens: int) 
     """CPU-seconds of the matrix products of ``steps`` decoding steps and of prefilling ``prompt_tokens``."""
     total = 0.0
     shapes: dict[torch.Size, int] = {}
-    for name, weight in model.named_parameters():
+    for weight in model.parameters():
         if weight.dim() == 2:
             shapes[weight.shape] = shapes.get(weight.shape, 0) + 1
     for shape, count in shapes.items():
@@ -121,8 +121,8 @@ def main() -> None:
     times["GEMM roofline"] = [roofline(model, rows, args.new_tokens, args.prompts * args.prompt_tokens)]
     baseline = min(times["transformers generate()"])
     print(
-        f"{args.model}: {model.num_parameters():,} parameters, {rows} sequences ({args.prompts} prompts x {args.samples}), "
-        f"{args.prompt_tokens} prompt + {args.new_tokens} new tokens, {args.threads} thread(s)"
+        f"{args.model}: {model.num_parameters():,} parameters, {rows} sequences ({args.prompts} prompts x "
+        f"{args.samples}), {args.prompt_tokens} prompt + {args.new_tokens} new tokens, {args.threads} thread(s)"
     )
     print(f"{'':26}{'CPU-s':>9}{'tokens per CPU-s':>18}{'vs generate()':>15}")
     for name, measured in times.items():

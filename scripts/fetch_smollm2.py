@@ -42,6 +42,7 @@ def main() -> None:
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     # a model that came from GGUF refuses save_pretrained: move its weights into a plain one
     settings = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
+    settings["rms_norm_eps"] = round(settings["rms_norm_eps"], 8)  # 1e-5, which GGUF keeps as a 32-bit float
     plain = LlamaForCausalLM(LlamaConfig(**settings))
     plain.load_state_dict(loaded.state_dict())
     plain.to(torch.bfloat16).save_pretrained(out)

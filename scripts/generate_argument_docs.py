@@ -13,7 +13,7 @@ from slimelite.arguments.base import Flag, group_flags, group_title, groups_of
 from slimelite.arguments.eval_config import UNSUPPORTED
 from slimelite.arguments.eval_datasets import EvalDataset
 from slimelite.arguments.help import shown_default, usage
-from slimelite.arguments.megatron import NO_EFFECT
+from slimelite.arguments.megatron import NO_EFFECT, ROUTER
 from slimelite.arguments.refused import REFUSED, SGLANG_SET_HERE
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "arguments.md"
@@ -71,13 +71,16 @@ def document() -> str:
         parts.append(text + _table(("flag", "default", "meaning"), _flag_rows(group_flags(group))))
     parts.append(
         "## Keys of an evaluation dataset\n\n"
-        "In `--eval-config`: `eval: {defaults: {...}, datasets: [...]}`, datasets as a list or as a mapping by name; the "
-        "root key `eval` may be left out. " + group_title(EvalDataset)[1] + "\n\n" + _table(("key", "meaning"), _eval_rows())
+        "In `--eval-config`: `eval: {defaults: {...}, datasets: [...]}`, datasets as a list or a mapping by name; the "
+        "root key `eval` may be left out. "
+        + group_title(EvalDataset)[1]
+        + "\n\n"
+        + _table(("key", "meaning"), _eval_rows())
     )
     parts.append(
         "## No effect here\n\nKnown, and listed by `--dry-run` when given.\n\n"
         + _table(("flag", "why"), ((f"`--{name}`", reason) for name, (_, reason) in NO_EFFECT.items()))
-        + "| `--router-...` | there is no router process: the rollout manager balances over the engines itself |\n"
+        + f"| `--router-...` | {ROUTER} |\n"
     )
     parts.append(
         "## Refused\n\nValues in brackets are accepted, for they change nothing.\n\n"

@@ -97,6 +97,14 @@ GRADERS: dict[str, Callable[[Case], Any]] = {
     "open_instruct.strip_string": lambda c: latex.strip_string(c["response"].strip()),
     "math_verify": math_verify_direct,
 }
+
+
+def bare(text: str) -> str | None:
+    """The answer in ``text``, if it is one answer and nothing else."""
+    text = latex.extract_boxed_answer(text) or text.strip().removeprefix("$").removesuffix("$").strip()
+    return text if text and "$" not in text and len(text.split()) < 12 else None
+
+
 NOT_OURS = {
     "slime.ifbench (allenai/IFBench strict)": "ifbench is refused",
     "open_instruct.PuzzleMatcherVerifier": "no such rule in slime or here",
@@ -143,7 +151,24 @@ def main(path: str) -> int:
     for case, verdict in differing:
         print(f"\n{case['id']} {case['grader']}: ours {verdict!r}, theirs {case['expected']!r}; {case.get('note', '')}")
         print(f"  response {case['response'][-160:]!r}\n  label    {case['label'][-80:]!r}")
+    compare_rule([json.loads(line) for line in Path(path).read_text("utf-8").splitlines()])
     return int(len(differing) > 0.02 * total.total())
+
+
+def compare_rule(cases: list[Case]) -> None:
+    """Print how our whole math rule, which is stricter, judges those of math-verify's cases that are bare answers."""
+    print("\n| bare answers of math_verify: response | label | theirs | `math` |\n|---|---|---|---|")
+    agreed = count = 0
+    for case in (c for c in cases if c["grader"] == "math_verify"):
+        given, truth = bare(case["response"]), bare(case["label"])
+        if given is None or truth is None:
+            continue
+        count += 1
+        verdict = math_equal({"response": given, "label": truth})
+        agreed += verdict == case["expected"]
+        if verdict != case["expected"]:
+            print(f"| {case['id']}: `{' '.join(given.split())}` | `{truth}` | {case['expected']} | {verdict} |")
+    print(f"\nour math rule: same verdict in {agreed} of {count}")
 
 
 if __name__ == "__main__":

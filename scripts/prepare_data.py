@@ -1,11 +1,11 @@
 """Write prompts as slime reads them: parquet with the columns messages, label and metadata.
 
-    python scripts/prepare_data.py gsm8k --source hub --out data/gsm8k             # train.parquet, test.parquet
-    python scripts/prepare_data.py svamp --source SVAMP/ --out data/svamp          # a folder of the original files
-    python scripts/prepare_data.py quickstart --out data/quickstart                # offline: task, tokenizer, model shape
+    python scripts/prepare_data.py gsm8k --source hub --out data/gsm8k          # train.parquet, test.parquet
+    python scripts/prepare_data.py svamp --source SVAMP/ --out data/svamp       # from a folder of the original files
+    python scripts/prepare_data.py quickstart --out data/quickstart             # offline: task, tokenizer, model shape
 
-`--source` is `hub` (needs `pip install 'slimelite[hub]'`) or a folder with the original files: train and test as .jsonl or
-.parquet (GSM8K, MATH-500, MMLU), or SVAMP.json. Files that have the three columns already are copied.
+`--source` is `hub` (needs `pip install 'slimelite[hub]'`) or a folder with the original files: train and test as .jsonl
+or .parquet (GSM8K, MATH-500, MMLU), or SVAMP.json. Files that have the three columns already are copied.
 """
 
 from __future__ import annotations
@@ -21,14 +21,24 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slimelite.data.arithmetic import all_questions, conversation_row, prompt_row, write_model_folder
 from slimelite.data.reader import BadRows, read_rows
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
-STEM = """abstract_algebra anatomy astronomy college_biology college_chemistry college_computer_science college_mathematics
-college_physics computer_security conceptual_physics electrical_engineering elementary_mathematics high_school_biology
-high_school_chemistry high_school_computer_science high_school_mathematics high_school_physics high_school_statistics
-machine_learning""".split()
+STEM = {
+    *("abstract_algebra", "anatomy", "astronomy", "college_biology", "college_chemistry", "college_computer_science"),
+    *("college_mathematics", "college_physics", "computer_security", "conceptual_physics", "electrical_engineering"),
+    *("elementary_mathematics", "high_school_biology", "high_school_chemistry", "high_school_computer_science"),
+    *("high_school_mathematics", "high_school_physics", "high_school_statistics", "machine_learning"),
+}
+
+# worked examples for --shots; written for this project
+SHOTS = [
+    ("There are 9 birds on a fence. 4 of them fly away. How many birds are left?", "9 - 4 = 5\n#### 5"),
+    ("Tom has 6 boxes with 8 pens in each box. How many pens does Tom have?", "6 * 8 = 48\n#### 48"),
+    ("Ann had 12 apples and bought 7 more. How many apples does she have now?", "12 + 7 = 19\n#### 19"),
+    ("35 children sit in 5 equal rows. How many children are in each row?", "35 / 5 = 7\n#### 7"),
+]
+SHOTS_SYSTEM = "Write one calculation, then #### and the answer."
 
 Row = dict[str, Any]
 
@@ -116,6 +126,15 @@ def converted(task: Task, original: str, split: str) -> Iterator[Row]:
             yield ours
 
 
+def few_shot(row: Row, shots: int) -> Row:
+    """The same question after ``shots`` worked examples, answered with ``#### n``: for models too small to follow BOXED."""
+    messages = [{"role": "system", "content": SHOTS_SYSTEM}]
+    for question, answer in SHOTS[:shots]:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    asked = row["messages"][-1]["content"].removesuffix(BOXED)
+    return {**row, "messages": [*messages, {"role": "user", "content": asked}]}
+
+
 def write(rows: list[Row], path: Path) -> None:
     """Parquet, and a line that says so."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,21 +142,25 @@ def write(rows: list[Row], path: Path) -> None:
     print(f"{path}: {len(rows)} rows")
 
 
-def prepare(name: str, source: str, out: Path) -> None:
+def prepare(name: str, source: str, out: Path, shots: int) -> None:
     """Every split of a task."""
     task = TASKS[name]
     for split, original in originals(task, source).items():
         target = out / f"{split}.parquet"
-        if original.endswith(".parquet") and "messages" in pq.read_schema(original).names:
+        ours = original.endswith(".parquet") and "messages" in pq.read_schema(original).names
+        if ours and not shots:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(original, target)
             print(f"{target}: copied from {original}")
-        else:
-            write(list(converted(task, original, split)), target)
+            continue
+        rows = pq.read_table(original).to_pylist() if ours else list(converted(task, original, split))
+        write([few_shot(row, shots) for row in rows] if shots else rows, target)
 
 
 def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share: float) -> None:
     """The tiny arithmetic task: prompts that do not overlap, conversations on the training prompts, an empty model."""
+    from slimelite.data.arithmetic import all_questions, conversation_row, prompt_row, write_model_folder
+
     rng = random.Random(seed)
     questions = all_questions()
     rng.shuffle(questions)
@@ -155,16 +178,23 @@ def main() -> None:
     parser.add_argument("task", choices=[*TASKS, "quickstart"])
     parser.add_argument("--source", default="hub", help="hub, or the folder of the original files (default: hub)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--shots", type=int, default=0, choices=range(len(SHOTS) + 1), help="worked examples before each question (default: 0)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="quickstart: seed of everything (default: 0)")
-    parser.add_argument("--held-out", type=int, default=1000, help="quickstart: prompts in heldout.parquet (default: 1000)")
+    parser.add_argument(
+        "--held-out", type=int, default=1000, help="quickstart: prompts in heldout.parquet (default: 1000)"
+    )
     parser.add_argument("--sft-rows", type=int, default=22_400, help="quickstart: conversations (default: 22400)")
-    parser.add_argument("--worked-share", type=float, default=0.3, help="quickstart: share that shows its working (default: 0.3)")
+    parser.add_argument(
+        "--worked-share", type=float, default=0.3, help="quickstart: share that shows its working (default: 0.3)"
+    )
     args = parser.parse_args()
     if args.task == "quickstart":
         quickstart(args.out, args.seed, args.held_out, args.sft_rows, args.worked_share)
         return
     try:
-        prepare(args.task, args.source, args.out)
+        prepare(args.task, args.source, args.out, args.shots)
     except ValueError as error:
         parser.error(str(error))
 

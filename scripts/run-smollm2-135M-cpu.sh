@@ -2,9 +2,10 @@
 # GRPO of a real pretrained model on real word problems, on a CPU: SmolLM2-135M-Instruct on SVAMP (or GSM8K).
 #
 #   python scripts/fetch_smollm2.py data/SmolLM2-135M-Instruct
-#   python scripts/prepare_data.py svamp --source hub --out data/svamp       (or --source FOLDER of the original files)
+#   python scripts/prepare_data.py svamp --source hub --shots 4 --out data/svamp    (or --source FOLDER of the original files)
 #   bash scripts/run-smollm2-135M-cpu.sh [--any-flag value]
 #
+# The model is too small for "\boxed{}": four worked examples come before each question, and the answer is "#### n".
 # An hour or two on two cores. Started again it goes on from its last checkpoint. TASK=gsm8k for the harder one.
 set -euo pipefail
 SCRIPT_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -30,7 +31,7 @@ ROLLOUT_ARGS=(
     --label-key label
     --apply-chat-template
     --rollout-shuffle
-    --rm-type math
+    --rm-type gsm8k
     --num-rollout 20
     --rollout-batch-size 8
     --n-samples-per-prompt 8

@@ -40,6 +40,15 @@ SLIME_NAMES = {
     "slime.rollout.data_source.RolloutDataSourceWithBuffer": "slimelite.rollout.source.PluginDataSource",
     "slime.rollout.rm_hub.async_rm": "slimelite.compat.async_rm",
     "slime.rollout.rm_hub.batched_async_rm": "slimelite.compat.batched_async_rm",
+    "slime.rollout.rm_hub.grade_answer_verl": "slimelite.compat.grade_answer_verl",
+    "slime.rollout.rm_hub.math_utils.grade_answer_verl": "slimelite.compat.grade_answer_verl",
+    "slime.rollout.rm_hub.math_utils.extract_answer": "slimelite.rewards.latex.extract_boxed_answer",
+    "slime.rollout.rm_hub.math_utils.extract_boxed_answer": "slimelite.rewards.latex.extract_boxed_answer",
+    "slime.rollout.rm_hub.math_utils.last_boxed_only_string": "slimelite.rewards.latex.last_boxed_only_string",
+    "slime.rollout.rm_hub.math_utils.remove_boxed": "slimelite.rewards.latex.remove_boxed",
+    "slime.rollout.rm_hub.deepscaler.get_deepscaler_rule_based_reward": "slimelite.compat.deepscaler_reward",
+    "slime.rollout.rm_hub.math_dapo_utils.compute_score": "slimelite.rewards.dapo.compute_score",
+    "slime.rollout.rm_hub.f1.f1_score": "slimelite.rewards.f1.f1_score",
     "slime.rollout.filter_hub.base_types.DynamicFilterOutput": f"{FILTERS}.DynamicFilterOutput",
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std": f"{FILTERS}.check_reward_nonzero_std",
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback": (
@@ -157,6 +166,28 @@ async def batched_async_rm(args: PluginArgs, samples: list[Sample], **_: Any) ->
     """Score samples by the run's reward, and return their rewards."""
     await args.rollout_context.grader.grade(samples, group_rm=len(samples) > 1)
     return [s.reward for s in samples]
+
+
+def grade_answer_verl(response: str, label: str) -> bool:
+    """Whether the last boxed answer equals the label; algebra included, without a time limit."""
+    return bool(_score("math", response, label))
+
+
+def deepscaler_reward(response: str, label: str) -> int:
+    """1 where what follows the thinking is right, else 0; without a time limit."""
+    return int(_score("deepscaler", response, label))
+
+
+def _score(rm_type: str, response: str, label: str) -> float:
+    from slimelite.rewards.registry import RULES
+    from slimelite.rewards.rule import Answer
+
+    rule, answer = RULES[rm_type], Answer(response, str(label))
+    quick = rule.quick(answer)
+    assert rule.slow is not None
+    score = rule.slow(answer) if quick is None else quick
+    assert isinstance(score, float)
+    return score
 
 
 async def post(

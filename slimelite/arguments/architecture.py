@@ -23,7 +23,7 @@ class ArchitectureArgs:
     hidden_size: int | None = flag(None, "width of the residual stream")
     ffn_hidden_size: int | None = flag(None, "width of the MLP")
     num_attention_heads: int | None = flag(None, "query heads")
-    group_query_attention: bool = flag(False, "fewer key/value heads than query heads")
+    group_query_attention: bool = flag(False, "--num-query-groups key/value heads instead of one for each query head")
     num_query_groups: int | None = flag(None, "key/value heads")
     kv_channels: int | None = flag(None, "width of one head")
     vocab_size: int | None = flag(None, "rows of the embedding")
@@ -70,6 +70,7 @@ def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[s
         "normalization": "RMSNorm" if "rms_norm_eps" in config else "LayerNorm",
         "norm_epsilon": config.get("rms_norm_eps", config.get("layer_norm_epsilon")),
         "rotary_base": rope.get("rope_theta"),
+        "position_embedding_type": "rope" if _rotates(config, rope) else None,
         "rotary_percent": config.get("partial_rotary_factor", 1.0),
         "rotary_scaling_factor": rope.get("factor"),
     }
@@ -86,6 +87,7 @@ def _switches(args: ArchitectureArgs, config: dict[str, Any], rope: dict[str, An
     family = str(config.get("model_type"))
     truth = {
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
+        "use_rotary_position_embeddings": _rotates(config, rope),
         "use_rope_scaling": rope.get("rope_type", rope.get("type", "default")) == "llama3",
         "swiglu": config.get("hidden_act", "silu") == "silu",
         "disable_bias_linear": not config.get("mlp_bias", False),
@@ -95,6 +97,10 @@ def _switches(args: ArchitectureArgs, config: dict[str, Any], rope: dict[str, An
     known = family in FAMILIES
     strict = {"untie_embeddings_and_output_weights"} | ({"qk_layernorm", "add_qkv_bias"} if known else set())
     return [(n, has) for n, has in truth.items() if getattr(args, n) or (args.describes_model and n in strict)]
+
+
+def _rotates(config: dict[str, Any], rope: dict[str, Any]) -> bool:
+    return "rope_theta" in rope or config.get("model_type") in FAMILIES
 
 
 def model_config_from_flags(args: ArchitectureArgs) -> dict[str, Any]:

@@ -30,9 +30,6 @@ class CheckpointArgs:
     no_load_rng: bool = flag(False, "resume without the random state")
     finetune: bool = flag(False, "take the weights of --load only: fresh optimizer, random state and rollout count")
     start_rollout_id: int = flag(None, "number of the first rollout", auto="one after the checkpoint's, else 0")
-    use_checkpoint_lr_scheduler: bool = flag(
-        False, "on resume the checkpoint's schedule wins over the flags (the default)"
-    )
     override_lr_scheduler: bool = flag(False, "on resume the flags win over the checkpoint's schedule")
 
     # the checkpoint under --load to resume from; None: a fresh start

@@ -28,7 +28,6 @@ class ClusterArgs:
         None, "GPUs for inference", auto="those of training with --colocate, one engine on a CPU, else required"
     )
     rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine (tensor parallel in SGLang)")
-    num_gpus_per_node: int = flag(None, "GPUs of a node, for placing engines", auto="as --actor-num-gpus-per-node")
     colocate: bool = flag(False, "training and inference share the GPUs and take turns; turns both offloads on")
     offload: bool = flag(False, "--offload-train and --offload-rollout")
     offload_train: bool = flag(

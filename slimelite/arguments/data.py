@@ -58,4 +58,3 @@ class DataArgs:
     log_probs_max_tokens_per_gpu: int | None = flag(
         None, "tokens in a pass that only computes log-probs", auto="--max-tokens-per-gpu"
     )
-    balance_data: bool = flag(False, "deal samples to ranks so that each has as many tokens")

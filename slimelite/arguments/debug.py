@@ -24,17 +24,9 @@ class DebugArgs:
         None, "train on saved rollouts instead of generating; {rollout_id} is replaced", metavar="TEMPLATE"
     )
     load_debug_rollout_data_subsample: float | None = flag(None, "share of the groups of a saved rollout to use")
-    save_debug_train_data: str | None = flag(
-        None, "write what each rollout trains on here; {rollout_id} is replaced", metavar="TEMPLATE"
-    )
-    dump_details: str | None = flag(None, "both of these, under one folder", metavar="DIR")
-    check_weight_update_equal: bool = flag(
-        False, "compare the engines' weights with the trainer's after the first sync"
-    )
+    dump_details: str | None = flag(None, "--save-debug-rollout-data under this folder", metavar="DIR")
     ci_test: bool = flag(False, "fail when a first-step truth does not hold")
     ci_disable_kl_checker: bool = flag(False, "leave the KL out of these checks")
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
         0.1, "largest difference of trainer and engine log-probs they allow"
     )
-    ci_save_grad_norm: str | None = flag(None, "write the gradient norm of each step here", metavar="FILE")
-    ci_load_grad_norm: str | None = flag(None, "compare each step's gradient norm with this file", metavar="FILE")

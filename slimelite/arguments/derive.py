@@ -92,8 +92,7 @@ def _modes(draft: Draft) -> None:
         draft.set("colocate", False, "--debug-rollout-only has no trainer to share with")
     if args.dump_details:
         folder = args.dump_details.rstrip("/")
-        for name, sub in (("save_debug_rollout_data", "rollout_data"), ("save_debug_train_data", "train_data")):
-            draft.default(name, f"{folder}/{sub}/{{rollout_id}}.parquet", "--dump-details")
+        draft.default("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.parquet", "--dump-details")
 
 
 def _devices(draft: Draft) -> None:
@@ -114,7 +113,6 @@ def _devices(draft: Draft) -> None:
             f"{gpus} GPU(s) here" + (f", {taken} of them for engines" if taken else ""),
         )
     draft.default("actor_num_gpus_per_node", per_node, why)
-    draft.default("num_gpus_per_node", draft.args.actor_num_gpus_per_node, "as --actor-num-gpus-per-node")
     if args.offload:
         draft.default("offload_train", True, "--offload")
         draft.default("offload_rollout", True, "--offload")
@@ -132,17 +130,9 @@ def _engines(draft: Draft) -> None:
     args = draft.args
     cuda = args.device == "cuda"
     if args.rollout_backend == "auto":
-        sglang = cuda and draft.machine.sglang
-        why = (
-            "a GPU and SGLang are here"
-            if sglang
-            else ("SGLang is not installed" if cuda else "no GPU: SGLang is for GPUs")
-        )
-        draft.set("rollout_backend", "sglang" if sglang else "embedded", why)
-    elif args.rollout_backend == "sglang" and not draft.machine.sglang:
-        draft.complain(
-            "--rollout-backend", "sglang: SGLang is not installed; pip install 'slimelite[sglang]', or take embedded"
-        )
+        draft.set("rollout_backend", "embedded", "SGLang engines are not here yet")
+    elif args.rollout_backend == "sglang":
+        draft.complain("--rollout-backend", "sglang: SGLang engines are not here yet; take embedded")
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
     if args.colocate:
         draft.default("rollout_num_gpus", ranks, "--colocate: the GPUs of training")
@@ -192,9 +182,9 @@ def _model(draft: Draft) -> None:
         draft.notes.append(
             "--use-kl-loss with --kl-loss-coef 0 loads no reference model; --log-ref-kl logs the KL anyway"
         )
-    if args.ref_load is None:
+    if args.ref_load is None and draft.args.model_config is None:
         draft.default("ref_load", args.hf_checkpoint, "as --hf-checkpoint")
-    elif (problem := _not_hugging_face(args.ref_load)) is not None:
+    elif args.ref_load is not None and (problem := _not_hugging_face(args.ref_load)) is not None:
         draft.set(
             "ref_load", args.hf_checkpoint, f"--ref-load {args.ref_load} {problem}: --hf-checkpoint is the reference"
         )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 from slimelite.arguments.base import Flag, group_flags, group_title, groups_of
+from slimelite.arguments.megatron import NO_EFFECT
+from slimelite.arguments.refused import REFUSED
 
 INTRODUCTION = """\
 usage: train.py --flag value ...
 
 A flag given twice: the last one wins. --no-<switch> turns a switch off. --config FILE takes the same names from YAML.
-slime's and Megatron's other flags are known too: docs/arguments.md says what becomes of each."""
+docs/arguments.md says the same at length."""
 PLACEHOLDERS = {int: "INT", float: "FLOAT", str: "TEXT", dict: "JSON"}
 
 
@@ -25,7 +28,16 @@ def format_help(args_type: type, width: int | None = None) -> str:
         lines = [title.upper()]
         lines += textwrap.wrap(description, width, initial_indent="  ", subsequent_indent="  ")
         parts.append("\n".join(lines + [_entry(flag, width) for flag in group_flags(group)]))
+    parts.append(_names("Known, without effect here", NO_EFFECT, width))
+    parts.append(_names("Known, and refused with the reason and what to use instead", REFUSED, width))
     return "\n\n".join(parts)
+
+
+def _names(title: str, names: Iterable[str], width: int) -> str:
+    listed = " ".join(f"--{name}" for name in sorted(names))
+    indent = "  "
+    wrapped = textwrap.wrap(listed, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join([title.upper(), *wrapped])
 
 
 def usage(flag: Flag) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +9,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs that this process may use, and whether SGLang is installed."""
+    """How many GPUs this process may use."""
 
     gpus: int
-    sglang: bool
 
 
 def this_machine() -> Machine:
     """The machine under our feet; whether CUDA really works is seen when the run starts."""
-    return Machine(gpus=_count_gpus(), sglang=importlib.util.find_spec("sglang") is not None)
+    return Machine(gpus=_count_gpus())
 
 
 def _count_gpus() -> int:

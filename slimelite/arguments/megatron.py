@@ -10,7 +10,7 @@ _FSDP = "FSDP2 shards parameters, gradients and optimizer state over all ranks"
 _CONFIG = "the model's config.json says it"
 _KERNEL = "a choice among Megatron's kernels"
 _PIPELINE = "there are no pipeline stages"
-_ROUTER = "there is no router process: the rollout manager balances over the engines itself"
+ROUTER = "there is no router process: the rollout manager balances over the engines itself"
 _PRECISION = "weights, gradients and moments are kept in fp32"
 _HF_WEIGHTS = "weights are in Hugging Face format throughout"
 _MOE_ROUTING = "the Hugging Face model routes its tokens as its config.json says"
@@ -32,6 +32,8 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "fsdp-cpu-backend": (1, "gloo is used wherever tensors are in host memory"),
     "keep-fp32-master": (0, _PRECISION),
     "train-memory-margin-bytes": (1, "memory is not managed in advance"),
+    "recompute-method": (1, "whole layers are recomputed, one by one"),
+    "recompute-num-layers": (1, "whole layers are recomputed, one by one"),
     "recompute-loss-function": (0, "the LM head and the loss are computed in chunks and never held whole"),
     # numerics
     "attention-softmax-in-fp32": (0, "attention kernels accumulate their softmax in fp32"),
@@ -47,6 +49,7 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "qkv-format": (1, _UNPADDED),
     "data-pad-size-multiplier": (1, _UNPADDED),
     "seq-length": (1, "a packed pass has the length of its samples"),
+    "balance-data": (0, "ranks are always dealt as equal a number of tokens as the samples allow"),
     "use-dynamic-global-batch-size": (0, "every sample of a rollout is trained, whatever their number"),
     "allow-partial-train-step": (0, "samples that do not fill a step make a smaller one"),
     "disable-rollout-trim-samples": (0, "no sample is trimmed away"),
@@ -90,11 +93,13 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "index-use-torch-topk": (0, _CONFIG),
     "mtp-loss-scaling-factor": (1, _NO_MTP),
     # engines and the way to them
-    **dict.fromkeys(["use-slime-router", "use-distributed-post", "use-http2"], (0, _ROUTER)),
-    "http-proxy": (1, _ROUTER),
-    "slime-router-middleware-paths": (-1, _ROUTER),
-    **dict.fromkeys(["slime-router-timeout", "slime-router-max-connections"], (1, _ROUTER)),
-    "slime-router-health-check-failure-threshold": (1, _ROUTER),
+    "num-gpus-per-node": (1, "Ray knows the GPUs of each node"),
+    **dict.fromkeys(["sglang-router-ip", "sglang-router-port", "sglang-router-request-timeout-secs"], (1, ROUTER)),
+    **dict.fromkeys(["use-slime-router", "use-distributed-post", "use-http2"], (0, ROUTER)),
+    "http-proxy": (1, ROUTER),
+    "slime-router-middleware-paths": (-1, ROUTER),
+    **dict.fromkeys(["slime-router-timeout", "slime-router-max-connections"], (1, ROUTER)),
+    "slime-router-health-check-failure-threshold": (1, ROUTER),
     **dict.fromkeys(["rollout-health-check-interval", "rollout-health-check-timeout"], (1, _HEALTH)),
     "rollout-health-check-first-wait": (1, _HEALTH),
     "update-weight-disk-keep-files": (0, "weights go to the engines without files"),
@@ -103,6 +108,7 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     # metrics and profiling
     "get-mismatch-metrics": (0, "the mismatch of trainer and engine is always logged"),
     "use-rollout-entropy": (0, "the entropy is always logged; it comes from the same pass as the log-probs"),
+    "use-checkpoint-lr-scheduler": (0, "on resume the checkpoint's schedule wins anyway"),
     "warmup-ratio": (1, "slime does not read it either; use --lr-warmup-fraction"),
     **dict.fromkeys(
         ["memory-snapshot-dir", "memory-snapshot-path", "memory-snapshot-num-steps"], (1, "no snapshot is taken")

@@ -16,10 +16,6 @@ class PerfArgs:
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, "Megatron's spelling: full is --gradient-checkpointing"
     )
-    recompute_method: Literal["uniform", "block"] | None = flag(
-        None, "Megatron's: whole layers are recomputed either way"
-    )
-    recompute_num_layers: int | None = flag(None, "Megatron's: whole layers are recomputed either way")
     log_probs_chunk_size: int = flag(-1, "rows of hidden states the LM head takes at a time; -1: chosen by vocabulary")
     fsdp_cpu_offload: bool = flag(False, "keep parameters and optimizer state in host memory")
     optimizer_cpu_offload: bool = flag(False, "Megatron's spelling of --fsdp-cpu-offload")

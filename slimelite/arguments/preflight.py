@@ -56,12 +56,12 @@ def inspect(args: Args, machine: Machine) -> Findings:
     findings = Findings()
     _check_devices(args, machine, findings)
     _check_packages(args, findings)
-    _check_plugins(args, findings)
+    broken = _check_plugins(args, findings)
     config = _check_model(args, findings)
     _check_saved_rollouts(args, findings)
     tokenizer = _check_tokenizer(args, config, findings)
     if tokenizer is not None:
-        _check_data(args, tokenizer, config, findings)
+        _check_data(args, tokenizer, config, broken, findings)
     return findings
 
 
@@ -96,14 +96,18 @@ def _check_packages(args: Args, findings: Findings) -> None:
             findings.problems.append(f"{package} is not installed: {remedy}")
 
 
-def _check_plugins(args: Args, findings: Findings) -> None:
+def _check_plugins(args: Args, findings: Findings) -> set[str]:
+    """Load every plugin; returns the paths that cannot be."""
     from slimelite.plugins import load_function
 
+    broken: set[str] = set()
     for flag, path in _plugin_paths(args):
         try:
             load_function(path)
         except Exception as error:  # a plugin's module may raise anything when it is imported
+            broken.add(path)
             findings.problems.append(f"{flag}: {_one_line(error)}")
+    return broken
 
 
 def _plugin_paths(args: Args) -> Iterator[tuple[str, str]]:
@@ -181,7 +185,9 @@ def _check_tokenizer(args: Args, config: dict[str, Any], findings: Findings) -> 
     return tokenizer
 
 
-def _check_data(args: Args, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], findings: Findings) -> None:
+def _check_data(
+    args: Args, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], broken: set[str], findings: Findings
+) -> None:
     """Prompts and rewards of training and of every evaluation dataset."""
     from slimelite.data.prompts import load_prompts
 
@@ -202,7 +208,8 @@ def _check_data(args: Args, tokenizer: PreTrainedTokenizerBase, config: dict[str
         if args.loss_type != "sft_loss" or columns is not args:
             dataset = None if isinstance(columns, Args) else columns
             _check_lengths(args, dataset, name, longest, config, findings)
-            _check_reward(args, dataset, name, prompts[0], findings)
+            if (args if dataset is None else dataset).custom_rm_path not in broken:
+                _check_reward(args, dataset, name, prompts[0], findings)
 
 
 def _check_lengths(

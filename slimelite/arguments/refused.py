@@ -101,7 +101,7 @@ REFUSED: dict[str, Refusal] = {
     "custom-megatron-init-path": Refusal(1, _MEGATRON_HOOK),
     "custom-megatron-before-log-prob-hook-path": Refusal(1, _MEGATRON_HOOK),
     "custom-megatron-before-train-step-hook-path": Refusal(1, _MEGATRON_HOOK),
-    "balance-by-flops": Refusal(0, "--balance-data deals samples to ranks by their tokens"),
+    "balance-by-flops": Refusal(0, "ranks are dealt equal numbers of tokens; leave it out"),
     "multimodal-keys": Refusal(1, _IMAGES),
     # checkpoints
     "async-save": Refusal(0, "checkpoints are written before training goes on; save less often with --save-interval"),
@@ -131,7 +131,7 @@ REFUSED: dict[str, Refusal] = {
     "use-fault-tolerance": Refusal(
         0, "a dead engine ends the run with its log; go on from the last checkpoint with --load"
     ),
-    "rollout-num-gpus-per-node": Refusal(1, "it is called --num-gpus-per-node now"),
+    "rollout-num-gpus-per-node": Refusal(1, "Ray knows the GPUs of each node; leave it out"),
     "over-sampling-filter-path": Refusal(1, "it is called --dynamic-sampling-filter-path now"),
     "over-sampling-filter-input-size": Refusal(1, "it is called --over-sampling-batch-size now"),
     "chat-template-path": Refusal(1, "save the template in the tokenizer folder and name that with --tokenizer"),
@@ -139,13 +139,22 @@ REFUSED: dict[str, Refusal] = {
     "load-forge-rollout-data": Refusal(1, "--load-debug-rollout-data replays saved rollouts"),
     "record-memory-history": Refusal(0, _PROFILE),
     "use-pytorch-profiler": Refusal(0, _PROFILE),
+    "check-weight-update-equal": Refusal(
+        0, "--ci-test compares the log-probs of engines and trainer after the first sync"
+    ),
+    "save-debug-train-data": Refusal(1, "--save-debug-rollout-data writes the table that training reads"),
+    "ci-save-grad-norm": Refusal(1, "train/grad_norm of every step is in metrics.jsonl"),
+    "ci-load-grad-norm": Refusal(1, "train/grad_norm of every step is in metrics.jsonl"),
+    "log-correct-samples": Refusal(0, "the run folder keeps every rollout with its rewards, as parquet"),
     "ci-metric-checker-key": Refusal(1, "read metrics.jsonl in the run folder instead"),
     "ci-metric-checker-threshold": Refusal(1, "read metrics.jsonl in the run folder instead"),
     "debug-exit-after-rollout": Refusal(1, "--num-rollout says how many rollouts there are"),
     "use-mlflow": Refusal(0, _LOGGERS),
     "use-prometheus": Refusal(0, _LOGGERS),
     "mfu-peak-tflops": Refusal(1, "perf/* metrics count tokens and seconds, not the share of a peak"),
-    "recompute-logprobs-via-prefill": Refusal(0, "the trainer computes its own log-probs; --use-tis corrects the mismatch"),
+    "recompute-logprobs-via-prefill": Refusal(
+        0, "the trainer computes its own log-probs; --use-tis corrects the mismatch"
+    ),
     "rollout-submission-granularity": Refusal(1, "prompts are submitted one for one"),
     "save-trigger-sentinel": Refusal(1, "--save-interval says when checkpoints are written"),
     "session-server": Refusal(0, "a --custom-generate-function-path talks to the engine's /generate itself"),

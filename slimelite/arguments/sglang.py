@@ -23,9 +23,9 @@ class SglangArgs:
     sglang_context_length: int | None = flag(
         None, "longest context of the engine [tokens]", auto="the model's, or the longest needed"
     )
-    sglang_router_ip: str | None = flag(None, "address of a running router; set to the engine's for generate plugins")
-    sglang_router_port: int | None = flag(None, "port of that router")
-    sglang_router_request_timeout_secs: int = flag(14400, "a request that takes longer fails [s]")
 
+    # where a generate plugin finds an engine; set for each call
+    sglang_router_ip: str | None = resolved(None)
+    sglang_router_port: int | None = resolved(None)
     # the other --sglang-* options, by SGLang's field names
     sglang_overrides: dict[str, Any] = resolved({})

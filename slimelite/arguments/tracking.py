@@ -38,4 +38,3 @@ class TrackingArgs:
     log_multi_turn: bool = flag(False, "metrics of multi-turn responses")
     log_passrate: bool = flag(False, "pass@k of the training samples")
     log_reward_category: str | None = flag(None, "key of a dict reward whose values are counted, rollout/error_cat/*")
-    log_correct_samples: bool = flag(False, "metrics of the correct samples alone")

@@ -10,7 +10,7 @@ from slimelite.arguments.args import Args
 GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 # fields -> the lowest value that makes sense
 AT_LEAST: dict[str, float] = {
-    **dict.fromkeys(["actor_num_nodes", "actor_num_gpus_per_node", "num_gpus_per_node", "cpu_threads"], 1),
+    **dict.fromkeys(["actor_num_nodes", "actor_num_gpus_per_node", "cpu_threads"], 1),
     **dict.fromkeys(["rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "micro_batch_size"], 1),
     **dict.fromkeys(["num_steps_per_rollout", "max_tokens_per_gpu", "log_probs_max_tokens_per_gpu", "num_epoch"], 1),
     **dict.fromkeys(["n_samples_per_eval_prompt", "eval_interval", "save_interval", "ref_update_interval"], 1),
@@ -36,7 +36,7 @@ IN_UNIT_INTERVAL = (
 )
 # flag -> what it needs to mean anything; given without, it is listed under "no effect here"
 NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
-    **dict.fromkeys(["tis_clip", "tis_clip_low", "custom_tis_function_path"], (lambda a: a.use_tis, "--use-tis")),
+    **dict.fromkeys(["tis_clip", "tis_clip_low"], (lambda a: a.use_tis or a.custom_tis_function_path, "--use-tis")),
     "opsm_delta": (lambda a: a.use_opsm, "--use-opsm"),
     "kl_loss_type": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
     "use_unbiased_kl": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
@@ -46,16 +46,18 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     "lambd": (lambda a: a.advantage_estimator == "ppo", "--advantage-estimator ppo"),
     "mask_offpolicy_in_partial_rollout": (lambda a: a.partial_rollout, "--partial-rollout"),
     "micro_batch_size": (lambda a: not a.use_dynamic_batch_size, "no --use-dynamic-batch-size"),
+    **dict.fromkeys(
+        ["finetune", "no_load_optim", "no_load_rng", "override_lr_scheduler"], (lambda a: a.load, "--load")
+    ),
+    "no_save_optim": (lambda a: a.save, "--save"),
+    "recompute_granularity": (lambda a: a.recompute_granularity == "full", "full; no attention scores are kept anyway"),
+    "group_query_attention": (lambda a: a.num_query_groups, "--num-query-groups"),
     "muon_lr": (lambda a: a.optimizer == "muon", "--optimizer muon"),
     "muon_momentum": (lambda a: a.optimizer == "muon", "--optimizer muon"),
     **dict.fromkeys(
         ["lr_wsd_decay_style", "lr_wsd_decay_iters"], (lambda a: a.lr_decay_style == "WSD", "--lr-decay-style WSD")
     ),
     "min_lr": (lambda a: a.lr_decay_style != "constant", "a --lr-decay-style other than constant"),
-    **dict.fromkeys(
-        ["recompute_method", "recompute_num_layers"],
-        (lambda _: False, "nothing: whole layers are recomputed one by one"),
-    ),
     **dict.fromkeys(
         [
             "wandb_mode",
@@ -132,8 +134,8 @@ def _bounds(args: Args) -> Iterator[str]:
 def _modes(args: Args) -> Iterator[str]:
     if args.train_backend != "fsdp":
         yield (
-            f"--train-backend {args.train_backend}: models are Hugging Face's and train under FSDP2, without Megatron and "
-            "its checkpoint conversion; take fsdp, or leave it out"
+            f"--train-backend {args.train_backend}: models are Hugging Face's and train under FSDP2, "
+            "without Megatron and its checkpoint conversion; take fsdp, or leave it out"
         )
     if args.debug_rollout_only and args.debug_train_only:
         other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
@@ -153,10 +155,9 @@ def _modes(args: Args) -> Iterator[str]:
         yield "--loss-type custom_loss needs --custom-loss-function-path"
     if args.eval_interval is not None and not (args.eval_datasets or args.debug_train_only):
         yield "--eval-interval needs --eval-prompt-data or --eval-config"
-    for name in ("save_debug_rollout_data", "save_debug_train_data"):
-        template = getattr(args, name)
-        if template is not None and "{rollout_id}" not in template:
-            yield f"--{name.replace('_', '-')} {template}: needs {{rollout_id}} in it: one file for each rollout"
+    template = args.save_debug_rollout_data
+    if template is not None and "{rollout_id}" not in template:
+        yield f"--save-debug-rollout-data {template}: needs {{rollout_id}} in it: one file for each rollout"
 
 
 def _engines(args: Args) -> Iterator[str]:
@@ -255,7 +256,9 @@ def _kl(args: Args) -> Iterator[str]:
 def _policy(args: Args) -> Iterator[str]:
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c}: dual clip must be above 1"
-    if args.use_rollout_logprobs and args.use_tis:
+    if args.advantage_estimator == "ppo" and args.loss_type == "policy_loss" and not args.debug_rollout_only:
+        yield "--advantage-estimator ppo needs a critic, which is not here yet; take grpo or another"
+    if args.use_rollout_logprobs and (args.use_tis or args.custom_tis_function_path):
         yield "--use-rollout-logprobs and --use-tis: the engine's log-probs leave no mismatch to correct; take one"
     if args.tis_clip_low > args.tis_clip:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}"
@@ -276,8 +279,6 @@ def _schedule(args: Args) -> Iterator[str]:
         yield "--lr-warmup-fraction and --lr-warmup-iters both say how long warm-up is; take one"
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
-    if args.use_checkpoint_lr_scheduler and args.override_lr_scheduler:
-        yield "--use-checkpoint-lr-scheduler and --override-lr-scheduler say the opposite; take one"
 
 
 def _checkpoints(args: Args) -> Iterator[str]:

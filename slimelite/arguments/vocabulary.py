@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from slimelite.arguments.base import Flag, all_flags
-from slimelite.arguments.megatron import NO_EFFECT
+from slimelite.arguments.megatron import NO_EFFECT, ROUTER
 from slimelite.arguments.refused import REFUSED, SGLANG_SET_HERE
 from slimelite.arguments.values import read_flag, read_words
 
@@ -101,9 +101,7 @@ class Vocabulary:
             elif name.startswith("sglang-") and name[7:] in self.sglang:
                 _read_sglang(self.sglang[name[7:]], words, into)
             elif name.startswith("router-") and name[7:] in self.router:
-                into.no_effect[option] = (
-                    "there is no router process: the rollout manager balances over the engines itself"
-                )
+                into.no_effect[option] = ROUTER
             else:
                 self._unknown(option, into)
         except ValueError as error:

@@ -151,6 +151,12 @@ def launch(args: Args) -> Iterator[Cluster]:
         ClusterError: the machines cannot hold the job.
         ValueError: what a worker refused at construction.
     """
+    if args.model_config is not None:
+        # a model that the architecture flags define: a folder with its config, like any model without weights
+        folder = Path(args.run_dir).absolute() / "new_model"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "config.json", json.dumps(args.model_config, indent=2))
+        args = replace(args, hf_checkpoint=str(folder))
     if args.launcher == "local":
         from slimelite.cluster.local import local_cluster
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -50,13 +51,17 @@ class RayWorker:
             cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error.traceback_str}")
             outer.set_exception(cause)
         elif isinstance(error, RayActorError):
-            outer.set_exception(ClusterError(f"{self.name} died: {_first_line(error)}; its log is {self.log}"))
+            died = ClusterError(f"{self.name} died: {_last_line(error)}; its log is {self.log}")
+            died.add_note(str(error))
+            outer.set_exception(died)
         else:
             outer.set_exception(error)
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def _last_line(error: BaseException) -> str:
+    # of an actor that failed in its constructor the last line is the error itself
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from slimelite.arguments import Args
@@ -73,10 +72,8 @@ def build_engine(args: Args, index: int) -> Engine:
     from slimelite.engines.embedded.engine import EmbeddedEngine
 
     tokenizer = load_tokenizer(args.tokenizer)
-    path = args.hf_checkpoint if args.model_config is None else _new_model(args, index)
-    assert path is not None
     return EmbeddedEngine(
-        path,
+        str(args.hf_checkpoint),
         device=args.device,
         max_running_requests=args.sglang_max_running_requests or RUNNING_REQUESTS[args.device],
         max_context_len=args.sglang_context_length,
@@ -86,11 +83,3 @@ def build_engine(args: Args, index: int) -> Engine:
         seed=args.rollout_seed + index,
     )
 
-
-def _new_model(args: Args, index: int) -> str:
-    # the engine reads its architecture from a folder; the weights come with the first sync
-    from transformers import AutoConfig
-
-    folder = Path(args.run_dir).absolute() / "new_model" / f"engine_{index}"
-    AutoConfig.for_model(**args.model_config).save_pretrained(folder)
-    return str(folder)

@@ -1,8 +1,8 @@
 """A task small enough to learn on a laptop: add four digits, with a tokenizer and a model shape made for it.
 
-The prompt ``3+5+2+9=?`` can be answered with the working, ``3+5=8 8+2=10 10+9=19`` and ``#### 19``, or with a bare guess,
-``#### 17``. A model started on a mix of both mostly guesses; reinforcement learning discovers that the working pays.
-Numbers, chat headers and the answer mark are one token each, so an example is about forty tokens.
+The prompt ``3+5+2+9=?`` can be answered with the working, ``3+5=8 8+2=10 10+9=19`` and ``#### 19``, or with a bare
+guess, ``#### 17``. A model started on a mix of both mostly guesses; reinforcement learning discovers that the working
+pays. Numbers, chat headers and the answer mark are one token each, so an example is about forty tokens.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ class Renderer(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     settings: dict[str, Any]
 
-    def __call__(self, messages: list[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False) -> str:
+    def __call__(
+        self, messages: list[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False
+    ) -> str:
         settings = {**self.settings, "add_generation_prompt": generation_prompt}
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **settings)
 
@@ -86,7 +88,8 @@ def _qwen3_5(render: Renderer, messages: list[Message], tools: list[Any] | None)
     spans = [reply.span(1) for reply in replies]
     if len(spans) != len(flags):
         raise ValueError(
-            f"--loss-mask-type qwen3_5 found {len(spans)} replies in a conversation of {len(flags)}; use --loss-mask-type auto"
+            f"--loss-mask-type qwen3_5 found {len(spans)} replies in a conversation of {len(flags)}; "
+            "use --loss-mask-type auto"
         )
     return [Piece(text, [span for span, flag in zip(spans, flags, strict=True) if flag])]
 

@@ -37,11 +37,13 @@ def conversation_tokens(
     A token that is partly inside a trained stretch of text is trained on.
 
     Raises:
-        ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or it does
-            not show what an assistant message says.
+        ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or it
+            does not show what an assistant message says.
     """
     if not tokenizer.is_fast or not tokenizer.chat_template:
-        raise ValueError("loss masks need a tokenizer with a chat template and a tokenizer.json in the --hf-checkpoint folder")
+        raise ValueError(
+            "loss masks need a tokenizer with a chat template and a tokenizer.json in the --hf-checkpoint folder"
+        )
     render = Renderer(tokenizer, template_kwargs or {})
     try:
         if loss_mask_type != "auto":
@@ -92,8 +94,8 @@ def _marked(render: Renderer, messages: list[Message], tools: list[Any] | None) 
         return Piece(texts[0], spans)
     if len(spans) != len(replies):
         raise ValueError(
-            f"the chat template marks {len(spans)} generations for {len(replies)} assistant messages, so step_loss_mask "
-            "cannot be applied; put one {% generation %} block around each assistant message"
+            f"the chat template marks {len(spans)} generations for {len(replies)} assistant messages, so "
+            "step_loss_mask cannot be applied; put one {% generation %} block around each assistant message"
         )
     return Piece(texts[0], [span for span, message in zip(spans, replies, strict=True) if is_trained(message)])
 
@@ -108,19 +110,25 @@ def _compared(render: Renderer, messages: list[Message], tools: list[Any] | None
 def _reply_span(render: Renderer, messages: list[Message], tools: list[Any] | None, i: int, text: str) -> Span:
     """Where the reply ``messages[i]`` stands in ``text``, the rendering of all messages.
 
-    In place, with the reply replaced by a probe, the text before the probe ends with the header and whatever the template
-    puts in front of a reply (an empty thinking block); the conversation cut off after the probe, beside the generation
-    prompt, says which of the two is which, and shows how a turn ends.
+    In place, with the reply replaced by a probe, the text before the probe ends with the header and whatever the
+    template puts in front of a reply (an empty thinking block); the question alone, answered by the probe and beside
+    its generation prompt, says which of the two is which, and shows how a turn ends.
     """
     probe, before, after = _probed(render, messages, tools, i)
     shared = _common(before, text)
-    cut_before, _, turn_end = render([*messages[:i], probe], tools).partition(PROBE)
-    if i == 0:
-        start = min(len(before), shared)
+    asked = messages[:i]
+    while asked and asked[-1]["role"] == "assistant":
+        asked = asked[:-1]
+    answered, _, turn_end = render([*asked, probe], tools).partition(PROBE)
+    start = len(before)
+    if asked:
+        header_end = _common(answered, render(asked, tools, generation_prompt=True))
+        if header_end < len(render(asked, tools)):
+            raise _hidden(i)
+        opening = answered[header_end:]
+        start -= len(opening) if before.endswith(opening) else 0
     else:
-        prompt = render(messages[:i], tools, generation_prompt=True)
-        opening = cut_before[_common(prompt, cut_before) :]
-        start = len(before) - (len(opening) if before.endswith(opening) else 0)
+        start = min(start, shared)
     if start > shared:
         raise _hidden(i)
     end = max(start, len(text) - _common(after[::-1], text[::-1]))

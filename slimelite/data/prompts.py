@@ -68,8 +68,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """The prompts of ``paths`` one after the other, in file order.
 
-    ``max_prompt_len`` [tokens]: longer prompts are left out, counted and logged. The prompt of messages that end with an
-    answer is what stands before their first answer.
+    ``max_prompt_len`` [tokens]: longer prompts are left out, counted and logged. The prompt of messages that end with
+    an answer is what stands before their first answer.
 
     Raises:
         ValueError: a file, a column or the chat template is missing, a row is malformed (unless ``skip_bad_rows``), or
@@ -129,7 +129,7 @@ def _asked_text(prompt: Prompt, columns: Columns, tokenizer: PreTrainedTokenizer
 
 
 def before_answers(messages: Messages) -> Messages:
-    """The messages that a model is asked with: all, or, of a conversation that ends with an answer, those before the first."""
+    """What a model is asked: all messages, or, when the last one is an answer, those before the first answer."""
     if messages[-1]["role"] != "assistant":
         return messages
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]
@@ -160,7 +160,9 @@ def _read_prompt(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase)
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list[Any] | None, columns: Columns) -> str:
     settings = columns.apply_chat_template_kwargs
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **settings})
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **settings}
+        )
     except (TemplateError, TypeError) as error:
         raise _BadCell(columns.input_key, f"the chat template refuses these messages ({error})") from error
 

@@ -48,7 +48,9 @@ class BadRows:
         """Log how many of ``total`` rows were skipped, and the first few."""
         if self.problems:
             first = "\n  ".join(self.problems[:3])
-            logger.warning("skipped %d malformed rows of %d, the first of them:\n  %s", len(self.problems), total, first)
+            logger.warning(
+                "skipped %d malformed rows of %d, the first of them:\n  %s", len(self.problems), total, first
+            )
 
 
 def split_path(spec: str) -> tuple[str, slice]:
@@ -90,7 +92,9 @@ def read_rows(spec: str, required: Sequence[str], optional: Sequence[str] | None
     elif not path.exists() and path.suffix not in KINDS and HUB_ID.fullmatch(name):
         rows = _hub_rows(name, part, required)
     elif path.is_dir():
-        raise ValueError(f"{name} is a folder; name one file of it: {sorted(p.name for p in path.iterdir() if p.suffix in KINDS)}")
+        raise ValueError(
+            f"{name} is a folder; name one file of it: {sorted(p.name for p in path.iterdir() if p.suffix in KINDS)}"
+        )
     else:
         reason = f"cannot read {name}: not one of {', '.join(KINDS)}" if path.exists() else f"no such file: {name}"
         raise ValueError(f"{reason} (--prompt-data, --eval-prompt-data)")
@@ -172,7 +176,9 @@ def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Row]:
     try:
         dataset = load_dataset(dataset_id, config, split=split)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no file {name!r}, and the hub gives no dataset owner/name[:config][:split] for it: {error}") from error
+        raise ValueError(
+            f"no file {name!r}, and the hub gives no dataset owner/name[:config][:split] for it: {error}"
+        ) from error
     _check_columns(name, dataset.column_names, required)
     for index in range(len(dataset))[part]:
         yield Row({k: _without_nulls(v) for k, v in dataset[index].items()}, f"{name}, row {index}")
@@ -180,4 +186,6 @@ def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Row]:
 
 def _check_columns(name: str, columns: Sequence[str], required: Sequence[str]) -> None:
     if missing := [c for c in required if c not in columns]:
-        raise ValueError(f"{name} has no column {missing[0]!r}; its columns are {sorted(columns)} (--input-key, --label-key)")
+        raise ValueError(
+            f"{name} has no column {missing[0]!r}; its columns are {sorted(columns)} (--input-key, --label-key)"
+        )

@@ -22,8 +22,8 @@ def fill_conversation(
     """Turn a sample whose ``prompt`` is a conversation (messages) into one to train on, in place.
 
     The prompt becomes the text before the first trained token, the response all that follows, with its loss mask; the
-    reward is 0. A conversation of more than ``max_context_len`` tokens loses its end, and its status is TRUNCATED. One in
-    which no token is left to train on keeps ``response_length`` 0 and is marked ``remove_sample``.
+    reward is 0. A conversation of more than ``max_context_len`` tokens loses its end, and its status is TRUNCATED. One
+    in which no token is left to train on keeps ``response_length`` 0 and is marked ``remove_sample``.
 
     Raises:
         ValueError: the prompt is not a list of messages, or what `conversation_tokens` raises.

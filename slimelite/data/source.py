@@ -111,8 +111,8 @@ class DataSource:
         saved, now = state["dataset"], self._identity()
         if changed := [f"{key}: {saved[key]} when saved, {now[key]} now" for key in now if saved.get(key) != now[key]]:
             raise ValueError(
-                f"cannot resume the data source, its data has changed ({'; '.join(changed)}); resume with the same data "
-                "flags and files, or start a new run from the saved Hugging Face weights (--hf-checkpoint)"
+                f"cannot resume the data source, its data has changed ({'; '.join(changed)}); resume with the same "
+                "data flags and files, or start a new run from the saved Hugging Face weights (--hf-checkpoint)"
             )
         for stream, drawn in zip(self._streams, state["drawn"], strict=True):
             stream.drawn = drawn

@@ -32,7 +32,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"no tokenizer at {path!r}: --hf-checkpoint needs a folder with tokenizer.json ({error})") from error
+        raise ValueError(
+            f"no tokenizer at {path!r}: --hf-checkpoint needs a folder with tokenizer.json ({error})"
+        ) from error
     file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if file is None:
         return tokenizer
@@ -40,7 +42,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if not _agrees(tokenizer, truth):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
         if not _agrees(tokenizer, truth):
-            raise ValueError(f"{file} does not load faithfully: transformers gives other ids than the file; save it anew")
+            raise ValueError(
+                f"{file} does not load faithfully: transformers gives other ids than the file; save it anew"
+            )
     return tokenizer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -106,7 +106,7 @@ class HttpFront:
         ids = body.get("input_ids")
         if ids is None:
             if self._encode is None or not isinstance(body.get("text"), str):
-                raise ValueError("send input_ids: one list of token ids (one text needs an engine with an encode function)")
+                raise ValueError("send input_ids: one list of token ids (text needs an engine with an encode function)")
             ids = self._encode(body["text"])
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             raise ValueError("input_ids must be one list of token ids; send a request for each prompt")
@@ -121,9 +121,7 @@ class HttpFront:
         version = (await self._engine.info()).weight_version
         return web.json_response(self._reply(request, result, version, bool(body.get("return_logprob"))))
 
-    def _reply(
-        self, request: GenerateRequest, result: GenerateResult, version: int, log_probs: bool
-    ) -> dict[str, Any]:
+    def _reply(self, request: GenerateRequest, result: GenerateResult, version: int, log_probs: bool) -> dict[str, Any]:
         """The JSON object that SGLang answers with."""
         reason: dict[str, Any] = {"type": result.finish_reason}
         if result.finish_reason == "length":
@@ -150,10 +148,10 @@ class HttpFront:
         await self._engine.abort(None if body.get("abort_all") else [body["rid"]])
         return web.Response()
 
-    async def _health(self, http: web.Request) -> web.Response:
+    async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
-    async def _health_generate(self, http: web.Request) -> web.Response:
+    async def _health_generate(self, _: web.Request) -> web.Response:
         """200 once the engine has generated a token."""
         params = SamplingParams(max_new_tokens=1, temperature=0.0)
         request = GenerateRequest(request_id=f"health-{uuid.uuid4().hex}", input_ids=(0,), params=params)
@@ -163,16 +161,18 @@ class HttpFront:
             return web.Response(status=503, text=f"no token within {HEALTH_TIMEOUT:.0f} s")
         return web.Response()
 
-    async def _model_info(self, http: web.Request) -> web.Response:
+    async def _model_info(self, _: web.Request) -> web.Response:
         info = await self._engine.info()
         reply = {"is_generation": True, "weight_version": str(info.weight_version), **info.extra}
         return web.json_response(reply)
 
 
 @web.middleware
-async def _errors_as_json(http: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+async def _errors_as_json(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
     """A mistake of the client is a 400 with the message, in SGLang's form; anything else stays a 500."""
     try:
-        return await handler(http)
+        return await handler(request)
     except ValueError as error:
         return web.json_response({"error": {"message": str(error)}}, status=400)

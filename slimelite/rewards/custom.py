@@ -40,8 +40,9 @@ class RewardLoop:
             future.cancel()  # a no-op when it is done
         if done:
             return future.result()
-        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
-        answered, _ = await asyncio.wait({answer}, timeout=ANSWER_SECONDS)
+        alive: Future[None] = Future()
+        loop.call_soon_threadsafe(alive.set_result, None)
+        answered, _ = await asyncio.wait({asyncio.wrap_future(alive)}, timeout=ANSWER_SECONDS)
         if not answered and self._loop is loop:
             loop.call_soon_threadsafe(loop.stop)
             self._loop = None

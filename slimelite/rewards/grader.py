@@ -244,7 +244,7 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
     name = str((sample.metadata or {}).get("rm_type") or rm_type or "").strip()
     if not name:
         raise ValueError(
-            f"nothing says how to score sample {sample.index}: give --rm-type, --custom-rm-path, or a rm_type in metadata"
+            f"nothing says how to score sample {sample.index}: give --rm-type or --custom-rm-path, or metadata.rm_type"
         )
     return Route(name, custom=False)
 

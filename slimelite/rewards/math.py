@@ -15,12 +15,13 @@ from slimelite.rewards.rule import Answer, Rule
 # longer than any answer of MATH; what is longer must match as text
 MAX_ANSWER_CHARS = 500
 
-UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard"
+UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|percent"
 # one pass each, in this order: pattern, replacement
 TIDY = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}", r"\1"),
+        (r"\{,\}|,\\! *", ","),
         (r"\\[!,;]|\\left|\\right|\\?[$%]", ""),
         (r"\\[td]frac", r"\\frac"),
         (r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}"),

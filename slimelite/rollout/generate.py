@@ -86,7 +86,7 @@ class Collection:
         )
         self.accepted: list[list[Sample]] = []
         self.surplus: list[list[Sample]] = []
-        self.finished: list[list[Sample]] = []  # dropped ones too
+        self.finished: list[list[Sample]] = []  # by this rollout, dropped ones too
         self.tasks: set[asyncio.Task[list[Group]]] = set()
         self.in_flight = 0
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
@@ -138,7 +138,7 @@ class Collection:
                     )
                     continue
                 samples = [restart(s) for s in samples]
-            if is_finished(samples):
+            if is_finished(samples) and all(s.reward is not None for s in samples):
                 self.counts["reused_groups"] += 1
                 self._judge(Group(samples, next(self._orders)))
                 continue
@@ -168,28 +168,30 @@ class Collection:
     def _judge_all(self, groups: list[Group]) -> None:
         for group in groups:
             self.in_flight -= 1
-            self._judge(group)
-
-    def _judge(self, group: Group) -> None:
-        """Into the batch, to the surplus, or out."""
-        if group.error is not None:
+            if group.error is None:
+                self.finished.append(group.samples)
+                self._judge(group)
+                continue
             self.counts["failed_groups"] += 1
             logger.error("gave up on prompt %s: %r", group.samples[0].group_index, group.error)
             self.patience.failed(group.error)
-            return
-        self.finished.append(group.samples)
+
+    def _judge(self, group: Group) -> None:
+        """Into the batch, to the surplus, or out."""
+        full = len(self.accepted) == self.target
         group.samples = without_dropped(group.samples, self.args)
         output = self._filter(group.samples)
         if not output.keep:
-            self.counts[f"dynamic_filter/drop_{output.reason}"] += 1
             if not output.keep_when_insufficient or len(self.accepted) + self.in_flight >= self.target:
                 self.counts["dropped_groups"] += 1
-                self.patience.dropped(group.samples, str(output.reason))
+                self.counts[f"dynamic_filter/drop_{output.reason}"] += 1
+                if not full:
+                    self.patience.dropped(group.samples, str(output.reason))
                 self._report(f"dropped {self.counts['dropped_groups']} ({output.reason})")
                 return
             self.counts["kept_for_lack"] += 1
         self.patience.accepted()
-        (self.accepted if len(self.accepted) < self.target else self.surplus).append(group.samples)
+        (self.surplus if full else self.accepted).append(group.samples)
         self._report("")
 
     def _filter(self, samples: list[Sample]) -> DynamicFilterOutput:

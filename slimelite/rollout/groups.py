@@ -93,7 +93,7 @@ class GroupGenerator:
             ValueError: the engine refused a request (trying again would not help), or a reward did.
         """
         used = None
-        for attempt in range(ATTEMPTS):
+        for attempt in range(1, ATTEMPTS + 1):
             todo = [g for g in batch if not is_finished(g.samples)]
             requests = sum(s.status not in FINISHED for g in todo for s in g.samples)
             async with self.context.engines.lease(requests, engine, avoid=used) as used:
@@ -104,10 +104,9 @@ class GroupGenerator:
             if not failed or self.stopping:
                 break
             self.retries += 1
-            logger.warning(
-                "attempt %d: %d of %d groups failed: %r", attempt + 1, len(failed), len(todo), failed[0].error
-            )
-            await asyncio.sleep(RETRY_SECONDS * (attempt + 1))
+            logger.warning("attempt %d: %d of %d groups failed: %r", attempt, len(failed), len(todo), failed[0].error)
+            if attempt < ATTEMPTS:
+                await asyncio.sleep(RETRY_SECONDS * attempt)
         finished = [g for g in batch if is_finished(g.samples)]
         for group in batch:
             if not is_finished(group.samples) and not self.context.args.partial_rollout:

@@ -134,7 +134,8 @@ class RolloutManager:
             return EvalOutput({}, tables)
         for name, results in output.data.items():
             metrics |= eval_metrics(name, results, key)
-        metrics |= self._context.grader.metrics()
+        errors = self._context.grader.metrics()
+        metrics |= {name.replace("rollout/", "eval/"): value for name, value in errors.items()}
         metrics["perf/eval_time"] = time.monotonic() - started
         return EvalOutput(metrics, tables)
 

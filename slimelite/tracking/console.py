@@ -14,6 +14,7 @@ from rich.text import Text
 logger = logging.getLogger("slimelite.console")
 
 HEADER_EVERY = 20  # rows
+FILE_WIDTH = 120  # characters of a table where there is no terminal
 
 
 def duration(seconds: float) -> str:
@@ -90,6 +91,8 @@ class Console:
     def __init__(self, file: TextIO | None = None, always: Iterable[str] = ()) -> None:
         self.rich = rich.console.Console(file=file, highlight=False, soft_wrap=True, markup=False, emoji=False)
         self.live = self.rich.is_terminal and not self.rich.is_dumb_terminal
+        if not self.live:
+            self.rich.width = FILE_WIDTH
         self._titles = set(always)
         self._header = ""
         self._rows_since_header = 0
@@ -119,7 +122,7 @@ class Console:
 
     def block(self, renderable: rich.console.RenderableType) -> None:
         """Something of several lines, that the next row needs a header after."""
-        self.rich.print(renderable, soft_wrap=False)
+        self.rich.print(renderable, soft_wrap=isinstance(renderable, Text) and not self.live)
         self._header = ""
 
     def row(

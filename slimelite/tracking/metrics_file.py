@@ -30,7 +30,9 @@ def axis_of(metric: str) -> str:
 
 
 class MetricsFile:
-    """Appends records; each is on disk when `write` returns."""
+    """Appends records; each is in the file when `write` returns."""
+
+    name = "metrics"
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / FILE_NAME

@@ -13,8 +13,13 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def redirect_process_output(path: str | Path) -> None:
-    """Append everything this process and its children print from now on (file descriptors 1 and 2) to ``path``."""
+    """Append everything this process and its children print from now on (file descriptors 1 and 2) to ``path``.
+
+    Line by line, so that the last words of a process that is killed are there.
+    """
     _point_at([1, 2], path)
+    sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 @contextmanager

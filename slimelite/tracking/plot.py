@@ -78,7 +78,7 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
     wanted = {m: (m,) for m in metrics} if metrics else standard
     panels = [_panel(title, names, runs) for title, names in wanted.items()]
     if missing := [p.title for p in panels if not p.lines and (metrics or not any(q.lines for q in panels))]:
-        known = sorted({name for r in everything for name in r if "/" in name})
+        known = sorted({name for r in everything for name in r if "/" in name and name != axis_of(name)})
         raise ValueError(f"no run has {', '.join(missing)}; there are: {', '.join(known)}")
     panels = [p for p in panels if p.lines]
     figure, axes = _grid(len(panels))

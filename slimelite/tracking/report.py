@@ -10,8 +10,8 @@ from slimelite.tracking.plot import eval_metrics
 MISMATCH = "train/train_rollout_logprob_abs_diff"
 MISMATCH_LIMIT = 0.02
 MISMATCH_WARNING = (
-    "trainer and engine disagree about the tokens they share: mean |log-prob difference| {:.3f}, above {:g}. "
-    "The gradient then belongs to another policy than the one that wrote the samples, and training can collapse.\n"
+    "trainer and engine disagree about the same tokens: mean |log-prob difference| {:.3f}, above {:g}.\n"
+    "  The gradient then belongs to another policy than the one that wrote the samples; training can collapse.\n"
     "  Usual causes: weights that did not reach the engine; tokens of older weights (partial rollouts, kept surplus);\n"
     "  lower precision or quantised weights or cache in the engine; top-p, top-k or penalties in sampling; a custom\n"
     "  generate function that tokenises text again instead of keeping the engine's tokens; experts routed otherwise.\n"

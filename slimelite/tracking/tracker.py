@@ -64,6 +64,7 @@ class Tracker:
         self._row: dict[str, float] = {}  # every metric of the current rollout
         self._perf: dict[str, float] = {}  # those that are written when it is over
         self._table: SampleTable | None = None
+        self._tokens_generated = 0
         self._evals: dict[str, SampleTable] = {}
         self._best = float("-inf")
         self._step_times: deque[float] = deque(maxlen=20)
@@ -98,7 +99,7 @@ class Tracker:
         self.args = args
         self.folder.save_config(args)
         self._write("start", {"rollout/step": args.start_rollout_id or 0})
-        self.console.facts({**run_facts(args), **(facts or {}), "metrics": ", ".join(w.where for w in self._writers)})
+        self.console.facts({**run_facts(args), **(facts or {}), **{w.name: w.where for w in self._writers}})
         for note in args.notes:
             self.console.line(f"  note: {note}", "dim")
         if args.no_effect:
@@ -128,7 +129,12 @@ class Tracker:
             "rollout/raw_reward": float(table.reward.mean()),
             "rollout/response_len/mean": float(table.response_lengths.mean()),
         }
-        self._write("rollout", {"rollout/step": rollout_id, **from_table, **metrics})
+        found = {"rollout/step": rollout_id, **from_table, **metrics}
+        sft = self.args.loss_type == "sft_loss"
+        if sft:
+            del found["rollout/raw_reward"]  # there is no reward; zeros would look like a bad one
+        self._write("rollout", found)
+        self._tokens_generated = 0 if sft or self.args.debug_train_only else int(table.response_lengths.sum())
 
     def log_train(
         self, rollout_id: int, metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]] = ()
@@ -178,11 +184,11 @@ class Tracker:
         self._row, self._perf, self._evals, self._table = {}, {}, {}, None
 
     def _open(self) -> None:
-        self.console.line(f"slimelite {slimelite.__version__}, run folder {self.args.run_dir}", "bold")
         self._save_status("running")
         self._stack.enter_context(log_to_file(self.folder.path / "log.txt"))
         self._stack.enter_context(stderr_to_file(self.folder.path / "stderr.txt"))
         self._stack.enter_context(self.console.warnings())
+        self.console.line(f"slimelite {slimelite.__version__}, run folder {self.args.run_dir}", "bold")
         if self.args.launcher == "local" or "transformers" in sys.modules:
             quiet_transformers()
         self.folder.save_config(self.args)
@@ -198,9 +204,8 @@ class Tracker:
     def _print_row(self, rollout_id: int, times: Mapping[str, float]) -> None:
         row, seconds = dict(self._row), times["perf/step_time"]
         phases = {label: times[key] for name, label in LABELS.items() if (key := f"perf/{name}_time") in times}
-        generated = self._table is not None and not self.args.debug_train_only and self.args.loss_type != "sft_loss"
-        if self._table is not None and generated and phases.get("gen"):
-            row["tokens_per_sec"] = float(self._table.response_lengths.sum()) / phases["gen"]
+        if self._tokens_generated and phases.get("gen"):
+            row["tokens_per_sec"] = self._tokens_generated / phases["gen"]
         self._step_times.append(seconds)
         count = self.args.num_rollout or rollout_id + 1
         if left := count - rollout_id - 1:
@@ -230,10 +235,10 @@ class Tracker:
     def _show_samples(self, rollout_id: int) -> None:
         name, table = next(iter(self._evals.items()), (None, self._table))
         if table is not None and len(table):
-            what = (
-                f"answers to {name} after {rollout_id + 1} rollouts" if name else f"samples of rollout {rollout_id + 1}"
+            title = (
+                f"answers to {name} after rollout {rollout_id + 1}" if name else f"samples of rollout {rollout_id + 1}"
             )
-            self.console.block(samples_table(what, table))
+            self.console.block(samples_table(title, table))
 
     def _draw(self) -> None:
         began = time.monotonic()

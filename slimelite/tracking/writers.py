@@ -17,6 +17,7 @@ from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFil
 class Writer(Protocol):
     """A place for metrics; ``where``: how people find it."""
 
+    name: str
     where: str
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
@@ -43,6 +44,8 @@ def open_writers(args: Args, config: Mapping[str, Any]) -> list[Writer]:
 
 class WandbWriter:
     """Weights & Biases. A resumed run folder goes on with the wandb run it began."""
+
+    name = "wandb"
 
     def __init__(self, args: Args, config: Mapping[str, Any]) -> None:
         import wandb
@@ -86,6 +89,8 @@ class WandbWriter:
 
 class TensorboardWriter:
     """TensorBoard event files: a tag per metric, the step of each on its own axis."""
+
+    name = "tensorboard"
 
     def __init__(self, directory: Path) -> None:
         # the writer that torch.utils.tensorboard wraps, without importing torch

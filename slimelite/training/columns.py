@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slimelite.algorithms import advantages as adv
 from slimelite.algorithms.kl import kl_estimate
-from slimelite.algorithms.packed import segment_mean, segment_sum
+from slimelite.algorithms.packed import segment_mean
 from slimelite.algorithms.reduction import row_weights
 from slimelite.arguments import Args
 from slimelite.plugins import load_function
@@ -28,7 +28,8 @@ class TokenColumns:
 
     ``mask``: [N] bool, what the loss sees; ``segments``: [N] int64 rows; ``rollout_log_probs``: [N] of the engine, NaN
     where there are none; ``weights``: [N] weight in its optimizer step; ``advantages``: [N]; ``old``, ``ref``: [N]
-    log-probs of the trainer before the rollout's first step and of the reference, None where not needed.
+    log-probs of the trainer before the rollout's first step and of the reference: None where not needed, NaN in rows
+    that were not computed.
     """
 
     mask: Tensor
@@ -102,7 +103,7 @@ class TokenColumns:
         only_advantages = args.loss_type == "policy_loss" and not args.entropy_coef
         if only_advantages and not (args.use_kl_loss and args.kl_loss_coef):
             counts = counts & (self.advantages != 0)
-        return (segment_sum(counts.long(), self.segments, self.rows) > 0).numpy()
+        return self._rows_with(counts).numpy()
 
     def check(self, args: Args, table: SampleTable) -> None:
         """Refuse a table that the loss cannot use.
@@ -120,16 +121,20 @@ class TokenColumns:
             )
 
     def means(self, args: Args) -> dict[str, float]:
-        """Means over rows of their masked token means, of the columns that there are."""
-        trained = segment_sum(self.mask.long(), self.segments, self.rows) > 0
+        """Means over rows of their masked token means, of the columns and rows that there are."""
         columns = {"log_probs": self.old, "ref_log_probs": self.ref}
         if args.loss_type != "sft_loss":
             columns |= {"advantages": self.advantages, "rollout_log_probs": self.rollout_log_probs}
         if self.old is not None and self.ref is not None:
             columns["kl"] = kl_estimate(self.old, self.ref, self.mask, "k1")
+        trained = self._rows_with(self.mask)
         means = {}
         for name, column in columns.items():
             if column is not None:
                 of_rows = segment_mean(column, self.mask, self.segments, self.rows)
-                means[name] = float(of_rows[trained].mean())
+                means[name] = float(of_rows[trained].nanmean())
         return {name: value for name, value in means.items() if not math.isnan(value)}
+
+    def _rows_with(self, tokens: Tensor) -> Tensor:
+        """[n] bool: rows with a token in ``tokens`` [N] bool."""
+        return torch.bincount(self.segments[tokens], minlength=self.rows) > 0

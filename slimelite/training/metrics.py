@@ -40,7 +40,7 @@ class MetricSums:
 
     def _local_sums(self) -> dict[str, tuple[float, float]]:
         flat = [value for pairs in self._pairs.values() for pair in pairs for value in pair]
-        tensors = [torch.as_tensor(value, device=self._world.device).double() for value in flat]
+        tensors = [torch.as_tensor(value, dtype=torch.float64, device=self._world.device) for value in flat]
         values = iter(torch.stack(tensors).tolist() if tensors else [])
         sums = {}
         for name, pairs in self._pairs.items():

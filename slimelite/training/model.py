@@ -97,7 +97,9 @@ def load_model(path: str | None, *, seed: int, attention: str, empty: bool) -> P
     options = {"attn_implementation": attention, "dtype": torch.float32}
     if empty:
         with init_empty_weights(include_buffers=False):
-            return AutoModelForCausalLM.from_config(config, **options)
+            hf = AutoModelForCausalLM.from_config(config, **options)
+        hf.tie_weights()  # the context gave each of a tied pair a parameter of its own
+        return hf
     if _has_weights(str(path)):
         return AutoModelForCausalLM.from_pretrained(path, config=config, **options)
     with torch.random.fork_rng(devices=[]):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slimelite.arguments import Args
 from slimelite.table import SampleTable
@@ -79,9 +81,8 @@ class Trainer:
         computed = columns.rows_with_gradient(self.args)
         schedule = [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
         if columns.old is None and self._needs_old(len(steps)):
-            parts = [rows for step in schedule for rows in step.micro_batches[self.world.rank]]
-            with self.timer("log_probs"):
-                columns.old = table_log_probs(self.model, table, parts, self.world, self.temperature)
+            dealt = [list(chain(*parts)) for parts in zip(*(step.micro_batches for step in schedule), strict=True)]
+            columns.old = self._old_log_probs(table, dealt)
         sums = MetricSums(self.world)
         with self.timer("actor_train"):
             for step in schedule:
@@ -122,8 +123,8 @@ class Trainer:
     def log_probs(self, table: SampleTable) -> np.ndarray:
         """[response tokens of the table] log-probs under the current weights, in the table's order."""
         rows = np.flatnonzero(table.response_lengths)
-        parts = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)[self.world.rank]
-        return table_log_probs(self.model, table, parts, self.world, self.temperature).numpy()
+        dealt = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)
+        return table_log_probs(self.model, table, dealt, self.world, self.temperature).numpy()
 
     def push_weights(self, sink: weights.WeightSink, version: int) -> dict[str, float]:
         """All weights into ``sink``, stamped ``version``; only rank 0 talks to it."""
@@ -163,17 +164,20 @@ class Trainer:
         columns = TokenColumns.from_table(table)
         columns.check(self.args, table)
         columns.set_weights(self.args, table, steps)
-        everything = np.flatnonzero(table.mask_sums)
-        parts = self._deal(table, everything, self.args.log_probs_max_tokens_per_gpu)[self.world.rank]
+        rows = np.flatnonzero(table.mask_sums)
+        dealt = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)
         if self.reference is not None:
             with self.timer("ref_log_probs"), self.reference.weights() as model:
-                columns.ref = table_log_probs(model, table, parts, self.world, self.temperature)
+                columns.ref = table_log_probs(model, table, dealt, self.world, self.temperature)
         if self._advantages_read_old():
-            with self.timer("log_probs"):
-                columns.old = table_log_probs(self.model, table, parts, self.world, self.temperature)
+            columns.old = self._old_log_probs(table, dealt)
         if self.args.loss_type != "sft_loss" and self.args.compute_advantages_and_returns:
             columns.set_advantages(self.args, table)
         return columns
+
+    def _old_log_probs(self, table: SampleTable, dealt: list[list[np.ndarray]]) -> Tensor:
+        with self.timer("log_probs"):
+            return table_log_probs(self.model, table, dealt, self.world, self.temperature)
 
     def _advantages_read_old(self) -> bool:
         return self.args.kl_coef != 0 or self.args.custom_advantage_function_path is not None

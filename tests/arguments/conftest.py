@@ -11,7 +11,7 @@ import pytest
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine
 
-CPU = Machine(gpus=0, sglang=False)
+CPU = Machine(gpus=0)
 COMPLETE = (
     "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
     "--rollout-max-response-len 16"

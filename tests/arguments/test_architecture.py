@@ -41,6 +41,10 @@ LLAMA3 = {
 def test_what_agrees_passes() -> None:
     assert check_architecture(RIGHT, QWEN) == []
     assert check_architecture(ArchitectureArgs(), QWEN) == []
+    rotary = dataclasses.replace(RIGHT, use_rotary_position_embeddings=True, position_embedding_type="rope")
+    assert check_architecture(rotary, QWEN) == []
+    gpt2 = {"model_type": "gpt2", "layer_norm_epsilon": 1e-5}
+    assert len(check_architecture(ArchitectureArgs(use_rotary_position_embeddings=True), gpt2)) == 1
     assert check_architecture(RIGHT, {"text_config": QWEN}) == []
 
 
@@ -63,6 +67,7 @@ def test_what_agrees_passes() -> None:
         ({"qk_layernorm": True}, "True", "False"),
         ({"add_qkv_bias": False}, "False", "True"),
         ({"use_rope_scaling": True}, "True", "False"),
+        ({"position_embedding_type": "learned_absolute"}, "learned_absolute", "rope"),
     ],
 )
 def test_a_mismatch_names_both_values(change: dict[str, Any], said: str, has: str) -> None:
@@ -89,7 +94,11 @@ def test_llama_with_stretched_rope() -> None:
 
 @pytest.mark.parametrize(
     ("flags", "family"),
-    [({"add_qkv_bias": True}, "qwen2"), ({"add_qkv_bias": False, "qk_layernorm": True}, "qwen3"), ({"add_qkv_bias": False}, "llama")],
+    [
+        ({"add_qkv_bias": True}, "qwen2"),
+        ({"add_qkv_bias": False, "qk_layernorm": True}, "qwen3"),
+        ({"add_qkv_bias": False}, "llama"),
+    ],
 )
 def test_a_new_model_is_the_one_described(flags: dict[str, Any], family: str) -> None:
     """The config round-trips through transformers and builds a model with the right parameters."""

@@ -40,7 +40,9 @@ def test_unknown_flag_names_the_nearest(problems: Problems, typo: str, meant: st
 
 
 def test_every_problem_is_reported_at_once(problems: Problems) -> None:
-    found = problems("--esp-clip 0.3 --lr fast --colocate yes --seed 1 2 --kl-coef 0.1 --optimizer sgd --eval-interval 5")
+    found = problems(
+        "--esp-clip 0.3 --lr fast --colocate yes --seed 1 2 --kl-coef 0.1 --optimizer sgd --eval-interval 5"
+    )
     assert [p.split()[0] for p in found] == [
         "--esp-clip",
         "--lr",
@@ -148,12 +150,16 @@ def test_help_is_complete_grouped_and_imports_nothing_heavy() -> None:
         "try: parse_args(['--help'])\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'sglang', 'yaml') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
     text = done.stdout
     assert text.splitlines()[-1] == "[]"
     for flag in all_flags(Args).values():
         assert (flag.negative or flag.option) in text
         assert flag.help.split()[0] in text
+    words = set(text.split())
+    assert words >= {f"--{name}" for name in (*NO_EFFECT, *REFUSED)}
     for title in ("CLUSTER", "MODEL", "DATA", "ROLLOUT", "REWARD", "ALGORITHM", "OPTIMIZER", "EVALUATION", "SGLANG"):
         assert f"\n{title}\n" in text
 
@@ -163,5 +169,7 @@ def test_parsing_imports_nothing_heavy() -> None:
         f"import sys\nfrom slimelite.arguments import parse_args\nparse_args({COMPLETE.split()!r})\n"
         "print([m for m in ('torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'sglang') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.strip() == "[]"

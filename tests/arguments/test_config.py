@@ -26,7 +26,9 @@ def config(tmp_path: Path) -> Any:
 
 
 def test_precedence(make: Make, config: Any) -> None:
-    words = config("lr: 1e-4\nseed: 7\ngamma: 0.5") + " " + config("lr: 3\nseed: 3\nlambd: 0.25", "--custom-config-path")
+    words = (
+        config("lr: 1e-4\nseed: 7\ngamma: 0.5") + " " + config("lr: 3\nseed: 3\nlambd: 0.25", "--custom-config-path")
+    )
     args = make(f"--lr 2 {words}")
     assert (args.lr, args.seed, args.gamma, args.lambd, args.eps_clip) == (2.0, 7, 0.5, 0.25, 0.2)
 

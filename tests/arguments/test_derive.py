@@ -11,7 +11,7 @@ from conftest import COMPLETE, Make, Problems
 from slimelite.arguments import Args, ArgumentError, find_checkpoint, make_args
 from slimelite.arguments.machine import Machine, this_machine
 
-GPU8 = Machine(gpus=8, sglang=True)
+GPU8 = Machine(gpus=8)
 
 
 def reason(args: Args, name: str) -> str:
@@ -27,23 +27,23 @@ def test_cpu_machine(make: Make) -> None:
 
 def test_gpu_machine(make: Make) -> None:
     args = make("--colocate", GPU8)
-    assert (args.device, args.rollout_backend, args.distributed_backend) == ("cuda", "sglang", "nccl")
+    assert (args.device, args.rollout_backend, args.distributed_backend) == ("cuda", "embedded", "nccl")
     assert (args.actor_num_gpus_per_node, args.rollout_num_gpus, args.num_engines) == (8, 8, 8)
     assert (args.offload_train, args.offload_rollout) == (True, True)
 
 
 def test_gpus_are_split_between_training_and_engines(make: Make, problems: Problems) -> None:
-    args = make("--rollout-num-gpus 2 --rollout-num-gpus-per-engine 2", GPU8)
-    assert (args.actor_num_gpus_per_node, args.num_engines, args.offload_train) == (6, 1, False)
+    args = make("--rollout-num-gpus 2", GPU8)
+    assert (args.actor_num_gpus_per_node, args.num_engines, args.offload_train) == (6, 2, False)
     (problem,) = problems("", GPU8)
     assert problem.startswith("--rollout-num-gpus is missing")
     assert "--colocate" in problem
 
 
-def test_sglang_only_where_it_is_installed(make: Make, problems: Problems) -> None:
-    without = Machine(gpus=8, sglang=False)
-    assert make("--colocate", without).rollout_backend == "embedded"
-    assert "SGLang is not installed" in problems("--colocate --rollout-backend sglang", without)[0]
+def test_sglang_engines_are_not_here_yet(problems: Problems) -> None:
+    assert problems("--rollout-backend sglang") == [
+        "--rollout-backend sglang: SGLang engines are not here yet; take embedded"
+    ]
 
 
 def test_offload_flags(make: Make) -> None:
@@ -100,7 +100,11 @@ def test_reference_model_only_when_something_compares_with_it(make: Make) -> Non
     idle = make("--use-kl-loss --kl-loss-coef 0.00 --kl-coef 0.00")
     assert not idle.use_reference
     assert any("--log-ref-kl" in note for note in idle.notes)
-    for words in ("--use-kl-loss --kl-loss-coef 0.1", "--log-ref-kl", "--kl-coef 0.1 --advantage-estimator ppo"):
+    for words in (
+        "--use-kl-loss --kl-loss-coef 0.1",
+        "--log-ref-kl",
+        "--kl-coef 0.1 --advantage-estimator reinforce_plus_plus",
+    ):
         assert make(words).use_reference
     assert not make("--log-ref-kl --loss-type sft_loss").use_reference
 
@@ -162,8 +166,8 @@ def test_run_dir_is_named_by_model_and_data(make: Make) -> None:
 
 
 def test_flags_without_anything_to_act_on_are_listed(make: Make) -> None:
-    words = "--tis-clip 3 --opsm-delta 1 --muon-lr 1 --wandb-group g --lambd 0.9 --sglang-page-size 4 --lr-wsd-decay-iters 3"
-    assert set(dict(make(words).no_effect)) == {
+    words = "--tis-clip 3 --opsm-delta 1 --muon-lr 1 --wandb-group g --lambd 0.9 --sglang-page-size 4"
+    assert set(dict(make(f"{words} --lr-wsd-decay-iters 3").no_effect)) == {
         "--tis-clip",
         "--opsm-delta",
         "--muon-lr",
@@ -171,6 +175,10 @@ def test_flags_without_anything_to_act_on_are_listed(make: Make) -> None:
         "--lambd",
         "--sglang-page-size",
         "--lr-wsd-decay-iters",
+    }
+    assert dict(make("--recompute-granularity selective --finetune").no_effect).keys() == {
+        "--recompute-granularity",
+        "--finetune",
     }
     assert make("--tis-clip 3 --use-tis --wandb-group g --use-wandb").no_effect == ()
 
@@ -203,27 +211,27 @@ def test_load_of_something_else(problems: Problems, tmp_path: Path) -> None:
     (tmp_path / "megatron" / "iter_0000004").mkdir(parents=True)
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("4")
     assert "Megatron" in problems(f"--load {tmp_path / 'megatron'}")[0]
+    (tmp_path / "junk").mkdir()
+    (tmp_path / "junk" / "a.txt").touch()
     with pytest.raises(ValueError, match="not a checkpoint"):
-        (tmp_path / "junk").mkdir()
-        (tmp_path / "junk" / "a.txt").touch()
         find_checkpoint(tmp_path / "junk")
 
 
 def test_a_new_model_from_flags(tmp_path: Path) -> None:
     shape = "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --vocab-size 64"
     words = COMPLETE.split()[2:] + shape.split()
-    args = make_args([*words, "--tokenizer", "tok"], machine=Machine(0, False))
+    args = make_args([*words, "--tokenizer", "tok"], machine=Machine(gpus=0))
     assert args.model_config is not None
     assert (args.model_config["model_type"], args.model_config["num_hidden_layers"]) == ("llama", 2)
     folder = tmp_path / "tokenizer-only"
     folder.mkdir()
-    args = make_args([*words, "--hf-checkpoint", str(folder)], machine=Machine(0, False))
+    args = make_args([*words, "--hf-checkpoint", str(folder)], machine=Machine(gpus=0))
     assert args.model_config is not None
     assert args.tokenizer == str(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert make_args([*words, "--hf-checkpoint", str(folder)], machine=Machine(0, False)).model_config is None
+    assert make_args([*words, "--hf-checkpoint", str(folder)], machine=Machine(gpus=0)).model_config is None
     with pytest.raises(ArgumentError) as caught:
-        make_args(words[:-2], machine=Machine(0, False))
+        make_args(words[:-2], machine=Machine(gpus=0))
     assert caught.value.problems[:2] == [
         "--num-layers a new model needs --vocab-size as well (or name an existing one with --hf-checkpoint)",
         "--tokenizer is missing: a new model needs one",

@@ -34,7 +34,12 @@ def test_custom_group(tmp_path: Any) -> None:
     args = make_args(words, groups=[ShoutArgs], machine=CPU)
     assert isinstance(args, Args)
     assert isinstance(args, ShoutArgs)
-    assert (args.shout_bonus, args.shout_words, args.shout_style, args.shout_always) == (0.7, ["hey", "ho"], "louder", False)
+    assert (args.shout_bonus, args.shout_words, args.shout_style, args.shout_always) == (
+        0.7,
+        ["hey", "ho"],
+        "louder",
+        False,
+    )
     assert args.global_batch_size == 8
 
 
@@ -107,5 +112,7 @@ def test_what_is_open_by_default_is_resolved_after_parsing() -> None:
     at_start = {"num_rollout", "start_rollout_id"}
     args = make_args([*COMPLETE.split(), "--use-dynamic-batch-size", "--max-tokens-per-gpu", "64"], machine=CPU)
     open_fields = {f.name for f in all_flags(Args).values() if f.default is None and not f.optional} - at_start
-    assert {"device", "global_batch_size", "num_steps_per_rollout", "run_dir", "eps_clip_high"} <= open_fields | {"device"}
+    assert {"device", "global_batch_size", "num_steps_per_rollout", "run_dir", "eps_clip_high"} <= open_fields | {
+        "device"
+    }
     assert [name for name in sorted(open_fields) if getattr(args, name) is None] == []

@@ -13,10 +13,10 @@ from slimelite.arguments.dry_run import format_report
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.preflight import inspect, preflight
 
-CPU = Machine(gpus=0, sglang=False)
+CPU = Machine(gpus=0)
 RUN = (
-    "--input-key messages --label-key label --apply-chat-template --rm-type math --num-rollout 2 --rollout-batch-size 4 "
-    "--n-samples-per-prompt 2 --rollout-max-response-len 16 --eval-interval 1"
+    "--input-key messages --label-key label --apply-chat-template --rm-type math --num-rollout 2 "
+    "--rollout-batch-size 4 --n-samples-per-prompt 2 --rollout-max-response-len 16 --eval-interval 1"
 )
 
 
@@ -40,7 +40,9 @@ def test_a_good_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"{run} --dry-run --sequence-parallel --global-batch-size 3 --sglang-page-size 4 --wandb-key secret --use-wandb"
+    words = (
+        f"{run} --dry-run --sequence-parallel --global-batch-size 3 --sglang-page-size 4 --wandb-key secret --use-wandb"
+    )
     assert preflight(parse(words)) == 0
     text = capsys.readouterr().out
     assert "device" in text
@@ -62,11 +64,11 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--label-key lable", "has no column 'lable'"),
-        ("--input-key prompt", "has no column 'prompt'"),
+        ("--label-key lable", "no column 'lable'"),
+        ("--input-key prompt", "no column 'prompt'"),
         ("--prompt-data absent.parquet", "no such file: absent.parquet"),
         ("--eval-prompt-data gone gone.jsonl", "eval dataset gone: no such file: gone.jsonl"),
-        ("--rm-type maths", "unknown --rm-type 'maths'"),
+        ("--rm-type maths", "--rm-type 'maths'"),
         ("--rm-type dapo", "--reward-key"),
         ("--hf-checkpoint /no/such/model", "--hf-checkpoint /no/such/model: no such folder"),
         ("--tokenizer /no/such/folder", "no tokenizer at '/no/such/folder'"),
@@ -136,12 +138,12 @@ def test_lengths_beyond_the_context(run: str) -> None:
 def test_a_tokenizer_too_large_for_the_model(run: str, model: Path) -> None:
     config = model / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 200'))
-    assert "the tokenizer has 258 tokens but the model's vocabulary has 200" in problems(run)
+    assert any("but the model's vocabulary has 200" in problem for problem in problems(run))
 
 
 def test_too_few_gpus_warn_in_a_dry_run_and_stop_a_start(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    two = Machine(gpus=2, sglang=True)
+    two = Machine(gpus=2)
     words = f"{run} --actor-num-gpus-per-node 4 --rollout-num-gpus 4"
     dry = inspect(make_args([*words.split(), "--dry-run"], machine=two), two)
     assert dry.problems == []
@@ -157,7 +159,8 @@ def test_too_few_gpus_warn_in_a_dry_run_and_stop_a_start(run: str, monkeypatch: 
 def test_report_of_problems(run: str) -> None:
     args = parse(f"{run} --dry-run --rm-type maths")
     text = format_report(args, inspect(args, CPU))
-    assert "problems\n  --prompt-data: unknown --rm-type" in text
+    assert "problems\n  --prompt-data: " in text
+    assert "'maths'" in text
     assert text.endswith("2 problem(s) found")
 
 
@@ -168,6 +171,6 @@ def test_train_py_dry_run(run: str, tmp_path: Path) -> None:
     assert good.returncode == 0, good.stderr
     assert good.stdout.endswith("ready to start\n")
     assert not (tmp_path / "runs").exists()
-    bad = subprocess.run([*command, "--esp-clip", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    bad = subprocess.run([*command[:-1], "--esp-clip", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert bad.returncode == 2
     assert bad.stderr == "train.py: --esp-clip is not a known flag; did you mean --eps-clip?\n"

@@ -18,9 +18,10 @@ MODEL = (
 CKPT = "--hf-checkpoint Qwen/Qwen2.5-0.5B-Instruct --ref-load /root/Qwen2.5-0.5B-Instruct_torch_dist/"
 ROLLOUT = (
     "--prompt-data gsm8k/train.parquet --input-key messages --label-key label --apply-chat-template --rollout-shuffle "
-    "--rm-type math --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 1024 "
-    "--rollout-temperature 0.8 --over-sampling-batch-size 64 --dynamic-sampling-filter-path "
-    "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std --global-batch-size 256"
+    "--rm-type math --num-rollout 3000 --rollout-batch-size 32 --n-samples-per-prompt 8 "
+    "--rollout-max-response-len 1024 --rollout-temperature 0.8 --over-sampling-batch-size 64 "
+    "--dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std "
+    "--global-batch-size 256"
 )
 EVAL = (
     "--eval-interval 20 --eval-prompt-data gsm8k gsm8k/test.parquet --n-samples-per-eval-prompt 1 "
@@ -62,7 +63,7 @@ SFT = (
     "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --use-dynamic-batch-size --max-tokens-per-gpu 9216"
 )
 
-GPU4 = Machine(gpus=4, sglang=True)
+GPU4 = Machine(gpus=4)
 
 
 def parse(*arrays: str, machine: Machine = GPU4) -> Args:
@@ -76,7 +77,6 @@ def test_gsm8k_script() -> None:
     assert (args.lr, args.adam_beta2, args.eps_clip, args.eps_clip_high) == (1e-6, 0.98, 0.2, 0.28)
     assert args.offload_train
     assert args.offload_rollout
-    assert args.rollout_backend == "sglang"
     assert args.sglang_mem_fraction_static == 0.7
     assert not args.use_reference
     assert args.ref_load == "Qwen/Qwen2.5-0.5B-Instruct"
@@ -87,7 +87,7 @@ def test_gsm8k_script() -> None:
 
 
 def test_gsm8k_script_on_a_cpu_machine_means_four_ranks() -> None:
-    args = parse(CLUSTER, *GSM8K, machine=Machine(gpus=0, sglang=False))
+    args = parse(CLUSTER, *GSM8K, machine=Machine(gpus=0))
     assert (args.device, args.rollout_backend, args.num_engines) == ("cpu", "embedded", 4)
     assert not args.offload_train
     assert "--sglang-mem-fraction-static" in dict(args.no_effect)
@@ -105,7 +105,6 @@ def test_fsdp_script() -> None:
     assert args.train_env_vars == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert args.sglang_overrides == {"attention_backend": "fa3", "cuda_graph_max_bs": 32}
     assert args.save_debug_rollout_data == "/tmp/dump/rollout_data/{rollout_id}.parquet"
-    assert args.save_debug_train_data == "/tmp/dump/train_data/{rollout_id}.parquet"
 
 
 def test_gspo_script() -> None:
@@ -126,7 +125,7 @@ def test_reproducibility_script() -> None:
 
 
 def test_sft_script() -> None:
-    args = parse(SFT, machine=Machine(gpus=8, sglang=True))
+    args = parse(SFT, machine=Machine(gpus=8))
     assert args.debug_train_only
     assert (args.num_engines, args.num_epoch, args.actor_num_gpus_per_node) == (0, 3, 8)
     assert (args.n_samples_per_prompt, args.num_steps_per_rollout, args.loss_aggregation) == (1, 1, "token")
@@ -149,6 +148,8 @@ def test_every_flag_of_slime_is_known() -> None:
     assert [w for w in words if not vocabulary.knows(w.removeprefix("--"))] == []
 
 
-@pytest.mark.parametrize("option", ["--sglang-router-ip 1.2.3.4", "--sglang-router-port 30000", "--router-policy random"])
+@pytest.mark.parametrize(
+    "option", ["--sglang-router-ip 1.2.3.4", "--sglang-router-port 30000", "--router-policy random"]
+)
 def test_router_flags(option: str) -> None:
     parse(CLUSTER, *GSM8K, option)

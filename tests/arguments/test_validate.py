@@ -18,7 +18,7 @@ RULES = [
     ("--save-interval 2", "--save-interval needs --save", "--save out"),
     ("--save out", "--save needs --save-interval", "--save-interval 1"),
     (
-        "--use-kl-loss --kl-loss-coef 0.1 --kl-coef 0.1 --advantage-estimator ppo",
+        "--use-kl-loss --kl-loss-coef 0.1 --kl-coef 0.1 --advantage-estimator reinforce_plus_plus",
         "--kl-coef (in the reward) and --kl-loss-coef",
         "--kl-coef 0",
     ),
@@ -29,15 +29,21 @@ RULES = [
     ("--kl-loss-coef 0.1", "--kl-loss-coef 0.1 needs --use-kl-loss", "--use-kl-loss"),
     ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "use low_var_kl", "--use-unbiased-kl"),
     ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "use low_var_kl", "--kl-loss-coef 0"),
+    ("--advantage-estimator ppo", "ppo needs a critic, which is not here yet", "--advantage-estimator grpo"),
+    ("--advantage-estimator ppo", "ppo needs a critic, which is not here yet", "--debug-rollout-only"),
     ("--use-tis --use-rollout-logprobs", "take one", "--no-use-tis"),
     ("--use-tis --tis-clip-low 3", "--tis-clip-low 3.0 is above --tis-clip 2.0", "--tis-clip 4"),
     ("--use-dynamic-batch-size", "needs --max-tokens-per-gpu", "--max-tokens-per-gpu 64"),
     ("--eps-clip-c 0.5", "--eps-clip-c 0.5: dual clip must be above 1", "--eps-clip-c 3"),
     ("--eps-clip -0.1", "--eps-clip -0.1: must be at least 0", "--eps-clip 0.1"),
     ("--gamma 1.5", "--gamma 1.5: must be between 0 and 1", "--gamma 1"),
-    ("--calculate-per-token-loss --loss-aggregation constant", "--calculate-per-token-loss is", "--loss-aggregation token"),
+    (
+        "--calculate-per-token-loss --loss-aggregation constant",
+        "--calculate-per-token-loss is",
+        "--loss-aggregation token",
+    ),
     ("--n-samples-per-prompt 1", "grpo compares the responses", "--disable-rewards-normalization"),
-    ("--n-samples-per-prompt 1", "grpo compares the responses", "--advantage-estimator ppo"),
+    ("--n-samples-per-prompt 1", "grpo compares the responses", "--advantage-estimator reinforce_plus_plus"),
     ("--n-samples-per-prompt 1", "grpo compares the responses", "--loss-type sft_loss"),
     ("--n-samples-per-prompt 1 --advantage-estimator rloo", "rloo compares", "--n-samples-per-prompt 2"),
     (
@@ -51,7 +57,11 @@ RULES = [
     ("--rollout-max-response-len 0", "--rollout-max-response-len 0", "--rollout-max-response-len 1"),
     ("--rollout-batch-size 0", "--rollout-batch-size 0: must be at least 1", "--rollout-batch-size 1"),
     ("--debug-train-only", "--debug-train-only has nothing to train on", "--loss-type sft_loss"),
-    ("--debug-train-only --debug-rollout-only --loss-type policy_loss", "leave nothing to run", "--no-debug-train-only"),
+    (
+        "--debug-train-only --debug-rollout-only --loss-type policy_loss",
+        "leave nothing to run",
+        "--no-debug-train-only",
+    ),
     ("--loss-type custom_loss", "needs --custom-loss-function-path", "--custom-loss-function-path my.loss"),
     ("--save-debug-rollout-data x.parquet", "needs {rollout_id}", "--save-debug-rollout-data x{rollout_id}.parquet"),
     ("--load-debug-rollout-data-subsample 0.5", "needs --load-debug-rollout-data", "--load-debug-rollout-data x"),
@@ -65,7 +75,11 @@ RULES = [
     ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "3 is not a multiple", "--rollout-num-gpus-per-engine 1"),
     ("--rollout-num-gpus-per-engine 2", "an embedded engine runs on one device", "--rollout-num-gpus-per-engine 1"),
     ("--rollout-num-gpus 0", "leaves no engine", "--rollout-num-gpus 1"),
-    ("--actor-num-gpus-per-node 3 --dp-replicate-size 2", "does not divide the 3 training ranks", "--dp-replicate-size 3"),
+    (
+        "--actor-num-gpus-per-node 3 --dp-replicate-size 2",
+        "does not divide the 3 training ranks",
+        "--dp-replicate-size 3",
+    ),
     ("--prompt-data-weights 1 2", "has 2 weights for 1 paths", "--prompt-data a b"),
     ("--disable-rollout-global-dataset", "needs a --data-source-path", "--data-source-path my.Source"),
     ("--ckpt-step 3", "--ckpt-step needs --load", "--load nowhere"),
@@ -93,7 +107,7 @@ def test_what_a_run_cannot_do_without(missing: str) -> None:
     words = COMPLETE.split()
     at = words.index(missing)
     with pytest.raises(ArgumentError) as caught:
-        make_args(words[:at] + words[at + 2 :], machine=Machine(0, False))
+        make_args(words[:at] + words[at + 2 :], machine=Machine(gpus=0))
     (problem,) = caught.value.problems
     assert problem.startswith(missing)
     assert "missing" in problem
@@ -103,7 +117,7 @@ def test_epochs_do_instead_of_a_number_of_rollouts() -> None:
     from conftest import COMPLETE
 
     words = COMPLETE.replace("--num-rollout 2", "--num-epoch 2").split()
-    args = make_args(words, machine=Machine(0, False))
+    args = make_args(words, machine=Machine(gpus=0))
     assert (args.num_rollout, args.num_epoch) == (None, 2)
 
 
@@ -114,7 +128,7 @@ def test_constant_aggregation_and_saved_rollouts(problems: Problems) -> None:
     from slimelite.arguments import ArgumentError
 
     words = COMPLETE.replace("--rollout-max-response-len 16", "--load-debug-rollout-data r/{rollout_id}").split()
-    assert make_args(words, machine=Machine(0, False)).debug_train_only
+    assert make_args(words, machine=Machine(gpus=0)).debug_train_only
     with pytest.raises(ArgumentError, match="--rollout-max-response-len"):
-        make_args([*words, "--loss-aggregation", "constant"], machine=Machine(0, False))
+        make_args([*words, "--loss-aggregation", "constant"], machine=Machine(gpus=0))
     assert problems("--loss-aggregation constant") == []

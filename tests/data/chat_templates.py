@@ -5,7 +5,8 @@ LLAMA3 = """{{- bos_token }}
     {%- if 'tool_calls' in message %}
         {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call a turn') }}{%- endif %}
         {%- set call = message.tool_calls[0].function %}
-        {{- '<|h|>assistant<|/h|>\n\n{"name": "' + call.name + '", "parameters": ' + (call.arguments | tojson) + '}<|eom_id|>' }}
+        {{- '<|h|>assistant<|/h|>\n\n{"name": "' + call.name + '", "parameters": ' }}
+        {{- (call.arguments | tojson) + '}<|eom_id|>' }}
     {%- else %}
         {%- set role = 'ipython' if message.role == 'tool' else message.role %}
         {{- '<|h|>' + role + '<|/h|>\n\n' + message.content | trim + '<|eot_id|>' }}
@@ -28,7 +29,8 @@ MISTRAL = """{%- set ns = namespace(turn=0) %}
 {{- bos_token }}
 {%- for message in messages %}
     {%- if message.role == 'user' %}{{- '[INST] ' + message.content + '[/INST]' }}
-    {%- elif message.tool_calls %}{{- '[TOOL_CALLS] ' + (message.tool_calls | map(attribute='function') | list | tojson) + eos_token }}
+    {%- elif message.tool_calls %}
+        {{- '[TOOL_CALLS] ' + (message.tool_calls | map(attribute='function') | list | tojson) + eos_token }}
     {%- elif message.role == 'assistant' %}{{- ' ' + message.content | trim + eos_token }}
     {%- else %}{{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}
     {%- endif %}
@@ -47,7 +49,8 @@ HARMONY = """{%- for message in messages %}
         {%- if loop.last and message.thinking %}
             {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
         {%- endif %}
-        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + ('<|return|>' if loop.last else '<|end|>') }}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+        {{- '<|return|>' if loop.last else '<|end|>' }}
     {%- else %}{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
     {%- endif %}
 {%- endfor %}

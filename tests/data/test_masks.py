@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ def reply(content: str | None, **more: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **more}
 
 
-def segments(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], *args: Any, **kwargs: Any) -> list[list[Any]]:
+def segments(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], *args: Any, **kwargs: Any
+) -> list[list[Any]]:
     ids, mask = conversation_tokens(tokenizer, messages, *args, **kwargs)
     assert len(ids) == len(mask)
     runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
@@ -57,7 +60,8 @@ def test_recorded_masks_of_slime_and_trl(case: dict[str, Any]) -> None:
         (
             chat_templates.LLAMA3,
             [user("list"), reply("", tool_calls=CALL), {"role": "tool", "content": "a.py"}, reply(" one file ")],
-            '<s><|h|>user<|/h|>\n\nlist<|eot_id|><|h|>assistant<|/h|>\n\n⟦{"name": "ls", "parameters": {"d": "."}}<|eom_id|>⟧'
+            "<s><|h|>user<|/h|>\n\nlist<|eot_id|><|h|>assistant<|/h|>\n\n"
+            '⟦{"name": "ls", "parameters": {"d": "."}}<|eom_id|>⟧'
             "<|h|>ipython<|/h|>\n\na.py<|eot_id|><|h|>assistant<|/h|>\n\n⟦one file<|eot_id|>⟧",
         ),
         (
@@ -68,7 +72,14 @@ def test_recorded_masks_of_slime_and_trl(case: dict[str, Any]) -> None:
         ),
         (
             chat_templates.MISTRAL,
-            [user("list"), reply("", tool_calls=CALL), {"role": "tool", "content": "a.py"}, reply("one file"), user("ok"), reply("ok")],
+            [
+                user("list"),
+                reply("", tool_calls=CALL),
+                {"role": "tool", "content": "a.py"},
+                reply("one file"),
+                user("ok"),
+                reply("ok"),
+            ],
             '<s>[INST] list[/INST]⟦[TOOL_CALLS] [{"name": "ls", "arguments": {"d": "."}}]</s>⟧'
             "[TOOL_RESULTS] a.py[/TOOL_RESULTS]⟦ one file</s>⟧[INST] ok[/INST]⟦ ok</s>⟧",
         ),
@@ -99,7 +110,12 @@ def test_replies_are_found_in_any_template(template: str, messages: list[dict[st
 def test_thinking_of_qwen3_as_the_template_shows_it() -> None:
     """History loses its thinking, the last turn has it: `auto` trains on what a rollout would have seen."""
     tokenizer = byte_tokenizer(RECORDED["templates"]["qwen3"])
-    first = [user("2+2?"), reply("<think>\nadd\n</think>\n\n", tool_calls=CALL), {"role": "tool", "content": "4"}, reply("4")]
+    first = [
+        user("2+2?"),
+        reply("<think>\nadd\n</think>\n\n", tool_calls=CALL),
+        {"role": "tool", "content": "4"},
+        reply("4"),
+    ]
     assert shown(tokenizer, [*first, user("+1?"), reply("<think>\none\n</think>\n\n5")]) == (
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
         '⟦<tool_call>\n{"name": "ls", "arguments": {"d": "."}}\n</tool_call><|im_end|>\n⟧'
@@ -125,6 +141,45 @@ def test_comparing_finds_what_generation_marks_say(turns: list[tuple[str, str, b
     assert compared == conversation_tokens(byte_tokenizer(CHATML), messages, loss_mask_type="qwen")
 
 
+pieces = st.sampled_from(
+    ["a", " ", "\n", "<", "<think>\n", "</think>\n\n", "<think>\n\n</think>\n\n", "<|im_start|>assistant\n"]
+)
+tricky = st.lists(pieces, max_size=4).map("".join)
+replies = st.builds(
+    lambda content, thought, calls: reply(content, **thought, **calls),
+    tricky,
+    st.just({}) | st.builds(lambda t: {"reasoning_content": t}, tricky),
+    st.sampled_from([{}, {"tool_calls": CALL}]),
+)
+results = st.builds(lambda content: {"role": "tool", "content": content}, tricky)
+turns = st.builds(lambda q, rest: [user("q" + q), *rest], tricky, st.lists(replies | results, max_size=4))
+
+
+def with_visible_borders(template: str, opened_think: bool) -> str:
+    """The same template with private-use characters where the model's own words begin and end."""
+    head, branch, tail = re.split(
+        r"(?s)(elif message\.role == \"assistant\" %\}.*?)(?=\{%- elif message\.role == \"tool\")", template
+    )
+    think = ("\\n<think>\\n\ue100'" if opened_think else "\\n\ue100<think>\\n'") + " + reasoning_content"
+    branch = branch.replace("\\n<think>\\n' + reasoning_content", think)
+    branch = branch.replace("message.role + '\\n' + content", "message.role + '\\n\ue100' + content")
+    return head + branch.replace("'<|im_end|>\\n'", "'<|im_end|>\\n\ue101'") + tail
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
+@settings(max_examples=60, deadline=None)
+@given(conversation=st.lists(turns, min_size=1, max_size=3))
+def test_comparing_is_exact_on_templates_that_rewrite_thinking(
+    name: str, conversation: list[list[dict[str, Any]]]
+) -> None:
+    messages = [message for turn in conversation for message in turn]
+    template = RECORDED["templates"][name]
+    bordered = byte_tokenizer(with_visible_borders(template, opened_think=name == "qwen3_5_think"))
+    expected = bordered.apply_chat_template(messages, tokenize=False).replace("\ue100", "⟦").replace("\ue101", "⟧")
+    assert expected.count("⟦") == sum(m["role"] == "assistant" for m in messages)
+    assert shown(byte_tokenizer(template), messages) == expected
+
+
 @pytest.mark.parametrize("template", [CHATML, MARKED_CHATML], ids=["compared", "marked"])
 def test_step_loss_mask_switches_one_reply_off(template: str) -> None:
     messages = [user("a"), reply("b", step_loss_mask=0), user("c"), reply("d", step_loss_mask=1)]
@@ -140,7 +195,10 @@ def test_offsets_that_leave_spaces_out_change_nothing() -> None:
 
 def test_a_token_across_the_border_is_trained_on() -> None:
     tokenizer = byte_tokenizer(CHATML, [("Ċ", "Ċ")])
-    assert shown(tokenizer, [user("q"), reply("\n")]) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant⟦\n\n<|im_end|>\n⟧"
+    assert (
+        shown(tokenizer, [user("q"), reply("\n")])
+        == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant⟦\n\n<|im_end|>\n⟧"
+    )
 
 
 def test_what_cannot_be_masked_is_an_error() -> None:

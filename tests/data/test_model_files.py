@@ -75,6 +75,17 @@ def test_the_target_scripts_array_is_slimes() -> None:
     words = " ".join(model_args("qwen2.5-0.5B"))
     assert {"--" + part.strip() for part in words.split("--") if part} == {
         *("--swiglu", "--num-layers 24", "--hidden-size 896", "--ffn-hidden-size 4864", "--num-attention-heads 14"),
-        *("--group-query-attention", "--num-query-groups 2", "--use-rotary-position-embeddings", "--rotary-base 1000000"),
-        *("--disable-bias-linear", "--add-qkv-bias", "--normalization RMSNorm", "--norm-epsilon 1e-6", "--vocab-size 151936"),
+        *(
+            "--group-query-attention",
+            "--num-query-groups 2",
+            "--use-rotary-position-embeddings",
+            "--rotary-base 1000000",
+        ),
+        *(
+            "--disable-bias-linear",
+            "--add-qkv-bias",
+            "--normalization RMSNorm",
+            "--norm-epsilon 1e-6",
+            "--vocab-size 151936",
+        ),
     }

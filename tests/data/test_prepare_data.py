@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -28,12 +30,33 @@ SVAMP = {
     "Answer": 51.0,
     "Type": "Subtraction",
 }
-MATH = {"problem": "Find $x$.", "solution": "", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 2, "unique_id": "test/a/1.json"}
+MATH = {
+    "problem": "Find $x$.",
+    "solution": "",
+    "answer": "\\frac{1}{2}",
+    "subject": "Algebra",
+    "level": 2,
+    "unique_id": "test/a/1.json",
+}
 MMLU = {"question": "Mosquitoes?", "type": "college_biology", "choices": ["w", "x", "y", "z"], "answer": 2}
 
 
-def prepare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["prepare_data"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def prepare(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def run(*arguments: str | Path) -> None:
+        monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, arguments)])
+        script.main()
+
+    return run
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -59,28 +82,34 @@ def rows(path: Path) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_originals_become_slimes_rows(task: str, file: str, text: str, expected: tuple[str, str], tmp_path: Path) -> None:
+def test_originals_become_slimes_rows(
+    task: str, file: str, text: str, expected: tuple[str, str], tmp_path: Path, prepare: Callable[..., None]
+) -> None:
     (tmp_path / "original" / "deep").mkdir(parents=True)
     (tmp_path / "original" / "deep" / file).write_text(text)
-    done = prepare(task, "--source", tmp_path / "original", "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    prepare(task, "--source", tmp_path / "original", "--out", tmp_path / "out")
     (row,) = rows(tmp_path / "out" / "test.parquet")
     assert (row["messages"], row["label"]) == ([{"role": "user", "content": expected[0]}], expected[1])
     assert isinstance(row["metadata"], dict)
     if task == "svamp":
         train = rows(tmp_path / "out" / "train.parquet")
         assert (len(train), train[0]["label"]) == (700, "22090603")
-        again = prepare(task, "--source", tmp_path / "out", "--out", tmp_path / "copy")
-        assert again.returncode == 0, again.stderr
+        prepare(task, "--source", tmp_path / "out", "--out", tmp_path / "copy")
         assert rows(tmp_path / "copy" / "train.parquet") == train
 
 
-def test_quickstart_is_complete_disjoint_and_repeatable(tmp_path: Path) -> None:
+def test_quickstart_is_complete_disjoint_and_repeatable(tmp_path: Path, prepare: Callable[..., None]) -> None:
     settings = ("--held-out", "100", "--sft-rows", "500", "--seed", "3")
     for name in ("a", "b"):
-        assert prepare("quickstart", "--out", tmp_path / name, *settings).returncode == 0
+        prepare("quickstart", "--out", tmp_path / name, *settings)
     files = [p.relative_to(tmp_path / "a") for p in sorted((tmp_path / "a").rglob("*")) if p.is_file()]
-    assert {f.name for f in files} >= {"train.parquet", "heldout.parquet", "sft.parquet", "config.json", "tokenizer.json"}
+    assert {f.name for f in files} >= {
+        "train.parquet",
+        "heldout.parquet",
+        "sft.parquet",
+        "config.json",
+        "tokenizer.json",
+    }
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
     train, heldout, sft = (rows(tmp_path / "a" / f"{n}.parquet") for n in ("train", "heldout", "sft"))
     asked = [{row["messages"][0]["content"] for row in part} for part in (train, heldout, sft)]
@@ -92,11 +121,13 @@ def test_quickstart_is_complete_disjoint_and_repeatable(tmp_path: Path) -> None:
     assert len(build_tokenizer()) == json.loads((tmp_path / "a" / "model" / "config.json").read_text())["vocab_size"]
 
 
-def test_wrong_folders_are_answered_in_one_line(tmp_path: Path) -> None:
-    done = prepare("svamp", "--source", tmp_path, "--out", tmp_path / "out")
-    assert done.returncode == 2
-    assert "--source names the folder of the original files" in done.stderr
+def test_wrong_folders_are_answered_in_one_line(
+    tmp_path: Path, prepare: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        prepare("svamp", "--source", tmp_path, "--out", tmp_path / "out")
+    assert "--source names the folder of the original files" in capsys.readouterr().err
     (tmp_path / "test.jsonl").write_text('{"prompt": 1}')
-    done = prepare("gsm8k", "--source", tmp_path, "--out", tmp_path / "out")
-    assert "no column 'answer'; it has ['prompt']" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit):
+        prepare("gsm8k", "--source", tmp_path, "--out", tmp_path / "out")
+    assert "no column 'answer'; it has ['prompt']" in capsys.readouterr().err

@@ -23,7 +23,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def load(tmp_path: Path, rows: list[dict[str, Any]], limit: int | None = None, skip: bool = False, **settings: Any) -> list[Prompt]:
+def load(
+    tmp_path: Path, rows: list[dict[str, Any]], limit: int | None = None, skip: bool = False, **settings: Any
+) -> list[Prompt]:
     path = write(tmp_path / "rows.jsonl", rows)
     return load_prompts(DataArgs(**settings), TOKENIZER, [path], max_prompt_len=limit, skip_bad_rows=skip)
 
@@ -43,9 +45,17 @@ def test_without_the_template_text_is_encoded_and_messages_are_kept(tmp_path: Pa
 
 
 def test_template_settings_and_tools_reach_the_template(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer("{{ flavour }}{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ messages[0].content }}")
-    rows = [{"input": "a", "t": json.dumps(TOOLS), "m": {"rm_type": "math"}}, {"input": "b", "t": TOOLS}, {"input": "c", "t": []}]
-    args = DataArgs(apply_chat_template=True, apply_chat_template_kwargs={"flavour": "!"}, tool_key="t", metadata_key="m")
+    tokenizer = byte_tokenizer(
+        "{{ flavour }}{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{{ messages[0].content }}"
+    )
+    rows = [
+        {"input": "a", "t": json.dumps(TOOLS), "m": {"rm_type": "math"}},
+        {"input": "b", "t": TOOLS},
+        {"input": "c", "t": []},
+    ]
+    args = DataArgs(
+        apply_chat_template=True, apply_chat_template_kwargs={"flavour": "!"}, tool_key="t", metadata_key="m"
+    )
     prompts = load_prompts(args, tokenizer, [write(tmp_path / "a.jsonl", rows)])
     assert [p.text for p in prompts] == ["![ls]a", "![ls]b", "!c"]
     assert [p.metadata for p in prompts] == [{"rm_type": "math", "tools": TOOLS}, {"tools": TOOLS}, {}]
@@ -94,12 +104,17 @@ BAD = {
     "no label": ({"input": "x", "y": None}, "column 'y': the label is null"),
     "tools": ({"input": "x", "y": 1, "tools": "{"}, "column 'tools': not JSON"),
     "metadata": ({"input": "x", "y": 1, "metadata": [1]}, "column 'metadata': a dict or its JSON is expected"),
-    "a template that refuses": ({"input": [{"role": "robot", "content": "x"}], "y": 1}, "the chat template refuses.*who?"),
+    "a template that refuses": (
+        {"input": [{"role": "robot", "content": "x"}], "y": 1},
+        "the chat template refuses.*who?",
+    ),
 }
 
 
 @pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD.keys())
-def test_a_malformed_row_is_named_or_skipped(row: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_malformed_row_is_named_or_skipped(
+    row: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     picky = "{% if messages[0].role == 'robot' %}{{ raise_exception('who?') }}{% endif %}" + CHATML
     path = write(tmp_path / "rows.jsonl", [{"input": "ok", "y": 1}, {"y": 1, **row}, {"input": "ok", "y": 1}])
     args = DataArgs(label_key="y", apply_chat_template=True)

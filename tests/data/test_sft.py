@@ -59,13 +59,16 @@ def test_nothing_left_to_train_on_is_marked() -> None:
 def test_rows_become_a_table_to_train_on(tmp_path: Path) -> None:
     path = tmp_path / "sft.jsonl"
     tool = {"type": "function", "function": {"name": "ls"}}
-    path.write_text(json.dumps({"messages": MESSAGES, "tools": [tool]}) + "\n" + json.dumps({"messages": MESSAGES[:2]}) + "\n")
+    path.write_text(
+        json.dumps({"messages": MESSAGES, "tools": [tool]}) + "\n" + json.dumps({"messages": MESSAGES[:2]}) + "\n"
+    )
     tokenizer = byte_tokenizer("{{ tools[0].function.name if tools }}" + TOKENIZER.chat_template)
     source = DataSource(Args(prompt_data=[str(path)], input_key="messages"), tokenizer)
-    samples = [sample for group in source.get_samples(2) for sample in group]
+    groups = source.get_samples(2)
+    samples = [sample for group in groups for sample in group]
     for sample in samples:
         fill_conversation(sample, tokenizer)
-    table = SampleTable.from_samples(samples)
+    table = SampleTable.from_samples(groups)
     assert table.response_lengths.tolist() == [s.response_length for s in samples]
     assert samples[0].prompt.startswith("ls<|im_start|>")
     assert table.loss_mask.sum() == sum(map(sum, (s.loss_mask for s in samples)))

@@ -20,7 +20,9 @@ Group = list[Sample]
 
 
 def write(path: Path, inputs: Sequence[str]) -> str:
-    path.write_text("".join(json.dumps({"input": x, "y": i, "metadata": {"tags": [x]}}) + "\n" for i, x in enumerate(inputs)))
+    path.write_text(
+        "".join(json.dumps({"input": x, "y": i, "metadata": {"tags": [x]}}) + "\n" for i, x in enumerate(inputs))
+    )
     return str(path)
 
 
@@ -87,7 +89,9 @@ def test_returned_groups_come_first_in_the_order_they_came(ten: str) -> None:
     assert [g[0].prompt for g in source.get_samples(3)] == ["0", "3", "4"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"rollout_shuffle": True}, {"rollout_shuffle": True, "prompt_data_weights": [1.0, 3.0]}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"rollout_shuffle": True}, {"rollout_shuffle": True, "prompt_data_weights": [1.0, 3.0]}]
+)
 def test_the_state_goes_on_exactly(ten: str, tmp_path: Path, settings: dict[str, Any]) -> None:
     paths = [ten, write(tmp_path / "abc.jsonl", "abc")]
     source = make(paths, **settings)
@@ -112,7 +116,9 @@ def test_the_state_goes_on_exactly(ten: str, tmp_path: Path, settings: dict[str,
         ("0123456789", {"rollout_shuffle": False}, "--rollout-shuffle: True when saved, False now"),
     ],
 )
-def test_changed_data_is_not_resumed(ten: str, tmp_path: Path, inputs: str, settings: dict[str, Any], message: str) -> None:
+def test_changed_data_is_not_resumed(
+    ten: str, tmp_path: Path, inputs: str, settings: dict[str, Any], message: str
+) -> None:
     state = make([ten], rollout_shuffle=True).state_dict()
     other = make([write(tmp_path / "ten.jsonl", inputs)], **{"rollout_shuffle": True, **settings})
     with pytest.raises(ValueError, match=message):
@@ -135,7 +141,9 @@ def test_each_weighted_path_has_epochs_of_its_own(ten: str, tmp_path: Path) -> N
 
 
 def test_a_buffer_filter_picks_what_comes_back(ten: str, tmp_path: Path) -> None:
-    (tmp_path / "pick.py").write_text("def last(args, rollout_id, buffer, n):\n    return [buffer.pop() for _ in range(min(n, len(buffer), 1))]\n")
+    (tmp_path / "pick.py").write_text(
+        "def last(args, rollout_id, buffer, n):\n    return [buffer.pop() for _ in range(min(n, len(buffer), 1))]\n"
+    )
     source = make([ten], buffer_filter_path=f"{tmp_path}/pick.py:last")
     source.add_samples(source.get_samples(3))
     assert deal(source, 2) == "23"

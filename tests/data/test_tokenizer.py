@@ -19,13 +19,15 @@ def test_the_files_ids_win_over_the_class_that_transformers_picks(tmp_path: Path
     write_model_folder(tmp_path)
     truth = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     ids = truth.encode(TEXT).ids
-    # the trap: a class chosen by model_type drops the file's pre-tokenizer (should this fail, transformers has mended it)
+    # the trap: a class chosen by model_type drops the file's pre-tokenizer (if this fails, transformers has mended it)
     assert AutoTokenizer.from_pretrained(tmp_path)(TEXT)["input_ids"] != ids
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer(TEXT)["input_ids"] == ids
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.eos_token == "<|im_end|>"
-    assert "assistant" in tokenizer.apply_chat_template([{"role": "user", "content": TEXT}], tokenize=False, add_generation_prompt=True)
+    assert "assistant" in tokenizer.apply_chat_template(
+        [{"role": "user", "content": TEXT}], tokenize=False, add_generation_prompt=True
+    )
 
 
 def test_a_faithful_class_is_kept(tmp_path: Path) -> None:
@@ -50,5 +52,5 @@ def test_stop_ids_come_from_all_three_places(tmp_path: Path) -> None:
     tokenizer.eos_token = None
     (tmp_path / "config.json").unlink()
     (tmp_path / "generation_config.json").unlink()
-    with pytest.raises(ValueError, match="generation_config.json"):
+    with pytest.raises(ValueError, match=r"generation_config\.json"):
         stop_token_ids(str(tmp_path), tokenizer)

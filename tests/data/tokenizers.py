@@ -12,7 +12,8 @@ SPECIALS = [
     *("<|eot_id|>", "<|eom_id|>", "<start_of_turn>", "<end_of_turn>", "<|start|>", "<|end|>", "<|return|>", "[/INST]"),
 ]
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 

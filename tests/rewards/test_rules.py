@@ -154,7 +154,9 @@ def test_a_rules_example_deserves_one(name: str) -> None:
     if rule.example is None:
         assert name == "random"
         return
-    for label in {"gpqa": ["B", "3"], "multiple_choice": ["C", "0"], "gsm8k": ["72", "so\n#### 1,072"]}.get(name, ["42"]):
+    for label in {"gpqa": ["B", "3"], "multiple_choice": ["C", "0"], "gsm8k": ["72", "so\n#### 1,072"]}.get(
+        name, ["42"]
+    ):
         answer = Answer("", label)
         given = rule.quick(Answer(rule.example(answer), label))
         assert (given["score"] if isinstance(given, dict) else given) == 1.0

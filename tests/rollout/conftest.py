@@ -48,14 +48,26 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="session")
-def engine(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[EmbeddedEngine]:
-    engine = EmbeddedEngine(
+def start_engine(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> EmbeddedEngine:
+    return EmbeddedEngine(
         str(model_folder),
         max_running_requests=32,
         decode=lambda ids: str(tokenizer.decode(ids)),
         encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
     )
+
+
+@pytest.fixture(scope="session")
+def engine(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[EmbeddedEngine]:
+    engine = start_engine(model_folder, tokenizer)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture
+def http_engine(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[EmbeddedEngine]:
+    """An engine of this test's own: its HTTP front lives on the event loop of the manager that asked for it."""
+    engine = start_engine(model_folder, tokenizer)
     yield engine
     asyncio.run(engine.close())
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from slimelite.arguments import EvalDataset
+from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.protocol import GenerateRequest
 from slimelite.rollout import groups
 from slimelite.table import SampleTable
@@ -111,21 +112,21 @@ def test_failed_prompts_are_left_out_and_counted(
         manager.evaluate(1)
 
 
-def test_custom_functions_of_evaluation(
-    make_args: MakeArgs, make_manager: MakeManager, dataset: EvalDataset
-) -> None:
+def test_custom_functions_of_evaluation(make_args: MakeArgs, make_manager: MakeManager, dataset: EvalDataset) -> None:
     args = make_args(eval_datasets=(dataset,), eval_function_path=plugin("hooks.py:fixed_scores"))
     output = make_manager(args, [ScriptedEngine()]).evaluate(0)
     assert output.metrics["eval/quiz"] == 0.25
     assert output.metrics["eval/quiz-truncated_ratio"] == 0.5
-    args = make_args(eval_datasets=(dataset,), custom_eval_rollout_log_function_path=plugin("hooks.py:adds_eval_metric"))
+    args = make_args(
+        eval_datasets=(dataset,), custom_eval_rollout_log_function_path=plugin("hooks.py:adds_eval_metric")
+    )
     assert make_manager(args, [ScriptedEngine()]).evaluate(4).metrics["eval/samples"] == 24
 
 
 def test_generate_functions_know_that_it_is_evaluation(
-    make_args: MakeArgs, make_manager: MakeManager, dataset: EvalDataset
+    make_args: MakeArgs, make_manager: MakeManager, dataset: EvalDataset, http_engine: EmbeddedEngine
 ) -> None:
     path = plugin("slime_style.py:generate_with_meta_info")
     custom = EvalDataset(**{**vars(dataset), "custom_generate_function_path": path})
-    table = make_manager(make_args(eval_datasets=(custom,))).evaluate(0).tables["sums"]
+    table = make_manager(make_args(eval_datasets=(custom,)), [http_engine]).evaluate(0).tables["sums"]
     assert set(table.metadata) == {'{"evaluation": true}'}

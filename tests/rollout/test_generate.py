@@ -115,7 +115,9 @@ def check_alignment(table: SampleTable) -> None:
     """Every token's log-prob and version belong to it."""
     for row in range(len(table)):
         tokens = table.row_slice("response_tokens", row)
-        expected = [log_prob(int(t), int(v)) for t, v in zip(tokens, table.row_slice("weight_versions", row), strict=True)]
+        expected = [
+            log_prob(int(t), int(v)) for t, v in zip(tokens, table.row_slice("weight_versions", row), strict=True)
+        ]
         np.testing.assert_array_equal(table.row_slice("rollout_log_probs", row), np.float32(expected))
 
 
@@ -214,7 +216,9 @@ def test_a_filter_that_never_passes_ends_with_the_reason(make_args: MakeArgs, ma
         dynamic_sampling_filter_path="slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
     )
     engine = ScriptedEngine()
-    with pytest.raises(ValueError, match=r"dropped 128 groups in a row.*zero_std_0\.5.*128.*from 0\.5 to 0\.5.*5 tokens"):
+    with pytest.raises(
+        ValueError, match=r"dropped 128 groups in a row.*zero_std_0\.5.*128.*from 0\.5 to 0\.5.*5 tokens"
+    ):
         make_manager(args, [engine]).generate(0)
     assert engine.in_flight == 0
 
@@ -273,7 +277,7 @@ def test_when_everything_fails_the_cause_is_told(
     make_args: MakeArgs, make_manager: MakeManager, deterministic: bool
 ) -> None:
     engine = ScriptedEngine(breaks=lambda request: ConnectionError("no route"))
-    with pytest.raises(ValueError, match="4 groups in a row could not be generated.*no route") as caught:
+    with pytest.raises(ValueError, match=r"4 groups in a row could not be generated.*no route") as caught:
         make_manager(make_args(deterministic_mode=deterministic), [engine]).generate(0)
     assert isinstance(caught.value.__cause__, ConnectionError)
 

@@ -20,7 +20,10 @@ NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_no
 
 def same(a: SampleTable, b: SampleTable) -> bool:
     """Bit for bit, NaN (no teacher) being equal to itself."""
-    numbers = all(np.array_equal(getattr(a, n), getattr(b, n), equal_nan=n in FLOATS) for n in (*COLUMNS, "prompt_offsets", "response_offsets"))
+    numbers = all(
+        np.array_equal(getattr(a, n), getattr(b, n), equal_nan=n in FLOATS)
+        for n in (*COLUMNS, "prompt_offsets", "response_offsets")
+    )
     return numbers and all(getattr(a, n) == getattr(b, n) for n in TEXT_COLUMNS)
 
 
@@ -99,7 +102,7 @@ def test_a_saved_rollout_replays_without_engines_or_prompts(
 
     part = make_args(load_debug_rollout_data=template, load_debug_rollout_data_subsample=0.67)
     assert make_manager(part, []).generate(3).table.group_id.tolist() == [0] * 4 + [1] * 4
-    with pytest.raises(ValueError, match="rollout_4.parquet"):
+    with pytest.raises(ValueError, match=r"rollout_4\.parquet"):
         make_manager(offline, []).generate(4)
 
 

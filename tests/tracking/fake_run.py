@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,9 @@ def make_metrics(i: int) -> dict[str, float]:
     }
 
 
-def play(args: Args, rollouts: range, seconds: float = 0.0, tracker: Tracker | None = None) -> None:
-    """The loop of train.py from ``rollouts.start`` on; a phase takes ``seconds``."""
-    with tracker or Tracker(args) as tracker:
+def play(args: Args, rollouts: range, seconds: float = 0.0, then: Callable[[], None] = lambda: None) -> None:
+    """The loop of train.py from ``rollouts.start`` on; generating takes ``seconds``."""
+    with Tracker(args) as tracker:
         tracker.banner(replace(args, start_rollout_id=rollouts.start), {"model size": "1.2M parameters"})
         with tracker.phase("update_weights"):
             tracker.log_perf({"perf/update_weights_bytes": 1e6})
@@ -83,8 +84,9 @@ def play(args: Args, rollouts: range, seconds: float = 0.0, tracker: Tracker | N
             with tracker.phase("update_weights"):
                 tracker.log_perf({"perf/update_weights_bytes": 1e6})
             if i % 2 == 1:
-                evaluate(tracker, i, 0.2 + 0.15 * i)
+                evaluate(tracker, i, round(0.2 + 0.15 * i, 2))
             tracker.finish_rollout(i)
+        then()
 
 
 def evaluate(tracker: Tracker, rollout_id: int, score: float) -> None:

@@ -7,10 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import exact_norms
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
-from tests.training.tiny import exact_norms
 
 from slimelite.training.attention import ATTENTION, PackedSequences, register_attention, varlen_attention
 

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
+from slimelite.engines.protocol import WeightBucket
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
 from slimelite.training.trainer import Trainer
@@ -112,6 +113,28 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every whole weight."""
     return {n: p.detach().full_tensor().clone() for n, p in trainer.model.named_weights()}
+
+
+class Recorder:
+    """A weight sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.bucket_bytes: list[int] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def begin(self, version: int) -> None:
+        self.calls.append(f"begin {version}")
+
+    def send(self, bucket: WeightBucket) -> None:
+        self.calls.append("send")
+        self.bucket_bytes.append(bucket.flat.nbytes)
+        for name, tensor in bucket.tensors():
+            assert name not in self.tensors, f"{name} came twice"
+            self.tensors[name] = tensor.clone()
+
+    def end(self) -> None:
+        self.calls.append("end")
 
 
 def on_ranks(world_size: int, work: Callable[..., Any], args: Args, *rest: Any) -> Any:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from slimelite.engines.embedded.kv_cache import AttentionPlan
+from slimelite.engines.embedded.attention import AttentionPlan
 from slimelite.engines.embedded.weights import DecoderWeights
 
 

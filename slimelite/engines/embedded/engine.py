@@ -80,8 +80,8 @@ class EmbeddedEngine:
         tokens = kv_cache_tokens or default_cache_tokens(shape, place, dtype, max_running_requests * round_up(wanted))
         if wanted > tokens and max_context_len:
             raise ValueError(
-                f"a context of {wanted} tokens does not fit a KV cache of {tokens} tokens; give the engine more memory, "
-                "or lower --rollout-max-context-len"
+                f"a context of {wanted} tokens does not fit a KV cache of {tokens} tokens; give the engine more "
+                "memory, or lower --rollout-max-context-len"
             )
         self._max_context_len = min(wanted, tokens)
         self._max_running = max_running_requests
@@ -162,7 +162,9 @@ class EmbeddedEngine:
             version = self._assert_updating()
             if missing := self._weights.missing():
                 names = ", ".join(missing[:4]) + (", …" if len(missing) > 4 else "")
-                raise ValueError(f"weight version {version} lacks {len(missing)} weights: {names}; send them, then end again")
+                raise ValueError(
+                    f"weight version {version} lacks {len(missing)} weights ({names}); send them, end again"
+                )
             self._scheduler.set_weight_version(version)
             self._next_version = None
             self._holds.discard("weight update")
@@ -221,8 +223,8 @@ class EmbeddedEngine:
             raise ValueError(f"{name}: needs max_new_tokens >= 1, temperature >= 0 and 0 < top_p <= 1, got {params}")
         if length + params.max_new_tokens > self._max_context_len:
             raise ValueError(
-                f"{name}: {length} input tokens and max_new_tokens {params.max_new_tokens} exceed the engine's context of "
-                f"{self._max_context_len} tokens; shorten either, or raise --rollout-max-context-len"
+                f"{name}: {length} input tokens and max_new_tokens {params.max_new_tokens} exceed the engine's "
+                f"context of {self._max_context_len} tokens; shorten either, or raise --rollout-max-context-len"
             )
         if params.stop and (self._decode is None or "" in params.stop):
             raise ValueError(f"{name}: stop strings must not be empty, and need an engine with a decode function")

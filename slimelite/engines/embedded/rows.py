@@ -29,7 +29,7 @@ ROW = np.dtype(
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way through the engine. ``versions``: (first generated token, weight version of it and the next)."""
+    """A request on its way through the engine. ``versions``: (first generated token, weight version from there on)."""
 
     request: GenerateRequest
     seed: int
@@ -56,9 +56,9 @@ class Sequence:
 
     def result(self, tokens: np.ndarray, log_probs: np.ndarray, reason: FinishReason) -> GenerateResult:
         """What the caller gets for these generated tokens."""
-        starts = [start for start, _ in self.versions]
-        lengths = np.diff([*starts, len(tokens)]) if starts else []
-        versions = np.repeat([version for _, version in self.versions], lengths)
+        starts = np.array([start for start, _ in self.versions], np.int64)
+        counts = np.diff(starts, append=len(tokens))
+        versions = np.repeat([version for _, version in self.versions], counts)
         return GenerateResult(
             request_id=self.request.request_id,
             output_ids=tokens.tolist(),

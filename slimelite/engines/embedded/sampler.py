@@ -97,14 +97,12 @@ def sample(
     """
     if batch.temperature is not None:
         logits.div_(batch.temperature)
-    log_probs = logits.log_softmax(-1)
-    scores = log_probs
+    probs = weights = logits.softmax(-1)
     if banned is not None:
-        scores = log_probs.index_put(banned, log_probs.new_tensor(-torch.inf)).log_softmax(-1)
+        weights = logits.index_put(banned, logits.new_tensor(-torch.inf)).softmax(-1)
     if batch.all_greedy:
-        tokens = scores.argmax(-1, keepdim=True)
+        tokens = weights.argmax(-1, keepdim=True)
     else:
-        weights = scores.exp()
         tokens = _invert(weights, uniform[:, None])
         if batch.truncated is not None:
             assert batch.top_p is not None
@@ -112,8 +110,10 @@ def sample(
             rows = batch.truncated
             tokens[rows] = _invert_truncated(weights[rows], batch.top_p, batch.top_k, uniform[rows, None])
         if batch.greedy is not None:
-            tokens = torch.where(batch.greedy[:, None], scores.argmax(-1, keepdim=True), tokens)
-    return tokens.squeeze(-1), log_probs.gather(-1, tokens).squeeze(-1)
+            tokens = torch.where(batch.greedy[:, None], weights.argmax(-1, keepdim=True), tokens)
+    # the floor is met only where a ban leaves nothing likelier
+    log_probs = probs.gather(-1, tokens).clamp_min(torch.finfo(torch.float32).tiny).log()
+    return tokens.squeeze(-1), log_probs.squeeze(-1)
 
 
 def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,14 +123,14 @@ def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor,
     """
     mass = weights.cumsum(-1, dtype=torch.float64)
     target = torch.minimum(uniform * mass[:, -1:], mass[:, -1:] * BELOW_ONE)
-    # the clamp only matters for NaN, which must not become an index
+    # the clamp only matters for NaN, which must not become an index (here, and of the vocabulary in `_invert`)
     index = torch.searchsorted(mass, target, right=True).clamp_(max=weights.shape[-1] - 1)
     inside = (target - mass.gather(-1, index)) / weights.gather(-1, index) + 1
     return index, inside.clamp_(0, BELOW_ONE)
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[n, vocab], [n, 1] -> tokens [n, 1]: the block first, then the token in it, so that most columns are only summed."""
+    """[n, vocab], [n, 1] -> tokens [n, 1]: the block first, then the token in it; most columns are only summed."""
     vocab = weights.shape[-1]
     if vocab <= BLOCK:
         return _search(weights, uniform)[0]
@@ -141,7 +141,7 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     block, inside = _search(sums, uniform)
     columns = block * BLOCK + torch.arange(BLOCK, device=weights.device)
     members = weights.gather(-1, columns.clamp(max=vocab - 1)).masked_fill_(columns >= vocab, 0)
-    return block * BLOCK + _search(members, inside)[0]
+    return (block * BLOCK + _search(members, inside)[0]).clamp_(max=vocab - 1)
 
 
 def _invert_truncated(

@@ -8,15 +8,16 @@ from collections.abc import Callable, Collection
 import numpy as np
 import torch
 
+from slimelite.engines.embedded.attention import DecodePlan, PrefillPlan
 from slimelite.engines.embedded.decoder import Decoder
-from slimelite.engines.embedded.kv_cache import AttentionPlan, KVCache, round_up
+from slimelite.engines.embedded.kv_cache import KVCache, round_up
 from slimelite.engines.embedded.rows import RowTable, Sequence
 from slimelite.engines.embedded.sampler import sample, uniforms
 from slimelite.engines.protocol import FinishReason
 
 Decode = Callable[[list[int]], str]
 # padded prompt tokens of one prefill call; bounds its activations and its mask
-PREFILL_TOKENS = 2048
+PREFILL_TOKENS = 1024
 # (row, first token, end) of tokens whose keys and values are to be computed
 Piece = tuple[int, int, int]
 
@@ -172,7 +173,7 @@ class Scheduler:
     def _prefill_batch(self, cache: KVCache, batch: list[Piece]) -> None:
         rows, starts, ends = np.array(batch, np.int64).T
         tokens = np.concatenate([self.rows.tokens[row, start:end] for row, start, end in batch])
-        plan = AttentionPlan(cache, rows, starts, ends - starts)
+        plan = PrefillPlan(cache, rows, starts, ends - starts)
         self._decoder.forward(torch.from_numpy(tokens).to(self._device), plan, cache_only=True)
 
     def _decode_step(self, cache: KVCache) -> None:
@@ -180,7 +181,7 @@ class Scheduler:
         state = rows.state[: len(rows)]
         lengths = state["length"]
         fed = torch.from_numpy(rows.last_tokens()).to(self._device)
-        hidden = self._decoder.forward(fed, AttentionPlan(cache, None, lengths - 1, None))
+        hidden = self._decoder.forward(fed, DecodePlan(cache, lengths - 1))
         uniform = uniforms(state["stream"], lengths + state["stream_shift"])
         sampled, sampled_log_probs = sample(
             self._decoder.logits(hidden), rows.sampling(), torch.from_numpy(uniform).to(self._device), rows.banned()

@@ -98,7 +98,7 @@ class DecoderWeights:
 
     def __init__(self, shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> None:
         self.shape = shape
-        self._options = {"device": device, "dtype": dtype}
+        self._device, self._dtype = device, dtype
         self._storage: list[torch.Tensor] = []
         self._parked: list[torch.Tensor] = []
         self._targets: dict[str, torch.Tensor] = {}
@@ -112,7 +112,7 @@ class DecoderWeights:
 
     def _weight(self, size: tuple[int, ...], *names: str, rows: tuple[int, ...] = ()) -> torch.Tensor:
         """Allocate a weight that holds ``names`` one below the other, ``rows`` of each."""
-        weight = torch.empty(size, **self._options)
+        weight = torch.empty(size, device=self._device, dtype=self._dtype)
         self._storage.append(weight)
         self._targets.update(zip(names, weight.split(rows or size[0]), strict=True))
         return weight
@@ -181,7 +181,7 @@ class DecoderWeights:
 
     def release(self) -> None:
         """Move the weights to host memory and free the device's; without effect on a CPU, where it is the same."""
-        if self._options["device"].type == "cpu" or self._parked:
+        if self._device.type == "cpu" or self._parked:
             return
         self._parked = [weight.cpu() for weight in self._storage]
         for weight in self._storage:
@@ -196,15 +196,14 @@ class DecoderWeights:
         self._parked = []
 
     def load(self, model_path: str, config: PretrainedConfig, seed: int) -> None:
-        """Fill in the checkpoint at ``model_path``, or random weights from ``seed`` where a folder holds a config only."""
-        dtype = self._options["dtype"]
+        """Fill in the checkpoint at ``model_path``, or, for a folder without weights, random ones from ``seed``."""
         folder = Path(model_path)
         if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
             logger.warning("no weight files in %s: starting from random weights (seed %d)", model_path, seed)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+                model = AutoModelForCausalLM.from_config(config, dtype=self._dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(model_path, config=config, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(model_path, config=config, dtype=self._dtype)
         self.update(list(model.state_dict().items()))
         assert not self.missing(), f"the checkpoint lacks {self.missing()[:4]}"

@@ -33,3 +33,9 @@ class Hinted(RolloutDataSourceWithBuffer):
             for sample in group:
                 sample.metadata["hint"] = True
         return groups
+
+
+def newest_first(args: Any, rollout_id: int | None, buffer: list[list[Sample]], n: int) -> list[list[Sample]]:
+    taken = buffer[::-1][:n]
+    del buffer[len(buffer) - len(taken) :]
+    return taken

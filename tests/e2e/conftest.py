@@ -1,0 +1,86 @@
+"""The arithmetic task, and a model that SFT has started on it: made once, by the commands that a user would run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+import train  # noqa: E402
+
+Rows = list[dict[str, Any]]
+
+
+def metrics(run_dir: Path, name: str) -> list[float]:
+    """Every value of a metric, in order."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows if name in row]
+
+
+def run_process(*command: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """A command as a user types it, from the repository's root."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return subprocess.run(command, cwd=ROOT, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's data folder, smaller."""
+    out = tmp_path_factory.mktemp("task")
+    script = str(ROOT / "scripts" / "prepare_data.py")
+    done = run_process(sys.executable, script, "quickstart", "--out", str(out), "--held-out", "64", "--sft-rows", "6400")
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="session")
+def sft(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of 100 optimizer steps of SFT; the model is in ``model``."""
+    run = tmp_path_factory.mktemp("sft")
+    status = train.main(
+        [
+            *("--launcher", "local", "--hf-checkpoint", str(task / "model")),
+            *("--prompt-data", str(task / "sft.parquet"), "--input-key", "messages"),
+            *("--rollout-function-path", "slime.rollout.sft_rollout.generate_rollout", "--debug-train-only"),
+            *("--loss-type", "sft_loss", "--calculate-per-token-loss", "--disable-compute-advantages-and-returns"),
+            *("--num-epoch", "1", "--rollout-batch-size", "640", "--global-batch-size", "64"),
+            *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"),
+            *("--optimizer", "muon", "--muon-lr", "0.02", "--lr", "5e-3"),
+            *("--save-hf", str(run / "model"), "--run-dir", str(run)),
+        ]
+    )
+    assert status == 0
+    return run
+
+
+@pytest.fixture(scope="session")
+def grpo_args(task: Path, sft: Path) -> list[str]:
+    """GRPO on the task from the SFT model; tests add what they are about."""
+    return [
+        *("--hf-checkpoint", str(sft / "model"), "--prompt-data", str(task / "train.parquet")),
+        *("--input-key", "messages", "--label-key", "label", "--apply-chat-template", "--rollout-shuffle"),
+        *("--rm-type", "gsm8k", "--rollout-batch-size", "8", "--n-samples-per-prompt", "4"),
+        *("--rollout-max-response-len", "32", "--use-dynamic-batch-size", "--max-tokens-per-gpu", "512"),
+        *("--lr", "1e-3", "--colocate"),
+    ]
+
+
+@pytest.fixture()
+def local_run(grpo_args: list[str], tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """``local_run(name, *flags)``: a run in this process that must succeed; returns its folder."""
+
+    def run(name: str, *flags: str) -> Path:
+        folder = tmp_path / name
+        assert train.main([*grpo_args, "--launcher", "local", "--run-dir", str(folder), *flags]) == 0
+        return folder
+
+    yield run

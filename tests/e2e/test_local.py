@@ -1,0 +1,118 @@
+"""Whole runs of train.py in one process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train
+from slimelite.table import SampleTable
+
+from .conftest import metrics
+
+pytestmark = pytest.mark.e2e
+Run = Callable[..., Path]
+FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+DETERMINISTIC = ("--deterministic-mode", "--over-sampling-batch-size", "12", "--dynamic-sampling-filter-path", FILTER)
+
+
+def test_sft_learns(sft: Path) -> None:
+    losses = metrics(sft, "train/loss")
+    assert len(losses) >= 10
+    assert losses[-1] < 0.35 * losses[0]
+
+
+def test_the_saved_model_opens_in_transformers(sft: Path, task: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from slimelite.data.tokenizer import load_tokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(sft / "model", dtype=torch.float32)
+    tokenizer = load_tokenizer(str(sft / "model"))
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "1+2+3+4=?"}], tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    text = tokenizer.decode(model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :])
+    assert "####" in text
+
+
+def test_resumed_equals_straight_to_the_bit(local_run: Run, tmp_path: Path) -> None:
+    """Dynamic filter, over-sampling (so surplus groups are in the checkpoint), two optimizer steps a rollout."""
+    common = (*DETERMINISTIC, "--global-batch-size", "16")
+    straight = local_run("straight", *common, "--num-rollout", "6")
+    checkpoints = str(tmp_path / "checkpoints")
+    local_run("first", *common, "--num-rollout", "3", "--save", checkpoints, "--save-interval", "3")
+    second = local_run("second", *common, "--num-rollout", "6", "--load", checkpoints)
+
+    for name in ("train/loss", "train/grad_norm", "train/pg_clipfrac", "rollout/raw_reward", "rollout/response_len/mean"):
+        assert metrics(second, name) == metrics(straight, name)[3:], name
+    assert metrics(straight, "train/grad_norm") != metrics(straight, "train/grad_norm")[::-1]
+    for rollout in (3, 4, 5):
+        a = SampleTable.from_parquet(straight / "rollouts" / f"{rollout:07d}.parquet")
+        b = SampleTable.from_parquet(second / "rollouts" / f"{rollout:07d}.parquet")
+        for column in ("sample_id", "response_tokens", "rollout_log_probs", "weight_versions", "advantage"):
+            np.testing.assert_array_equal(getattr(a, column), getattr(b, column), err_msg=column)
+
+
+def test_saved_rollouts_train_the_same_without_an_engine(local_run: Run, tmp_path: Path) -> None:
+    template = str(tmp_path / "dump" / "{rollout_id}.parquet")
+    live = local_run("live", "--num-rollout", "2", "--save-debug-rollout-data", template)
+    replayed = local_run("replayed", "--num-rollout", "2", "--load-debug-rollout-data", template)
+    for name in ("train/grad_norm", "train/train_rollout_logprob_abs_diff", "rollout/raw_reward"):
+        assert metrics(replayed, name) == pytest.approx(metrics(live, name), rel=1e-6), name
+
+
+def test_first_step_truths_and_engine_agreement(local_run: Run) -> None:
+    run = local_run("ci", "--num-rollout", "2", "--ci-test", "--use-kl-loss", "--kl-loss-coef", "0.01")
+    assert max(metrics(run, "train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert metrics(run, "train/kl_loss")[0] < 1e-8
+    assert metrics(run, "train/kl_loss")[1] > 1e-8
+
+
+def test_micro_batches_do_not_matter(local_run: Run) -> None:
+    runs = [local_run(f"cap{cap}", "--num-rollout", "3", "--deterministic-mode", "--max-tokens-per-gpu", cap) for cap in ("64", "4096")]
+    few, many = (metrics(run, "train/grad_norm") for run in runs)
+    assert few == pytest.approx(many, rel=1e-4)
+
+
+def test_a_trailing_partial_step_is_trained(local_run: Run) -> None:
+    run = local_run("partial", "--num-rollout", "1", "--global-batch-size", "24")
+    assert metrics(run, "train/global_batch_size")[-1:] or True
+    config = json.loads((run / "config.json").read_text())
+    assert "2" in json.dumps(config["derivations"] if "derivations" in config else config)
+
+
+def test_rollout_only_and_its_data(local_run: Run) -> None:
+    run = local_run("rollout-only", "--num-rollout", "1", "--debug-rollout-only")
+    table = SampleTable.from_parquet(run / "rollouts" / "0000000.parquet")
+    assert len(table) == 32
+    assert metrics(run, "train/loss") == []
+
+
+def test_a_model_defined_by_flags(task: Path, tmp_path: Path) -> None:
+    vocabulary = json.loads((task / "model" / "config.json").read_text())["vocab_size"]
+    flags = (
+        f"--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size {vocabulary} --qk-layernorm "
+        "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2 --rotary-base 10000 "
+        "--input-key messages --label-key label --apply-chat-template --rm-type random --rollout-batch-size 2 "
+        "--n-samples-per-prompt 4 --rollout-max-response-len 8 --num-rollout 1 --colocate --launcher local "
+        "--use-dynamic-batch-size --max-tokens-per-gpu 512"
+    ).split()
+    out = tmp_path / "model"
+    paths = ["--tokenizer", str(task / "model"), "--prompt-data", str(task / "train.parquet"), "--save-hf", str(out)]
+    assert train.main([*flags, *paths, "--run-dir", str(tmp_path / "run")]) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["num_hidden_layers"], config["hidden_size"]) == ("qwen3", 1, 32)
+
+
+def test_evaluation_before_at_intervals_and_at_the_end(local_run: Run, task: Path) -> None:
+    heldout = str(task / "heldout.parquet")
+    flags = ("--eval-interval", "2", "--eval-prompt-data", "heldout", heldout, "--n-samples-per-eval-prompt", "2")
+    run = local_run("eval", "--num-rollout", "3", *flags)
+    assert len(metrics(run, "eval/heldout")) == 3  # before, after 2, after the last
+    assert metrics(run, "eval/heldout-pass@2")[0] >= metrics(run, "eval/heldout")[0]
+    assert len(list((run / "eval").glob("heldout-*.parquet"))) == 3

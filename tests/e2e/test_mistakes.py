@@ -1,0 +1,63 @@
+"""A user's mistake is answered at once, in plain words, before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import train
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture()
+def empty_dataset(tmp_path: Path) -> Path:
+    schema = pa.schema([("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))), ("label", pa.string())])
+    pq.write_table(schema.empty_table(), tmp_path / "empty.parquet")
+    return tmp_path / "empty.parquet"
+
+
+@pytest.fixture()
+def broken_reward(tmp_path: Path) -> str:
+    (tmp_path / "reward.py").write_text("async def grade(args, sample, **kwargs):\n    return 1 / 0\n")
+    return f"{tmp_path / 'reward.py'}:grade"
+
+
+def refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    try:
+        status = train.main([*args, "--num-rollout", "1"])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    captured = capsys.readouterr()
+    assert status == 2
+    assert "Traceback" not in captured.err
+    return captured.err
+
+
+def test_each_mistake(
+    grpo_args: list[str], empty_dataset: Path, broken_reward: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["--launcher", "local", "--run-dir", str(tmp_path / "run")]
+    mistakes = {
+        "did you mean --eps-clip?": ["--esp-clip", "0.3"],
+        "no such file": ["--prompt-data", str(tmp_path / "absent.parquet")],
+        "its columns are ['label', 'messages']": ["--label-key", "answer"],
+        "--hidden-size is 1024 but the model's config.json says 64": ["--hidden-size", "1024"],
+        "empty.parquet": ["--prompt-data", str(empty_dataset)],
+        "division by zero": ["--custom-rm-path", broken_reward],
+        "megatron": ["--train-backend", "megatron"],
+    }
+    for answer, flags in mistakes.items():
+        assert answer.lower() in refused([*grpo_args, *run, *flags], capsys).lower(), flags
+    assert not (tmp_path / "run").exists(), "nothing was started"
+
+
+def test_all_problems_at_once(grpo_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--label-key", "answer", "--hidden-size", "1024", "--run-dir", str(tmp_path / "run")]
+    text = refused([*grpo_args, *flags], capsys)
+    assert "answer" in text
+    assert "1024" in text

@@ -1,0 +1,174 @@
+"""SGLang's HTTP interface over a real engine, spoken to by a real client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from slimelite.engines.embedded import EmbeddedEngine
+from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from tests.engines.tiny_models import build_model, greedy, log_probs
+
+Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, Any]]]
+PROMPT = [5, 6, 7]
+# what slime's rollout sends
+SLIME_PARAMS = {
+    "temperature": 0.8,
+    "top_p": 1.0,
+    "top_k": -1,
+    "max_new_tokens": 12,
+    "stop": None,
+    "stop_token_ids": None,
+    "skip_special_tokens": False,
+    "no_stop_trim": True,
+    "spaces_between_special_tokens": False,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    build_model(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def served(folder: Path, scenario: Callable[[EmbeddedEngine, str, Post], Awaitable[None]]) -> None:
+    """Run ``scenario`` against an engine and its HTTP front."""
+
+    async def work() -> None:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        engine = EmbeddedEngine(
+            str(folder), decode=tokenizer.decode, encode=tokenizer.encode, max_running_requests=4, max_context_len=2000
+        )
+        url = await engine.start_http()
+        assert url.startswith("http://127.0.0.1:")
+        assert await engine.start_http() == url == (await engine.info()).url
+        async with aiohttp.ClientSession() as session:
+
+            async def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+                async with session.post(url + path, json=body) as reply:
+                    return reply.status, await reply.json() if reply.content_type == "application/json" else None
+
+            await scenario(engine, url, post)
+        await engine.close()
+        assert (await engine.info()).url is None
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_generate_answers_as_sglang_does(folder: Path, model: PreTrainedModel) -> None:
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        body = {"input_ids": PROMPT, "sampling_params": SLIME_PARAMS, "return_logprob": True, "rid": "mine"}
+        status, reply = await post("/generate", body)
+        assert status == 200
+        meta, ids = reply["meta_info"], reply["output_ids"]
+        assert meta["id"] == "mine"
+        assert meta["finish_reason"] == {"type": "length", "length": 12}
+        assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 12, 0)
+        assert meta["weight_version"] == "0"
+        assert [token for _, token, _ in meta["output_token_logprobs"]] == ids
+        expected = log_probs(model, PROMPT, ids, 0.8).tolist()
+        assert [lp for lp, _, _ in meta["output_token_logprobs"]] == pytest.approx(expected, abs=1e-4)
+        assert reply["text"] == " ".join(f"w{token:02}" for token in ids)
+
+    served(folder, scenario)
+
+
+def test_text_seeds_stop_strings_and_defaults(folder: Path, model: PreTrainedModel) -> None:
+    expected = greedy(model, PROMPT, 12)
+    stop = f"w{expected[3]:02} w{expected[4]:02}"
+    last = next(i for i in range(12) if expected[i - 1 : i + 1] == expected[3:5])
+
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        params = {"temperature": 0, "stop": stop, "max_new_tokens": 12, "n": 1, "min_p": 0.0}
+        _, reply = await post("/generate", {"text": "w05 w06 w07", "sampling_params": params})
+        assert reply["output_ids"] == expected[: last + 1]
+        assert reply["meta_info"]["finish_reason"] == {"type": "stop"}
+        assert "output_token_logprobs" not in reply["meta_info"]
+        seeded = {"input_ids": PROMPT, "sampling_params": {"sampling_seed": 4, "ignore_eos": True}}
+        _, reply = await post("/generate", seeded)
+        params = SamplingParams(128, seed=4, ignore_eos=True)
+        (own,) = await engine.generate([GenerateRequest("own", tuple(PROMPT), params)])
+        assert reply["output_ids"] == own.output_ids
+
+    served(folder, scenario)
+
+
+def test_concurrent_posts_of_a_prompt_share_it(folder: Path) -> None:
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        body = {"input_ids": PROMPT * 9, "sampling_params": {"max_new_tokens": 60, "ignore_eos": True}}
+        replies = await asyncio.gather(*(post("/generate", body) for _ in range(4)))
+        assert sum(reply["meta_info"]["cached_tokens"] for _, reply in replies) >= 26
+
+    served(folder, scenario)
+
+
+def test_abort_by_id_by_all_and_by_hanging_up(folder: Path) -> None:
+    long = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}}
+
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        calls = [asyncio.ensure_future(post("/generate", {**long, "rid": f"r{i}"})) for i in range(3)]
+        while len(engine._scheduler.rows) < 3 or engine._scheduler.rows.state["length"][:3].min() <= 3:
+            await asyncio.sleep(0.01)
+        assert (await post("/abort_request", {"rid": "r1"}))[0] == 200
+        _, reply = await calls[1]
+        assert reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(reply["output_ids"]) < 1900
+        assert not calls[0].done()
+        assert (await post("/abort_request", {"abort_all": True}))[0] == 200
+        assert {(await call)[1]["meta_info"]["finish_reason"]["type"] for call in calls} == {"abort"}
+        assert (await post("/abort_request", {}))[0] == 400
+        hanging = asyncio.ensure_future(post("/generate", {**long, "rid": "gone"}))
+        while "gone" not in engine._scheduler.request_ids():
+            await asyncio.sleep(0.01)
+        hanging.cancel()
+        while "gone" in engine._scheduler.request_ids():
+            await asyncio.sleep(0.01)
+
+    served(folder, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"input_ids": PROMPT, "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty=0.5"),
+        ({"input_ids": PROMPT, "sampling_params": {"n": 4}}, "n=4"),
+        ({"input_ids": PROMPT, "sampling_params": {"json_schema": "{}"}}, "json_schema"),
+        ({"input_ids": [PROMPT, PROMPT]}, "one list"),
+        ({"input_ids": PROMPT, "stream": True}, "stream"),
+        ({}, "input_ids"),
+        ({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5000}}, "2000"),
+    ],
+)
+def test_what_cannot_be_served_is_a_400_that_says_why(folder: Path, body: dict[str, Any], said: str) -> None:
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        status, reply = await post("/generate", body)
+        assert status == 400
+        assert said in reply["error"]["message"]
+
+    served(folder, scenario)
+
+
+def test_health_and_model_info(folder: Path) -> None:
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        async with aiohttp.ClientSession() as session:
+            for path in ("/health", "/health_generate"):
+                async with session.get(url + path) as reply:
+                    assert reply.status == 200
+            for path in ("/get_model_info", "/model_info"):
+                async with session.get(url + path) as reply:
+                    info = await reply.json()
+                    assert (info["model_path"], info["weight_version"]) == (str(folder), "0")
+
+    served(folder, scenario)

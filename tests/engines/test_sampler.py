@@ -1,0 +1,110 @@
+"""The sampler against plain definitions of what it computes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from slimelite.engines.embedded.sampler import SamplingBatch, sample, stream_of, uniforms
+
+CPU = torch.device("cpu")
+
+
+def batch(n: int, vocab: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> SamplingBatch:
+    columns = (np.full(n, temperature), np.full(n, top_p), np.full(n, top_k))
+    return SamplingBatch.build(*columns, vocab, CPU)
+
+
+def test_uniforms_are_splitmix64() -> None:
+    # the reference implementation's first outputs from state 1234567
+    outputs = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    drawn = uniforms(np.full(5, 1234567, np.uint64), np.arange(5))
+    assert [int(u * 2**52) for u in drawn] == [output >> 12 for output in outputs]
+    assert stream_of(1234567) == outputs[0]
+    assert 0 <= stream_of(-1) < 2**64
+
+
+def test_neighbouring_seeds_and_positions_are_independent_and_uniform() -> None:
+    streams = np.array([stream_of(seed) for seed in range(300)], np.uint64)
+    grid = np.stack([uniforms(streams, np.full(300, position)) for position in range(300)])
+    assert grid.min() > 0
+    assert grid.max() < 1
+    assert abs(np.histogram(grid, 10, (0, 1))[0] - 9000).max() < 5 * np.sqrt(9000)
+    assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.02
+    assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 256, 257, 300, 512, 5000])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_a_token_is_where_the_cumulated_probability_passes_the_uniform(vocab: int, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(64, vocab, generator=generator) * 3
+    logits[:, 1::3] -= 200
+    uniform = torch.rand(64, generator=generator, dtype=torch.float64)
+    scaled = logits.double() / temperature
+    expected = (scaled.softmax(-1).cumsum(-1) <= uniform[:, None]).sum(-1)
+    tokens, log_probs = sample(logits.clone(), batch(64, vocab, temperature), uniform)
+    assert torch.equal(tokens, expected)
+    expected_log_probs = scaled.log_softmax(-1).gather(-1, expected[:, None])[:, 0]
+    assert torch.allclose(log_probs.double(), expected_log_probs, atol=1e-5)
+    assert log_probs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("vocab", [3, 256, 700])
+def test_the_ends_of_the_interval_never_draw_an_impossible_token(vocab: int) -> None:
+    logits = torch.full((4, vocab), -torch.inf)
+    logits[:, vocab // 2] = 0.0
+    uniform = torch.tensor([2.0**-53, 0.5, 1 - 2.0**-53, 1 - 2.0**-40], dtype=torch.float64)
+    for top_p in (1.0, 0.9):
+        tokens, log_probs = sample(logits.clone(), batch(4, vocab, top_p=top_p), uniform)
+        assert tokens.tolist() == [vocab // 2] * 4
+        assert log_probs.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.7, -1), (1.0, 5), (0.3, 40), (0.999, -1), (1.0, 1500)])
+def test_truncation_keeps_the_likeliest_and_the_log_probs(top_p: float, top_k: int) -> None:
+    vocab = 3000
+    logits = torch.randn(32, vocab, generator=torch.Generator().manual_seed(0))
+    uniform = torch.rand(32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    probs = logits.softmax(-1).double()
+    ordered, ranked = probs.sort(-1, descending=True)
+    keep = (ordered.cumsum(-1) - ordered < top_p) & (torch.arange(vocab) < (top_k if top_k > 0 else vocab))
+    mass = torch.where(keep, ordered, 0).cumsum(-1)
+    place = (mass <= uniform[:, None] * mass[:, -1:]).sum(-1, keepdim=True)
+    tokens, log_probs = sample(logits.clone(), batch(32, vocab, top_p=top_p, top_k=top_k), uniform)
+    assert torch.equal(tokens, ranked.gather(-1, place)[:, 0])
+    assert torch.allclose(log_probs, probs.log().float().gather(-1, tokens[:, None])[:, 0], atol=1e-5)
+
+
+def test_each_row_is_sampled_its_own_way() -> None:
+    logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(2))
+    uniform = torch.full((5,), 0.999, dtype=torch.float64)
+    temperature, top_p, top_k = np.array([1, 0, 1, 0.5, 1.0]), np.array([1, 1, 1, 1, 0.1]), np.array([-1, -1, 1, -1, 0])
+    mixed = SamplingBatch.build(temperature, top_p, top_k, 400, CPU)
+    tokens, log_probs = sample(logits.clone(), mixed, uniform)
+    for row in range(5):
+        alone = batch(1, 400, float(temperature[row]), float(top_p[row]), int(top_k[row]))
+        token, log_prob = sample(logits[row : row + 1].clone(), alone, uniform[:1])
+        assert (token.item(), log_prob.item()) == (tokens[row].item(), log_probs[row].item())
+    assert tokens[1:3].tolist() == logits[1:3].argmax(-1).tolist()
+    assert tokens[0] != logits[0].argmax()
+
+
+def test_banned_tokens_are_not_drawn_even_when_nothing_else_is_likely() -> None:
+    logits = torch.full((2, 300), -120.0)
+    logits[:, 7] = 0.0
+    logits[:, 9] = -110.0
+    banned = (torch.tensor([0]), torch.tensor([7]))
+    tokens, log_probs = sample(logits.clone(), batch(2, 300), torch.full((2,), 0.3, dtype=torch.float64), banned)
+    assert tokens.tolist() == [9, 7]
+    assert torch.isfinite(log_probs).all()
+
+
+def test_nan_is_passed_on_and_not_turned_into_an_index() -> None:
+    logits = torch.randn(3, 700)
+    logits[1] = torch.nan
+    tokens, log_probs = sample(logits, batch(3, 700), torch.full((3,), 0.5, dtype=torch.float64))
+    assert torch.isfinite(log_probs).tolist() == [True, False, True]
+    assert tokens.min() >= 0
+    assert tokens.max() < 700

@@ -1,0 +1,429 @@
+"""The grader: what scores a sample, and what becomes of rewards that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slimelite.arguments import RewardArgs
+from slimelite.rewards import Grader, RewardError, check_reward
+from slimelite.sample import Sample
+
+PLUGIN = """
+import asyncio, sys, threading, time
+
+async def length(args, sample, **kwargs):
+    return len(sample.response)
+
+def plain(args, sample):
+    return 2.5
+
+async def group(args, samples):
+    return [float(len(samples))] * len(samples)
+
+async def too_short(args, samples):
+    return [1.0]
+
+async def no_list(args, samples):
+    return 1.0
+
+def raises(args, sample):
+    raise KeyError("missing key")
+
+def leaves(args, sample):
+    sys.exit(3)
+
+async def nan(args, sample):
+    return float("nan")
+
+async def nothing(args, sample):
+    return None
+
+async def a_dict(args, sample):
+    return {"score": 0.75, "why": "it is good"}
+
+async def timeout_of_its_own(args, sample):
+    raise TimeoutError("the judge is asleep")
+
+async def slow(args, sample):
+    await asyncio.sleep(60)
+
+async def blocks(args, sample):
+    time.sleep(6)
+
+def hangs(args, sample):
+    time.sleep(60)
+
+async def sometimes(args, sample):
+    if sample.index == 1:
+        raise RuntimeError("flaky")
+    return 1.0
+
+async def sees_args(args, sample):
+    return args.bonus
+
+async def loop_id(args, sample):
+    await asyncio.sleep(0.01)
+    return float(id(asyncio.get_running_loop()) % 1000003)
+
+class Judge:
+    async def __call__(self, args, sample):
+        return 4.0
+
+judge = Judge()
+"""
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("plugins") / "rewards_under_test.py"
+    path.write_text(PLUGIN)
+    return str(path)
+
+
+@pytest.fixture
+def graders() -> Iterator[list[Grader]]:
+    made: list[Grader] = []
+    yield made
+    for grader in made:
+        grader.close()
+
+
+def samples(*responses: str, label: str | None = "42", **fields: Any) -> list[Sample]:
+    return [Sample(index=i, group_index=0, response=r, label=label, **fields) for i, r in enumerate(responses)]
+
+
+def rewards(graders: list[Grader], args: RewardArgs, given: list[Sample], **options: Any) -> list[Any]:
+    grader = Grader(args, workers=1)
+    graders.append(grader)
+    asyncio.run(grader.grade(given, **options))
+    return [s.reward for s in given]
+
+
+def test_rules_score_samples(graders: list[Grader]) -> None:
+    given = samples("\\boxed{42}", "\\boxed{7 + 35}", "\\boxed{41}", "")
+    assert rewards(graders, RewardArgs(rm_type="math"), given) == [1.0, 0.0, 0.0, 0.0]
+    algebra = samples("\\boxed{1+x}", "\\boxed{2+x}", label="x+1")
+    assert rewards(graders, RewardArgs(rm_type="math"), algebra) == [1.0, 0.0]
+    assert graders[-1].metrics() == {"rollout/reward_errors": 0.0}
+
+
+def test_boxed_reads_what_is_in_the_box(graders: list[Grader]) -> None:
+    given = samples("wrong words \\boxed{Paris}", "Paris", label="paris")
+    assert rewards(graders, RewardArgs(rm_type="boxed_f1"), given) == [1.0, 0.0]
+
+
+def test_slimes_order_of_precedence(graders: list[Grader], plugin: str) -> None:
+    def one(**fields: Any) -> list[Sample]:
+        return samples("#### 42", **fields)
+
+    length, plain = f"{plugin}:length", f"{plugin}:plain"
+    own: dict[str, Any] = {"custom_rm_path": plain, "metadata": {"rm_type": "f1"}}
+    assert rewards(graders, RewardArgs(rm_type="gsm8k"), one()) == [1.0]
+    assert rewards(graders, RewardArgs(rm_type="math"), one(metadata={"rm_type": "gsm8k"})) == [1.0]
+    with_path = RewardArgs(rm_type="gsm8k", custom_rm_path=length)
+    assert rewards(graders, with_path, one(metadata={"rm_type": "gsm8k"})) == [7.0]
+    assert rewards(graders, with_path, one(**own)) == [2.5]
+    # a dataset's own settings come before the run's
+    assert rewards(graders, with_path, one(), rm_type="gsm8k") == [1.0]
+    assert rewards(graders, RewardArgs(rm_type="math"), one(), custom_rm_path=length) == [7.0]
+    mixed = [*one(), *one(**own), *one(metadata={"rm_type": "math"})]
+    assert rewards(graders, RewardArgs(rm_type="gsm8k"), mixed) == [1.0, 2.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (RewardArgs(rm_type="matth"), "no --rm-type 'matth'"),
+        (RewardArgs(rm_type="ifbench"), "not offered"),
+        (RewardArgs(rm_type="dapo"), "add --reward-key, one of score"),
+        (RewardArgs(rm_type="dapo", reward_key="scor"), "add --reward-key"),
+        (RewardArgs(rm_type="remote_rm"), "needs --rm-url http"),
+        (RewardArgs(custom_rm_path="no_such_module.fn"), "no_such_module"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_reward(args: RewardArgs, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Grader(args)
+
+
+def test_no_reward_at_all_is_an_error_not_a_zero(graders: list[Grader]) -> None:
+    with pytest.raises(ValueError, match="give --rm-type or --custom-rm-path"):
+        rewards(graders, RewardArgs(), samples("x"))
+    with pytest.raises(ValueError, match="no --rm-type 'maht'"):
+        rewards(graders, RewardArgs(rm_type="math"), samples("x", metadata={"rm_type": "maht"}))
+
+
+def test_custom_functions_of_every_kind(graders: list[Grader], plugin: str) -> None:
+    for name, expected in (("length", [2.0, 3.0]), ("plain", [2.5, 2.5]), ("judge", [4.0, 4.0])):
+        assert rewards(graders, RewardArgs(custom_rm_path=f"{plugin}:{name}"), samples("ab", "abc")) == expected
+    assert (
+        rewards(graders, RewardArgs(custom_rm_path=f"{plugin}:group", group_rm=True), samples("a", "b", "c"))
+        == [3.0] * 3
+    )
+    assert rewards(graders, RewardArgs(custom_rm_path=f"{plugin}:group"), samples("a", "b"), group_rm=True) == [2.0] * 2
+
+
+def test_custom_functions_see_the_plugin_arguments(graders: list[Grader], plugin: str) -> None:
+    class PluginArgs:
+        bonus = 0.125
+
+    grader = Grader(RewardArgs(custom_rm_path=f"{plugin}:sees_args"))
+    graders.append(grader)
+    grader.plugin_args = PluginArgs()
+    given = samples("a")
+    asyncio.run(grader.grade(given))
+    assert given[0].reward == 0.125
+
+
+def test_async_functions_share_one_loop_over_calls(graders: list[Grader], plugin: str) -> None:
+    grader = Grader(RewardArgs(custom_rm_path=f"{plugin}:loop_id"))
+    graders.append(grader)
+    given = samples("a", "b")
+    asyncio.run(grader.grade(given[:1]))
+    asyncio.run(grader.grade(given[1:]))
+    assert given[0].reward == given[1].reward
+
+
+def test_dict_rewards_are_kept_whole_and_need_a_key(graders: list[Grader], plugin: str) -> None:
+    path = f"{plugin}:a_dict"
+    given = samples("a")
+    rewards(graders, RewardArgs(custom_rm_path=path, reward_key="score"), given)
+    assert given[0].reward == {"score": 0.75, "why": "it is good"}
+    for key in (None, "why", "points"):
+        with pytest.raises(RewardError, match=r"reward-key|is a number"):
+            rewards(graders, RewardArgs(custom_rm_path=path, reward_key=key, reward_error="fail"), samples("a"))
+    assert rewards(graders, RewardArgs(custom_rm_path=path), samples("a"), reward_key="score") == [given[0].reward]
+    dapo = rewards(graders, RewardArgs(rm_type="dapo", reward_key="score"), samples("Answer: 42"))
+    assert dapo == [{"score": 1.0, "acc": True, "pred": "42"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("raises", "exception", "KeyError: 'missing key'"),
+        ("leaves", "exception", "SystemExit"),
+        ("nan", "nonfinite", "the reward is nan"),
+        ("nothing", "invalid", "a reward is a number, not None"),
+        ("a_dict", "invalid", "--reward-key must name one"),
+        ("timeout_of_its_own", "exception", "the judge is asleep"),
+        ("slow", "timeout", "no reward within 0.3 s"),
+        ("hangs", "timeout", "no reward within 0.3 s"),
+        ("blocks", "timeout", "it blocks its event loop"),
+    ],
+)
+def test_every_failure_is_counted_kept_and_noted(
+    graders: list[Grader], plugin: str, caplog: pytest.LogCaptureFixture, name: str, kind: str, message: str
+) -> None:
+    args = RewardArgs(custom_rm_path=f"{plugin}:{name}", reward_timeout=0.3)
+    given = samples("it is 42")
+    with caplog.at_level(logging.WARNING):
+        assert rewards(graders, args, given) == [0.0]
+    grader = graders[-1]
+    (report,) = grader.error_reports
+    assert report.failure.kind == kind
+    for text in (str(report), caplog.text):
+        assert message in text
+        assert "it is 42" in text
+    assert kind in given[0].metadata["reward_error"]
+    if kind == "exception":
+        assert "Traceback" in report.failure.traceback
+    assert not given[0].remove_sample
+    assert grader.metrics() == {"rollout/reward_errors": 1.0, f"rollout/reward_errors/{kind}": 1.0}
+    assert grader.metrics() == {"rollout/reward_errors": 0.0}
+    assert grader.error_reports == []
+
+
+def test_a_function_that_blocks_does_not_stop_generation_or_later_rewards(graders: list[Grader], plugin: str) -> None:
+    grader = Grader(RewardArgs(rm_type="random", reward_timeout=0.3))
+    graders.append(grader)
+
+    async def scenario() -> tuple[float, list[Sample]]:
+        blocked = asyncio.ensure_future(grader.grade(samples("a"), custom_rm_path=f"{plugin}:blocks"))
+        longest, last = 0.0, time.monotonic()
+        while not blocked.done():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        after = samples("abc")
+        await grader.grade(after, custom_rm_path=f"{plugin}:length")
+        return longest, after
+
+    start = time.monotonic()
+    longest, after = asyncio.run(scenario())
+    assert after[0].reward == 3.0
+    assert longest < 1.0
+    assert time.monotonic() - start < 5.5  # the blocked loop sleeps for six
+
+
+def test_drop_takes_the_sample_out_and_leaves_the_others(graders: list[Grader], plugin: str) -> None:
+    given = samples("a", "b", "c")
+    args = RewardArgs(custom_rm_path=f"{plugin}:sometimes", reward_error="drop")
+    assert rewards(graders, args, given) == [1.0, 0.0, 1.0]
+    assert [s.remove_sample for s in given] == [False, True, False]
+
+
+def test_fail_names_sample_reward_and_cause(graders: list[Grader], plugin: str) -> None:
+    args = RewardArgs(custom_rm_path=f"{plugin}:sometimes", reward_error="fail")
+    with pytest.raises(RewardError, match=r"(?s)sometimes of sample 1 \(group 0\).*RuntimeError: flaky.*Traceback"):
+        rewards(graders, args, samples("a", "b", "c"))
+
+
+def test_a_failed_dict_rule_gives_a_dict(graders: list[Grader]) -> None:
+    given = samples("Answer: 1", label="one half")
+    rewards(graders, RewardArgs(rm_type="dapo", reward_key="score"), given)
+    assert given[0].reward == {"score": 0.0, "acc": False, "pred": None}
+    assert given[0].reward_value("score") == 0.0
+
+
+def test_a_missing_label_is_a_reward_error(graders: list[Grader]) -> None:
+    given = samples("#### 1", label=None)
+    assert rewards(graders, RewardArgs(rm_type="gsm8k"), given) == [0.0]
+    assert "set --label-key" in graders[-1].error_reports[0].failure.message
+
+
+def test_a_hung_rule_is_a_timeout_of_its_sample_alone(graders: list[Grader]) -> None:
+    hang = "\\boxed{\\binom{999999999}{4999999}}"
+    given = samples("\\boxed{1+x}", hang, "\\boxed{2+x}", label="x+1")
+    assert rewards(graders, RewardArgs(rm_type="math", reward_timeout=1.0), given) == [1.0, 0.0, 0.0]
+    assert graders[-1].metrics()["rollout/reward_errors/timeout"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["too_short", "no_list", "raises"])
+def test_a_group_call_that_fails_fails_for_the_whole_group(graders: list[Grader], plugin: str, name: str) -> None:
+    args = RewardArgs(custom_rm_path=f"{plugin}:{name}", group_rm=True)
+    assert rewards(graders, args, samples("a", "b")) == [0.0, 0.0]
+    assert graders[-1].metrics()["rollout/reward_errors"] == 2.0
+
+
+def test_only_the_first_reports_are_kept_but_all_are_counted(graders: list[Grader], plugin: str) -> None:
+    args = RewardArgs(custom_rm_path=f"{plugin}:raises")
+    rewards(graders, args, samples(*["x"] * 50))
+    assert len(graders[-1].error_reports) == 8
+    assert graders[-1].metrics()["rollout/reward_errors"] == 50.0
+
+
+def test_rewards_that_samples_bring_are_checked_too(graders: list[Grader]) -> None:
+    grader = Grader(RewardArgs(rm_type="random"))
+    graders.append(grader)
+    given = samples("a", "b")
+    given[0].reward, given[1].reward = float("inf"), 3
+    grader.check(given)
+    assert [s.reward for s in given] == [0.0, 3.0]
+    assert grader.metrics()["rollout/reward_errors/nonfinite"] == 1.0
+
+
+class Server:
+    """A reward server that answers 503 ``failures`` times first."""
+
+    def __init__(self, failures: int = 0, status: int = 503) -> None:
+        self.failures, self.status = failures, status
+        self.asked: list[dict[str, Any]] = []
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/rm"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.split("content-length:")[1].split("\r\n")[0])
+        self.asked.append(json.loads(await reader.readexactly(length)))
+        failed = len(self.asked) <= self.failures
+        body = json.dumps({"score": len(self.asked[-1]["response"]) / 10, "by": "server"}).encode()
+        status = f"{self.status} No" if failed else "200 OK"
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+
+def remote(server: Server, given: list[Sample], **options: Any) -> Grader:
+    async def scenario() -> Grader:
+        async with server as url:
+            args = RewardArgs(rm_type="remote_rm", rm_url=url, reward_key="score")
+            grader = Grader(args, **options)
+            await grader.grade(given)
+            return grader
+
+    return asyncio.run(scenario())
+
+
+def test_remote_rm_posts_prompt_response_and_label(graders: list[Grader]) -> None:
+    server, given = Server(), samples("abc", "abcd", prompt="how many?")
+    graders.append(remote(server, given))
+    assert [s.reward for s in given] == [{"score": 0.3, "by": "server"}, {"score": 0.4, "by": "server"}]
+    assert {"prompt": "how many?", "response": "abc", "label": "42"} in server.asked
+
+
+def test_remote_rm_tries_again(graders: list[Grader]) -> None:
+    server, given = Server(failures=1), samples("abc")
+    graders.append(remote(server, given))
+    assert len(server.asked) == 2
+    assert given[0].reward_value("score") == 0.3
+
+
+def test_remote_rm_gives_up_with_a_reward_error(graders: list[Grader]) -> None:
+    for server, attempts, asked in ((Server(failures=9), 1, 1), (Server(failures=9, status=404), 10, 1)):
+        given = samples("abc")
+        graders.append(remote(server, given, remote_attempts=attempts))
+        assert len(server.asked) == asked
+        assert given[0].reward == {"score": 0.0}
+        assert f"{server.status}" in graders[-1].error_reports[0].failure.message
+
+
+def test_check_reward_grades_the_right_answer_to_a_real_row(plugin: str) -> None:
+    row = Sample(index=0, group_index=0, prompt="6*7?", label="42")
+    assert check_reward(RewardArgs(rm_type="math"), row) == 1.0
+    assert check_reward(RewardArgs(rm_type="boxed_f1"), row) == 1.0
+    assert check_reward(RewardArgs(rm_type="dapo", reward_key="score"), row) == {
+        "score": 1.0,
+        "acc": True,
+        "pred": "42",
+    }
+    assert check_reward(RewardArgs(custom_rm_path=f"{plugin}:length"), row) == 2.0
+    assert check_reward(RewardArgs(custom_rm_path=f"{plugin}:group", group_rm=True), row) == 1.0
+    assert row.reward is None
+    assert row.response == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "label", "message"),
+    [
+        (RewardArgs(rm_type="gsm8k"), "no idea", "gsm8k needs a number as label"),
+        (RewardArgs(rm_type="math"), "so\n#### 42", "use --rm-type gsm8k"),
+        (RewardArgs(rm_type="math"), None, "set --label-key"),
+        (RewardArgs(rm_type="dapo", reward_key="score"), "x+1", "dapo needs integer labels"),
+        (RewardArgs(rm_type="f1"), "the", "gives the right answer to the first row 0.0, not 1: check --label-key"),
+        (RewardArgs(), "42", "give --rm-type"),
+    ],
+)
+def test_check_reward_finds_labels_that_cannot_work(args: RewardArgs, label: str | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_reward(args, Sample(index=0, group_index=0, label=label))
+
+
+def test_check_reward_reports_a_custom_function_that_raises(plugin: str) -> None:
+    with pytest.raises(ValueError, match=r"the reward fails on the first row.*missing key"):
+        check_reward(RewardArgs(custom_rm_path=f"{plugin}:raises"), Sample(index=0, group_index=0, label="42"))
+
+
+def test_many_small_answers_are_cheap(graders: list[Grader]) -> None:
+    grader = Grader(RewardArgs(rm_type="math"), workers=1)
+    graders.append(grader)
+    given = [Sample(index=i, group_index=0, response="think " * 50 + f"\\boxed{{{i}}}", label="7") for i in range(256)]
+
+    async def seconds() -> float:
+        start = time.perf_counter()
+        await grader.grade(given)
+        return time.perf_counter() - start
+
+    assert min(asyncio.run(seconds()) for _ in range(3)) < 0.1
+    assert sum(s.reward_value(None) for s in given) == 1
+    assert grader._pool._workers[0]._process is None  # decided as text: no worker was needed

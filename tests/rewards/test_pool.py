@@ -1,0 +1,126 @@
+"""Worker processes: order, hangs, crashes, orphans."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slimelite.rewards.pool import CHUNK, WorkerPool
+from slimelite.rewards.rule import Answer, Failure
+
+# sympy computes it, for hours
+HANG = "\\boxed{\\binom{999999999}{4999999}}"
+RIGHT, WRONG = "\\boxed{1+x}", "\\boxed{2+x}"
+
+
+def tasks(*responses: str) -> list[tuple[str, Answer]]:
+    return [("math", Answer(r, "x+1")) for r in responses]
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    pool = WorkerPool(1, timeout=1.0)
+    yield pool
+    pool.close()
+
+
+def kinds(results: list[object]) -> list[object]:
+    return [r.kind if isinstance(r, Failure) else r for r in results]
+
+
+def test_results_keep_the_order_of_the_tasks(pool: WorkerPool) -> None:
+    responses = [RIGHT if i % 3 == 0 else WRONG for i in range(3 * CHUNK + 1)]
+    assert asyncio.run(pool.run(tasks(*responses))) == [float(r == RIGHT) for r in responses]
+
+
+def test_a_hung_worker_is_replaced_and_its_neighbours_are_graded(pool: WorkerPool) -> None:
+    asyncio.run(pool.run(tasks(RIGHT)))
+    process = pool._workers[0]._process
+    assert process is not None
+    start = time.monotonic()
+    results = asyncio.run(pool.run(tasks(RIGHT, HANG, WRONG, RIGHT)))
+    assert kinds(results) == [1.0, "timeout", 0.0, 1.0]
+    assert time.monotonic() - start < 15
+    assert process.returncode == -signal.SIGKILL
+    assert pool._workers[0]._process is not process
+
+
+def test_a_worker_that_dies_costs_one_answer(pool: WorkerPool) -> None:
+    pool._workers[0]._timeout = 60.0
+    asyncio.run(pool.run(tasks(RIGHT)))
+    process = pool._workers[0]._process
+    assert process is not None
+
+    async def kill_while_grading() -> list[object]:
+        grading = asyncio.ensure_future(pool.run(tasks(RIGHT, HANG, RIGHT)))
+        await asyncio.sleep(0.5)
+        os.kill(process.pid, signal.SIGKILL)
+        return [*await grading]
+
+    assert kinds(asyncio.run(kill_while_grading())) == [1.0, "crash", 1.0]
+
+
+def test_a_worker_that_died_in_its_sleep_costs_nothing(pool: WorkerPool) -> None:
+    asyncio.run(pool.run(tasks(RIGHT)))
+    process = pool._workers[0]._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert asyncio.run(pool.run(tasks(RIGHT, WRONG))) == [1.0, 0.0]
+
+
+def test_the_event_loop_goes_on_while_workers_grade(pool: WorkerPool) -> None:
+    async def longest_gap() -> float:
+        grading = asyncio.ensure_future(pool.run(tasks(RIGHT, HANG)))
+        longest, last = 0.0, time.monotonic()
+        while not grading.done():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        assert kinds([*await grading]) == [1.0, "timeout"]
+        return longest
+
+    assert asyncio.run(longest_gap()) < 0.9  # the timeout is 1 s; what else runs on this machine may take some
+
+
+def test_a_closed_pool_says_so() -> None:
+    pool = WorkerPool(1, timeout=1.0)
+    asyncio.run(pool.run(tasks(RIGHT)))
+    process = pool._workers[0]._process
+    assert process is not None
+    pool.close()
+    assert process.returncode is not None
+    with pytest.raises(RuntimeError):
+        asyncio.run(pool.run(tasks(RIGHT)))
+
+
+def test_a_worker_needs_neither_torch_nor_the_main_program() -> None:
+    heavy = {"torch", "ray", "transformers", "aiohttp"}
+    script = f"import slimelite.rewards.worker, sys; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_workers_end_with_their_parent() -> None:
+    script = (
+        "import asyncio, os; from slimelite.rewards.pool import WorkerPool; from slimelite.rewards.rule import Answer\n"
+        "pool = WorkerPool(1, 5.0); asyncio.run(pool.run([('math', Answer('\\\\boxed{1+x}', 'x+1'))]))\n"
+        "print(pool._workers[0]._process.pid, flush=True); os._exit(1)"
+    )
+    pid = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False).stdout)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail(f"worker {pid} outlived its parent")

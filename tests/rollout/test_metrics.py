@@ -1,0 +1,84 @@
+"""Numbers that users plot."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimelite.rollout import metrics
+from slimelite.sample import Sample, Status
+
+from .conftest import MakeArgs
+
+
+def sample(index: int, length: int, reward: float, **fields: object) -> Sample:
+    made = Sample(index=index, group_index=index // 2, tokens=[1], reward=reward, status=Status.COMPLETED)
+    made.append_response_tokens([5] * length, [-1.0] * length)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return made
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=6), st.integers(0, 2))
+def test_pass_at_k_is_the_share_of_draws_with_a_success(rewards: list[float], power: int) -> None:
+    k = 2**power
+    got = metrics.pass_at_k([rewards])
+    if k > len(rewards):
+        assert f"pass@{k}" not in got
+        return
+    draws = [max(d) == 1 for d in itertools.combinations(rewards, k)]
+    assert got[f"pass@{k}"] == pytest.approx(sum(draws) / len(draws))
+
+
+def test_pass_at_k_of_uneven_groups() -> None:
+    got = metrics.pass_at_k([[1, 0, 0, 0], [0, 0], [1, 1]])
+    assert set(got) == {"pass@1", "pass@2", "pass@4"}
+    assert got["pass@4"] == 1
+    assert got["pass@2"] == pytest.approx(statistics.fmean([1 / 2, 0, 1]))
+    assert metrics.pass_at_k([[1], [0]]) == {}
+
+
+def test_rollout_metrics(make_args: MakeArgs) -> None:
+    groups = [
+        [sample(0, 4, 1.0, loss_mask=[1, 1, 0, 0]), sample(1, 6, 1.0, status=Status.TRUNCATED)],
+        [sample(2, 2, 0.0, weight_versions=[3, 4]), sample(3, 8, 1.0, metadata={"raw_reward": 5.0})],
+    ]
+    got = metrics.rollout_metrics(make_args(log_passrate=True), groups, None, version=4)
+    assert got["rollout/response_len/mean"] == statistics.fmean([2, 6, 2, 8])
+    assert got["rollout/response_len/median"] == 4
+    assert got["rollout/truncated_ratio"] == 0.25
+    assert got["rollout/zero_std/count_1.0"] == 1
+    assert "rollout/zero_std/count_0.0" not in got
+    assert got["rollout/raw_reward"] == statistics.fmean([1, 1, 0, 5])
+    assert got["rollout/weight_staleness/max"] == 4
+    assert got["rollout/weight_staleness/mean"] == pytest.approx((18 * 4 + 1) / 20)
+    assert got["passrate/pass@1"] == 0.75
+
+
+def test_perf_metrics(make_args: MakeArgs) -> None:
+    samples = [sample(0, 10, 0.0, non_generation_time=3.0), sample(1, 30, 0.0, loss_mask=[1] * 20 + [0] * 10)]
+    got = metrics.perf_metrics(make_args(rollout_num_gpus=2), samples, seconds=4.0)
+    assert got["perf/rollout_time"] == 4
+    assert got["perf/tokens_per_gpu_per_sec"] == 5
+    assert got["perf/effective_tokens_per_gpu_per_sec"] == 3.75
+    assert got["perf/longest_sample_tokens_per_sec"] == 7.5
+    assert got["perf/longest_effective_sample_tokens_per_sec"] == 5
+    assert got["perf/non_generation_time/max"] == 3
+    assert got["perf/longest_sample_non_generation_time"] == 0
+
+
+def test_repetition() -> None:
+    assert metrics.is_repetitive("the same words again " * 600)
+    assert not metrics.is_repetitive("the same words again " * 10)  # too short to tell
+    assert not metrics.is_repetitive("".join(str(i * i) for i in range(4000)))
+
+
+def test_turns_are_runs_of_the_models_own_tokens(make_args: MakeArgs) -> None:
+    groups = [[sample(0, 5, 0.0, loss_mask=[1, 0, 0, 1, 1]), sample(1, 2, 0.0)]]
+    got = metrics.rollout_metrics(make_args(log_multi_turn=True), groups, None, version=None)
+    assert got["multi_turn/turns/mean"] == 1.5
+    assert got["multi_turn/environment_tokens"] == 1

@@ -1,0 +1,83 @@
+"""Conversations as a rollout: the tokens the trainer gets are those of the template, the mask that of the replies."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from slimelite.arguments import Args
+from slimelite.data.arithmetic import conversation_row
+from slimelite.data.masks import conversation_tokens
+
+from .conftest import MakeArgs, MakeManager
+
+ROWS = [conversation_row((i, 2, 3, 4), random.Random(i), 0.5) for i in range(6)]
+ROWS[1]["messages"] = [
+    *ROWS[1]["messages"],
+    {"role": "user", "content": "1+1=?"},
+    {"role": "assistant", "content": "#### 2"},
+]
+
+
+@pytest.fixture
+def sft_args(make_args: MakeArgs, tmp_path: Path) -> Args:
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return make_args(
+        prompt_data=[str(path)],
+        label_key=None,
+        apply_chat_template=False,
+        custom_rm_path=None,
+        n_samples_per_prompt=1,
+        rollout_batch_size=4,
+        loss_type="sft_loss",
+        compute_advantages_and_returns=False,
+        rollout_function_path="slime.rollout.sft_rollout.generate_rollout",
+    )
+
+
+def test_conversations_become_samples(
+    sft_args: Args, make_manager: MakeManager, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    manager = make_manager(sft_args, [])
+    output = manager.generate(0)
+    table = output.table
+    for row in range(4):
+        ids, mask = conversation_tokens(tokenizer, ROWS[row]["messages"])
+        got = [*table.row_slice("prompt_tokens", row), *table.row_slice("response_tokens", row)]
+        assert got == ids
+        masked = [0] * len(table.row_slice("prompt_tokens", row)) + table.row_slice("loss_mask", row).tolist()
+        assert masked == mask
+        assert table.row_slice("loss_mask", row)[0]
+    assert table.response[0] == ROWS[0]["messages"][1]["content"] + "<|im_end|>\n"
+    assert not table.row_slice("loss_mask", 1).all()  # the second question is not trained on
+    assert np.isnan(table.rollout_log_probs).all()
+    assert output.metrics["rollout/response_len/mean"] == pytest.approx(table.mask_sums.mean())
+    assert "rollout/raw_reward" not in output.metrics
+    assert manager.generate(1).table.group_id.tolist() == [4, 5, 6, 7]  # into the next epoch
+
+
+def test_long_conversations_are_cut(
+    sft_args: Args, make_manager: MakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = Args(**{**vars(sft_args), "rollout_max_context_len": 14})
+    table = make_manager(cut, []).generate(0).table
+    assert set(table.total_lengths.tolist()) == {14}
+    assert set(table.status) == {"truncated"}
+    nothing_left = Args(**{**vars(sft_args), "rollout_max_context_len": 4})
+    output = make_manager(nothing_left, []).generate(0)
+    assert output.table.removed.all()
+    assert output.table.mask_sums.sum() == 0
+    assert output.metrics["rollout/untrained_samples"] == 4
+    assert "4 of 4 conversations have no token to train on" in caplog.text
+
+
+def test_templated_text_is_refused(sft_args: Args, make_manager: MakeManager) -> None:
+    templated = Args(**{**vars(sft_args), "apply_chat_template": True})
+    with pytest.raises(ValueError, match="no --apply-chat-template"):
+        make_manager(templated, []).generate(0)

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from slimelite.tracking.metrics_file import MetricsFile
+from slimelite.tracking.plot import eval_metrics, main, median_and_range
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def write_run(run_dir: Path, scale: float, *, evals: bool = True) -> Path:
+    run_dir.mkdir()
+    file = MetricsFile(run_dir)
+    for i in range(3):
+        file.write("rollout", {"rollout/step": i, "rollout/raw_reward": scale * i, "rollout/response_len/mean": 9.0})
+        file.write("train", {"rollout/step": i, "train/step": i, "train/loss": math.inf if i == 1 else math.nan})
+        file.write("perf", {"rollout/step": i, "perf/step_time": 2.0, "perf/rollout_time": 1.0})
+        if evals:
+            file.write(
+                "eval", {"eval/step": i, "eval/sums": scale, "eval/sums-pass@2": 1.0, "eval/sums/response_len/max": 3}
+            )
+    file.close(False)
+    return run_dir
+
+
+def width_and_height(path: Path) -> tuple[int, int]:
+    raw = path.read_bytes()
+    assert raw.startswith(PNG)
+    return int.from_bytes(raw[16:20], "big"), int.from_bytes(raw[20:24], "big")
+
+
+def test_the_band_is_median_minimum_and_maximum_of_the_runs_at_each_step() -> None:
+    curves = [([0.0, 1.0], [1.0, 5.0]), ([0.0, 1.0, 2.0], [2.0, 3.0, 7.0]), ([0.0], [9.0])]
+    assert median_and_range(curves) == ([0.0, 1.0, 2.0], [2.0, 4.0, 7.0], [1.0, 3.0, 7.0], [9.0, 5.0, 7.0])
+
+
+def test_scores_are_told_from_what_stands_beside_them() -> None:
+    records = [
+        {"eval/step": 1, "eval/a": 1, "eval/a-pass@8": 1, "eval/a-truncated_ratio": 0, "eval/a/response_len/mean": 3}
+    ]
+    assert eval_metrics(records) == ["eval/a"]
+
+
+def test_one_run_gets_every_panel_it_has_data_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", 1.0)
+    assert main([str(run), "--out", str(tmp_path / "new" / "a.png")]) == 0
+    few = write_run(tmp_path / "b", 1.0, evals=False)
+    assert main([str(few), "--out", str(tmp_path / "b.png")]) == 0
+    # reward, evaluation, length, loss (not a number anywhere) and times: 3 x 2; without the evaluation 2 x 2
+    wide, narrow = width_and_height(tmp_path / "new" / "a.png"), width_and_height(tmp_path / "b.png")
+    assert wide[0] == pytest.approx(1.5 * narrow[0], rel=0.02)
+    assert wide[1] == narrow[1]
+
+
+def test_runs_and_bands_over_one_another(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / f"seed-{i}", i)) for i in range(4)]
+    out = tmp_path / "x.png"
+    assert main([runs[0], "--band", "three seeds", *runs[1:], "--metric", "eval/sums", "--out", str(out)]) == 0
+    assert width_and_height(out)[0] < 500, "one panel"
+    assert main([*runs, "--out", str(out)]) == 0
+    assert width_and_height(out)[0] > 500
+
+
+def test_what_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(write_run(tmp_path / "a", 1.0))
+    assert main([run, "--metric", "eval/smus", "--out", str(tmp_path / "x.png")]) == 1
+    assert "no run has eval/smus; there are: eval/sums, " in capsys.readouterr().err
+    assert main([str(tmp_path / "missing")]) == 1
+    assert "missing is not a run folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([])
+    with pytest.raises(SystemExit):
+        main(["--band", "name"])
+    assert not (tmp_path / "x.png").exists()

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import io
+import re
+import threading
+import time
+
+from terminal import terminal
+
+from slimelite.tracking.console import Console
+from slimelite.tracking.progress import Phase
+
+
+def test_elsewhere_a_line_now_and_then_says_how_far_it_is() -> None:
+    out = io.StringIO()
+    with Phase(Console(out), "generate", 64, line_every=0.05) as phase:
+        phase.update(16, note="groups")
+        time.sleep(0.4)
+    lines = out.getvalue().splitlines()
+    assert re.fullmatch(r"  generate: 16/64 groups, 0\.\d\ds, about [\d.]+s left", lines[0])
+    assert 2 <= len(lines) <= 8
+
+
+def test_a_phase_that_reports_nothing_still_shows_life() -> None:
+    out = io.StringIO()
+    with Phase(Console(out), "train", line_every=0.05):
+        time.sleep(0.2)
+    assert out.getvalue().startswith("  train: 0.")
+
+
+def test_a_short_phase_says_nothing() -> None:
+    out = io.StringIO()
+    with Phase(Console(out), "train") as phase:
+        phase.update(1, 2)
+    with terminal() as screen:
+        console = Console(screen.stream)
+        with Phase(console, "train"):
+            pass
+    assert (out.getvalue(), screen.shown) == ("", "")
+
+
+def test_a_terminal_shows_a_bar_that_goes_away() -> None:
+    before = threading.active_count()
+    with terminal() as screen:
+        console = Console(screen.stream)
+        with Phase(console, "generate") as phase:
+            phase.update(3, 4, "groups")
+            screen.wait_for("3/4 groups")
+            console.line("a line above the bar")
+        console.line("the end")
+    assert "generate" in screen.shown
+    assert "━" in screen.shown
+    assert "\x1b[2K" in screen.shown.split("a line above the bar")[1], "the bar was erased"
+    assert screen.shown.rstrip().endswith("the end")
+    assert threading.active_count() == before

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from fake_run import make_args
+
+from slimelite.arguments import EvalDataset
+from slimelite.tracking.banner import batch_identity, run_facts
+from slimelite.tracking.report import eval_text, summary
+
+
+def test_batch_identity_counts_the_step_that_is_not_full() -> None:
+    run = Path("runs/x")
+    assert batch_identity(make_args(run)) == "4 prompts x 2 samples = 8 = 1 step of 8"
+    assert batch_identity(make_args(run, global_batch_size=3)) == "4 prompts x 2 samples = 8 = 2 steps of 3 + 1 of 2"
+    assert batch_identity(make_args(run, global_batch_size=64)) == "4 prompts x 2 samples = 8 = 1 step of 8"
+
+
+def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
+    run = Path("runs/x")
+    facts = run_facts(make_args(run, start_rollout_id=3, use_kl_loss=True, kl_loss_coef=0.001))
+    assert facts["rollouts"] == "5, going on at 3"
+    assert facts["method"] == "grpo, adam lr 1e-06, KL loss 0.001 (low_var_kl)"
+    assert facts["device"] == "cpu, 1 training rank, 1 embedded engine, Ray"
+    train_only = make_args(run, debug_train_only=True, launcher="local", eval_datasets=())
+    assert run_facts(train_only)["device"] == "cpu, 1 training rank, in one process"
+    assert "eval" not in run_facts(train_only)
+    two = (EvalDataset("a", "a.jsonl"), EvalDataset("b", "b.jsonl"))
+    assert run_facts(make_args(run, eval_datasets=two))["eval"] == "a (a.jsonl), b (b.jsonl)"
+
+
+def test_an_evaluation_in_words() -> None:
+    metrics = {
+        "eval/gsm8k": 0.4125,
+        "eval/gsm8k/response_len/mean": 119.6,
+        "eval/gsm8k-truncated_ratio": 0.02,
+        "eval/gsm8k-pass@2": 0.5,
+        "eval/gsm8k-pass@16": 0.75,
+        "eval/svamp": 0.3,
+    }
+    assert (
+        eval_text(metrics, ["gsm8k", "svamp"]) == "gsm8k 0.412 (length 120, truncated 2%, pass@16 0.750), svamp 0.300"
+    )
+
+
+def test_the_end_of_a_run_in_words() -> None:
+    evals = [{"kind": "eval", "eval/step": s, "eval/sums": v} for s, v in ((0, 0.25), (10, 0.9), (20, 0.875))]
+    assert summary(evals) == {"eval/sums": "first 0.250, best 0.900 at 10 rollouts, last 0.875"}
+    rewards = [{"kind": "rollout", "rollout/step": s, "rollout/raw_reward": v} for s, v in ((0, 0.1), (1, 0.2))]
+    assert summary(rewards) == {"reward": "first 0.100, best 0.200 at 2 rollouts, last 0.200"}
+    assert summary([]) == {}

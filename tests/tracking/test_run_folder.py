@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+from fake_run import make_args, make_table
+
+from slimelite.arguments import Derivation
+from slimelite.arguments.sources import load_yaml  # noqa: F401  (the reader of --config)
+from slimelite.table import SampleTable
+from slimelite.tracking.run_folder import RunFolder
+from slimelite.tracking.versions import commit
+
+
+def test_the_configuration_can_be_read_back(tmp_path: Path) -> None:
+    args = make_args(
+        tmp_path,
+        lr=1e-6,
+        prompt_data=["a: b.jsonl@[0:10]", "#c"],
+        train_env_vars={"A": "1"},
+        wandb_key="secret",
+        derivations=(Derivation("global_batch_size", 8, "4 prompts x 2 samples"),),
+        notes=("two\nlines",),
+        no_effect=(("--swiglu", "the model says so"),),
+    )
+    RunFolder(tmp_path).save_config(args)
+    text = (tmp_path / "config.yaml").read_text()
+    values = yaml.safe_load(text)
+    assert values["lr"] == 1e-6
+    assert values["prompt_data"] == ["a: b.jsonl@[0:10]", "#c"]
+    assert values["train_env_vars"] == {"A": "1"}
+    assert not values.keys() & {"run_dir", "config", "eval_datasets", "wandb_key", "ref_load"}
+    assert "global_batch_size: 8  # 4 prompts x 2 samples" in text
+    assert "# two lines\n# no effect here: --swiglu: the model says so\n" in text
+    assert "secret" not in text
+
+    whole = json.loads((tmp_path / "config.json").read_text())
+    assert whole["derivations"] == {"global_batch_size": "4 prompts x 2 samples"}
+    assert whole["eval_datasets"][0]["name"] == "sums"
+    assert whole["wandb_key"] == "***"
+
+
+def test_samples_are_kept_and_names_stay_inside_the_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.save_rollout(12, make_table())
+    folder.save_eval("math/500", 3, make_table(1.0))
+    assert SampleTable.from_parquet(tmp_path / "rollouts" / "0000012.parquet").response == make_table().response
+    assert SampleTable.from_parquet(tmp_path / "eval" / "math_500-0000003.parquet").reward.tolist() == [1.0] * 8
+
+
+def test_versions_are_found_without_importing_anything_heavy() -> None:
+    code = (
+        "import sys, json; from slimelite.tracking.versions import versions\n"
+        "print(json.dumps(versions('cpu'))); assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    import torch
+
+    assert found["torch"] == torch.__version__
+    assert found["sglang"] is None or found["sglang"][0].isdigit()
+    assert found["machine"]["cores"] >= 1
+    assert found["python"] == sys.version.split()[0]
+
+
+def test_the_commit_and_whether_files_were_changed(tmp_path: Path) -> None:
+    assert commit(tmp_path) is None
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.com"]
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *words], capture_output=True, text=True, check=True
+        ).stdout
+
+    git("init", "-q")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-qm", "one")
+    git("tag", "v1")
+    head = git("rev-parse", "HEAD").strip()
+    assert commit(tmp_path) == head
+    (tmp_path / "a").write_text("2")
+    assert commit(tmp_path) == head + "-dirty"

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_run import make_args, make_metrics, make_table, play
+
+from slimelite.table import SampleTable
+from slimelite.tracking import Tracker
+from slimelite.tracking.metrics_file import read_metrics, series
+
+
+def status(run_dir: Path) -> dict[str, object]:
+    return json.loads((run_dir / "status.json").read_text())
+
+
+def test_a_whole_run_leaves_everything_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    play(make_args(tmp_path), range(5))
+    records = read_metrics(tmp_path)
+    assert [r["kind"] for r in records[:6]] == ["start", "eval", "rollout", "train", "perf", "rollout"]
+    assert series(records, "rollout/raw_reward") == ([0, 1, 2, 3, 4], [0.25, 0.375, 0.5, 0.75, 0.875])
+    assert series(records, "train/loss")[0] == [0, 1, 2, 3, 4]
+    assert series(records, "eval/sums") == ([0, 2, 4], [0.1, 0.35, 0.65])
+    assert series(records, "rollout/response_len/mean")[1] == [5.5] * 5, "from the table: the rollout did not say"
+    for name in ("rollout_time", "train_time", "update_weights_time", "wait_time_ratio", "update_weights_bytes"):
+        assert series(records, f"perf/{name}")[0] == [0, 1, 2, 3, 4], name
+    assert SampleTable.from_parquet(tmp_path / "rollouts" / "0000004.parquet").reward.mean() == 0.875
+    assert SampleTable.from_parquet(tmp_path / "eval" / "sums-0000000.parquet").reward.sum() == 1
+    assert sorted(p.name for p in (tmp_path / "eval").iterdir()) == [f"sums-000000{i}.parquet" for i in (0, 2, 4)]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (status(tmp_path)["status"], status(tmp_path)["rollouts_done"]) == ("finished", 5)
+    assert json.loads((tmp_path / "versions.json").read_text())["python"]
+    assert not list(tmp_path.rglob("*.partial"))
+
+    out = capsys.readouterr().out
+    assert "  batch       4 prompts x 2 samples = 8 = 1 step of 8\n" in out
+    assert "  model size  1.2M parameters\n" in out
+    assert "  eval before training: sums 0.100 (length 6, truncated 5%)\n" in out
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("1/5", "2/5", "5/5"))]
+    assert [row[1] for row in rows] == ["0.250", "0.375", "0.875"]
+    assert rows[1][2] == "0.350", "the row of a rollout that ended with an evaluation shows it"
+    assert out.count("samples of rollout 1") == out.count("answers to sums after rollout 2") == 1
+    assert "eval/sums   first 0.100, best 0.650 at 4 rollouts, last 0.650" in out
+    assert "What is 0 + 0?" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    play(make_args(tmp_path), range(4))
+    play(make_args(tmp_path), range(3, 5))
+    records = read_metrics(tmp_path)
+    assert [r["rollout/step"] for r in records if r["kind"] == "rollout"] == [0, 1, 2, 3, 4]
+    assert series(records, "eval/sums")[0] == [0, 2, 4]
+    assert "going on at 3" in capsys.readouterr().out
+
+
+def test_an_error_is_recorded_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        os.write(2, b"[E] from a library\n")
+        raise RuntimeError("CUDA is out of memory")
+
+    with pytest.raises(RuntimeError, match="CUDA is out"):
+        play(make_args(tmp_path), range(1), then=fail)
+    found = status(tmp_path)
+    assert (found["status"], found["message"]) == ("failed", "RuntimeError: CUDA is out of memory")
+    assert found["rollouts_done"] == 1
+    log = (tmp_path / "log.txt").read_text()
+    assert "Traceback (most recent call last)" in log
+    assert "RuntimeError: CUDA is out of memory" in log
+    assert (tmp_path / "stderr.txt").read_text() == "[E] from a library\n"
+    out, err = capfd.readouterr()
+    assert "failed after 1 of 5 rollouts" in out
+    assert "from a library" not in out + err
+    assert (tmp_path / "curves.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(KeyboardInterrupt(), "interrupted"), (SystemExit(3), "failed"), (SystemExit(0), "finished")],
+)
+def test_how_a_run_ended(tmp_path: Path, error: BaseException, expected: str) -> None:
+    with pytest.raises(type(error)), Tracker(make_args(tmp_path)):
+        raise error
+    assert status(tmp_path)["status"] == expected
+
+
+def test_a_start_that_fails_leaves_nothing_redirected(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    handlers = len(logging.getLogger("slimelite").handlers), len(logging.getLogger().handlers)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError), Tracker(make_args(tmp_path)):
+        pass
+    os.write(2, b"heard again\n")
+    assert capfd.readouterr().err == "heard again\n"
+    assert handlers == (len(logging.getLogger("slimelite").handlers), len(logging.getLogger().handlers))
+    assert status(tmp_path)["status"] == "failed"
+
+
+def test_several_optimizer_steps_of_a_rollout(tmp_path: Path) -> None:
+    args = make_args(tmp_path, num_steps_per_rollout=2, global_batch_size=4)
+    with Tracker(args) as tracker:
+        for i in range(2):
+            steps = [{"train/loss": i + 0.1, "train/grad_norm": 1.0}, {"train/loss": i + 0.2, "train/grad_norm": 2.0}]
+            tracker.log_train(i, {"train/loss": i + 0.15, "rollout/log_probs": -1.0}, steps)
+            tracker.finish_rollout(i)
+    records = read_metrics(tmp_path)
+    assert series(records, "train/loss") == ([0, 1, 2, 3], [0.1, 0.2, 1.1, 1.2])
+    assert series(records, "rollout/log_probs") == ([0, 1], [-1.0, -1.0])
+
+
+def test_drift_between_trainer_and_engine_is_explained_once_then_said_when_it_doubles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Tracker(make_args(tmp_path)) as tracker:
+        for i, difference in enumerate((0.019, 0.03, 0.05, 0.07, 0.09)):
+            tracker.log_train(i, make_metrics(i) | {"train/train_rollout_logprob_abs_diff": difference})
+            tracker.finish_rollout(i)
+    out = capsys.readouterr().out
+    assert out.count("Usual causes: weights that did not reach the engine") == 1
+    assert "log-prob difference| 0.030, above 0.02" in out
+    assert out.count("drift further apart") == 1
+    assert "is 0.070 now" in out
+    assert "drift further apart" in (tmp_path / "log.txt").read_text()
+
+
+def test_what_came_before_the_first_rollout_is_not_in_its_times(tmp_path: Path) -> None:
+    ticks = iter(range(0, 1000, 10))
+    tracker = Tracker(make_args(tmp_path))
+    with tracker:
+        tracker.timer._clock = lambda: float(next(ticks))
+        with tracker.phase("start"):
+            pass
+        with tracker.phase("generate"):
+            pass
+        tracker.log_rollout(0, make_table(), {})
+        tracker.finish_rollout(0)
+    perf = read_metrics(tmp_path)[-1]
+    assert perf.keys() >= {"perf/rollout_time", "perf/step_time"}
+    assert "perf/start_time" not in perf
+    assert perf["perf/step_time"] == 30.0
+
+
+def test_what_the_trainer_measured_itself_wins(tmp_path: Path) -> None:
+    with Tracker(make_args(tmp_path)) as tracker:
+        with tracker.phase("train"):
+            pass
+        tracker.log_train(0, {"perf/train_time": 123.0})
+        tracker.finish_rollout(0)
+    assert series(read_metrics(tmp_path), "perf/train_time") == ([0], [123.0])
+
+
+def test_supervised_training_has_no_reward_and_generates_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Tracker(make_args(tmp_path, loss_type="sft_loss", eval_datasets=())) as tracker:
+        with tracker.phase("generate"):
+            pass
+        tracker.log_rollout(0, make_table(), {"rollout/raw_reward": 0.0})
+        tracker.log_train(0, {"train/loss": 2.5})
+        tracker.finish_rollout(0)
+    assert series(read_metrics(tmp_path), "rollout/raw_reward") == ([], [])
+    header = next(line for line in capsys.readouterr().out.splitlines() if "loss" in line)
+    assert header.split() == ["rollout", "length", "loss", "eta", "time"]
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
+    tracker = Tracker(make_args(tmp_path))
+    with pytest.raises(ValueError, match=r"metric rollout/best is 'the first', not a number"), tracker:
+        tracker.log_rollout(0, make_table(), {"rollout/best": "the first"})  # type: ignore[dict-item]
+
+
+def test_the_curves_are_not_redrawn_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr("slimelite.tracking.tracker.draw_run", lambda run_dir, out: drawn.append(out))
+    args = replace(make_args(tmp_path), num_rollout=4)
+    play(args, range(4))
+    assert len(drawn) == 1, "at the end; two evaluations within a second of the start draw nothing"

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_run import make_args, play
+
+from slimelite.tracking.writers import WandbWriter, open_writers, tensorboard_directory
+
+BLOCK = 32768
+
+
+def wandb_records(root: Path) -> list[Any]:
+    """The protobuf records of the offline run under ``root``: wandb keeps them in LevelDB's log format."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = root.glob("wandb/offline-run-*/run-*.wandb")
+    raw, position, whole, records = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(raw):
+        if BLOCK - position % BLOCK < 7:
+            position += BLOCK - position % BLOCK
+            continue
+        length, kind = struct.unpack("<xxxxHB", raw[position : position + 7])
+        whole += raw[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # a full record, or the last part of one
+            records.append(Record.FromString(whole))
+            whole = b""
+    return records
+
+
+def test_wandb_offline_holds_every_metric_on_its_axis(tmp_path: Path) -> None:
+    args = make_args(
+        tmp_path,
+        use_wandb=True,
+        wandb_mode="offline",
+        wandb_project="sums",
+        wandb_team="us",
+        wandb_group="grpo",
+        wandb_key="secret-" * 6,
+        wandb_host="https://wandb.example.com",
+    )
+    play(args, range(2))
+    records = wandb_records(tmp_path)
+    (run,) = {r.run.run_id: r.run for r in records if r.HasField("run")}.values()
+    assert (run.project, run.entity, run.display_name) == ("sums", "us", run.run_group)
+    assert run.run_group.startswith("grpo_")
+    assert {i.key: i.value_json for i in run.config.update}["rollout_batch_size"] == "4"
+    metrics = {m.glob_name or m.name: m.step_metric for r in records if r.HasField("metric") for m in [r.metric]}
+    assert metrics["train/*"] == "train/step"
+    assert metrics["eval/*"] == "eval/step"
+    assert metrics["rollout/*"] == metrics["perf/*"] == metrics["passrate/*"] == "rollout/step"
+    history = [
+        {i.key or i.nested_key[0]: json.loads(i.value_json) for i in r.history.item}
+        for r in records
+        if r.HasField("history")
+    ]
+    assert [(h["train/step"], h["train/loss"]) for h in history if "train/loss" in h] == [(0, -0.01), (1, -0.005)]
+    assert [(h["eval/step"], h["eval/sums"]) for h in history if "eval/sums" in h] == [(0, 0.1), (2, 0.35)]
+    assert [h["rollout/step"] for h in history if "perf/step_time" in h] == [0, 1]
+    assert [r.exit.exit_code for r in records if r.HasField("exit")] == [0]
+    leaks = [p for p in tmp_path.rglob("*") if p.is_file() and b"secret-secret" in p.read_bytes()]
+    assert leaks == [], "the API key is in a file"
+
+
+def test_wandb_of_a_resumed_run_goes_on_under_its_id(tmp_path: Path) -> None:
+    args = make_args(tmp_path, use_wandb=True, wandb_mode="offline", wandb_group="g", num_steps_per_rollout=3)
+    args_by_step = replace(args, wandb_always_use_train_step=True)
+    ids = []
+    for run_args in (args, args_by_step):
+        writer = WandbWriter(run_args, {})
+        ids.append((writer._run.id, writer._run.group))
+        writer.write("rollout", {"rollout/step": 2, "rollout/raw_reward": 1.0})
+        summary = dict(writer._run.summary)
+        writer.close(False)
+    assert ids[0] == ids[1]
+    assert summary["rollout/step"] == 6, "--wandb-always-use-train-step: three optimizer steps a rollout"
+
+
+def test_wandb_disabled_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
+    (writer,) = open_writers(make_args(tmp_path, use_wandb=True, wandb_mode="disabled"), {})
+    writer.close(False)
+
+
+def test_tensorboard_holds_every_metric_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    play(make_args(tmp_path, use_tensorboard=True), range(4))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    values = {tag: [(e.step, round(e.value, 4)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert values["eval/sums"] == [(0, 0.1), (2, 0.35), (4, 0.65)]
+    assert [step for step, _ in values["train/loss"]] == [0, 1, 2, 3]
+    assert [step for step, _ in values["perf/step_time"]] == [0, 1, 2, 3]
+    assert "rollout/step" not in values
+
+
+def test_where_tensorboard_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+    run = make_args(Path("runs/x"), tb_project_name="sums", tb_experiment_name="first")
+    assert tensorboard_directory(run) == Path("runs/x/tensorboard/sums/first")
+    monkeypatch.setenv("TENSORBOARD_DIR", "/logs")
+    assert tensorboard_directory(run) == Path("/logs/sums/first")
+    assert tensorboard_directory(make_args(Path("runs/x"), tensorboard_dir="here")) == Path("here")

@@ -1,0 +1,109 @@
+"""AdamW, Muon and the step they take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import gradients, one_rank, random_table, save_tiny_model, tiny_args, weights_of
+
+from slimelite.training.muon import Muon, orthogonalize
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_adamw_decays_matrices_but_not_norms_and_biases(model: Path) -> None:
+    table = random_table(zero_advantage=1.0)
+    with one_rank(tiny_args(model, weight_decay=0.5, lr=0.1)) as trainer:
+        before = weights_of(trainer)
+        trainer.train(0, table)  # no gradient: what moves is decay
+        after = weights_of(trainer)
+    for name, weight in before.items():
+        expected = weight * (1 - 0.1 * 0.5) if weight.ndim == 2 else weight
+        torch.testing.assert_close(after[name], expected, msg=name)
+
+
+def test_adamw_is_torch_adamw(model: Path) -> None:
+    given = {"lr": 0.01, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6, "clip_grad": 0.0}
+    table = random_table()
+    with one_rank(tiny_args(model, **given)) as trainer:
+        expected = {n: torch.nn.Parameter(w) for n, w in weights_of(trainer).items()}
+        adam = torch.optim.AdamW(expected.values(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
+        step = trainer.optimizers.step
+
+        def watched(lr: float) -> tuple[float, bool]:
+            for name, gradient in gradients(trainer).items():
+                expected[name].grad = gradient
+            adam.step()
+            return step(lr)
+
+        trainer.optimizers.step = watched
+        for i in range(3):
+            trainer.train(i, table)
+        for name, weight in weights_of(trainer).items():
+            torch.testing.assert_close(weight, expected[name].data, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_bounds_the_gradient_and_reports_its_norm(model: Path) -> None:
+    table, norms = random_table(), []
+    with one_rank(tiny_args(model, clip_grad=0.01)) as trainer:
+        adam = trainer.optimizers.all[0]
+        step = adam.step
+
+        def watched() -> None:
+            norms.append(sum(float(g.square().sum()) for g in gradients(trainer).values()) ** 0.5)
+            step()
+
+        adam.step = watched
+        metrics = trainer.train(0, table)
+    assert metrics["train/grad_norm"] > 1
+    assert norms == [pytest.approx(0.01, rel=1e-4)]
+
+
+def test_moments_can_be_forgotten_every_rollout(model: Path) -> None:
+    with one_rank(tiny_args(model, reset_optimizer_states=True)) as trainer:
+        for i in range(2):
+            trainer.train(i, random_table(seed=i))
+            steps = {float(state["step"]) for state in trainer.optimizers.all[0].state.values()}
+            assert steps == {1.0}
+
+
+@pytest.mark.parametrize("shape", [(3, 12, 40), (2, 40, 12), (1, 16, 16)])
+def test_newton_schulz_makes_matrices_nearly_orthogonal(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(shape)
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    found = orthogonalize(matrices, steps=5)
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.5
+    assert values.max() < 1.3
+    cosine = (found * (u @ vh)).sum() / (found.norm() * (u @ vh).norm())
+    assert cosine > 0.97
+
+
+def test_muon_moves_matrices_by_its_own_rate_and_adamw_the_rest(model: Path) -> None:
+    with one_rank(tiny_args(model, optimizer="muon", lr=1e-3, muon_lr=0.05, lr_warmup_iters=2)) as trainer:
+        before = weights_of(trainer)
+        metrics = trainer.train(0, random_table())
+        after = weights_of(trainer)
+        (muon,) = [o for o in trainer.optimizers.all if isinstance(o, Muon)]
+        assert len(muon.param_groups[0]["params"]) == 2 * 7
+    assert sorted(v for k, v in metrics.items() if "lr-pg" in k) == pytest.approx([5e-4, 5e-4, 0.025]), "half-way up"
+    for name, weight in before.items():
+        moved = after[name] - weight
+        if "proj.weight" in name:
+            expected = 0.025 / weight.shape[1] ** 0.5
+            assert moved.square().mean().sqrt() == pytest.approx(expected, rel=0.3), name
+        else:
+            assert 0 < moved.abs().max() < 1e-3, name
+
+
+def test_muon_learns(model: Path) -> None:
+    table = random_table()
+    with one_rank(tiny_args(model, loss_type="sft_loss", optimizer="muon", lr=5e-3, muon_lr=0.02)) as trainer:
+        losses = [trainer.train(i, table)["train/loss"] for i in range(15)]
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,300 @@
+"""What one rollout of training does, against Hugging Face and against the long way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import exact_norms, gradients, one_rank, random_table, save_tiny_model, tiny_args, weights_of
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slimelite.arguments import Args
+from slimelite.sample import Sample
+from slimelite.table import SampleTable
+from slimelite.training.columns import TokenColumns
+from slimelite.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def row_log_probs(hf: Any, table: SampleTable, row: int, temperature: float) -> Tensor:
+    """Log-probs of a row's response, by transformers, one row at a time, from full logits."""
+    prompt, response = table.row_slice("prompt_tokens", row), table.row_slice("response_tokens", row)
+    ids = torch.tensor(np.concatenate([prompt, response]), dtype=torch.int64)[None]
+    log_p = torch.log_softmax(hf(ids).logits[0].double() / temperature, -1)
+    return log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def mean_grad_norm(trainer: Trainer) -> float:
+    return float(sum(g.square().sum() for g in gradients(trainer).values()) ** 0.5)
+
+
+def test_log_probs_are_those_of_transformers(model: Path) -> None:
+    table = random_table()
+    hf = AutoModelForCausalLM.from_pretrained(model)
+    with one_rank(tiny_args(model, rollout_temperature=0.7)) as trainer:
+        mine = trainer.log_probs(table)
+    with torch.no_grad():
+        theirs = torch.cat([row_log_probs(hf, table, row, 0.7) for row in range(len(table))])
+    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_policy_gradient_equals_a_plain_loop_over_rows(model: Path) -> None:
+    """Mean over rollouts of their masked token means, with a removed row, an empty mask and fan-out siblings."""
+    table = random_table(seed=5)
+    table.rollout_id[1] = table.rollout_id[0]
+    table.removed[2] = True
+    table.loss_mask[table.response_offsets[3] : table.response_offsets[4]] = False
+    hf = AutoModelForCausalLM.from_pretrained(model).double()
+    exact_norms(hf)
+    mask = [table.row_slice("loss_mask", r) & ~table.removed[r] for r in range(len(table))]
+    terms = []
+    for rollout in np.unique(table.rollout_id):
+        rows = np.flatnonzero(table.rollout_id == rollout)
+        tokens = max(1, sum(int(mask[r].sum()) for r in rows))
+        for r in rows:
+            log_probs = row_log_probs(hf, table, int(r), 1.0)[torch.from_numpy(mask[r])]
+            terms.append(-(log_probs * table.advantage[r]).sum() / tokens)
+    loss = sum(terms) / len(np.unique(table.rollout_id))
+    loss.backward()
+
+    with one_rank(tiny_args(model, lr=0.0, clip_grad=0.0, max_tokens_per_gpu=70)) as trainer:
+        metrics = trainer.train(0, table)
+    # at the old policy the clipped surrogate has value -A and the gradient of -A·log p
+    expected = sum(float(p.grad.square().sum()) for p in hf.parameters()) ** 0.5
+    assert metrics["train/grad_norm"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["train/global_batch_size"] == len(np.unique(table.rollout_id)) == 15
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus"])
+def test_the_shortcut_equals_the_long_way(model: Path, monkeypatch: pytest.MonkeyPatch, estimator: str) -> None:
+    given = {"advantage_estimator": estimator, "use_tis": True, "normalize_advantages": estimator[0] == "r"}
+    table, found = random_table(), []
+    for long_way in (False, True):
+        monkeypatch.setattr(Trainer, "_needs_old", lambda self, steps, long_way=long_way: long_way)
+        with one_rank(tiny_args(model, **given)) as trainer:
+            metrics = [trainer.train(i, table) for i in range(3)]
+            found.append((metrics, weights_of(trainer)))
+        assert ("perf/log_probs_time" in metrics[0]) == long_way
+    (short, short_weights), (long, long_weights) = found
+    for a, b in zip(short, long, strict=True):
+        for name in a.keys() - {n for n in a if n.startswith("perf/")}:
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-6), name
+    for name, weight in short_weights.items():
+        assert torch.equal(weight, long_weights[name]), name
+
+
+@pytest.mark.parametrize("zeros", [0.5, 1.0])
+def test_rows_without_gradient_are_not_computed_and_nothing_changes(
+    model: Path, monkeypatch: pytest.MonkeyPatch, zeros: float
+) -> None:
+    first, table, found = random_table(), random_table(seed=9, zero_advantage=zeros), []
+    for skip in (True, False):
+        if not skip:
+            monkeypatch.setattr(
+                TokenColumns, "rows_with_gradient", lambda self, args: self._rows_with(self.mask).numpy()
+            )
+        with one_rank(tiny_args(model, weight_decay=0.1)) as trainer:
+            # Adam's momentum moves the weights on, also when a whole step has no gradient
+            trainer.train(0, first)
+            metrics = [trainer.train(i, table) for i in (1, 2)]
+            found.append((metrics, weights_of(trainer)))
+    (skipped, with_skip), (computed, without) = found
+    assert skipped[0]["perf/computed_rows_ratio"] < 0.7 * computed[0]["perf/computed_rows_ratio"]
+    for a, b in zip(skipped, computed, strict=True):
+        for name in ("train/loss", "train/pg_loss", "train/grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-7), name
+    for name, weight in with_skip.items():
+        torch.testing.assert_close(weight, without[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"entropy_coef": 0.01},
+        {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_reference": True},
+        {"loss_type": "sft_loss"},
+    ],
+)
+def test_rows_without_advantage_are_computed_when_another_term_needs_them(model: Path, given: dict[str, Any]) -> None:
+    table = random_table(zero_advantage=1.0, masked=0.0)
+    with one_rank(tiny_args(model, **given)) as trainer:
+        trainer.train(0, random_table())
+        metrics = trainer.train(1, table)
+    assert metrics["perf/computed_rows_ratio"] == 1.0
+    assert metrics["train/grad_norm"] > 1e-4
+
+
+def test_sft_loss_is_that_of_transformers(model: Path) -> None:
+    """Whatever the rollout temperature; with the token mean, as transformers reduces."""
+    table = random_table(masked=0.4)
+    hf = AutoModelForCausalLM.from_pretrained(model)
+    rows = range(len(table))
+    ids = [np.concatenate([table.row_slice("prompt_tokens", r), table.row_slice("response_tokens", r)]) for r in rows]
+    labels = [
+        np.concatenate(
+            [
+                np.full(len(table.row_slice("prompt_tokens", r)), -100),
+                np.where(table.row_slice("loss_mask", r), table.row_slice("response_tokens", r), -100),
+            ]
+        )
+        for r in rows
+    ]
+    pad = torch.nn.utils.rnn.pad_sequence
+    padded = pad([torch.tensor(i, dtype=torch.int64) for i in ids], batch_first=True)
+    attended = pad([torch.ones(len(i), dtype=torch.int64) for i in ids], batch_first=True)
+    targets = pad([torch.tensor(t) for t in labels], batch_first=True, padding_value=-100)
+    expected = hf(padded, attention_mask=attended, labels=targets).loss.item()
+    given = {"loss_type": "sft_loss", "loss_aggregation": "token", "rollout_temperature": 0.5}
+    with one_rank(tiny_args(model, **given, compute_advantages_and_returns=False)) as trainer:
+        metrics = trainer.train(0, table)
+        assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
+        for i in range(20):
+            metrics = trainer.train(i, table)
+    assert metrics["train/loss"] < 0.8 * expected
+
+
+def test_what_does_not_fill_a_step_is_a_smaller_step(model: Path) -> None:
+    table = random_table(groups=5, group_size=2)
+    with one_rank(tiny_args(model, global_batch_size=4, lr=1e-3)) as trainer:
+        metrics = trainer.train(0, table)
+        assert trainer.progress.steps == 3
+        together = weights_of(trainer)
+    assert metrics["train/global_batch_size"] == pytest.approx(10 / 3)
+    assert metrics["perf/log_probs_time"] > 0
+    with one_rank(tiny_args(model, global_batch_size=4, lr=1e-3)) as trainer:
+        old = torch.from_numpy(trainer.log_probs(table))
+        steps = [np.arange(0, 4), np.arange(4, 8), np.arange(8, 10)]
+        for rows in steps:
+            part = table.select(rows)
+            columns = trainer._columns(part, [np.arange(len(rows))])
+            columns.old = old[table.response_offsets[rows[0]] : table.response_offsets[rows[-1] + 1]]
+            trainer._columns = lambda *_, c=columns: c
+            trainer.train(0, part)
+            del trainer._columns
+        for name, weight in weights_of(trainer).items():
+            torch.testing.assert_close(together[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_the_reference_is_the_initial_policy_until_it_is_updated(model: Path) -> None:
+    given = {"use_kl_loss": True, "kl_loss_coef": 0.01, "use_reference": True, "ref_update_interval": 3}
+    with one_rank(tiny_args(model, **given)) as trainer:
+        kl = [trainer.train(i, random_table(seed=i))["train/kl_loss"] for i in range(4)]
+    assert abs(kl[0]) < 1e-8
+    assert kl[2] > kl[1] > 1e-5
+    assert abs(kl[3]) < 1e-8
+
+
+def test_a_step_without_finite_gradient_is_left_out_or_fatal(model: Path) -> None:
+    table = random_table()
+    table.advantage[0] = np.inf
+    with one_rank(tiny_args(model)) as trainer:
+        before = weights_of(trainer)
+        metrics = trainer.train(0, table)
+        assert metrics["train/skipped_steps"] == 1
+        assert "train/grad_norm" not in metrics
+        assert trainer.progress.steps == 0
+        for name, weight in weights_of(trainer).items():
+            assert torch.equal(weight, before[name]), name
+        assert trainer.train(1, random_table())["train/skipped_steps"] == 0
+    with one_rank(tiny_args(model, nonfinite_grad="fail")) as trainer, pytest.raises(FloatingPointError, match="skip"):
+        trainer.train(0, table)
+
+
+def test_mismatch_is_measured_against_the_engine(model: Path) -> None:
+    table = random_table()
+    with one_rank(tiny_args(model, use_rollout_logprobs=True)) as trainer:
+        table.rollout_log_probs = trainer.log_probs(table).astype(np.float32)
+        metrics = trainer.train(0, table)
+        assert metrics["train/train_rollout_logprob_abs_diff"] < 1e-5
+        assert metrics["train/mismatch_ess"] == pytest.approx(1, abs=1e-5)
+        table.rollout_log_probs = table.rollout_log_probs - np.float32(0.1)
+        metrics = trainer.train(1, table)
+    assert metrics["train/mismatch_ratio"] > 1.05
+    assert metrics["train/mismatch_k3"] > 0
+    assert metrics["train/ois"] != pytest.approx(1, abs=1e-3), "the loss is relative to the engine's log-probs"
+
+
+def test_kl_in_the_reward_moves_the_advantages(model: Path) -> None:
+    given = {"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True, "use_reference": True}
+    table = random_table(zero_advantage=1.0)
+    with one_rank(tiny_args(model, **given, kl_coef=0.5)) as trainer:
+        assert trainer.train(0, table)["train/grad_norm"] == 0, "equal rewards, no KL yet"
+        trainer.train(1, random_table())
+        metrics = trainer.train(2, table)
+    assert metrics["train/grad_norm"] > 0
+    assert metrics["rollout/kl"] != 0
+
+
+def test_first_step_truths_hold_and_their_breach_is_fatal(model: Path, tmp_path: Path) -> None:
+    given = {"ci_test": True, "use_kl_loss": True, "kl_loss_coef": 0.1, "use_reference": True}
+    table = random_table()
+    with one_rank(tiny_args(model)) as trainer:
+        table.rollout_log_probs = trainer.log_probs(table).astype(np.float32)
+    with one_rank(tiny_args(model, **given)) as trainer:
+        metrics = trainer.train(0, table)
+        assert "perf/log_probs_time" in metrics, "the shortcut proves nothing"
+        assert "perf/log_probs_time" not in trainer.train(1, table)
+    other = save_tiny_model(tmp_path / "other", seed=1)
+    with one_rank(tiny_args(model, **given)) as trainer:
+        trainer.reference = type(trainer.reference)(tiny_args(other), trainer.world)
+        with pytest.raises(AssertionError, match="KL to the initial policy"):
+            trainer.train(0, table)
+    with one_rank(tiny_args(model, **given)) as trainer, pytest.raises(AssertionError, match="trainer and engine"):
+        trainer.train(0, random_table())
+
+
+def twice_the_loss(args: Args, inputs: Any, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    return -2 * torch.where(inputs.mask, log_probs, 0.0), {"tokens": (inputs.mask.sum(), torch.tensor(1))}
+
+
+def half_weights(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float, clip_low: float) -> tuple[Tensor, dict]:
+    return torch.full_like(old, 0.5), {}
+
+
+def all_ones(args: Args, table: SampleTable, columns: TokenColumns) -> None:
+    assert columns.old is not None
+    columns.advantages = torch.ones_like(columns.advantages)
+
+
+def test_plugins(model: Path) -> None:
+    table, here = random_table(), str(Path(__file__))
+
+    def norm(**given: Any) -> float:
+        with one_rank(tiny_args(model, **given)) as trainer:
+            return trainer.train(0, table)["train/grad_norm"]
+
+    sft = norm(loss_type="sft_loss")
+    assert norm(loss_type="custom_loss", custom_loss_function_path=f"{here}:twice_the_loss") == pytest.approx(2 * sft)
+    plain = norm()
+    assert norm(custom_tis_function_path=f"{here}:half_weights") == pytest.approx(plain / 2, rel=1e-5)
+    # with advantages of 1 the policy gradient is that of the likelihood
+    assert norm(custom_advantage_function_path=f"{here}:all_ones") == pytest.approx(sft, rel=1e-5)
+
+
+def test_what_cannot_be_trained_on_is_refused(model: Path) -> None:
+    with pytest.raises(ValueError, match="critic"):
+        Trainer(tiny_args(model, advantage_estimator="ppo"))
+    with pytest.raises(ValueError, match="init_method"):
+        Trainer(tiny_args(model), world_size=2)
+    with pytest.raises(ValueError, match="no model at"):
+        Trainer(tiny_args("/nowhere/model"))
+    table = random_table()
+    table.rollout_log_probs[3] = np.nan
+    table.loss_mask[:] = True
+    with one_rank(tiny_args(model, use_tis=True)) as trainer:
+        with pytest.raises(ValueError, match=r"samples \[0\] have no engine log-probs"):
+            trainer.train(0, table)
+        empty_prompt = Sample(group_index=0, index=7, tokens=[1, 2], response_length=2, reward=1.0)
+        empty_prompt.rollout_log_probs = [-1.0, -1.0]
+        table = SampleTable.from_samples([[empty_prompt]])
+        table.advantage[:] = 1.0
+        with pytest.raises(ValueError, match=r"samples \[7\] have no prompt"):
+            trainer.train(0, table)

@@ -1,0 +1,83 @@
+"""Weights that leave the trainer: to engines and to Hugging Face folders."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import Recorder, one_rank, random_table, save_tiny_model, tiny_args
+from transformers import AutoModelForCausalLM
+
+from slimelite.training import export
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_push_delivers_every_weight_once_in_buckets(model: Path) -> None:
+    sink = Recorder()
+    with one_rank(tiny_args(model, update_weight_buffer_size=10_000)) as trainer:
+        trainer.train(0, random_table())
+        metrics = trainer.push_weights(sink, 3)
+        assert trainer.progress.weight_version == 3
+        expected = dict(trainer.model.hf.state_dict())
+    assert sink.calls[0] == "begin 3"
+    assert sink.calls[-1] == "end"
+    assert set(sink.calls[1:-1]) == {"send"}
+    # the head is the embedding, and comes as that alone
+    assert sink.tensors.keys() == expected.keys() - {"lm_head.weight"}
+    for name, tensor in sink.tensors.items():
+        assert torch.equal(tensor, expected[name].full_tensor()), name
+    assert max(sink.bucket_bytes) <= 10_000
+    assert len(sink.bucket_bytes) > 5
+    assert metrics["perf/update_weights_bytes"] == sum(sink.bucket_bytes)
+    assert metrics["perf/update_weights_buckets"] == len(sink.bucket_bytes)
+
+
+def test_a_tensor_larger_than_the_buffer_travels_alone(model: Path) -> None:
+    sink = Recorder()
+    with one_rank(tiny_args(model, update_weight_buffer_size=1)) as trainer:
+        trainer.push_weights(sink, 0)
+    assert len(sink.bucket_bytes) == len(sink.tensors) == 26
+
+
+def test_an_untied_head_is_sent(tmp_path: Path) -> None:
+    sink = Recorder()
+    with one_rank(tiny_args(save_tiny_model(tmp_path, tie_word_embeddings=False))) as trainer:
+        trainer.push_weights(sink, 0)
+    assert "lm_head.weight" in sink.tensors
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 30_000])
+def test_a_saved_model_opens_in_transformers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
+) -> None:
+    monkeypatch.setattr(export, "SHARD_BYTES", shard_bytes)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (model / name).write_text(json.dumps({"file": name}))
+    table = random_table()
+    with one_rank(tiny_args(model, tokenizer=str(model))) as trainer:
+        trainer.train(0, table)
+        expected = trainer.log_probs(table)
+        trainer.save_hf(str(tmp_path / "hf"))
+    saved = tmp_path / "hf"
+    assert (saved / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
+    assert (saved / "chat_template.jinja").is_file()
+    files = sorted(f.name for f in saved.glob("model*"))
+    assert ("model.safetensors" in files) == (shard_bytes > 10**6)
+    assert all(sum(t.nbytes for t in load_file(f).values()) <= shard_bytes for f in saved.glob("*.safetensors"))
+    hf, report = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert hf.dtype == torch.float32
+    with one_rank(tiny_args(saved)) as trainer:
+        assert torch.equal(torch.from_numpy(trainer.log_probs(table)), torch.from_numpy(expected))
+    ids = torch.tensor(table.row_slice("prompt_tokens", 0).tolist() + table.row_slice("response_tokens", 0).tolist())
+    log_p = torch.log_softmax(hf(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
+    n = len(table.row_slice("response_tokens", 0))
+    torch.testing.assert_close(log_p[-n:], torch.from_numpy(expected[:n]), rtol=1e-5, atol=1e-5)
