@@ -14,7 +14,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -117,7 +116,8 @@ def main() -> None:
         config = dict(SHAPES[options.shape])
         AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(folder)
         limit = BATCHES[options.shape][-1]
-        trainer = Trainer(Args(hf_checkpoint=folder, device="cpu", use_dynamic_batch_size=True, max_tokens_per_gpu=limit))
+        args = Args(hf_checkpoint=folder, device="cpu", use_dynamic_batch_size=True, max_tokens_per_gpu=limit)
+        trainer = Trainer(args)
         runs = {"slimelite: packed, chunked head": packed(trainer, table), "padded, full logits": padded(folder, table)}
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(options.rounds + 1):

@@ -41,7 +41,8 @@ start_head() {
     echo "starting a Ray head at $RAY_ADDRESS (log: $log)"
     local waited
     for ((waited = 0; waited < 90; waited++)); do
-        if ray job list --address "$RAY_ADDRESS" >/dev/null 2>&1; then return; fi
+        # the dashboard answers before the agent that runs jobs is there: an empty job tells when it is
+        if ray job submit --no-wait --address "$RAY_ADDRESS" -- true >/dev/null 2>&1; then return; fi
         kill -0 "$RAY_HEAD_PID" 2>/dev/null || { cat "$log" >&2; exit 1; }
         sleep 1
     done

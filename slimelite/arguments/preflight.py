@@ -261,6 +261,6 @@ def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Pr
 
 
 def _one_line(error: BaseException) -> str:
-    """The message of an error without line breaks, and its kind where it is not a message to a user."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """The message of an error without line breaks or traceback, and its kind where it is not a message to a user."""
+    text = " ".join(str(error).partition("Traceback (most")[0].split()) or type(error).__name__
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"

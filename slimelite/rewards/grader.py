@@ -224,7 +224,7 @@ class Grader:
             self.error_reports.append(report)
             logger.warning("%s", report)
         if self.args.reward_error == "fail":
-            raise RewardError(f"{report}(--reward-error zero or drop would go on)")
+            raise RewardError(f"{report}\n(--reward-error zero or drop would go on)")
         rule = None if route.custom else find_rule(route.name)
         zero = rule.zero if rule is not None else 0.0 if reward_key is None else {reward_key: 0.0}
         sample.reward = dict(zero) if isinstance(zero, dict) else zero

@@ -88,6 +88,13 @@ def series(records: Iterable[Record], metric: str) -> tuple[list[float], list[fl
     return sorted(points), [points[step] for step in sorted(points)]
 
 
+def eval_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of the mean scores of eval datasets, in the order they first came."""
+    names = dict.fromkeys(name for r in records for name in r if name.startswith("eval/") and name.count("/") == 1)
+    beside = ("eval/step", "eval/reward_errors")
+    return [n for n in names if n not in beside and "-pass@" not in n and not n.endswith("-truncated_ratio")]
+
+
 def _precedes(record: Record, start: float) -> bool:
     """Whether a record is about what came before rollout ``start``. eval/step k: k rollouts were trained by then."""
     if record["kind"] == "eval":

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from slimelite.tracking.metrics_file import Record, axis_of, read_metrics, series
+from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series
 from slimelite.tracking.timer import LABELS
 
 if TYPE_CHECKING:
@@ -85,12 +85,6 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
     for i, (ax, panel) in enumerate(zip(axes, panels, strict=True)):
         _draw(ax, panel, legend=i == 0 and (len(runs) > 1 or any(len(group) > 1 for group in runs.values())))
     _save(figure, out)
-
-
-def eval_metrics(records: Sequence[Record]) -> list[str]:
-    """Names of the mean scores of eval datasets, in the order they first came."""
-    names = dict.fromkeys(name for r in records for name in r if name.startswith("eval/") and name.count("/") == 1)
-    return [n for n in names if n != "eval/step" and "-pass@" not in n and not n.endswith("-truncated_ratio")]
 
 
 def median_and_range(curves: Sequence[Points]) -> tuple[list[float], list[float], list[float], list[float]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from slimelite.tracking.metrics_file import Record, series
-from slimelite.tracking.plot import eval_metrics
+from slimelite.tracking.metrics_file import Record, eval_metrics, series
 
 MISMATCH = "train/train_rollout_logprob_abs_diff"
 MISMATCH_LIMIT = 0.02
@@ -19,19 +18,19 @@ MISMATCH_WARNING = (
 )
 
 
-def eval_text(metrics: Mapping[str, float], datasets: Sequence[str]) -> str:
+def eval_text(metrics: Mapping[str, float]) -> str:
     """``gsm8k 0.412 (length 120, truncated 2%, pass@4 0.710), svamp 0.300``."""
     parts = []
-    for name in datasets:
+    for name in eval_metrics([metrics]):
         details = []
-        if (length := metrics.get(f"eval/{name}/response_len/mean")) is not None:
+        if (length := metrics.get(f"{name}/response_len/mean")) is not None:
             details.append(f"length {length:.0f}")
-        if truncated := metrics.get(f"eval/{name}-truncated_ratio"):
+        if truncated := metrics.get(f"{name}-truncated_ratio"):
             details.append(f"truncated {truncated:.0%}")
-        if at_k := [key for key in metrics if key.startswith(f"eval/{name}-pass@")]:
+        if at_k := [key for key in metrics if key.startswith(f"{name}-pass@")]:
             most = max(at_k, key=lambda key: int(key.rpartition("@")[2]))
             details.append(f"{most.rpartition('-')[2]} {metrics[most]:.3f}")
-        score = f"{name} {metrics[f'eval/{name}']:.3f}" if f"eval/{name}" in metrics else name
+        score = f"{name.removeprefix('eval/')} {metrics[name]:.3f}"
         parts.append(score + (f" ({', '.join(details)})" if details else ""))
     return ", ".join(parts)
 

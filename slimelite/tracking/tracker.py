@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from statistics import fmean
 from types import TracebackType
 from typing import Any
@@ -19,9 +20,8 @@ from slimelite.table import SampleTable
 from slimelite.tracking import report
 from slimelite.tracking.banner import run_facts
 from slimelite.tracking.console import Console, duration
-from slimelite.tracking.metrics_file import Kind, read_metrics
+from slimelite.tracking.metrics_file import Kind, axis_of, eval_metrics, read_metrics
 from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
-from slimelite.tracking.plot import draw_run
 from slimelite.tracking.progress import Phase
 from slimelite.tracking.run_folder import RunFolder, config_dict
 from slimelite.tracking.samples import samples_table
@@ -33,6 +33,18 @@ logger = logging.getLogger(__name__)
 
 # redrawing the curves may take this share of the run's time
 DRAWING_SHARE = 0.02
+
+
+@dataclass(slots=True)
+class _Rollout:
+    """What is known of the rollout that is going on."""
+
+    row: dict[str, float] = field(default_factory=dict)  # every metric
+    perf: dict[str, float] = field(default_factory=dict)  # those that are written when it is over
+    table: SampleTable | None = None
+    tokens_generated: int = 0
+    scores: list[str] = field(default_factory=list)  # names of the metrics that a new evaluation brought
+    answers: dict[str, SampleTable] = field(default_factory=dict)
 
 
 class Tracker:
@@ -61,11 +73,7 @@ class Tracker:
         self._began = time.time()
         self._looping = False  # the first rollout has begun
         self._finished: int | None = None  # the last rollout that is over
-        self._row: dict[str, float] = {}  # every metric of the current rollout
-        self._perf: dict[str, float] = {}  # those that are written when it is over
-        self._table: SampleTable | None = None
-        self._tokens_generated = 0
-        self._evals: dict[str, SampleTable] = {}
+        self._now = _Rollout()
         self._best = float("-inf")
         self._step_times: deque[float] = deque(maxlen=20)
         self._mismatch = 0.0  # the largest that was warned about
@@ -116,7 +124,7 @@ class Tracker:
         if name == "generate" and not self._looping:
             # what came before the first rollout is no part of it
             self._looping = True
-            self._row, self._perf, self._evals = {}, {}, {}
+            self._now = _Rollout()
             self.timer.restart()
         with self.timer(PERF_NAMES.get(name, name)), Phase(self.console, name.replace("_", " "), total) as phase:
             yield phase
@@ -124,7 +132,7 @@ class Tracker:
     def log_rollout(self, rollout_id: int, table: SampleTable, metrics: Mapping[str, float]) -> None:
         """The samples of a rollout, and what was measured while they were generated."""
         self.folder.save_rollout(rollout_id, table)
-        self._table = table
+        self._now.table = table
         from_table = {
             "rollout/raw_reward": float(table.reward.mean()),
             "rollout/response_len/mean": float(table.response_lengths.mean()),
@@ -134,7 +142,7 @@ class Tracker:
         if sft:
             del found["rollout/raw_reward"]  # there is no reward; zeros would look like a bad one
         self._write("rollout", found)
-        self._tokens_generated = 0 if sft or self.args.debug_train_only else int(table.response_lengths.sum())
+        self._now.tokens_generated = 0 if sft or self.args.debug_train_only else int(table.response_lengths.sum())
 
     def log_train(
         self, rollout_id: int, metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]] = ()
@@ -146,11 +154,11 @@ class Tracker:
             self._write("train", {"rollout/step": rollout_id, "train/step": first + i, **step})
         whole = {k: v for k, v in metrics.items() if not (steps and k.startswith("train/"))}
         self._write("train", {"rollout/step": rollout_id, "train/step": last, **whole})
-        self._row |= metrics
+        self._now.row |= metrics
 
     def log_perf(self, metrics: Mapping[str, float]) -> None:
         """Metrics of the current rollout that come from elsewhere: those of a weight sync, for one."""
-        self._perf |= metrics
+        self._now.perf |= metrics
 
     def log_eval(self, rollout_id: int, metrics: Mapping[str, float], tables: Mapping[str, SampleTable]) -> None:
         """An evaluation after rollout ``rollout_id`` (-1: before training); ``tables``: the answers, by dataset.
@@ -160,28 +168,31 @@ class Tracker:
         step = rollout_id + 1
         for name, table in tables.items():
             self.folder.save_eval(name, step, table)
-        self._write("eval", {"eval/step": step, **metrics})
-        self._evals = dict(tables)
+        perf = {name: value for name, value in metrics.items() if axis_of(name) != "eval/step"}
+        self._now.perf |= perf
+        self._write("eval", {"eval/step": step, **{k: v for k, v in metrics.items() if k not in perf}})
+        self._now.answers = dict(tables)
+        self._now.scores = eval_metrics([metrics])
         if not self._looping:
-            self._note_score(self._row)
-        if not self._looping or len(tables) > 1:
+            self._note_score(self._now.row)
+        if len(self._now.scores) > self._looping:  # the row of a rollout has room for one score
             when = f"after {step} rollouts" if step else "before training"
-            self.console.line(f"  eval {when}: {report.eval_text(metrics, list(tables))}")
+            self.console.line(f"  eval {when}: {report.eval_text(metrics)}")
 
     def finish_rollout(self, rollout_id: int) -> None:
         """A turn of the loop is over: its line on the console, and now and then samples and curves."""
         times = self.timer.finish_step()
-        perf = {name: value for name, value in (times | self._perf).items() if name not in self._row}
+        perf = {name: value for name, value in (times | self._now.perf).items() if name not in self._now.row}
         self._write("perf", {"rollout/step": rollout_id, **perf})
         first, self._finished = self._finished is None, rollout_id
         self._save_status("running")
         self._print_row(rollout_id, times)
-        self._warn_of_mismatch(self._row.get(report.MISMATCH, 0.0))
-        if first or self._evals:
+        self._warn_of_mismatch(self._now.row.get(report.MISMATCH, 0.0))
+        if first or self._now.scores:
             self._show_samples(rollout_id)
-        if self._evals and time.monotonic() - self._drawn_at > self._drawing_took / DRAWING_SHARE:
+        if self._now.scores and time.monotonic() - self._drawn_at > self._drawing_took / DRAWING_SHARE:
             self._draw()
-        self._row, self._perf, self._evals, self._table = {}, {}, {}, None
+        self._now = _Rollout()
 
     def _open(self) -> None:
         self._save_status("running")
@@ -197,15 +208,15 @@ class Tracker:
 
     def _write(self, kind: Kind, metrics: Mapping[str, Any]) -> None:
         numbers = {name: _number(name, value) for name, value in metrics.items()}
-        self._row |= numbers
+        self._now.row |= numbers
         for writer in self._writers:
             writer.write(kind, numbers)
 
     def _print_row(self, rollout_id: int, times: Mapping[str, float]) -> None:
-        row, seconds = dict(self._row), times["perf/step_time"]
+        row, seconds = dict(self._now.row), times["perf/step_time"]
         phases = {label: times[key] for name, label in LABELS.items() if (key := f"perf/{name}_time") in times}
-        if self._tokens_generated and phases.get("gen"):
-            row["tokens_per_sec"] = self._tokens_generated / phases["gen"]
+        if self._now.tokens_generated and phases.get("gen"):
+            row["tokens_per_sec"] = self._now.tokens_generated / phases["gen"]
         self._step_times.append(seconds)
         count = self.args.num_rollout or rollout_id + 1
         if left := count - rollout_id - 1:
@@ -215,11 +226,10 @@ class Tracker:
 
     def _note_score(self, row: dict[str, float]) -> bool:
         """Put the score of the first eval dataset, if there is a new one, in ``row``; whether it is the best so far."""
-        scores = [row[f"eval/{name}"] for name in self._evals if f"eval/{name}" in row]
-        if not scores:
+        if not self._now.scores:
             return False
-        row["eval"] = scores[0]
-        best, self._best = scores[0] > self._best, max(scores[0], self._best)
+        row["eval"] = row[self._now.scores[0]]
+        best, self._best = row["eval"] > self._best, max(row["eval"], self._best)
         return best
 
     def _warn_of_mismatch(self, difference: float) -> None:
@@ -233,7 +243,7 @@ class Tracker:
         self._mismatch = difference
 
     def _show_samples(self, rollout_id: int) -> None:
-        name, table = next(iter(self._evals.items()), (None, self._table))
+        name, table = next(iter(self._now.answers.items()), (None, self._now.table))
         if table is not None and len(table):
             title = (
                 f"answers to {name} after rollout {rollout_id + 1}" if name else f"samples of rollout {rollout_id + 1}"
@@ -241,6 +251,8 @@ class Tracker:
             self.console.block(samples_table(title, table))
 
     def _draw(self) -> None:
+        from slimelite.tracking.plot import draw_run  # a program of its own: python -m slimelite.tracking.plot
+
         began = time.monotonic()
         draw_run(self.folder.path, self.folder.path / "curves.png")
         self._drawn_at = time.monotonic()

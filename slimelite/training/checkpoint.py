@@ -33,22 +33,33 @@ class Progress:
     schedule: LrSchedule
 
 
-def save(
-    directory: Path, args: CheckpointArgs, world: World, model: PolicyModel, optimizers: Optimizers, progress: Progress
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a checkpoint is made of; ``reference``: when it changes in the course of training."""
+
+    world: World
+    model: PolicyModel
+    reference: PolicyModel | None
+    optimizers: Optimizers
+
+    def weights(self) -> dict[str, dict[str, nn.Parameter]]:
+        """The weights of each model, by name."""
+        models = {"model": self.model, "reference": self.reference}
+        return {key: dict(model.named_weights()) for key, model in models.items() if model is not None}
+
+
+def save(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress) -> None:
     """Write weights, optimizer state (unless ``--no-save-optim``), random states and progress (collective)."""
-    state: dict[str, Any] = {"model": dict(model.named_weights()), "rng": _random_states(world)}
+    state: dict[str, Any] = {**parts.weights(), "rng": _random_states(parts.world)}
     if not args.no_save_optim:
-        state["optimizer"] = _optimizer_tensors(model, optimizers)
+        state["optimizer"] = _optimizer_tensors(parts)
     dcp.save(state, checkpoint_id=directory)
-    if world.rank == 0:
+    if parts.world.rank == 0:
         (directory / STATE_FILE).write_text(json.dumps(asdict(progress), indent=1))
 
 
-def load(
-    directory: Path, args: CheckpointArgs, world: World, model: PolicyModel, optimizers: Optimizers, progress: Progress
-) -> Progress:
-    """Read what `save` wrote into ``model`` and ``optimizers`` (collective), and return the progress to go on from.
+def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress) -> Progress:
+    """Read what `save` wrote into ``parts`` (collective), and return the progress to go on from.
 
     ``--no-load-optim``, ``--no-load-rng`` and ``--finetune`` leave parts out; ``--override-lr-scheduler`` keeps the
     schedule of ``progress``.
@@ -59,32 +70,31 @@ def load(
     if not (directory / STATE_FILE).is_file():
         raise ValueError(f"no trainer state in {directory}; --load needs a checkpoint that --save wrote")
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    weights = dict(model.named_weights())
-    if missing := [name for name in weights if f"model.{name}" not in saved]:
+    state: dict[str, Any] = {**parts.weights()}
+    if missing := [f"{key}.{name}" for key in state for name in state[key] if f"{key}.{name}" not in saved]:
         raise ValueError(f"{directory} is a checkpoint of another model: it has no {missing[0]}")
-    state: dict[str, Any] = {"model": weights}
     if not (args.no_load_optim or args.finetune):
         if not any(name.startswith("optimizer.") for name in saved):
             raise ValueError(f"{directory} was saved with --no-save-optim; resume it with --no-load-optim")
-        state["optimizer"] = _optimizer_slots(saved, weights)
+        state["optimizer"] = _optimizer_slots(saved, state["model"])
     if not (args.no_load_rng or args.finetune):
-        state["rng"] = {k: v for k, v in _random_states(world).items() if f"rng.{k}" in saved}
+        state["rng"] = {k: v for k, v in _random_states(parts.world).items() if f"rng.{k}" in saved}
     dcp.load(state, checkpoint_id=directory)
-    reshard(model)
-    _restore_optimizers(weights, optimizers, state.get("optimizer", {}))
-    _restore_random_states(world, state.get("rng", {}))
+    reshard(parts.model)
+    _restore_optimizers(parts, state.get("optimizer", {}))
+    _restore_random_states(parts.world, state.get("rng", {}))
     read = json.loads((directory / STATE_FILE).read_text())
     schedule = progress.schedule if args.override_lr_scheduler or args.finetune else LrSchedule(**read["schedule"])
     steps = 0 if args.finetune else read["steps"]
     return Progress(read["rollout_id"], steps, read["weight_version"], schedule)
 
 
-def _optimizer_tensors(model: PolicyModel, optimizers: Optimizers) -> dict[str, Tensor]:
+def _optimizer_tensors(parts: Parts) -> dict[str, Tensor]:
     """{"<weight>.<moment>": tensor} of all optimizers."""
     return {
         f"{name}.{key}": value
-        for name, parameter in model.named_weights()
-        for optimizer in optimizers.all
+        for name, parameter in parts.model.named_weights()
+        for optimizer in parts.optimizers.all
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
@@ -101,8 +111,9 @@ def _optimizer_slots(saved: dict[str, Any], weights: dict[str, nn.Parameter]) ->
     return slots
 
 
-def _restore_optimizers(weights: dict[str, nn.Parameter], optimizers: Optimizers, state: dict[str, Tensor]) -> None:
-    owners = {p: o for o in optimizers.all for group in o.param_groups for p in group["params"]}
+def _restore_optimizers(parts: Parts, state: dict[str, Tensor]) -> None:
+    weights = dict(parts.model.named_weights())
+    owners = {p: o for o in parts.optimizers.all for group in o.param_groups for p in group["params"]}
     for path, value in state.items():
         name, _, key = path.rpartition(".")
         owners[weights[name]].state[weights[name]][key] = value

@@ -105,12 +105,15 @@ class TokenColumns:
             counts = counts & (self.advantages != 0)
         return self._rows_with(counts).numpy()
 
-    def check(self, args: Args, table: SampleTable) -> None:
+    def check(self, args: Args, table: SampleTable, vocab_size: int) -> None:
         """Refuse a table that the loss cannot use.
 
         Raises:
-            ValueError: the loss reads engine log-probs and a trained token has none.
+            ValueError: a token outside the model's vocabulary, or no engine log-prob where the loss reads it.
         """
+        largest = max(table.prompt_tokens.max(initial=0), table.response_tokens.max(initial=0))
+        if largest >= vocab_size:
+            raise ValueError(f"token {largest} is not one of the model's {vocab_size}; --tokenizer is another model's")
         reads_engine = args.use_rollout_logprobs or args.use_tis or args.custom_tis_function_path
         missing = self.mask & self.rollout_log_probs.isnan()
         if args.loss_type == "policy_loss" and reads_engine and missing.any():

@@ -95,17 +95,13 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
         fully_shard(layer, **options)
     fully_shard(model, **options)
     if world.size > 1:
-        _scatter(model, full, world)
+        _scatter(model, full, world, torch.device("cpu") if cpu_offload else world.device)
 
 
-def _scatter(model: nn.Module, full: dict[str, Tensor], world: World) -> None:
-    """Give every shard of ``model`` its part of rank 0's ``full`` parameters."""
-    if any(p.is_meta for p in model.parameters()):
-        # to_empty forgets buffers too, and those of a meta model are real (rotary frequencies)
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        model.to_empty(device=world.device)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
+def _scatter(model: nn.Module, full: dict[str, Tensor], world: World, home: torch.device) -> None:
+    """Give every shard of ``model``, which lives on ``home``, its part of rank 0's ``full`` parameters."""
+    # to_empty would forget the buffers, and those of a meta model are real (rotary frequencies)
+    model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         whole = full[name] if world.rank == 0 else torch.empty(parameter.shape, dtype=parameter.dtype)

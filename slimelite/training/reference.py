@@ -20,15 +20,15 @@ class Reference:
 
     def __init__(self, args: Args, world: World) -> None:
         self._world = world
-        self._model = build_policy(args, world, args.ref_load or args.hf_checkpoint, trainable=False)
+        self.model = build_policy(args, world, args.ref_load or args.hf_checkpoint, trainable=False)
         self._rest()
 
     @contextmanager
     def weights(self) -> Iterator[PolicyModel]:
         """The reference as a model to call, for the length of the context."""
-        self._model.to(self._world.device)
+        self.model.to(self._world.device)
         try:
-            yield self._model
+            yield self.model
         finally:
             self._rest()
 
@@ -41,5 +41,5 @@ class Reference:
 
     def _rest(self) -> None:
         if self._world.device.type == "cuda":
-            self._model.cpu()
+            self.model.cpu()
             torch.cuda.empty_cache()

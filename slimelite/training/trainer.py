@@ -51,7 +51,9 @@ class Trainer:
         self.reference = Reference(args, self.world) if args.use_reference else None
         self.optimizers = Optimizers(args, self.model)
         self.progress = checkpoint.Progress(-1, 0, 0, LrSchedule.from_args(args))
-        self.run_steps = (args.num_rollout or 0) * args.num_steps_per_rollout
+        self.run_steps = 0
+        if args.num_rollout is not None:
+            self.set_num_rollout(args.num_rollout)
         self.timer = Timer()
         self._fresh = True
         self.temperature = 1.0 if args.loss_type == "sft_loss" else args.rollout_temperature
@@ -134,13 +136,11 @@ class Trainer:
     def save(self, directory: str, rollout_id: int) -> None:
         """Write all that `load` needs to go on as if nothing had happened after rollout ``rollout_id``."""
         self.progress.rollout_id = rollout_id
-        checkpoint.save(Path(directory), self.args, self.world, self.model, self.optimizers, self.progress)
+        checkpoint.save(Path(directory), self.args, self._parts(), self.progress)
 
     def load(self, directory: str) -> int:
         """Go on from a checkpoint, saved by any number of ranks; returns the rollout it was saved after."""
-        self.progress = checkpoint.load(
-            Path(directory), self.args, self.world, self.model, self.optimizers, self.progress
-        )
+        self.progress = checkpoint.load(Path(directory), self.args, self._parts(), self.progress)
         return self.progress.rollout_id
 
     def save_hf(self, directory: str) -> None:
@@ -148,7 +148,7 @@ class Trainer:
         export.save_hf(Path(directory), self.model, self.world, self.args.tokenizer)
 
     def offload(self) -> dict[str, float]:
-        """Weights and optimizer state to host memory; on a CPU they are there."""
+        """Weights and optimizer state to host memory; on a CPU, or with ``--fsdp-cpu-offload``, they are there."""
         return self._move("sleep", torch.device("cpu"))
 
     def onload(self) -> dict[str, float]:
@@ -159,10 +159,14 @@ class Trainer:
         """Leave the process group."""
         self.world.close()
 
+    def _parts(self) -> checkpoint.Parts:
+        updated = self.reference.model if self.reference is not None and self.args.ref_update_interval else None
+        return checkpoint.Parts(self.world, self.model, updated, self.optimizers)
+
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
         """What every token has before the first step: weights, reference log-probs, advantages."""
         columns = TokenColumns.from_table(table)
-        columns.check(self.args, table)
+        columns.check(self.args, table, self.model.hf.config.vocab_size)
         columns.set_weights(self.args, table, steps)
         rows = np.flatnonzero(table.mask_sums)
         dealt = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)
@@ -219,13 +223,15 @@ class Trainer:
     def _move(self, phase: str, device: torch.device) -> dict[str, float]:
         self.timer.restart()
         with self.timer(phase):
-            if self.world.device.type == "cuda":
+            if self.world.device.type == "cuda" and not self.args.fsdp_cpu_offload:
                 move(self.model, self.optimizers, device)
         return {f"perf/{phase}_time": self.timer.seconds[phase]}
 
 
 def _refuse(args: Args) -> None:
     """Raise ValueError for what parses and is not here."""
+    compares = args.kl_coef or (args.use_kl_loss and args.kl_loss_coef)
+    assert args.use_reference or not compares, "a KL coefficient without a reference: use_reference was not derived"
     if args.loss_type == "policy_loss" and args.advantage_estimator == "ppo":
         raise ValueError("--advantage-estimator ppo needs a critic, which is not here yet; take grpo or another")
 

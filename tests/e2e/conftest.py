@@ -37,14 +37,14 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's data folder, smaller."""
     out = tmp_path_factory.mktemp("task")
     script = str(ROOT / "scripts" / "prepare_data.py")
-    done = run_process(sys.executable, script, "quickstart", "--out", str(out), "--held-out", "64", "--sft-rows", "6400")
+    done = run_process(sys.executable, script, "quickstart", "--out", str(out), "--held-out", "64", "--sft-rows", "12800", "--worked-share", "0.4")
     assert done.returncode == 0, done.stderr
     return out
 
 
 @pytest.fixture(scope="session")
 def sft(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of 100 optimizer steps of SFT; the model is in ``model``."""
+    """The run folder of 200 optimizer steps of SFT; the model is in ``model``."""
     run = tmp_path_factory.mktemp("sft")
     status = train.main(
         [

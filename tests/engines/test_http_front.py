@@ -69,7 +69,8 @@ def served(folder: Path, scenario: Callable[[EmbeddedEngine, str, Post], Awaitab
 
 def test_generate_answers_as_sglang_does(folder: Path, model: PreTrainedModel) -> None:
     async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
-        body = {"input_ids": PROMPT, "sampling_params": SLIME_PARAMS, "return_logprob": True, "rid": "mine"}
+        params = {**SLIME_PARAMS, "ignore_eos": True}
+        body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "rid": "mine"}
         status, reply = await post("/generate", body)
         assert status == 200
         meta, ids = reply["meta_info"], reply["output_ids"]
@@ -156,6 +157,18 @@ def test_what_cannot_be_served_is_a_400_that_says_why(folder: Path, body: dict[s
         status, reply = await post("/generate", body)
         assert status == 400
         assert said in reply["error"]["message"]
+
+    served(folder, scenario)
+
+
+def test_closing_the_engine_does_not_wait_for_its_clients(folder: Path) -> None:
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}}
+        call = asyncio.ensure_future(post("/generate", body))
+        while not engine._scheduler.has_work:
+            await asyncio.sleep(0.01)
+        await engine.close()
+        assert (await call)[0] == 500
 
     served(folder, scenario)
 

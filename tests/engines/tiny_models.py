@@ -35,11 +35,11 @@ SIZES: dict[str, Any] = {
 def build_model(folder: Path, model_type: str = "qwen2", seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Save a random model and its tokenizer to ``folder``; biases and norms are random too, so that each matters."""
     config = AutoConfig.for_model(model_type, **{**SIZES, "tie_word_embeddings": model_type != "llama", **changes})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for weight in model.parameters():
-            weight.add_(torch.randn(weight.shape, generator=generator) * 0.25)
+            weight.add_(torch.randn_like(weight) * 0.25)
     model.save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{token:02}": token for token in range(VOCAB)}, unk_token="w00"))
     words.pre_tokenizer = WhitespaceSplit()

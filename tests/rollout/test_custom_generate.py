@@ -120,6 +120,28 @@ def test_only_the_samples_that_failed_are_tried_again(make_args: MakeArgs, make_
     assert set(output.table.metadata) == {"{}"}
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_an_abort_of_a_plugins_responses(make_args: MakeArgs, make_manager: MakeManager, partial: bool) -> None:
+    """Half of group 1 is cut off: it starts afresh as a whole, or goes on where it was."""
+    held = ("train-4-0", "train-5-0")
+    engine = ScriptedEngine(length=lambda request: 9, holds=lambda request: request.request_id in held)
+    args = make_args(
+        custom_generate_function_path=plugin("native.py:asks_the_engine"),
+        over_sampling_batch_size=4,
+        partial_rollout=partial,
+    )
+    manager = make_manager(args, [engine])
+    assert set(manager.generate(0).table.group_id.tolist()) == {0, 2, 3}
+    (group,) = manager.state_dict()["data_source"]["returned"]
+    assert [s["response_length"] for s in group] == ([3, 3, 9, 9] if partial else [0, 0, 0, 0])
+    engine.holds = lambda request: False
+    engine.version = 1
+    table = manager.generate(1).table
+    versions = [table.row_slice("weight_versions", row).tolist() for row in range(4)]
+    assert table.group_id[:4].tolist() == [1] * 4
+    assert versions == ([[0] * 3 + [1] * 6] * 2 + [[0] * 9] * 2 if partial else [[1] * 9] * 4)
+
+
 def test_a_plugin_that_returns_something_else_is_told(make_args: MakeArgs, make_manager: MakeManager) -> None:
     args = make_args(custom_generate_function_path=plugin("native.py:returns_nonsense"))
     with pytest.raises(ValueError, match="expected a Sample in a group, got a str"):

@@ -196,3 +196,21 @@ def test_the_metrics_are_finite_numbers(make_args: MakeArgs, make_manager: MakeM
     assert metrics["multi_turn/turns/mean"] == 1
     assert metrics["multi_turn/environment_tokens"] == 0
     assert all(isinstance(v, float) and math.isfinite(v) for v in metrics.values()), metrics
+
+
+def test_interrupted_responses_are_those_of_no_interruption(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    """Under the same weights, cutting responses off and going on later changes no token."""
+    uneven = {"rollout_max_response_len": 60, "rollout_stop_token_ids": list(range(20, 26))}
+    partial = make_manager(make_args(**uneven, rollout_batch_size=2, over_sampling_batch_size=5, partial_rollout=True))
+    outputs = [partial.generate(i) for i in range(3)]
+    assert sum(o.metrics["rollout/resumed_groups"] for o in outputs) > 0
+    whole = make_manager(make_args(**uneven, rollout_batch_size=15))
+    expected = {}
+    table = whole.generate(0).table
+    for row, sample_id in enumerate(table.sample_id.tolist()):
+        expected[sample_id] = (table.row_slice("response_tokens", row), table.row_slice("rollout_log_probs", row))
+    for table in (o.table for o in outputs):
+        for row, sample_id in enumerate(table.sample_id.tolist()):
+            tokens, log_probs = expected[sample_id]
+            np.testing.assert_array_equal(table.row_slice("response_tokens", row), tokens)
+            np.testing.assert_allclose(table.row_slice("rollout_log_probs", row), log_probs, atol=1e-4)

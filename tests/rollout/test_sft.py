@@ -79,5 +79,5 @@ def test_long_conversations_are_cut(
 
 def test_templated_text_is_refused(sft_args: Args, make_manager: MakeManager) -> None:
     templated = Args(**{**vars(sft_args), "apply_chat_template": True})
-    with pytest.raises(ValueError, match="no --apply-chat-template"):
+    with pytest.raises(ValueError, match="leave --apply-chat-template out"):
         make_manager(templated, []).generate(0)

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from slimelite.tracking.metrics_file import MetricsFile
-from slimelite.tracking.plot import eval_metrics, main, median_and_range
+from slimelite.tracking.metrics_file import MetricsFile, eval_metrics
+from slimelite.tracking.plot import main, median_and_range
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -75,3 +77,16 @@ def test_what_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         main(["--band", "name"])
     assert not (tmp_path / "x.png").exists()
+
+
+def test_it_runs_as_a_program_without_a_word_too_many(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "slimelite.tracking.plot",
+        str(write_run(tmp_path / "a", 1.0)),
+        "--metric",
+        "eval/sums",
+    ]
+    done = subprocess.run([*command, "--out", str(tmp_path / "x.png")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'x.png'}\n", "")

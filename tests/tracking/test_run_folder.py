@@ -3,19 +3,47 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 from fake_run import make_args, make_table
 
 from slimelite.arguments import Derivation
-from slimelite.arguments.sources import load_yaml  # noqa: F401  (the reader of --config)
+from slimelite.arguments import make_args as parse
+from slimelite.arguments.machine import Machine
 from slimelite.table import SampleTable
 from slimelite.tracking.run_folder import RunFolder
-from slimelite.tracking.versions import commit
+from slimelite.tracking.versions import commit, gpus
+
+COMPLETE = (
+    "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
+    "--rollout-max-response-len 16 "
+)
 
 
-def test_the_configuration_can_be_read_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--calculate-per-token-loss --eps-clip 0.3 --lr 2e-6 --swiglu --wandb-group x",
+        "--use-kl-loss --kl-loss-coef 0.01 --disable-grpo-std-normalization --eval-interval 2 "
+        '--eval-prompt-data a b.jsonl --apply-chat-template-kwargs {"a":1} --rollout-stop-token-ids 1 2 '
+        "--save x --save-interval 2",
+    ],
+)
+def test_config_yaml_gives_the_same_arguments_again(tmp_path: Path, words: str) -> None:
+    machine = Machine(gpus=0)
+    args = parse((COMPLETE + words).split(), machine=machine)
+    RunFolder(tmp_path).save_config(args)
+    again = parse(["--config", str(tmp_path / "config.yaml"), "--run-dir", args.run_dir], machine=machine)
+    sources: dict[str, Any] = {"config": None, "derivations": (), "notes": (), "no_effect": ()}
+    assert replace(again, **sources) == replace(args, **sources)
+
+
+def test_the_configuration_says_why_and_keeps_secrets(tmp_path: Path) -> None:
     args = make_args(
         tmp_path,
         lr=1e-6,
@@ -65,6 +93,17 @@ def test_versions_are_found_without_importing_anything_heavy() -> None:
     assert found["sglang"] is None or found["sglang"][0].isdigit()
     assert found["machine"]["cores"] >= 1
     assert found["python"] == sys.version.split()[0]
+
+
+def test_gpus_as_the_driver_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    line = "NVIDIA H100 80GB HBM3, 81559 MiB, 580.1"
+    tool.write_text(f"#!/bin/sh\necho '{line}'\necho '{line}'")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert gpus() == [line] * 2
+    tool.write_text("#!/bin/sh\necho 'no driver'\nexit 9")
+    assert gpus() == []
 
 
 def test_the_commit_and_whether_files_were_changed(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +30,7 @@ def test_a_whole_run_leaves_everything_in_its_folder(tmp_path: Path, capsys: pyt
     assert series(records, "rollout/response_len/mean")[1] == [5.5] * 5, "from the table: the rollout did not say"
     for name in ("rollout_time", "train_time", "update_weights_time", "wait_time_ratio", "update_weights_bytes"):
         assert series(records, f"perf/{name}")[0] == [0, 1, 2, 3, 4], name
+    assert series(records, "perf/eval_time") == ([1, 3], [7.0, 7.0]), "the evaluation before training is in no rollout"
     assert SampleTable.from_parquet(tmp_path / "rollouts" / "0000004.parquet").reward.mean() == 0.875
     assert SampleTable.from_parquet(tmp_path / "eval" / "sums-0000000.parquet").reward.sum() == 1
     assert sorted(p.name for p in (tmp_path / "eval").iterdir()) == [f"sums-000000{i}.parquet" for i in (0, 2, 4)]
@@ -171,9 +174,15 @@ def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
         tracker.log_rollout(0, make_table(), {"rollout/best": "the first"})  # type: ignore[dict-item]
 
 
+def test_importing_it_loads_nothing_that_only_some_runs_use() -> None:
+    heavy = {"torch", "ray", "transformers", "matplotlib", "wandb"}
+    code = f"import sys, slimelite.tracking; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
 def test_the_curves_are_not_redrawn_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    monkeypatch.setattr("slimelite.tracking.tracker.draw_run", lambda run_dir, out: drawn.append(out))
+    monkeypatch.setattr("slimelite.tracking.plot.draw_run", lambda run_dir, out: drawn.append(out))
     args = replace(make_args(tmp_path), num_rollout=4)
     play(args, range(4))
     assert len(drawn) == 1, "at the end; two evaluations within a second of the start draw nothing"

@@ -16,7 +16,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_resuming_goes_on_bit_for_bit(model: Path, tmp_path: Path, optimizer: str) -> None:
-    args = tiny_args(model, optimizer=optimizer, lr_decay_style="cosine", num_rollout=6, deterministic_mode=True)
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_reference": True, "ref_update_interval": 2}
+    schedule = {"lr_decay_style": "cosine", "num_rollout": 6}
+    args = tiny_args(model, optimizer=optimizer, deterministic_mode=True, **kl, **schedule)
     tables = [random_table(seed=i) for i in range(6)]
     try:
         with one_rank(args) as trainer:

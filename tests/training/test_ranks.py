@@ -47,7 +47,7 @@ def awkward_table() -> SampleTable:
 
 def exact_gradient(trainer: Trainer, table: SampleTable) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The float64 gradient of one optimizer step over the whole table, and the metrics; ``trainer`` is fresh."""
-    models = [trainer.model, *([trainer.reference._model] if trainer.reference else [])]
+    models = [trainer.model, *([trainer.reference.model] if trainer.reference else [])]
     for model in models:
         model.double()
         exact_norms(model)

@@ -292,6 +292,9 @@ def test_what_cannot_be_trained_on_is_refused(model: Path) -> None:
     with one_rank(tiny_args(model, use_tis=True)) as trainer:
         with pytest.raises(ValueError, match=r"samples \[0\] have no engine log-probs"):
             trainer.train(0, table)
+        table.response_tokens[4] = 61
+        with pytest.raises(ValueError, match="token 61 is not one of the model's 61"):
+            trainer.train(0, table)
         empty_prompt = Sample(group_index=0, index=7, tokens=[1, 2], response_length=2, reward=1.0)
         empty_prompt.rollout_log_probs = [-1.0, -1.0]
         table = SampleTable.from_samples([[empty_prompt]])

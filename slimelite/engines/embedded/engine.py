@@ -205,11 +205,11 @@ class EmbeddedEngine:
 
     async def close(self) -> None:
         """See `Engine.close`. Requests still running fail."""
-        await self._front.stop()
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
         await asyncio.to_thread(self._worker.join)
+        await self._front.stop()
 
     def _check(self, request: GenerateRequest) -> None:
         """Raise ValueError for a request that can never be served."""

@@ -190,7 +190,7 @@ class DecoderWeights:
     @torch.no_grad()
     def resume(self) -> None:
         """The inverse of `release`; views of the weights stay valid."""
-        for weight, parked in zip(self._storage, self._parked, strict=bool(self._parked)):
+        for weight, parked in zip(self._storage, self._parked, strict=False):  # none are parked on a CPU
             weight.untyped_storage().resize_(parked.untyped_storage().nbytes())
             weight.copy_(parked)
         self._parked = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from slimelite.sample import Sample, Status
+from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.sample import FINISH_STATUS, Sample, Status
 
 
 async def twins(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
@@ -44,3 +45,15 @@ SPOILED: set[int | None] = set()
 
 async def returns_nonsense(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> str:
     return "text"
+
+
+async def asks_the_engine(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """One request of its own; what an abort cuts off comes back as it is."""
+    params = SamplingParams(max_new_tokens=sampling_params["max_new_tokens"])
+    request = GenerateRequest(
+        f"train-{sample.index}-0", tuple(sample.tokens), params, f"train-{sample.group_index}", sample.response_length
+    )
+    (result,) = await args.rollout_context.engines.engines[0].generate([request])
+    sample.append_response_tokens(result.output_ids, result.log_probs, weight_versions=result.weight_versions)
+    sample.status = FINISH_STATUS[result.finish_reason]
+    return sample

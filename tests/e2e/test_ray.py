@@ -1,0 +1,122 @@
+"""Whole runs of train.py on Ray actors."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import train
+
+from .conftest import metrics, run_process
+
+pytestmark = pytest.mark.e2e
+
+
+def test_grpo_learns(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
+    """One trainer, one engine, the rollout manager: reward up, and every tracker has it."""
+    flags = ["--num-rollout", "12", "--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--lr-warmup-iters", "2"]
+    watched = ["--eval-interval", "12", "--eval-prompt-data", "heldout", str(task / "heldout.parquet"), "--eval-top-k", "1"]
+    trackers = ["--use-wandb", "--wandb-mode", "offline", "--use-tensorboard", "--run-dir", str(tmp_path / "run")]
+    done = run_process(sys.executable, "train.py", *grpo_args, *flags, *watched, *trackers)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+    rewards = metrics(run, "rollout/raw_reward")
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+    before, after = metrics(run, "eval/heldout")
+    assert after > before + 0.15
+    assert max(metrics(run, "train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert list(run.rglob("*.wandb"))
+    assert list(run.rglob("events.out.tfevents.*"))
+    assert (run / "curves.png").stat().st_size > 1000
+    assert json.loads((run / "status.json").read_text())["status"] == "finished"
+    # Ray's and the engines' noise is in the run folder
+    assert "(pid=" not in done.stdout + done.stderr
+    assert (run / "logs" / "engine_0.log").is_file()
+
+
+def test_two_ranks_are_one(grpo_args: list[str], tmp_path: Path) -> None:
+    """5 rollouts of one step; with two ranks there are two engines as well."""
+    runs = []
+    for ranks in ("1", "2"):
+        folder = tmp_path / f"ranks{ranks}"
+        flags = ["--deterministic-mode", "--num-rollout", "5", "--actor-num-gpus-per-node", ranks, "--run-dir", str(folder)]
+        assert train.main([*grpo_args, *flags, "--use-kl-loss", "--kl-loss-coef", "0.1"]) == 0
+        runs.append(folder)
+    one, two = runs
+    assert metrics(two, "rollout/raw_reward") == metrics(one, "rollout/raw_reward")
+    for name in ("train/loss", "train/kl_loss", "train/grad_norm"):
+        assert metrics(two, name) == pytest.approx(metrics(one, name), rel=1e-4, abs=1e-5), name
+    assert metrics(one, "train/kl_loss")[-1] > 1e-3
+
+
+def test_two_nodes_train_together(grpo_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray cluster of two nodes with one CPU each: one rank and one engine land on each."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    try:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        flags = ["--actor-num-nodes", "2", "--actor-num-gpus-per-node", "1", "--num-rollout", "2"]
+        assert train.main([*grpo_args, *flags, "--run-dir", str(tmp_path / "run")]) == 0
+        assert len(metrics(tmp_path / "run", "train/grad_norm")) == 2
+        # a third rank has no place: an answer with the numbers, not a wait
+        assert train.main([*grpo_args, *flags, "--actor-num-nodes", "3", "--run-dir", str(tmp_path / "too-many")]) == 1
+        status = json.loads((tmp_path / "too-many" / "status.json").read_text())
+        assert "needs 3 CPUs" in json.dumps(status)
+        assert "Ray has 2" in json.dumps(status)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def test_the_gsm8k_script_starts_its_own_head_and_submits(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
+    """slime's arrays with everything that is about the real model overridden on the command line."""
+    model = grpo_args[grpo_args.index("--hf-checkpoint") + 1]
+    config = json.loads((Path(model) / "config.json").read_text())
+    (task / "test.parquet").write_bytes((task / "heldout.parquet").read_bytes())
+    architecture = {
+        "--num-layers": config["num_hidden_layers"],
+        "--hidden-size": config["hidden_size"],
+        "--ffn-hidden-size": config["intermediate_size"],
+        "--num-attention-heads": config["num_attention_heads"],
+        "--num-query-groups": config["num_key_value_heads"],
+        "--norm-epsilon": config["rms_norm_eps"],
+        "--rotary-base": config["rope_parameters"]["rope_theta"],
+        "--vocab-size": config["vocab_size"],
+    }
+    flags = [str(part) for pair in architecture.items() for part in pair]
+    small = "--rm-type gsm8k --num-rollout 1 --rollout-batch-size 2 --over-sampling-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 8"
+    lengths = "--rollout-max-response-len 32 --eval-max-response-len 32 --skip-eval-before-train"
+    env = {"MODEL": model, "DATA": str(task), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "WANDB_API_KEY": ""}
+    script = ["bash", "scripts/test-qwen2.5-0.5B-gsm8k.sh", *flags, *small.split(), *lengths.split()]
+    done = run_process(*script, "--run-dir", str(tmp_path / "run"), env=env)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(metrics(tmp_path / "run", "train/loss")) == 1
+    assert "succeeded" in done.stdout + done.stderr
+    log = done.stdout.split("(log: ")[1].split(")")[0]
+    assert "Authentication" not in done.stderr
+    assert "SIGTERM" in Path(log).read_text()  # the head it started, it stopped
+
+
+def test_a_bare_ray_job_submit(grpo_args: list[str], tmp_path: Path) -> None:
+    """``ray start --head`` and ``ray job submit -- python train.py``, as a user types them, with a token."""
+    head = tmp_path / "head.sh"
+    command = " ".join([sys.executable, "train.py", *grpo_args, "--num-rollout", "1", "--run-dir", str(tmp_path / "run")])
+    head.write_text(
+        "set -eu\nsource scripts/lib/submit.sh\nstart_head\n"
+        f'ray job submit --address "$RAY_ADDRESS" --working-dir . -- {command}\n'
+        # without the token the same cluster refuses
+        'if RAY_AUTH_TOKEN=wrong ray job list --address "$RAY_ADDRESS" >/dev/null 2>&1; then exit 7; fi\n'
+    )
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = run_process("bash", str(head), env=env)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(metrics(tmp_path / "run", "train/loss")) == 1
