@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from slimelite.arguments import Args, parse_args
@@ -92,8 +93,10 @@ def main(argv: list[str] | None = None) -> int:
     from slimelite.tracking import Tracker
 
     try:
-        with Tracker(args) as tracker, launch(args) as cluster:
-            args = cluster.complete_args()
+        with Tracker(args) as tracker, ExitStack() as stack:
+            with tracker.phase("start"):
+                cluster = stack.enter_context(launch(args))
+                args = cluster.complete_args()
             tracker.banner(args)
             train(args, cluster, tracker)
     except (ValueError, ClusterError) as error:

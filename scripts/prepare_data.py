@@ -127,7 +127,7 @@ def converted(task: Task, original: str, split: str) -> Iterator[Row]:
 
 
 def few_shot(row: Row, shots: int) -> Row:
-    """The same question after ``shots`` worked examples, answered with ``#### n``: for models too small to follow BOXED."""
+    """The question after ``shots`` worked examples, answered with ``#### n``: for models too small to follow BOXED."""
     messages = [{"role": "system", "content": SHOTS_SYSTEM}]
     for question, answer in SHOTS[:shots]:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -179,7 +179,11 @@ def main() -> None:
     parser.add_argument("--source", default="hub", help="hub, or the folder of the original files (default: hub)")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
-        "--shots", type=int, default=0, choices=range(len(SHOTS) + 1), help="worked examples before each question (default: 0)"
+        "--shots",
+        type=int,
+        default=0,
+        choices=range(len(SHOTS) + 1),
+        help="worked examples before each question (default: 0)",
     )
     parser.add_argument("--seed", type=int, default=0, help="quickstart: seed of everything (default: 0)")
     parser.add_argument(

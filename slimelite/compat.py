@@ -30,6 +30,7 @@ SLIME_NAMES = {
     "slime.utils.misc.load_function": "slimelite.plugins.load_function",
     "slime.utils.async_utils.run": "asyncio.run",
     "slime.utils.processing_utils.load_tokenizer": "slimelite.compat.load_tokenizer",
+    "slime.backends.megatron_utils.loss.icepop_function": "slimelite.algorithms.corrections.icepop_weights",
     "slime.rollout.base_types.RolloutFnTrainOutput": "slimelite.rollout.outputs.RolloutFnTrainOutput",
     "slime.rollout.base_types.RolloutFnEvalOutput": "slimelite.rollout.outputs.RolloutFnEvalOutput",
     "slime.rollout.sglang_rollout.generate_rollout": "slimelite.rollout.generate.generate_rollout",

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 
-class Status(StrEnum):
+class SampleStatus(StrEnum):
     """Where a sample stands; the names are slime's."""
 
     PENDING = "pending"
@@ -17,6 +17,8 @@ class Status(StrEnum):
     ABORTED = "aborted"
     FAILED = "failed"
 
+
+Status = SampleStatus
 
 # finish reason of an engine -> status of the sample
 FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -32,7 +34,7 @@ class Sample:
     only writer.
     """
 
-    Status: ClassVar[type[Status]] = Status
+    Status: ClassVar[type[SampleStatus]] = SampleStatus
 
     group_index: int | None = None
     index: int | None = None
@@ -50,7 +52,7 @@ class Sample:
     teacher_log_probs: list[float] | None = None
     # masked out of the loss, still counted in its group's statistics
     remove_sample: bool = False
-    status: Status = Status.PENDING
+    status: SampleStatus = SampleStatus.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
@@ -109,7 +111,9 @@ class Sample:
     def check_aligned(self) -> None:
         """Raise ValueError unless every per-token list has ``response_length`` entries."""
         if self.response_length > len(self.tokens):
-            raise ValueError(f"response_length {self.response_length} exceeds the {len(self.tokens)} tokens of the sample")
+            raise ValueError(
+                f"response_length {self.response_length} exceeds the {len(self.tokens)} tokens of the sample"
+            )
         for name in ("loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs"):
             values = getattr(self, name)
             if values and len(values) != self.response_length:
@@ -127,7 +131,9 @@ class Sample:
         reward = self.reward
         if isinstance(reward, dict):
             if key is None or key not in reward:
-                raise ValueError(f"the reward is a dict with keys {sorted(reward)}; name one with --reward-key (got {key!r})")
+                raise ValueError(
+                    f"the reward is a dict with keys {sorted(reward)}; name one with --reward-key (got {key!r})"
+                )
             reward = reward[key]
         if reward is None:
             raise ValueError(f"sample {self.index} of group {self.group_index} has no reward")
@@ -147,4 +153,4 @@ class Sample:
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ValueError(f"not fields of Sample: {unknown}")
-        return cls(**{**values, "status": Status(values.get("status", Status.PENDING))})
+        return cls(**{**values, "status": SampleStatus(values.get("status", SampleStatus.PENDING))})

@@ -215,7 +215,9 @@ class SampleTable:
             ValueError: columns are missing.
         """
         if missing := [n for n in (*COLUMNS, *TEXT_COLUMNS) if n not in table.column_names]:
-            raise ValueError(f"not a table of samples: columns {missing} are missing; write it with --save-debug-rollout-data")
+            raise ValueError(
+                f"not a table of samples: columns {missing} are missing; write it with --save-debug-rollout-data"
+            )
         values: dict[str, Any] = {}
         for name, (dtype, offsets) in COLUMNS.items():
             column = table.column(name).combine_chunks()

@@ -45,7 +45,10 @@ def test_ray_is_imported_in_cluster_alone() -> None:
         ("algorithms", ("slimelite.arguments", "slimelite.training", "slimelite.rollout", "slimelite.table", "numpy")),
         ("training", ("slimelite.rollout", "slimelite.rewards", "slimelite.cluster", "slimelite.data.source")),
         ("rollout", ("slimelite.training", "slimelite.cluster", "torch.nn")),
-        ("engines", ("slimelite.rollout", "slimelite.rewards", "slimelite.training", "slimelite.arguments", "slimelite.data")),
+        (
+            "engines",
+            ("slimelite.rollout", "slimelite.rewards", "slimelite.training", "slimelite.arguments", "slimelite.data"),
+        ),
         ("rewards", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "torch")),
         ("data", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.rewards")),
         ("tracking", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.cluster")),
@@ -56,7 +59,17 @@ def test_rooms_do_not_know_each_other(room: str, forbidden: tuple[str, ...]) -> 
 
 
 def test_arguments_need_only_the_standard_library() -> None:
-    heavy = ("torch", "ray", "transformers", "sglang", "numpy", "pyarrow", "yaml", "slimelite.data", "slimelite.rewards")
+    heavy = (
+        "torch",
+        "ray",
+        "transformers",
+        "sglang",
+        "numpy",
+        "pyarrow",
+        "yaml",
+        "slimelite.data",
+        "slimelite.rewards",
+    )
     assert offenders("arguments", heavy, module_level=True) == []
 
 

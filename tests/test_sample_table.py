@@ -22,7 +22,7 @@ def make_sample(index: int, group: int, prompt: int, response: int, **fields: ob
     return sample
 
 
-@pytest.fixture()
+@pytest.fixture
 def groups() -> list[list[Sample]]:
     first = [make_sample(0, 0, 4, 3, label="7"), make_sample(1, 0, 4, 0)]
     second = [make_sample(2, 1, 2, 5, metadata={"a": [1]}), make_sample(3, 1, 2, 1, remove_sample=True, rollout_id=2)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,6 @@ from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResu
 from slimelite.tracking.noise import redirect_process_output
 
 
-@ray.remote
 class TrainerActor:
     """A `Trainer` rank."""
 
@@ -47,7 +45,6 @@ class TrainerActor:
         return getattr(target, method)(*args)
 
 
-@ray.remote
 class EngineActor:
     """An embedded engine; methods of the protocol run on the actor's event loop."""
 
@@ -69,7 +66,6 @@ class EngineActor:
         return await getattr(self.engine, method)(*args)
 
 
-@ray.remote
 class RolloutActor:
     """The rollout manager, with engines reached through their actors."""
 

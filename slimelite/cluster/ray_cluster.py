@@ -77,7 +77,7 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
     # colocated engines sit on the trainers' devices, others behind them
     first_engine = 0 if args.colocate else world
     bundles = max(world, first_engine + engines * width)
-    started = _connect(args, bundles)
+    started = _connect(bundles)
     group = _reserve(args, bundles)
     logs = Path(args.run_dir).absolute() / "logs"
     actors: list[Any] = []
@@ -85,15 +85,15 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
         trainer_workers, engine_handles = [], []
         for index in range(engines):
             options = _options(args, group, first_engine + index * width, ENGINE_SHARE, args.cpu_threads)
-            handle = EngineActor.options(**options).remote(args, index, str(logs / f"engine_{index}.log"))
+            handle = ray.remote(EngineActor).options(**options).remote(args, index, str(logs / f"engine_{index}.log"))
             engine_handles.append(handle)
         for rank in range(world):
             options = _options(args, group, rank, TRAINER_SHARE, args.cpu_threads, args.train_env_vars)
-            handle = TrainerActor.options(**options).remote(rank, world, str(logs / f"trainer_{rank}.log"))
+            handle = ray.remote(TrainerActor).options(**options).remote(rank, world, str(logs / f"trainer_{rank}.log"))
             trainer_workers.append(RayWorker(handle, f"trainer rank {rank}", logs / f"trainer_{rank}.log"))
         options = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
         rollout_log = logs / "rollout.log"
-        rollout_handle = RolloutActor.options(**options).remote(args, engine_handles, str(rollout_log))
+        rollout_handle = ray.remote(RolloutActor).options(**options).remote(args, engine_handles, str(rollout_log))
         rollout = RayWorker(rollout_handle, "the rollout manager", rollout_log)
         actors = [*engine_handles, *(w.handle for w in trainer_workers), rollout_handle]
 
@@ -116,7 +116,7 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
             ray.shutdown()
 
 
-def _connect(args: Args, bundles: int) -> bool:
+def _connect(bundles: int) -> bool:
     if ray.is_initialized():
         return False
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -135,9 +135,10 @@ def _reserve(args: Args, bundles: int) -> PlacementGroup:
     if total < bundles:
         nodes = sum(1 for node in ray.nodes() if node["Alive"])
         raise ClusterError(
-            f"the job needs {bundles} {device}s ({args.actor_num_nodes} x {args.actor_num_gpus_per_node} trainer ranks, "
-            f"{args.num_engines} engines x {args.rollout_num_gpus_per_engine}, colocate={args.colocate}) but Ray has {total} "
-            f"on {nodes} node(s): lower --actor-num-gpus-per-node or --rollout-num-gpus, add --colocate, or add nodes"
+            f"the job needs {bundles} {device}s ({args.actor_num_nodes} x {args.actor_num_gpus_per_node} ranks and "
+            f"{args.num_engines} engines x {args.rollout_num_gpus_per_engine}, colocate={args.colocate}) but Ray has "
+            f"{total} on {nodes} node(s): lower --actor-num-gpus-per-node or --rollout-num-gpus, add --colocate, or "
+            "add nodes"
         )
     bundle = {"CPU": 1.0, "GPU": 1.0} if device == "GPU" else {"CPU": 1.0}
     group = placement_group([dict(bundle) for _ in range(bundles)], strategy="PACK")
@@ -148,7 +149,9 @@ def _reserve(args: Args, bundles: int) -> PlacementGroup:
         state = f"{free.get(device, 0):g} of {total} {device}s and {free.get('CPU', 0):g} CPUs are free"
         if waited > WAIT_LIMIT_S:
             remove_placement_group(group)
-            raise ClusterError(f"gave up after {waited:.0f} s waiting for {bundles} x {bundle}: {state}; another job holds the rest")
+            raise ClusterError(
+                f"gave up after {waited:.0f} s waiting for {bundles} x {bundle}: {state}; another job holds the rest"
+            )
         print(f"waiting for {bundles} x {bundle} from Ray, {waited:.0f} s so far: {state}", file=sys.stderr, flush=True)
     return group
 

@@ -82,4 +82,3 @@ def build_engine(args: Args, index: int) -> Engine:
         eos_token_ids=stop_token_ids(args.tokenizer, tokenizer),
         seed=args.rollout_seed + index,
     )
-

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,14 @@ def metrics(run_dir: Path, name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-def run_process(*command: str, env: dict[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run_process(
+    *command: str, env: dict[str, str] | None = None, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
     """A command as a user types it, from the repository's root."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    return subprocess.run(command, cwd=ROOT, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=ROOT, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=timeout
+    )
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +41,19 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's data folder, smaller."""
     out = tmp_path_factory.mktemp("task")
     script = str(ROOT / "scripts" / "prepare_data.py")
-    done = run_process(sys.executable, script, "quickstart", "--out", str(out), "--held-out", "64", "--sft-rows", "12800", "--worked-share", "0.4")
+    done = run_process(
+        sys.executable,
+        script,
+        "quickstart",
+        "--out",
+        str(out),
+        "--held-out",
+        "64",
+        "--sft-rows",
+        "12800",
+        "--worked-share",
+        "0.4",
+    )
     assert done.returncode == 0, done.stderr
     return out
 
@@ -74,8 +90,8 @@ def grpo_args(task: Path, sft: Path) -> list[str]:
     ]
 
 
-@pytest.fixture()
-def local_run(grpo_args: list[str], tmp_path: Path) -> Iterator[Callable[..., Path]]:
+@pytest.fixture
+def local_run(grpo_args: list[str], tmp_path: Path) -> Callable[..., Path]:
     """``local_run(name, *flags)``: a run in this process that must succeed; returns its folder."""
 
     def run(name: str, *flags: str) -> Path:
@@ -83,4 +99,4 @@ def local_run(grpo_args: list[str], tmp_path: Path) -> Iterator[Callable[..., Pa
         assert train.main([*grpo_args, "--launcher", "local", "--run-dir", str(folder), *flags]) == 0
         return folder
 
-    yield run
+    return run

@@ -34,7 +34,9 @@ def test_the_saved_model_opens_in_transformers(sft: Path, task: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(sft / "model", dtype=torch.float32)
     tokenizer = load_tokenizer(str(sft / "model"))
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "1+2+3+4=?"}], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+2+3+4=?"}], tokenize=False, add_generation_prompt=True
+    )
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     text = tokenizer.decode(model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :])
     assert "####" in text
@@ -48,7 +50,13 @@ def test_resumed_equals_straight_to_the_bit(local_run: Run, tmp_path: Path) -> N
     local_run("first", *common, "--num-rollout", "3", "--save", checkpoints, "--save-interval", "3")
     second = local_run("second", *common, "--num-rollout", "6", "--load", checkpoints)
 
-    for name in ("train/loss", "train/grad_norm", "train/pg_clipfrac", "rollout/raw_reward", "rollout/response_len/mean"):
+    for name in (
+        "train/loss",
+        "train/grad_norm",
+        "train/pg_clipfrac",
+        "rollout/raw_reward",
+        "rollout/response_len/mean",
+    ):
         assert metrics(second, name) == metrics(straight, name)[3:], name
     assert metrics(straight, "train/grad_norm") != metrics(straight, "train/grad_norm")[::-1]
     for rollout in (3, 4, 5):
@@ -74,16 +82,18 @@ def test_first_step_truths_and_engine_agreement(local_run: Run) -> None:
 
 
 def test_micro_batches_do_not_matter(local_run: Run) -> None:
-    runs = [local_run(f"cap{cap}", "--num-rollout", "3", "--deterministic-mode", "--max-tokens-per-gpu", cap) for cap in ("64", "4096")]
+    runs = [
+        local_run(f"cap{cap}", "--num-rollout", "3", "--deterministic-mode", "--max-tokens-per-gpu", cap)
+        for cap in ("64", "4096")
+    ]
     few, many = (metrics(run, "train/grad_norm") for run in runs)
     assert few == pytest.approx(many, rel=1e-4)
 
 
 def test_a_trailing_partial_step_is_trained(local_run: Run) -> None:
     run = local_run("partial", "--num-rollout", "1", "--global-batch-size", "24")
-    assert metrics(run, "train/global_batch_size")[-1:] or True
-    config = json.loads((run / "config.json").read_text())
-    assert "2" in json.dumps(config["derivations"] if "derivations" in config else config)
+    # steps of 24 and of 8 samples; the metric is their mean
+    assert metrics(run, "train/global_batch_size") == [16.0]
 
 
 def test_rollout_only_and_its_data(local_run: Run) -> None:
@@ -96,8 +106,9 @@ def test_rollout_only_and_its_data(local_run: Run) -> None:
 def test_a_model_defined_by_flags(task: Path, tmp_path: Path) -> None:
     vocabulary = json.loads((task / "model" / "config.json").read_text())["vocab_size"]
     flags = (
-        f"--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size {vocabulary} --qk-layernorm "
-        "--swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention --num-query-groups 2 --rotary-base 10000 "
+        f"--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size {vocabulary} "
+        "--qk-layernorm --swiglu --normalization RMSNorm --disable-bias-linear --group-query-attention "
+        "--num-query-groups 2 --rotary-base 10000 "
         "--input-key messages --label-key label --apply-chat-template --rm-type random --rollout-batch-size 2 "
         "--n-samples-per-prompt 4 --rollout-max-response-len 8 --num-rollout 1 --colocate --launcher local "
         "--use-dynamic-batch-size --max-tokens-per-gpu 512"

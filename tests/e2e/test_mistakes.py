@@ -13,14 +13,16 @@ import train
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture()
+@pytest.fixture
 def empty_dataset(tmp_path: Path) -> Path:
-    schema = pa.schema([("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))), ("label", pa.string())])
+    schema = pa.schema(
+        [("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))), ("label", pa.string())]
+    )
     pq.write_table(schema.empty_table(), tmp_path / "empty.parquet")
     return tmp_path / "empty.parquet"
 
 
-@pytest.fixture()
+@pytest.fixture
 def broken_reward(tmp_path: Path) -> str:
     (tmp_path / "reward.py").write_text("async def grade(args, sample, **kwargs):\n    return 1 / 0\n")
     return f"{tmp_path / 'reward.py'}:grade"

@@ -18,8 +18,25 @@ pytestmark = pytest.mark.e2e
 
 def test_grpo_learns(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
     """One trainer, one engine, the rollout manager: reward up, and every tracker has it."""
-    flags = ["--num-rollout", "12", "--rollout-batch-size", "16", "--n-samples-per-prompt", "8", "--lr-warmup-iters", "2"]
-    watched = ["--eval-interval", "12", "--eval-prompt-data", "heldout", str(task / "heldout.parquet"), "--eval-top-k", "1"]
+    flags = [
+        "--num-rollout",
+        "12",
+        "--rollout-batch-size",
+        "16",
+        "--n-samples-per-prompt",
+        "8",
+        "--lr-warmup-iters",
+        "2",
+    ]
+    watched = [
+        "--eval-interval",
+        "12",
+        "--eval-prompt-data",
+        "heldout",
+        str(task / "heldout.parquet"),
+        "--eval-top-k",
+        "1",
+    ]
     trackers = ["--use-wandb", "--wandb-mode", "offline", "--use-tensorboard", "--run-dir", str(tmp_path / "run")]
     done = run_process(sys.executable, "train.py", *grpo_args, *flags, *watched, *trackers)
     assert done.returncode == 0, done.stderr
@@ -44,7 +61,15 @@ def test_two_ranks_are_one(grpo_args: list[str], tmp_path: Path) -> None:
     runs = []
     for ranks in ("1", "2"):
         folder = tmp_path / f"ranks{ranks}"
-        flags = ["--deterministic-mode", "--num-rollout", "5", "--actor-num-gpus-per-node", ranks, "--run-dir", str(folder)]
+        flags = [
+            "--deterministic-mode",
+            "--num-rollout",
+            "5",
+            "--actor-num-gpus-per-node",
+            ranks,
+            "--run-dir",
+            str(folder),
+        ]
         assert train.main([*grpo_args, *flags, "--use-kl-loss", "--kl-loss-coef", "0.1"]) == 0
         runs.append(folder)
     one, two = runs
@@ -93,9 +118,17 @@ def test_the_gsm8k_script_starts_its_own_head_and_submits(grpo_args: list[str], 
         "--vocab-size": config["vocab_size"],
     }
     flags = [str(part) for pair in architecture.items() for part in pair]
-    small = "--rm-type gsm8k --num-rollout 1 --rollout-batch-size 2 --over-sampling-batch-size 4 --n-samples-per-prompt 4 --global-batch-size 8"
+    small = (
+        "--rm-type gsm8k --num-rollout 1 --rollout-batch-size 2 --over-sampling-batch-size 4 --n-samples-per-prompt 4 "
+        "--global-batch-size 8"
+    )
     lengths = "--rollout-max-response-len 32 --eval-max-response-len 32 --skip-eval-before-train"
-    env = {"MODEL": model, "DATA": str(task), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "WANDB_API_KEY": ""}
+    env = {
+        "MODEL": model,
+        "DATA": str(task),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "WANDB_API_KEY": "",
+    }
     script = ["bash", "scripts/test-qwen2.5-0.5B-gsm8k.sh", *flags, *small.split(), *lengths.split()]
     done = run_process(*script, "--run-dir", str(tmp_path / "run"), env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -109,7 +142,9 @@ def test_the_gsm8k_script_starts_its_own_head_and_submits(grpo_args: list[str], 
 def test_a_bare_ray_job_submit(grpo_args: list[str], tmp_path: Path) -> None:
     """``ray start --head`` and ``ray job submit -- python train.py``, as a user types them, with a token."""
     head = tmp_path / "head.sh"
-    command = " ".join([sys.executable, "train.py", *grpo_args, "--num-rollout", "1", "--run-dir", str(tmp_path / "run")])
+    command = " ".join(
+        [sys.executable, "train.py", *grpo_args, "--num-rollout", "1", "--run-dir", str(tmp_path / "run")]
+    )
     head.write_text(
         "set -eu\nsource scripts/lib/submit.sh\nstart_head\n"
         f'ray job submit --address "$RAY_ADDRESS" --working-dir . -- {command}\n'

@@ -1,0 +1,50 @@
+"""The ten-seed table and curves from the metrics that scripts/quickstart_seeds.sh collected.
+
+python scripts/quickstart_table.py docs/quickstart
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from statistics import median
+
+from slimelite.tracking.metrics_file import read_metrics
+from slimelite.tracking.plot import main as plot
+
+RUN = 40  # rollouts of the quickstart; the seeds run twice that
+TARGET_START, TARGET, TARGET_DROP = 0.40, 0.90, 0.03
+
+
+def evaluations(run: Path) -> dict[int, float]:
+    """Rollouts trained -> greedy accuracy on the held-out prompts."""
+    return {int(r["eval/step"]): r["eval/heldout"] for r in read_metrics(run) if "eval/heldout" in r}
+
+
+def main(folder: Path) -> None:
+    """Print the table; write curves.png beside the runs."""
+    runs = sorted(folder.glob("seed-*"), key=lambda run: int(run.name.split("-")[1]))
+    print("| seed | SFT model | 10 rollouts | 40 rollouts | best to 80 | 80 rollouts | met | CPU-seconds |")
+    print("|---|---|---|---|---|---|---|---|")
+    rows, met, seconds = [], 0, []
+    for run in runs:
+        scores = evaluations(run)
+        last = max(scores)
+        best = max(score for step, score in scores.items() if step)
+        ok = scores[0] <= TARGET_START and scores[RUN] >= TARGET and best - scores[last] <= TARGET_DROP
+        met += ok
+        _, user, system = (float(word) for word in (run / "seconds").read_text().split())
+        seconds.append(user + system)
+        row = [scores[0], scores[10], scores[RUN], best, scores[last]]
+        rows.append(row)
+        cells = " | ".join(f"{value:.3f}" for value in row)
+        print(f"| {run.name.split('-')[1]} | {cells} | {'yes' if ok else 'no'} | {user + system:.0f} |")
+    middle = " | ".join(f"{median(column):.3f}" for column in zip(*rows, strict=True))
+    print(f"| median | {middle} | {met} of {len(runs)} | {median(seconds):.0f} |")
+    band = ["--band", f"{len(runs)} seeds", *map(str, runs)]
+    shown = ["eval/heldout", "rollout/raw_reward", "rollout/response_len/mean", "train/entropy_loss"]
+    plot([*band, *(word for name in shown for word in ("--metric", name)), "--out", str(folder / "curves.png")])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
