@@ -16,6 +16,12 @@ RUN = 40  # rollouts of the quickstart; the seeds run twice that
 TARGET_START, TARGET, TARGET_DROP = 0.40, 0.90, 0.03
 
 
+def cpu_seconds(run: Path, rollouts: int | None = None) -> float:
+    """CPU-seconds of all processes of a run, to the end or to the end of so many rollouts."""
+    spent = [r["perf/cpu_seconds"] for r in read_metrics(run) if "perf/cpu_seconds" in r]
+    return spent[-1 if rollouts is None else rollouts - 1]
+
+
 def evaluations(run: Path) -> dict[int, float]:
     """Rollouts trained -> greedy accuracy on the held-out prompts."""
     return {int(r["eval/step"]): r["eval/heldout"] for r in read_metrics(run) if "eval/heldout" in r}
@@ -23,8 +29,8 @@ def evaluations(run: Path) -> dict[int, float]:
 
 def main(folder: Path) -> None:
     """Print the table; write curves.png beside the runs."""
-    runs = sorted(folder.glob("seed-*"), key=lambda run: int(run.name.split("-")[1]))
-    print("| seed | SFT model | 10 rollouts | 40 rollouts | best to 80 | 80 rollouts | met | CPU-seconds |")
+    runs = sorted((folder / "grpo").glob("seed-*"), key=lambda run: int(run.name.split("-")[1]))
+    print("| seed | SFT model | 10 rollouts | 40 rollouts | best to 80 | 80 rollouts | met | CPU-seconds to 40 |")
     print("|---|---|---|---|---|---|---|---|")
     rows, met, seconds = [], 0, []
     for run in runs:
@@ -33,12 +39,11 @@ def main(folder: Path) -> None:
         best = max(score for step, score in scores.items() if step)
         ok = scores[0] <= TARGET_START and scores[RUN] >= TARGET and best - scores[last] <= TARGET_DROP
         met += ok
-        _, user, system = (float(word) for word in (run / "seconds").read_text().split())
-        seconds.append(user + system)
+        seconds.append(cpu_seconds(folder / "sft" / run.name) + cpu_seconds(run, RUN))
         row = [scores[0], scores[10], scores[RUN], best, scores[last]]
         rows.append(row)
         cells = " | ".join(f"{value:.3f}" for value in row)
-        print(f"| {run.name.split('-')[1]} | {cells} | {'yes' if ok else 'no'} | {user + system:.0f} |")
+        print(f"| {run.name.split('-')[1]} | {cells} | {'yes' if ok else 'no'} | {seconds[-1]:.0f} |")
     middle = " | ".join(f"{median(column):.3f}" for column in zip(*rows, strict=True))
     print(f"| median | {middle} | {met} of {len(runs)} | {median(seconds):.0f} |")
     band = ["--band", f"{len(runs)} seeds", *map(str, runs)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ class TrainerActor:
 
     def call(self, method: str, *args: Any) -> Any:
         """A method of this actor, or of its trainer."""
+        if method == "cpu_seconds":
+            return time.process_time()
         target = self if method in ("rendezvous", "start", "push_weights") else self.trainer
         return getattr(target, method)(*args)
 
@@ -58,11 +61,14 @@ class EngineActor:
         """One bucket; ``raw`` is its bytes, uint8."""
         import torch
 
-        flat = torch.frombuffer(raw, dtype=getattr(torch, dtype))
+        # a copy: what the object store shares is read-only
+        flat = torch.tensor(raw).view(getattr(torch, dtype))
         await self.engine.load_weights(WeightBucket(names, shapes, flat))
 
     async def call(self, method: str, *args: Any) -> Any:
         """Any other method of the protocol."""
+        if method == "cpu_seconds":
+            return time.process_time()
         return await getattr(self.engine, method)(*args)
 
 
@@ -77,6 +83,8 @@ class RolloutActor:
 
     def call(self, method: str, *args: Any) -> Any:
         """A method of the worker."""
+        if method == "cpu_seconds":
+            return time.process_time()
         return getattr(self.worker, method)(*args)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -37,14 +38,18 @@ class Cluster:
     """The loop's verbs. Every method blocks until all workers concerned are done.
 
     ``rollout``: the worker with the `RolloutManager`; ``trainers``: one per rank, rank 0 first; ``engines``: what the
-    trainers need to reach the engines in a weight sync (opaque here).
+    trainers need to reach the engines in a weight sync (opaque here); ``others``: further workers in processes of
+    their own.
     """
 
-    def __init__(self, args: Args, rollout: Worker, trainers: Sequence[Worker], engines: Any) -> None:
+    def __init__(
+        self, args: Args, rollout: Worker, trainers: Sequence[Worker], engines: Any, others: Sequence[Worker] = ()
+    ) -> None:
         self.args = args
         self._rollout = rollout
         self._trainers = list(trainers)
         self._engines = engines
+        self._others = list(others)
 
     def complete_args(self) -> Args:
         """Fill in what only start-up can know: the first rollout id and the number of rollouts. Loads ``--load``."""
@@ -97,6 +102,12 @@ class Cluster:
         directory = Path(str(self.args.save_hf).format(rollout_id=rollout_id)).absolute()
         self._all("save_hf", str(directory))
         return directory
+
+    def cpu_seconds(self) -> float:
+        """CPU time of this process and of all workers since they began [s]; Ray's own daemons are not in it."""
+        workers = (self._rollout, *self._trainers, *self._others)
+        remote = [w.submit("cpu_seconds") for w in workers] if self.args.launcher == "ray" else []
+        return time.process_time() + sum(future.result() for future in remote)
 
     def offload_trainers(self) -> None:
         """Trainers give their device memory back."""

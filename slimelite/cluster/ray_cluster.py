@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -21,6 +20,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slimelite.arguments import Args
 from slimelite.cluster.actors import EngineActor, RolloutActor, TrainerActor
 from slimelite.cluster.cluster import Cluster, ClusterError
+
+logger = logging.getLogger(__name__)
 
 # Trainer and engine of a colocated job share a bundle of one device: slime's fractions.
 TRAINER_SHARE, ENGINE_SHARE = 0.4, 0.2
@@ -77,48 +78,51 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
     # colocated engines sit on the trainers' devices, others behind them
     first_engine = 0 if args.colocate else world
     bundles = max(world, first_engine + engines * width)
-    started = _connect(bundles)
-    group = _reserve(args, bundles)
     logs = Path(args.run_dir).absolute() / "logs"
-    actors: list[Any] = []
-    try:
-        trainer_workers, engine_handles = [], []
-        for index in range(engines):
-            options = _options(args, group, first_engine + index * width, ENGINE_SHARE, args.cpu_threads)
-            handle = ray.remote(EngineActor).options(**options).remote(args, index, str(logs / f"engine_{index}.log"))
-            engine_handles.append(handle)
-        for rank in range(world):
-            options = _options(args, group, rank, TRAINER_SHARE, args.cpu_threads, args.train_env_vars)
-            handle = ray.remote(TrainerActor).options(**options).remote(rank, world, str(logs / f"trainer_{rank}.log"))
-            trainer_workers.append(RayWorker(handle, f"trainer rank {rank}", logs / f"trainer_{rank}.log"))
-        options = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
-        rollout_log = logs / "rollout.log"
-        rollout_handle = ray.remote(RolloutActor).options(**options).remote(args, engine_handles, str(rollout_log))
-        rollout = RayWorker(rollout_handle, "the rollout manager", rollout_log)
-        actors = [*engine_handles, *(w.handle for w in trainer_workers), rollout_handle]
+    workers: list[RayWorker] = []
 
-        address = trainer_workers[0].submit("rendezvous").result() if trainer_workers else None
-        starting = [w.submit("start", args, address) for w in trainer_workers]
-        starting.append(rollout.submit("num_prompts"))
-        for index, handle in enumerate(engine_handles):
-            worker = RayWorker(handle, f"engine {index}", logs / f"engine_{index}.log")
-            starting.append(worker.submit("info"))
-        for future in starting:
-            future.result()
-        yield Cluster(args, rollout, trainer_workers, engine_handles)
-        for worker in (*trainer_workers, rollout):
-            worker.submit("close").result()
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-        remove_placement_group(group)
-        if started:
-            ray.shutdown()
+    def start(actor: type, name: str, options: dict[str, Any], *rest: Any) -> RayWorker:
+        log = logs / f"{name}.log"
+        worker = RayWorker(ray.remote(actor).options(**options).remote(*rest, str(log)), name, log)
+        workers.append(worker)
+        return worker
+
+    with _connected(bundles), _reserved(args, bundles) as group:
+        try:
+            pool = [
+                start(
+                    EngineActor, f"engine_{n}", _options(args, group, first_engine + n * width, ENGINE_SHARE), args, n
+                )
+                for n in range(engines)
+            ]
+            trainers = [
+                start(
+                    TrainerActor, f"trainer_{n}", _options(args, group, n, TRAINER_SHARE, args.train_env_vars), n, world
+                )
+                for n in range(world)
+            ]
+            handles = [worker.handle for worker in pool]
+            threaded = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
+            rollout = start(RolloutActor, "rollout", threaded, args, handles)
+
+            address = trainers[0].submit("rendezvous").result() if trainers else None
+            starting = [trainer.submit("start", args, address) for trainer in trainers]
+            starting += [rollout.submit("num_prompts"), *(worker.submit("info") for worker in pool)]
+            for future in starting:
+                future.result()
+            yield Cluster(args, rollout, trainers, handles, others=pool)
+            for worker in (*trainers, rollout):
+                worker.submit("close").result()
+        finally:
+            for worker in workers:
+                ray.kill(worker.handle)
 
 
-def _connect(bundles: int) -> bool:
+@contextmanager
+def _connected(bundles: int) -> Iterator[None]:
     if ray.is_initialized():
-        return False
+        yield
+        return
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
     if "RAY_ADDRESS" in os.environ:
         ray.init(**quiet)
@@ -126,10 +130,14 @@ def _connect(bundles: int) -> bool:
         # a CPU "device" is a process of ours: more of them than cores is slow, not impossible
         cpus = max(os.cpu_count() or 1, bundles)
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    return True
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
-def _reserve(args: Args, bundles: int) -> PlacementGroup:
+@contextmanager
+def _reserved(args: Args, bundles: int) -> Iterator[PlacementGroup]:
     device = "GPU" if args.device == "cuda" else "CPU"
     total = int(ray.cluster_resources().get(device, 0))
     if total < bundles:
@@ -142,18 +150,24 @@ def _reserve(args: Args, bundles: int) -> PlacementGroup:
         )
     bundle = {"CPU": 1.0, "GPU": 1.0} if device == "GPU" else {"CPU": 1.0}
     group = placement_group([dict(bundle) for _ in range(bundles)], strategy="PACK")
+    try:
+        _wait_for(group, device, total, f"{bundles} x {bundle}")
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _wait_for(group: PlacementGroup, device: str, total: int, wanted: str) -> None:
     begin = time.monotonic()
     while not group.wait(timeout_seconds=WAIT_REPORT_S):
         waited = time.monotonic() - begin
         free = ray.available_resources()
         state = f"{free.get(device, 0):g} of {total} {device}s and {free.get('CPU', 0):g} CPUs are free"
         if waited > WAIT_LIMIT_S:
-            remove_placement_group(group)
             raise ClusterError(
-                f"gave up after {waited:.0f} s waiting for {bundles} x {bundle}: {state}; another job holds the rest"
+                f"gave up after {waited:.0f} s waiting for {wanted}: {state}; another job holds the rest"
             )
-        print(f"waiting for {bundles} x {bundle} from Ray, {waited:.0f} s so far: {state}", file=sys.stderr, flush=True)
-    return group
+        logger.warning("waiting for %s from Ray, %.0f s so far: %s", wanted, waited, state)
 
 
 def _env(threads: int) -> dict[str, str]:
@@ -161,12 +175,12 @@ def _env(threads: int) -> dict[str, str]:
 
 
 def _options(
-    args: Args, group: PlacementGroup, bundle: int, share: float, threads: int, env: dict[str, str] | None = None
+    args: Args, group: PlacementGroup, bundle: int, share: float, env: dict[str, str] | None = None
 ) -> dict[str, Any]:
     strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
     return {
         "num_cpus": share,
         "num_gpus": share if args.device == "cuda" else 0,
         "scheduling_strategy": strategy,
-        "runtime_env": {"env_vars": {**_env(threads), **(env or {})}},
+        "runtime_env": {"env_vars": {**_env(args.cpu_threads), **(env or {})}},
     }
