@@ -100,7 +100,8 @@ def main(argv: list[str] | None = None) -> int:
                 args = cluster.complete_args()
             tracker.banner(args)
             train(args, cluster, tracker)
-    except (ValueError, ClusterError) as error:
+    except (ValueError, ClusterError, FloatingPointError, AssertionError) as error:
+        # the message is for the console; log.txt of the run folder has the traceback
         print(f"train.py: {error}", file=sys.stderr)
         return 1
     return 0

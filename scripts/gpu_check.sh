@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Prove the GPU paths on a machine with one GPU: correctness, learning, colocation, speed. Offline, in at most 10 minutes.
+# Prove the GPU paths on a machine with a GPU: correctness, learning, colocation, speed. Offline, at most 10 minutes.
 #
-#   bash scripts/gpu_check.sh --out gpu_check                 (PYTHON=... names another interpreter)
-#   bash scripts/gpu_check.sh --out check --device cpu --tiny (the same checks, tiny, without a GPU)
+#   bash scripts/gpu_check.sh [--out runs/gpu_check]     (PYTHON=... names the interpreter)
+#   bash scripts/gpu_check.sh --device cpu --tiny        (tries the checks themselves, without a GPU)
 #
-# Needs the packages of pyproject.toml, Ray and SGLang excepted, and no downloads: weights are random. Prints a line for
-# every check and a table; --out gets results.json and the logs. Exit status 0: nothing failed.
+# Needs the packages of pyproject.toml, without Ray, and no downloads: weights are random. A line for each check and a
+# table; results.json and logs in --out. Exit status 0: nothing failed. docs/gpu_status.md says what it proves.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" # one GPU, where there are several
 exec "${PYTHON:-python3}" scripts/gpu_check.py "$@"

@@ -33,20 +33,23 @@ start_head() {
     local dashboard log
     dashboard=$(free_port)
     log=$(mktemp)
+    # ports of its own throughout: another Ray on this machine has the default ones
     ray start --head --block --port "$(free_port)" --dashboard-host 127.0.0.1 --dashboard-port "$dashboard" \
+        --dashboard-agent-listen-port "$(free_port)" --metrics-export-port "$(free_port)" \
         --disable-usage-stats >"$log" 2>&1 &
     RAY_HEAD_PID=$!
-    trap 'kill -TERM "$RAY_HEAD_PID" 2>/dev/null; wait "$RAY_HEAD_PID" 2>/dev/null' EXIT
+    # a stopped head exits with 1, which is not the script's status
+    trap 'kill -TERM "$RAY_HEAD_PID" 2>/dev/null; wait "$RAY_HEAD_PID" 2>/dev/null || true' EXIT
     export RAY_ADDRESS="http://127.0.0.1:$dashboard"
     echo "starting a Ray head at $RAY_ADDRESS (log: $log)"
-    local waited
-    for ((waited = 0; waited < 90; waited++)); do
+    local deadline=$((SECONDS + 120)) answer=""
+    while ((SECONDS < deadline)); do
         # the dashboard answers before the agent that runs jobs is there: an empty job tells when it is
-        if ray job submit --no-wait --address "$RAY_ADDRESS" -- true >/dev/null 2>&1; then return; fi
-        kill -0 "$RAY_HEAD_PID" 2>/dev/null || { cat "$log" >&2; exit 1; }
+        if answer=$(ray job submit --no-wait --address "$RAY_ADDRESS" -- true 2>&1); then return; fi
+        kill -0 "$RAY_HEAD_PID" 2>/dev/null || break
         sleep 1
     done
-    echo "the Ray head did not answer at $RAY_ADDRESS within 90 s; its log:" >&2
+    echo "the Ray head at $RAY_ADDRESS takes no jobs: ${answer##*$'\n'}; its log:" >&2
     cat "$log" >&2
     exit 1
 }

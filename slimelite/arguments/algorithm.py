@@ -69,3 +69,5 @@ class AlgorithmArgs:
 
     # a reference model is needed
     use_reference: bool = resolved(False)
+    # estimator of the KL in the reward: unbiased, and a reward has no gradient that could vanish
+    kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"] = resolved("k1")

@@ -65,6 +65,7 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     _checkpoints(draft)
     _tracking(draft)
     draft.args = replace(draft.args, eval_datasets=resolve_eval_datasets(draft.args, settings))
+    _context(draft)
     return replace(
         draft.args,
         sglang_overrides=dict(settings.sglang),
@@ -258,6 +259,14 @@ def _lengths(draft: Draft) -> None:
         draft.set("rollout_max_response_len", args.rollout_max_context_len or 0, "no engine of ours generates")
 
 
+def _context(draft: Draft) -> None:
+    """The engines' context: the longest that training rollouts and evaluations may use."""
+    longest = draft.args.rollout_max_context_len
+    if longest is not None:
+        longest = max([longest, *(d.max_context_len or 0 for d in draft.args.eval_datasets)])
+        draft.default("sglang_context_length", longest, "the longest of --rollout-max-context-len and of evaluation")
+
+
 def _algorithm(draft: Draft) -> None:
     """Clip bounds, whitening and reduction."""
     args = draft.args
@@ -268,9 +277,16 @@ def _algorithm(draft: Draft) -> None:
         draft.notes.append(f"--advantage-estimator {args.advantage_estimator} implies --normalize-advantages")
     if args.calculate_per_token_loss and "loss_aggregation" not in draft.given:
         draft.set("loss_aggregation", "token", "--calculate-per-token-loss")
+    if args.kl_coef and "kl_loss_type" in draft.given:
+        draft.set("kl_reward_type", args.kl_loss_type, "--kl-loss-type was given")
     if args.advantage_estimator == "cispo" and args.eps_clip < 1:
         draft.notes.append(
             f"cispo with --eps-clip {args.eps_clip} also clips from below; its paper uses --eps-clip 1.0"
+        )
+    if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs:
+        draft.notes.append(
+            "--use-opsm with one optimizer step per rollout never drops anything: the weights that train are still "
+            "those that computed the old log-probs; give --num-steps-per-rollout 2 or more, or --use-rollout-logprobs"
         )
     if args.eval_reward_key is None and args.reward_key is not None:
         draft.set("eval_reward_key", args.reward_key, "as --reward-key")

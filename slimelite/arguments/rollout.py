@@ -32,7 +32,10 @@ class RolloutArgs:
         None, "plugin: fn(args, samples) says whether to keep a group", metavar="PLUGIN"
     )
     partial_rollout: bool = flag(False, "go on with unfinished responses in the next rollout instead of dropping them")
-    mask_offpolicy_in_partial_rollout: bool = flag(False, "train only on the tokens of the current weights")
+    mask_offpolicy_in_partial_rollout: bool = flag(
+        False,
+        "train only on the tokens of the current weights: of resumed responses and of finished ones kept for later",
+    )
     max_weight_staleness: int | None = flag(None, "drop samples with tokens from weights older than this many updates")
 
     rollout_function_path: str | None = flag(
@@ -40,6 +43,9 @@ class RolloutArgs:
     )
     custom_generate_function_path: str | None = flag(
         None, "plugin: async fn(args, sample, sampling_params), one response", metavar="PLUGIN"
+    )
+    generate_timeout: float = flag(
+        3600.0, "longest call of a custom generate function [s]; beyond it the call failed, and is tried again"
     )
     rollout_sample_hook_path: list[str] = flag(
         [], "plugin: fn(args, sample) before the reward; may be given several times", metavar="PLUGIN", repeat=True

@@ -21,7 +21,9 @@ class SglangArgs:
         None, "sequences decoded at once in an engine (the embedded one too)"
     )
     sglang_context_length: int | None = flag(
-        None, "longest context of the engine [tokens]", auto="the model's, or the longest needed"
+        None,
+        "longest context of the engine [tokens]",
+        auto="--rollout-max-context-len, or the model's, within its cache",
     )
 
     # where a generate plugin finds an engine; set for each call

@@ -23,6 +23,7 @@ AT_LEAST: dict[str, float] = {
         ["clip_grad", "eps_clip", "eps_clip_high", "kl_coef", "kl_loss_coef", "lr_warmup_iters", "muon_lr"], 0
     ),
     **dict.fromkeys(["tis_clip_low", "adam_eps", "eval_temperature"], 0),
+    "generate_timeout": 1,
 }
 IN_UNIT_INTERVAL = (
     "gamma",
@@ -44,7 +45,10 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     "ref_update_interval": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
     "value_clip": (lambda a: a.advantage_estimator == "ppo", "--advantage-estimator ppo"),
     "lambd": (lambda a: a.advantage_estimator == "ppo", "--advantage-estimator ppo"),
-    "mask_offpolicy_in_partial_rollout": (lambda a: a.partial_rollout, "--partial-rollout"),
+    "mask_offpolicy_in_partial_rollout": (
+        lambda a: a.partial_rollout or (a.over_sampling_batch_size or 0) > (a.rollout_batch_size or 0),
+        "--partial-rollout, or --over-sampling-batch-size above --rollout-batch-size",
+    ),
     "micro_batch_size": (lambda a: not a.use_dynamic_batch_size, "no --use-dynamic-batch-size"),
     **dict.fromkeys(
         ["finetune", "no_load_optim", "no_load_rng", "override_lr_scheduler"], (lambda a: a.load, "--load")
@@ -142,6 +146,8 @@ def _modes(args: Args) -> Iterator[str]:
         yield f"--debug-rollout-only and {other} leave nothing to run; take one"
     if args.num_rollout is None and args.num_epoch is None:
         yield "--num-rollout is missing: how long is the run? (--num-epoch counts in passes over the prompts)"
+    elif args.num_rollout is None and args.load_debug_rollout_data:
+        yield "--num-epoch with --load-debug-rollout-data: saved rollouts make no epochs; give --num-rollout"
     if not args.prompt_data and args.rollout_global_dataset and not args.load_debug_rollout_data:
         yield "--prompt-data is missing: which prompts? (--load-debug-rollout-data trains on saved rollouts)"
     if not args.rollout_global_dataset and not args.data_source_path and not args.rollout_function_path:

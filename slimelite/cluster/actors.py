@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -14,11 +15,20 @@ from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResu
 from slimelite.tracking.noise import redirect_process_output
 
 
+def _settle(folder: str, log: str) -> None:
+    """Work where the driver works, so that relative paths mean the same; print into ``log``."""
+    redirect_process_output(log)
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    else:
+        print(f"{folder} is not on this node: relative paths are those of {os.getcwd()}")
+
+
 class TrainerActor:
     """A `Trainer` rank."""
 
-    def __init__(self, rank: int, world_size: int, log: str) -> None:
-        redirect_process_output(log)
+    def __init__(self, rank: int, world_size: int, folder: str, log: str) -> None:
+        _settle(folder, log)
         self.rank = rank
         self.world_size = world_size
         self.trainer: Any = None
@@ -51,8 +61,8 @@ class TrainerActor:
 class EngineActor:
     """An embedded engine; methods of the protocol run on the actor's event loop."""
 
-    def __init__(self, args: Args, index: int, log: str) -> None:
-        redirect_process_output(log)
+    def __init__(self, args: Args, index: int, folder: str, log: str) -> None:
+        _settle(folder, log)
         from slimelite.cluster.workers import build_engine
 
         self.engine = build_engine(args, index)
@@ -75,8 +85,8 @@ class EngineActor:
 class RolloutActor:
     """The rollout manager, with engines reached through their actors."""
 
-    def __init__(self, args: Args, engines: list[Any], log: str) -> None:
-        redirect_process_output(log)
+    def __init__(self, args: Args, engines: list[Any], folder: str, log: str) -> None:
+        _settle(folder, log)
         from slimelite.cluster.workers import RolloutWorker
 
         self.worker = RolloutWorker(args, [RayEngine(handle) for handle in engines])
@@ -150,8 +160,9 @@ class RaySink:
 
     def send(self, bucket: WeightBucket) -> None:
         """One bucket into every engine."""
-        raw = ray.put(_wire(bucket)[-1])
-        ray.get([e.handle.load_weights.remote(*_wire(bucket)[:-1], raw) for e in self.engines])
+        *layout, data = _wire(bucket)
+        raw = ray.put(data)
+        ray.get([e.handle.load_weights.remote(*layout, raw) for e in self.engines])
 
     def end(self) -> None:
         """Every engine decodes again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,17 +39,24 @@ class Cluster:
 
     ``rollout``: the worker with the `RolloutManager`; ``trainers``: one per rank, rank 0 first; ``engines``: what the
     trainers need to reach the engines in a weight sync (opaque here); ``others``: further workers in processes of
-    their own.
+    their own; ``share`` turns a large argument for all trainers into what `submit` sends cheaply.
     """
 
     def __init__(
-        self, args: Args, rollout: Worker, trainers: Sequence[Worker], engines: Any, others: Sequence[Worker] = ()
+        self,
+        args: Args,
+        rollout: Worker,
+        trainers: Sequence[Worker],
+        engines: Any,
+        others: Sequence[Worker] = (),
+        share: Callable[[Any], Any] = lambda value: value,
     ) -> None:
         self.args = args
         self._rollout = rollout
         self._trainers = list(trainers)
         self._engines = engines
         self._others = list(others)
+        self._share = share
 
     def complete_args(self) -> Args:
         """Fill in what only start-up can know: the first rollout id and the number of rollouts. Loads ``--load``."""
@@ -74,7 +81,7 @@ class Cluster:
 
     def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
         """Train on one rollout; rank 0's (already reduced) metrics."""
-        return self._all("train", rollout_id, table.without_text())[0]
+        return self._all("train", rollout_id, self._share(table.without_text()))[0]
 
     def sync(self, version: int) -> dict[str, float]:
         """Trainers' weights into every engine, stamped ``version``."""
@@ -91,9 +98,9 @@ class Cluster:
         root = Path(str(self.args.save)).absolute()
         directory = root / f"iter_{rollout_id:07d}"
         directory.mkdir(parents=True, exist_ok=True)
-        state = self._rollout.submit("state_dict")
+        state = json.dumps(self._ask(self._rollout, "state_dict"))
         self._all("save", str(directory), rollout_id)
-        write_atomically(directory / ROLLOUT_STATE, json.dumps(state.result()))
+        write_atomically(directory / ROLLOUT_STATE, state)
         write_atomically(root / MARKER, str(rollout_id))
         return directory
 
@@ -127,6 +134,11 @@ class Cluster:
 
     def _load(self) -> int:
         directory = Path(str(self.args.resume_directory))
+        if self.args.debug_rollout_only:
+            raise ValueError(
+                "--load with --debug-rollout-only: without a trainer nobody reads the checkpoint; write the model with "
+                "--save-hf and give that folder as --hf-checkpoint"
+            )
         saved = self._all("load", str(directory))[0]
         if self.args.finetune:
             return 0
@@ -135,6 +147,10 @@ class Cluster:
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         futures = [t.submit(method, *args) for t in self._trainers]
+        # one that fails leaves the others waiting in a collective: its error is the one to show
+        finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in finished:
+            future.result()
         return [f.result() for f in futures]
 
     def _ask(self, worker: Worker, method: str, *args: Any, progress: Progress | None = None) -> Any:

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,16 +47,21 @@ class RayWorker:
         error = done.exception()
         if error is None:
             outer.set_result(done.result())
-        elif isinstance(error, RayTaskError):
-            cause = error.cause if isinstance(error.cause, Exception) else error
-            cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error.traceback_str}")
-            outer.set_exception(cause)
-        elif isinstance(error, RayActorError):
+        else:
+            outer.set_exception(self._explained(error))
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What the worker raised, with the worker's traceback as a note; `ClusterError` when it died."""
+        if isinstance(error, RayTaskError):
+            # Ray raises a class that is both its own and the worker's; the worker's own error is its cause
+            cause = error.cause if isinstance(error.cause, Exception) else ClusterError(_last_line(error))
+            cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error}")
+            return cause
+        if isinstance(error, RayActorError):
             died = ClusterError(f"{self.name} died: {_last_line(error)}; its log is {self.log}")
             died.add_note(str(error))
-            outer.set_exception(died)
-        else:
-            outer.set_exception(error)
+            return died
+        return error
 
 
 def _last_line(error: BaseException) -> str:
@@ -83,7 +88,7 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
 
     def start(actor: type, name: str, options: dict[str, Any], *rest: Any) -> RayWorker:
         log = logs / f"{name}.log"
-        worker = RayWorker(ray.remote(actor).options(**options).remote(*rest, str(log)), name, log)
+        worker = RayWorker(ray.remote(actor).options(**options).remote(*rest, os.getcwd(), str(log)), name, log)
         workers.append(worker)
         return worker
 
@@ -108,9 +113,10 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
             address = trainers[0].submit("rendezvous").result() if trainers else None
             starting = [trainer.submit("start", args, address) for trainer in trainers]
             starting += [rollout.submit("num_prompts"), *(worker.submit("info") for worker in pool)]
-            for future in starting:
+            finished, _ = wait(starting, return_when=FIRST_EXCEPTION)
+            for future in finished:
                 future.result()
-            yield Cluster(args, rollout, trainers, handles, others=pool)
+            yield Cluster(args, rollout, trainers, handles, others=pool, share=ray.put)
             for worker in (*trainers, rollout):
                 worker.submit("close").result()
         finally:
@@ -171,7 +177,10 @@ def _wait_for(group: PlacementGroup, device: str, total: int, wanted: str) -> No
 
 
 def _env(threads: int) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    # glibc would keep gigabytes of freed activations; blocks of this size go back at once (a tiny model has none)
+    block = str(4 << 20)
+    memory = {"MALLOC_MMAP_THRESHOLD_": block, "MALLOC_TRIM_THRESHOLD_": block}
+    return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory}
 
 
 def _options(

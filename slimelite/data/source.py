@@ -93,12 +93,15 @@ class DataSource:
         return self._streams[behind.index(max(behind))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on, as plain values; the returned groups are in it."""
+        """Everything needed to go on, as plain JSON values; the returned groups are in it.
+
+        What plugins put on a sample becomes plain too: numpy values numbers and lists, anything else its text.
+        """
         return {
             "drawn": [stream.drawn for stream in self._streams],
             "next_group": self._next_group,
             "next_sample": self._next_sample,
-            "returned": [[sample.to_dict() for sample in group] for group in self._returned],
+            "returned": [[_plain(sample.to_dict()) for sample in group] for group in self._returned],
             "dataset": self._identity(),
         }
 
@@ -150,6 +153,17 @@ class _Stream:
             self._order = (epoch, order)
         self.drawn += 1
         return self.prompts[self._order[1][offset]]
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with nothing in it that JSON does not know."""
+    if isinstance(value, dict):
+        return {str(_plain(key)): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "tolist"):  # numpy's scalars and arrays, tensors
+        return _plain(value.tolist())
+    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _digest(prompts: list[Prompt]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -58,20 +59,36 @@ def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
 
 
 class HttpFront:
-    """A server on loopback, started on demand in the running event loop.
+    """A server on ``host``, started on demand, on a thread with an event loop of its own: no caller's loop ends it.
 
     The text of a response keeps its stop string, as slime asks for with ``no_stop_trim``.
     """
 
     def __init__(
-        self, engine: Engine, encode: Callable[[str], list[int]] | None, decode: Callable[[list[int]], str] | None
+        self,
+        engine: Engine,
+        encode: Callable[[str], list[int]] | None,
+        decode: Callable[[list[int]], str] | None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.url: str | None = None
         self._engine, self._encode, self._decode = engine, encode, decode
+        self._host = host
         self._runner: web.AppRunner | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="http front", daemon=True)
 
     async def start(self) -> str:
-        """Listen on a free port of 127.0.0.1, once, and return the base URL."""
+        """Listen on a free port of the host, once, and return the base URL.
+
+        Raises:
+            OSError: the host is no address of this machine.
+        """
+        if not self._thread.is_alive():
+            self._thread.start()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._listen(), self._loop))
+
+    async def _listen(self) -> str:
         if self._runner is None:
             app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
             app.add_routes(
@@ -87,16 +104,20 @@ class HttpFront:
             # a client that hangs up cancels its handler, and with it the request
             self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
             await self._runner.setup()
-            await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+            await web.TCPSite(self._runner, self._host, 0).start()
             host, port = self._runner.addresses[0][:2]
             self.url = f"http://{host}:{port}"
         assert self.url is not None
         return self.url
 
     async def stop(self) -> None:
-        """Stop listening."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        """Stop listening, for good."""
+        if self._thread.is_alive():
+            if self._runner is not None:
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop))
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            await asyncio.to_thread(self._thread.join)
+        self._loop.close()
         self._runner = self.url = None
 
     async def _generate(self, http: web.Request) -> web.Response:

@@ -29,8 +29,8 @@ KEPT_REPORTS = 8
 SHOWN_CHARS = 300
 
 
-class RewardError(Exception):
-    """A reward failed under ``--reward-error fail``."""
+class RewardError(ValueError):
+    """A reward failed under ``--reward-error fail``; its one argument is the message."""
 
 
 class Route(NamedTuple):

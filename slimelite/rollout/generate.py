@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import Counter
 from itertools import count
 from typing import Any
@@ -38,6 +39,8 @@ from slimelite.sample import Sample
 
 logger = logging.getLogger(__name__)
 
+# what is in flight when the batch is full has this long to end [s]
+STOP_SECONDS = 600.0
 # logged by every rollout, as rollout/<name>
 COUNTS = (
     "submitted_groups",
@@ -87,7 +90,7 @@ class Collection:
         self.accepted: list[list[Sample]] = []
         self.surplus: list[list[Sample]] = []
         self.finished: list[list[Sample]] = []  # by this rollout, dropped ones too
-        self.tasks: set[asyncio.Task[list[Group]]] = set()
+        self.tasks: dict[asyncio.Task[list[Group]], list[Group]] = {}
         self.in_flight = 0
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.patience = Patience(args)
@@ -142,10 +145,7 @@ class Collection:
                 self.counts["reused_groups"] += 1
                 self._judge(Group(samples, next(self._orders)))
                 continue
-            resumed = [s for s in samples if s.response_length]
-            self.counts["resumed_groups"] += bool(resumed)
-            for sample in resumed if self.args.mask_offpolicy_in_partial_rollout else []:
-                mask_off_policy(sample, version)
+            self.counts["resumed_groups"] += any(s.response_length for s in samples)
             fresh.append(samples)
         return fresh
 
@@ -153,17 +153,25 @@ class Collection:
         batch = [Group(samples, next(self._orders)) for samples in groups]
         self.in_flight += len(batch)
         self.counts["submitted_groups"] += len(batch)
+        parts: list[tuple[list[Group], int | None]]
         if self.args.deterministic_mode:
             engines = len(self.context.engines.engines)
-            jobs = [self.generator.generate(batch[i::engines], i) for i in range(engines) if batch[i::engines]]
+            parts = [(batch[i::engines], i) for i in range(engines) if batch[i::engines]]
         else:
-            jobs = [self.generator.generate([group]) for group in batch]
-        self.tasks |= {asyncio.create_task(job) for job in jobs}
+            parts = [([group], None) for group in batch]
+        self.tasks |= {asyncio.create_task(self.generator.generate(part, i)): part for part, i in parts}
 
     async def _next_done(self) -> list[Group]:
         when = asyncio.ALL_COMPLETED if self.args.deterministic_mode else asyncio.FIRST_COMPLETED
-        done, self.tasks = await asyncio.wait(self.tasks, return_when=when)
-        return _groups_of(done)
+        return await self._done(when=when)
+
+    async def _done(self, *, when: str = asyncio.ALL_COMPLETED, timeout: float | None = None) -> list[Group]:
+        """Groups that came back since, in the order of submission."""
+        done, pending = await asyncio.wait(self.tasks, timeout=timeout, return_when=when)
+        # an error of one leaves all of them to _cancel
+        groups = sorted((group for task in done for group in task.result()), key=lambda group: group.order)
+        self.tasks = {task: self.tasks[task] for task in pending}
+        return groups
 
     def _judge_all(self, groups: list[Group]) -> None:
         for group in groups:
@@ -205,18 +213,34 @@ class Collection:
         self.context.progress(len(self.accepted), self.target, note)
 
     async def _stop(self) -> list[list[Sample]]:
-        """End what is in flight: finished groups are judged like any other, the rest is returned."""
+        """End what is in flight: finished groups are judged like any other, the rest is returned.
+
+        What has not ended after ``STOP_SECONDS`` is cancelled and returned as it was submitted.
+        """
         self.generator.stopping = True
         unfinished = []
-        while self.tasks:
+        deadline = time.monotonic() + STOP_SECONDS
+        while self.tasks and time.monotonic() < deadline:
             # again and again: a request may reach its engine only after an abort
             await self.context.engines.abort()
-            done, self.tasks = await asyncio.wait(self.tasks, timeout=1.0)
-            for group in _groups_of(done):
+            for group in await self._done(timeout=min(1.0, STOP_SECONDS)):
                 if is_finished(group.samples):
                     self._judge_all([group])
                 else:
                     unfinished.append(group.samples)
+        if self.tasks:
+            stuck = sorted((g for part in self.tasks.values() for g in part), key=lambda group: group.order)
+            names = ", ".join(str(g.original[0].group_index) for g in stuck)
+            logger.error(
+                "the groups of prompts %s did not stop within %g s (a custom generate function or reward hangs?): "
+                "they are cancelled, and sampled anew in the next rollout",
+                names,
+                STOP_SECONDS,
+            )
+            for task in self.tasks:
+                task.cancel()
+            await asyncio.wait(self.tasks, timeout=1.0)
+            unfinished += [g.original for g in stuck]
         return unfinished
 
     async def _cancel(self) -> None:
@@ -229,6 +253,9 @@ class Collection:
 
     def _output(self) -> RolloutFnTrainOutput:
         self.accepted.sort(key=lambda samples: samples[0].index or 0)
+        if self.args.mask_offpolicy_in_partial_rollout:
+            for sample in (s for samples in self.accepted for s in samples):
+                mask_off_policy(sample, self.context.engines.weight_version)
         if self.args.rollout_sample_filter_path:
             load_function(self.args.rollout_sample_filter_path)(self.plugin_args, self.accepted)
         if self.args.rollout_all_samples_process_path:
@@ -295,7 +322,3 @@ class Patience:
                 "average. Is the reward right (--rm-type, --label-key), the task within the model's reach, the "
                 "temperature above 0, --n-samples-per-prompt above 1? Or leave --dynamic-sampling-filter-path out."
             )
-
-
-def _groups_of(tasks: set[asyncio.Task[list[Group]]]) -> list[Group]:
-    return sorted((group for task in tasks for group in task.result()), key=lambda group: group.order)

@@ -192,7 +192,8 @@ class GroupGenerator:
         given = SlimeSample.copy_of(sample)
         given.session_id = given.session_id or f"{self.work.stream}-{sample.index}"
         extra = {"evaluation": self.work.evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-        returned = await function(args, given, slime_params(self.work.params, seed), **extra)
+        answer = function(args, given, slime_params(self.work.params, seed), **extra)
+        returned = await _within(self.context.args.generate_timeout, answer)
         made = flatten([returned])
         if not made:
             raise ValueError("the custom generate function returned no sample")
@@ -238,6 +239,18 @@ class GroupGenerator:
                 )
             sample = sample if result is None else result
         return sample
+
+
+async def _within(seconds: float, answer: Awaitable[Any]) -> Any:
+    """The answer, or TimeoutError; unlike `asyncio.wait_for`, also where a coroutine ignores being cancelled."""
+    task = asyncio.ensure_future(answer)
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+    finally:
+        task.cancel()  # nothing, if it is done
+    if not done:
+        raise TimeoutError(f"the custom generate function took longer than --generate-timeout {seconds:g} s")
+    return task.result()
 
 
 async def _caught(answer: Awaitable[list[Sample]]) -> list[Sample] | Exception:

@@ -87,6 +87,7 @@ class RolloutManager:
         # a run on saved rollouts has no prompts
         needs_prompts = args.load_debug_rollout_data is None
         self.source = build_source(args, self._plugin_args(), tokenizer) if needs_prompts else None
+        self._warned_of_old_weights = False
 
     def generate(self, rollout_id: int) -> RolloutOutput:
         """One rollout's table, advantages included, and its metrics.
@@ -108,6 +109,7 @@ class RolloutManager:
         seconds = time.monotonic() - started
         samples = [s for group in groups for s in group]
         metrics |= self._set_advantages(table, samples)
+        self._warn_of_old_weights(table)
         self._save(table, str(rollout_id))
         if self._log and self._log(rollout_id, self._plugin_args(), samples, metrics, seconds):
             return RolloutOutput(table, {})
@@ -207,6 +209,24 @@ class RolloutManager:
         )
         table.advantage = advantages.numpy().astype(np.float64)
         return prefixed("rollout/", {name: float(total / weight) for name, (total, weight) in metrics.items()})
+
+    def _warn_of_old_weights(self, table: SampleTable) -> None:
+        """Say once that tokens of older weights are trained on as if they were of the current ones."""
+        args, pool = self.args, self._context.engines
+        corrected = args.use_tis or args.custom_tis_function_path or args.use_opsm or args.use_rollout_logprobs
+        trained = args.loss_type == "policy_loss" and not args.debug_rollout_only and pool.infos
+        if self._warned_of_old_weights or corrected or not trained:
+            return
+        old = int(np.count_nonzero((table.weight_versions < pool.weight_version) & table.loss_mask))
+        if old:
+            self._warned_of_old_weights = True
+            logger.warning(
+                "%d of %d response tokens to train on are from older weights than the current ones, and nothing "
+                "corrects for it: consider --use-tis, --custom-tis-function-path, --use-opsm, --max-weight-staleness "
+                "or --mask-offpolicy-in-partial-rollout (said once; see rollout/weight_staleness)",
+                old,
+                int(np.count_nonzero(table.loss_mask)),
+            )
 
     def _metrics(self, groups: list[list[Sample]], reward_key: str | None, seconds: float) -> dict[str, float]:
         samples = [s for group in groups for s in group]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import World, reshard
 
 STATE_FILE = "trainer.json"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -61,8 +64,8 @@ def save(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
 def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress) -> Progress:
     """Read what `save` wrote into ``parts`` (collective), and return the progress to go on from.
 
-    ``--no-load-optim``, ``--no-load-rng`` and ``--finetune`` leave parts out; ``--override-lr-scheduler`` keeps the
-    schedule of ``progress``.
+    ``--no-load-optim``, ``--no-load-rng`` and ``--finetune`` leave parts out. The saved schedule of learning rates goes
+    on, with a warning where the flags of this run differ; ``--override-lr-scheduler`` keeps that of ``progress``.
 
     Raises:
         ValueError: no checkpoint there, one of another model, or one without optimizer state.
@@ -84,7 +87,15 @@ def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
     _restore_optimizers(parts, state.get("optimizer", {}))
     _restore_random_states(parts.world, state.get("rng", {}))
     read = json.loads((directory / STATE_FILE).read_text())
-    schedule = progress.schedule if args.override_lr_scheduler or args.finetune else LrSchedule(**read["schedule"])
+    schedule = progress.schedule
+    if not (args.override_lr_scheduler or args.finetune):
+        schedule = LrSchedule(**read["schedule"])
+        if parts.world.rank == 0 and (differences := schedule.differences(progress.schedule)):
+            logger.warning(
+                "the checkpoint's learning-rate schedule goes on, not this run's: %s; "
+                "--override-lr-scheduler takes this run's",
+                ", ".join(differences),
+            )
     steps = 0 if args.finetune else read["steps"]
     return Progress(read["rollout_id"], steps, read["weight_version"], schedule)
 
@@ -107,7 +118,12 @@ def _optimizer_slots(saved: dict[str, Any], weights: dict[str, nn.Parameter]) ->
         if path.startswith("optimizer.") and isinstance(entry, TensorStorageMetadata):
             like = weights[name]
             same = entry.size == like.shape
-            slots[path.removeprefix("optimizer.")] = torch.empty_like(like) if same else torch.empty(entry.size)
+            # a fused AdamW wants its step count on the device of the weight
+            slots[path.removeprefix("optimizer.")] = (
+                torch.empty_like(like)
+                if same
+                else torch.empty(entry.size, dtype=entry.properties.dtype, device=like.device)
+            )
     return slots
 
 

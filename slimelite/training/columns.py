@@ -21,6 +21,9 @@ from slimelite.arguments import Args
 from slimelite.plugins import load_function
 from slimelite.table import SampleTable
 
+# rows that are computed of a step without gradient: what it says of entropy and mismatch needs no more
+MEASURED_ROWS = 8
+
 
 @dataclass(slots=True)
 class TokenColumns:
@@ -78,8 +81,7 @@ class TokenColumns:
         if args.kl_coef:
             assert self.old is not None
             assert self.ref is not None
-            # k1: unbiased, and a reward has no gradient that could vanish
-            kl = kl_estimate(self.old, self.ref, self.mask, "k1")
+            kl = kl_estimate(self.old, self.ref, self.mask, args.kl_reward_type)
         match args.advantage_estimator:
             case "reinforce_plus_plus":
                 rewards = adv.token_rewards(per_row, kl, self.mask, self.segments, self.rows, kl_coef=args.kl_coef)
@@ -92,6 +94,19 @@ class TokenColumns:
                 self.advantages = per_row[self.segments]
         if args.normalize_advantages:
             self.advantages = adv.whiten(self.advantages, self.mask)
+
+    def rows_to_compute(self, args: Args, steps: list[np.ndarray]) -> np.ndarray:
+        """[n] bool: rows that can have a gradient; of a step without one a few others, for they are measured too."""
+        trained, computed = self.trained_rows(), self.rows_with_gradient(args)
+        for rows in steps:
+            if not computed[rows].any():
+                candidates = rows[trained[rows]]
+                computed[candidates[:: math.ceil(len(candidates) / MEASURED_ROWS) or 1]] = True
+        return computed
+
+    def trained_rows(self) -> np.ndarray:
+        """[n] bool: rows with a token that the loss sees."""
+        return self._rows_with(self.mask).numpy()
 
     def rows_with_gradient(self, args: Args) -> np.ndarray:
         """[n] bool: rows whose loss can have a gradient; the others need no forward pass.

@@ -7,6 +7,19 @@ from dataclasses import dataclass
 
 from slimelite.arguments import OptimizerArgs
 
+# field of a schedule -> flag
+FLAGS = {
+    "style": "--lr-decay-style",
+    "peak": "--lr",
+    "warmup_init": "--lr-warmup-init",
+    "min_lr": "--min-lr",
+    "warmup_iters": "--lr-warmup-iters",
+    "warmup_fraction": "--lr-warmup-fraction",
+    "decay_iters": "--lr-decay-iters",
+    "wsd_style": "--lr-wsd-decay-style",
+    "wsd_iters": "--lr-wsd-decay-iters",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class LrSchedule:
@@ -45,6 +58,14 @@ class LrSchedule:
             wsd_style=args.lr_wsd_decay_style,
             wsd_iters=args.lr_wsd_decay_iters,
         )
+
+    def differences(self, other: LrSchedule) -> list[str]:
+        """What differs from ``other``, as "--lr 0.001 (not 0.005)"."""
+        return [
+            f"{flag} {getattr(self, name)} (not {getattr(other, name)})"
+            for name, flag in FLAGS.items()
+            if getattr(self, name) != getattr(other, name)
+        ]
 
     def at(self, step: int, run_steps: int) -> float:
         """The learning rate of optimizer step ``step`` (the first is 0) in a run of ``run_steps``.

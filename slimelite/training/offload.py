@@ -1,6 +1,9 @@
-"""A trainer's device memory, given back and taken again."""
+"""A trainer's memory, given back and taken again."""
 
 from __future__ import annotations
+
+import ctypes
+import sys
 
 import torch
 from torch import Tensor
@@ -18,3 +21,12 @@ def move(model: PolicyModel, optimizers: Optimizers, device: torch.device) -> No
                 if isinstance(value, Tensor):
                     state[key] = value.to(device)
     torch.cuda.empty_cache()
+
+
+def return_freed_memory() -> None:
+    """Give back to the system what this process has freed: glibc keeps activations below its mmap threshold (up to
+    32 MiB a tensor) in its heap, gigabytes after a large micro-batch, while engines need them. Without glibc, nothing.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is not None and hasattr(libc, "malloc_trim"):  # musl has none
+        libc.malloc_trim(0)

@@ -18,9 +18,9 @@ from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.loss import LossInputs, micro_batch_loss
 from slimelite.training.lr_schedule import LrSchedule
-from slimelite.training.metrics import MetricSums, mismatch_summary
+from slimelite.training.metrics import MetricSums
 from slimelite.training.model import build_policy
-from slimelite.training.offload import move
+from slimelite.training.offload import move, return_freed_memory
 from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import join_world, set_last_micro_batch
 from slimelite.training.passes import table_log_probs
@@ -56,6 +56,7 @@ class Trainer:
             self.set_num_rollout(args.num_rollout)
         self.timer = Timer()
         self._fresh = True
+        self._step_metrics: list[dict[str, float]] = []
         self.temperature = 1.0 if args.loss_type == "sft_loss" else args.rollout_temperature
         self.limits = PackingLimits(
             args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size
@@ -80,22 +81,36 @@ class Trainer:
             self.optimizers.reset()
         steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
         columns = self._columns(table, steps)
-        computed = columns.rows_with_gradient(self.args)
+        checked = self.args.ci_test and self._fresh
+        computed = columns.trained_rows() if checked else columns.rows_to_compute(self.args, steps)
         schedule = [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
         if columns.old is None and self._needs_old(len(steps)):
-            dealt = [list(chain(*parts)) for parts in zip(*(step.micro_batches for step in schedule), strict=True)]
-            columns.old = self._old_log_probs(table, dealt)
-        sums = MetricSums(self.world)
+            columns.old = self._old_log_probs(table, self._deal_old(table, computed, schedule))
+        sums, rates = MetricSums(self.world), []
         with self.timer("actor_train"):
-            for step in schedule:
-                self.forward_backward(table, columns, step, sums)
-                self.optim_step(sums)
+            for sums.step, step in enumerate(schedule):
+                self.forward_backward(table, columns, step, sums, checked=checked and sums.step == 0)
+                rates.append(self.optim_step(sums))
+        # a first step without a token to train on has shown nothing
+        self._fresh = self._fresh and not columns.trained_rows()[steps[0]].any()
         self.progress.rollout_id = rollout_id
         self._update_reference(rollout_id)
-        return self._metrics(table, columns, computed, sums)
+        metrics = self._metrics(table, columns, computed, sums, rates)
+        if self.world.device.type == "cpu":
+            return_freed_memory()
+        return metrics
 
-    def forward_backward(self, table: SampleTable, columns: TokenColumns, step: Step, sums: MetricSums) -> None:
-        """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks."""
+    def step_metrics(self) -> list[dict[str, float]]:
+        """The ``train/*`` metrics of each optimizer step of the last rollout trained on, the same on every rank."""
+        return self._step_metrics
+
+    def forward_backward(
+        self, table: SampleTable, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False
+    ) -> None:
+        """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks.
+
+        ``checked``: raise AssertionError where a first-step truth does not hold, see `first_step.check`.
+        """
         batches = step.micro_batches[self.world.rank]
         for i, rows in enumerate(batches):
             set_last_micro_batch(self.model, self.world, last=i + 1 == len(batches))
@@ -108,19 +123,19 @@ class Trainer:
             sums.add_all(loss.metrics)
             for name, share in loss.shares.items():
                 sums.add(name, share, 0.0)
-            if self.args.ci_test and self._fresh:
+            if checked:
                 first_step.check(self.args, self.world, inputs, log_probs, loss, initial=self.progress.steps == 0)
         for name in loss.shares:
             sums.add(name, 0.0, 1 / self.world.size)
         sums.add("global_batch_size", len(np.unique(table.rollout_id[step.rows])), 1)
-        self._fresh = False
 
-    def optim_step(self, sums: MetricSums) -> None:
-        """Clip, update the weights at this step's learning rate, advance the schedule."""
+    def optim_step(self, sums: MetricSums) -> list[float]:
+        """Clip, update the weights, advance the schedule; returns the step's learning rate of each group."""
         norm, finite = self.optimizers.step(self.progress.schedule.at(self.progress.steps, self.run_steps))
         self.progress.steps += finite
         sums.add("grad_norm", norm if finite else 0.0, float(finite))
         sums.add("skipped_steps", float(not finite), 1.0)
+        return self.optimizers.learning_rates()
 
     def log_probs(self, table: SampleTable) -> np.ndarray:
         """[response tokens of the table] log-probs under the current weights, in the table's order."""
@@ -195,7 +210,14 @@ class Trainer:
             return False
         if self.args.loss_type == "custom_loss" or (self.args.ci_test and self._fresh):
             return True
-        return num_steps > 1 and not self.args.use_rollout_logprobs
+        # also when the engine's are the old ones of the loss: mismatch is measured before the first step
+        return num_steps > 1
+
+    def _deal_old(self, table: SampleTable, computed: np.ndarray, schedule: list[Step]) -> list[list[np.ndarray]]:
+        """Micro-batches of the pass for old log-probs; under ``--ci-test`` training's own, to equal it to the bit."""
+        if self.args.ci_test:
+            return [list(chain(*parts)) for parts in zip(*(step.micro_batches for step in schedule), strict=True)]
+        return self._deal(table, np.flatnonzero(computed), self.args.log_probs_max_tokens_per_gpu)
 
     def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
         limits = self.limits if max_tokens is None else PackingLimits(max_tokens)
@@ -207,11 +229,18 @@ class Trainer:
             self.reference.copy_from(self.model)
 
     def _metrics(
-        self, table: SampleTable, columns: TokenColumns, computed: np.ndarray, sums: MetricSums
+        self,
+        table: SampleTable,
+        columns: TokenColumns,
+        computed: np.ndarray,
+        sums: MetricSums,
+        rates: list[list[float]],
     ) -> dict[str, float]:
-        means = mismatch_summary(sums.means())
-        metrics = {f"train/{name}": value for name, value in means.items()}
-        metrics |= {f"train/lr-pg_{i}": lr for i, lr in enumerate(self.optimizers.learning_rates())}
+        means, of_steps = sums.means()
+        metrics, *self._step_metrics = [
+            {f"train/{name}": value for name, value in (found | {f"lr-pg_{i}": lr for i, lr in enumerate(lrs)}).items()}
+            for found, lrs in zip([means, *of_steps], [rates[-1], *rates], strict=True)
+        ]
         metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args).items()}
         seconds = self.timer.seconds
         metrics |= {f"perf/{name}_time": value for name, value in seconds.items()}

@@ -109,6 +109,13 @@ def test_reference_model_only_when_something_compares_with_it(make: Make) -> Non
     assert not make("--log-ref-kl --loss-type sft_loss").use_reference
 
 
+def test_the_kl_of_the_reward_is_k1_unless_a_type_was_given(make: Make) -> None:
+    reward = "--kl-coef 0.1 --advantage-estimator reinforce_plus_plus"
+    assert (make(reward).kl_reward_type, make(reward).kl_loss_type) == ("k1", "low_var_kl")
+    assert make(f"{reward} --kl-loss-type k2").kl_reward_type == "k2"
+    assert make(f"{reward} --kl-loss-type low_var_kl").kl_reward_type == "low_var_kl"
+
+
 def test_ref_load_falls_back(make: Make, tmp_path: Path) -> None:
     megatron = tmp_path / "torch_dist"
     megatron.mkdir()
@@ -246,3 +253,17 @@ def test_this_machine_counts_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> No
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert this_machine().gpus == count
+
+
+def test_the_engine_context_is_the_longest_asked_for(make: Make) -> None:
+    assert make().sglang_context_length is None
+    assert make("--rollout-max-context-len 64").sglang_context_length == 64
+    evaluated = "--rollout-max-context-len 64 --eval-interval 1 --eval-prompt-data e e.jsonl --eval-max-context-len 128"
+    assert make(evaluated).sglang_context_length == 128
+    assert make("--rollout-max-context-len 64 --sglang-context-length 99").sglang_context_length == 99
+
+
+def test_opsm_in_a_single_step_is_noted(make: Make) -> None:
+    assert any("never drops" in note for note in make("--use-opsm").notes)
+    for words in ("--use-opsm --num-steps-per-rollout 2", "--use-opsm --use-rollout-logprobs"):
+        assert not any("never drops" in note for note in make(words).notes)

@@ -132,3 +132,14 @@ def test_constant_aggregation_and_saved_rollouts(problems: Problems) -> None:
     with pytest.raises(ArgumentError, match="--rollout-max-response-len"):
         make_args([*words, "--loss-aggregation", "constant"], machine=Machine(gpus=0))
     assert problems("--loss-aggregation constant") == []
+
+
+def test_saved_rollouts_make_no_epochs() -> None:
+    from conftest import COMPLETE
+
+    from slimelite.arguments import ArgumentError
+
+    words = COMPLETE.replace("--num-rollout 2", "--num-epoch 2 --load-debug-rollout-data r/{rollout_id}").split()
+    with pytest.raises(ArgumentError, match="give --num-rollout"):
+        make_args(words, machine=Machine(gpus=0))
+    assert make_args([*words, "--num-rollout", "3"], machine=Machine(gpus=0)).num_rollout == 3

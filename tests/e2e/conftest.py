@@ -27,13 +27,20 @@ def metrics(run_dir: Path, name: str) -> list[float]:
 
 
 def run_process(
-    *command: str, env: dict[str, str] | None = None, timeout: float = 240
+    *command: str, env: dict[str, str] | None = None, cwd: Path = ROOT, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """A command as a user types it, from the repository's root."""
+    """A command as a user types it, from the repository's root or from ``cwd``; what outlasts it is ended with it."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    return subprocess.run(
-        command, cwd=ROOT, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=timeout
+    process = subprocess.Popen(
+        command, cwd=cwd, env={**clean, **(env or {})}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # scripts stop the Ray head that they started
+        out, err = process.communicate(timeout=60)
+        pytest.fail(f"{command[:3]} took longer than {timeout} s:\n{out[-2000:]}\n{err[-2000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 
 import train
 
-from .conftest import metrics, run_process
+from .conftest import ROOT, metrics, run_process
 
 pytestmark = pytest.mark.e2e
 
@@ -155,3 +155,18 @@ def test_a_bare_ray_job_submit(grpo_args: list[str], tmp_path: Path) -> None:
     done = run_process("bash", str(head), env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(metrics(tmp_path / "run", "train/loss")) == 1
+
+
+def test_a_worker_that_raises_is_one_message(grpo_args: list[str], tmp_path: Path) -> None:
+    """A reward that raises from the second row on, so that the check of one row does not see it; run from elsewhere."""
+    (tmp_path / "reward.py").write_text(
+        "def grade(args, sample, **kwargs):\n    if sample.index > 3:\n        raise KeyError('broken')\n    return 1.0\n"
+    )
+    flags = ["--custom-rm-path", "reward.py:grade", "--reward-error", "fail", "--num-rollout", "1", "--run-dir", "run"]
+    done = run_process(sys.executable, str(ROOT / "train.py"), *grpo_args, *flags, cwd=tmp_path)
+    assert done.returncode == 1
+    # the user's own function with its line, not ours or Ray's
+    assert "train.py: reward reward.py:grade of sample" in done.stderr
+    assert 'reward.py", line 3, in grade' in done.stderr
+    assert "ray::" not in done.stderr
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.error
+import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -185,3 +188,17 @@ def test_health_and_model_info(folder: Path) -> None:
                     assert (info["model_path"], info["weight_version"]) == (str(folder), "0")
 
     served(folder, scenario)
+
+
+def test_the_front_outlives_the_loop_that_started_it(folder: Path) -> None:
+    engine = EmbeddedEngine(str(folder), max_running_requests=4, max_context_len=2000, http_host="127.0.0.2")
+    url = asyncio.run(engine.start_http())
+    assert url.startswith("http://127.0.0.2:")
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=20) as reply:
+        assert len(json.load(reply)["output_ids"]) == 3
+    asyncio.run(engine.close())
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(request, timeout=5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import pickle
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -427,3 +428,10 @@ def test_many_small_answers_are_cheap(graders: list[Grader]) -> None:
     assert min(asyncio.run(seconds()) for _ in range(3)) < 0.1
     assert sum(s.reward_value(None) for s in given) == 1
     assert grader._pool._workers[0]._process is None  # decided as text: no worker was needed
+
+
+def test_a_reward_error_is_a_message_for_the_user_across_processes() -> None:
+    error = pickle.loads(pickle.dumps(RewardError("reward x of sample 1: broken")))
+    assert type(error) is RewardError
+    assert isinstance(error, ValueError)
+    assert str(error) == "reward x of sample 1: broken"

@@ -9,7 +9,7 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.rollout import groups
+from slimelite.rollout import generate, groups
 
 from .conftest import MakeArgs, MakeManager, plugin
 from .scripted import ScriptedEngine
@@ -154,3 +154,34 @@ def test_a_data_source_written_for_slime(make_args: MakeArgs, make_manager: Make
     assert {json.loads(m)["hint"] for m in table.metadata} == {True}
     assert manager.num_prompts() == 59
     assert manager.state_dict()["data_source"]["next_group"] == 3
+
+
+@pytest.mark.parametrize("name", ["hangs_once", "hangs_once_and_ignores_cancelling"])
+def test_a_call_that_never_returns_is_tried_again(make_args: MakeArgs, make_manager: MakeManager, name: str) -> None:
+    args = make_args(custom_generate_function_path=plugin(f"native.py:{name}"), generate_timeout=0.3)
+    output = make_manager(args, [ScriptedEngine()]).generate(0)
+    assert output.metrics["rollout/retries"] == 1
+    assert len(output.table) == 12
+
+
+def test_calls_that_never_return_end_the_rollout(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(custom_generate_function_path=plugin("native.py:hangs"), generate_timeout=0.05)
+    with pytest.raises(ValueError, match=r"could not be generated.*--generate-timeout 0\.05 s"):
+        make_manager(args, [ScriptedEngine()]).generate(0)
+
+
+def test_a_full_batch_does_not_wait_for_what_will_not_stop(
+    make_args: MakeArgs,
+    make_manager: MakeManager,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(generate, "STOP_SECONDS", 0.3)
+    args = make_args(custom_generate_function_path=plugin("native.py:hangs_in_group_1"), over_sampling_batch_size=4)
+    manager = make_manager(args, [ScriptedEngine()])
+    output = manager.generate(0)
+    assert set(output.table.group_id.tolist()) == {0, 2, 3}
+    assert output.metrics["rollout/unfinished_groups"] == 1
+    assert "prompts 1 did not stop within 0.3 s" in caplog.text
+    (group,) = manager.state_dict()["data_source"]["returned"]
+    assert [(s["group_index"], s["response_length"]) for s in group] == [(1, 0)] * 4

@@ -342,3 +342,41 @@ def test_an_empty_data_source_is_an_error(make_args: MakeArgs, make_manager: Mak
     args = make_args(data_source_path=plugin("sources.py:Empty"))
     with pytest.raises(ValueError, match="--data-source-path"):
         make_manager(args, [ScriptedEngine()]).generate(0)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_surplus_of_older_weights_is_masked_or_warned_of_once(
+    make_args: MakeArgs, make_manager: MakeManager, caplog: pytest.LogCaptureFixture, mask: bool
+) -> None:
+    engine = ScriptedEngine()
+    manager = make_manager(make_args(over_sampling_batch_size=5, mask_offpolicy_in_partial_rollout=mask), [engine])
+    assert manager.generate(0).table.loss_mask.all()
+    assert "older weights" not in caplog.text
+    for version in (1, 2):
+        engine.version = version
+        output = manager.generate(version)
+        assert output.metrics["rollout/reused_groups"] > 0
+        old = output.table.weight_versions < version
+        assert old.any()
+        np.testing.assert_array_equal(output.table.loss_mask, ~old if mask else np.ones(len(old), bool))
+    warnings = [r.getMessage() for r in caplog.records if "older weights" in r.getMessage()]
+    assert len(warnings) == (0 if mask else 1)
+    assert mask or "--use-tis" in warnings[0]
+
+
+def test_the_state_is_json_whatever_plugins_put_on_samples(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    path = plugin("rewards.py:numpy_and_dates")
+    args = make_args(over_sampling_batch_size=4, custom_rm_path=path, reward_key="score")
+    manager = make_manager(args, [ScriptedEngine()])
+    manager.generate(0)
+    state = json.loads(json.dumps(manager.state_dict()))
+    (group,) = state["data_source"]["returned"]
+    assert [s["reward"]["score"] for s in group] == [0.5] * 4
+    seen = group[0]["metadata"]
+    assert seen["array"] == [[0, 1], [2, 3]]
+    assert seen["date"] == "2026-01-02 00:00:00"
+    assert seen["bytes"] == "b'x'"
+    assert seen["nested"] == {"3": [True, "text"]}
+    resumed = make_manager(args, [ScriptedEngine()])
+    resumed.load_state_dict(state)
+    assert resumed.generate(1).metrics["rollout/reused_groups"] == 1

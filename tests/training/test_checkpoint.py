@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
+
+from slimelite.training.checkpoint import _optimizer_slots
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +63,36 @@ def test_parts_can_be_left_out(model: Path, tmp_path: Path) -> None:
                 assert torch.equal(weight, saved[name]), name
 
 
-def test_the_saved_schedule_wins_unless_overridden(model: Path, tmp_path: Path) -> None:
+def test_the_saved_schedule_wins_unless_overridden(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with one_rank(tiny_args(model, lr=1e-3)) as trainer:
         trainer.train(0, random_table())
         trainer.save(str(tmp_path), 0)
-    for override, expected in ((False, 1e-3), (True, 5e-3)):
-        with one_rank(tiny_args(model, lr=5e-3, override_lr_scheduler=override)) as trainer:
+    for lr, override, expected in ((1e-3, False, 1e-3), (5e-3, True, 5e-3), (5e-3, False, 1e-3)):
+        assert "--override-lr-scheduler" not in caplog.text
+        with one_rank(tiny_args(model, lr=lr, override_lr_scheduler=override)) as trainer:
             trainer.load(str(tmp_path))
             assert trainer.train(1, random_table())["train/lr-pg_0"] == pytest.approx(expected)
+
+    assert "--lr 0.001 (not 0.005); --override-lr-scheduler" in caplog.text
+
+
+def test_optimizer_state_is_read_to_the_device_of_its_weight(model: Path, tmp_path: Path) -> None:
+    with one_rank(tiny_args(model)) as trainer:
+        trainer.train(0, random_table())
+        trainer.save(str(tmp_path), 0)
+        saved = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+        elsewhere = {n: torch.nn.Parameter(p.full_tensor().to("meta")) for n, p in trainer.model.named_weights()}
+        slots = _optimizer_slots(saved, elsewhere)
+        live = {
+            f"{n}.{key}": v
+            for n, p in trainer.model.named_weights()
+            for key, v in trainer.optimizers.all[0].state[p].items()
+        }
+    assert slots.keys() == live.keys()
+    for path, slot in slots.items():
+        assert (slot.device.type, slot.dtype, slot.shape) == ("meta", live[path].dtype, live[path].shape), path
 
 
 def test_what_is_no_checkpoint_of_this_model_is_refused(model: Path, tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def exact_gradient(trainer: Trainer, table: SampleTable) -> tuple[dict[str, torc
     trainer.forward_backward(table, columns, Step(rows, trainer._deal(table, rows[table.mask_sums[rows] > 0])), sums)
     found = gradients(trainer)
     trainer.model.zero_grad()
-    return found, sums.means()
+    return found, sums.means()[0]
 
 
 def five_steps(trainer: Trainer, table: SampleTable) -> list[dict[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,8 @@ def test_rows_without_gradient_are_not_computed_and_nothing_changes(
     for a, b in zip(skipped, computed, strict=True):
         for name in ("train/loss", "train/pg_loss", "train/grad_norm"):
             assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-7), name
+        assert a.keys() == b.keys(), "mismatch and entropy are measured every step"
+    assert {"train/train_rollout_logprob_abs_diff", "train/mismatch_ess", "train/entropy_loss"} <= skipped[0].keys()
     for name, weight in with_skip.items():
         torch.testing.assert_close(weight, without[name], rtol=1e-4, atol=1e-6)
 
@@ -249,6 +252,80 @@ def test_first_step_truths_hold_and_their_breach_is_fatal(model: Path, tmp_path:
             trainer.train(0, table)
     with one_rank(tiny_args(model, **given)) as trainer, pytest.raises(AssertionError, match="trainer and engine"):
         trainer.train(0, random_table())
+
+
+def test_what_has_no_gradient_is_checked_all_the_same(model: Path) -> None:
+    """Nothing to learn, nothing to train on: neither excuses an engine that disagrees."""
+    table = random_table(zero_advantage=1.0)
+    with one_rank(tiny_args(model, ci_test=True)) as trainer:
+        nothing = random_table(masked=2.0)
+        assert trainer.train(0, nothing)["perf/computed_rows_ratio"] == 0
+        table.rollout_log_probs = trainer.log_probs(table).astype(np.float32)
+        last = table.response_tokens[table.response_offsets[-2] :]
+        table.rollout_log_probs[-len(last) :] -= 0.1
+        with pytest.raises(AssertionError, match=r"more than 0\.001"):
+            trainer.train(1, table)
+        table.rollout_log_probs[-len(last) :] += 0.1
+        assert trainer.train(1, table)["perf/computed_rows_ratio"] == table.mask_sums.astype(bool).mean()
+        assert trainer.train(2, table)["perf/computed_rows_ratio"] <= 8 / 16
+    given = {"ci_test": True, "ci_train_rollout_logprob_abs_diff_threshold": 0.5}
+    table.rollout_log_probs -= 0.1
+    with one_rank(tiny_args(model, **given, debug_train_only=True)) as trainer:
+        trainer.train(0, table)  # of another engine: the flag alone counts
+
+
+def test_steps_of_a_rollout_are_told_apart(model: Path) -> None:
+    args = tiny_args(model, global_batch_size=8, lr_warmup_iters=4, use_rollout_logprobs=True)
+    table = random_table(masked=0.0)
+    with one_rank(args) as trainer:
+        table.rollout_log_probs = trainer.log_probs(table).astype(np.float32)
+        metrics = trainer.train(0, table)
+        first, second = trainer.step_metrics()
+        train = {name for name in metrics if name.startswith("train/")}
+        assert first.keys() == second.keys() == train
+        assert first["train/ois"] == pytest.approx(1, abs=1e-5)
+        assert second["train/ois"] != pytest.approx(1, abs=1e-3)
+        for name in ("train/loss", "train/grad_norm"):
+            assert metrics[name] == pytest.approx((first[name] + second[name]) / 2), name
+        assert (first["train/lr-pg_0"], second["train/lr-pg_0"]) == pytest.approx((2.5e-3, 5e-3))
+        # against the weights before the first step, which are the engine's
+        assert second["train/train_rollout_logprob_abs_diff"] < 1e-5
+        trainer.train(1, table.select(np.arange(8)))
+        assert len(trainer.step_metrics()) == 1
+
+
+def test_old_log_probs_keep_to_their_own_cap(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    caps: list[int | None] = []
+    deal = Trainer._deal
+    monkeypatch.setattr(Trainer, "_deal", lambda self, *a: (caps.append((*a, None)[2]), deal(self, *a))[1])
+    for ci_test, used in ((False, True), (True, False)):
+        caps.clear()
+        args = tiny_args(model, global_batch_size=8, log_probs_max_tokens_per_gpu=30, ci_test=ci_test)
+        table = random_table()
+        with one_rank(args) as trainer:
+            table.rollout_log_probs = trainer.log_probs(table).astype(np.float32)
+            del caps[:]
+            monkeypatch.setattr(trainer, "_columns", lambda *a, t=trainer: Trainer._columns(t, *a))
+            trainer.train(0, table)
+        # the first is for the passes before: reference, advantages
+        assert (30 in caps[1:]) == used
+
+
+def test_the_kl_of_the_reward_has_the_estimator_that_was_given(model: Path) -> None:
+    given = {"advantage_estimator": "reinforce_plus_plus", "use_reference": True, "kl_coef": 0.5}
+    table = random_table(zero_advantage=1.0, masked=0.0)
+    with one_rank(tiny_args(model, **given)) as trainer:
+        trainer.train(0, random_table())
+        found = {}
+        for kind in ("k1", "k2"):
+            trainer.args = replace(trainer.args, kl_reward_type=kind)
+            columns = trainer._columns(table, [np.arange(len(table))])
+            found[kind] = columns.advantages
+            last = table.response_offsets[1:] - 1  # the return of the last token is its own reward
+            difference = (columns.old - columns.ref)[last]
+            expected = difference if kind == "k1" else difference.square() / 2
+            torch.testing.assert_close(columns.advantages[last], -0.5 * expected)
+    assert not torch.equal(found["k1"], found["k2"])
 
 
 def twice_the_loss(args: Args, inputs: Any, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:

@@ -54,6 +54,7 @@ class EmbeddedEngine:
         encode: Callable[[str], list[int]] | None = None,
         eos_token_ids: Iterable[int] | None = None,
         seed: int = 0,
+        http_host: str = "127.0.0.1",
     ) -> None:
         """Load the model and start the worker.
 
@@ -66,6 +67,7 @@ class EmbeddedEngine:
             encode: text to tokens, for the HTTP front.
             eos_token_ids: default: those of generation_config.json and config.json.
             seed: of requests without one, and of random weights.
+            http_host: address of this machine that `start_http` listens on, and that its URL names.
 
         Raises:
             ValueError: an architecture this engine does not compute, or a cache smaller than one context.
@@ -95,7 +97,7 @@ class EmbeddedEngine:
         )
         self._eos = frozenset(read_eos_ids(model_path, config) if eos_token_ids is None else eos_token_ids)
         self._decode, self._device = decode, place
-        self._front = HttpFront(self, encode, decode)
+        self._front = HttpFront(self, encode, decode, http_host)
         self._extra = {"model_path": model_path, "device": str(place), "dtype": str(dtype).removeprefix("torch.")}
         self._seeds = np.random.default_rng(seed)
         # why decoding is suspended; only the worker touches it

@@ -57,3 +57,37 @@ async def asks_the_engine(args: Any, sample: Sample, sampling_params: dict[str, 
     sample.append_response_tokens(result.output_ids, result.log_probs, weight_versions=result.weight_versions)
     sample.status = FINISH_STATUS[result.finish_reason]
     return sample
+
+
+async def hangs(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    await asyncio.Event().wait()
+    return sample
+
+
+async def hangs_in_group_1(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    if sample.group_index == 1:
+        await asyncio.Event().wait()
+    sample.append_response_tokens([50], [-1.0], text="5")
+    return sample
+
+
+HUNG: set[str] = set()
+
+
+async def hangs_once(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    if sample.index == 5 and "once" not in HUNG:
+        HUNG.add("once")
+        await asyncio.Event().wait()
+    sample.append_response_tokens([50], [-1.0], text="5")
+    return sample
+
+
+async def hangs_once_and_ignores_cancelling(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    if sample.index == 5 and "ignores" not in HUNG:
+        HUNG.add("ignores")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.sleep(3)
+    sample.append_response_tokens([50], [-1.0], text="5")
+    return sample

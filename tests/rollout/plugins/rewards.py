@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
+
+import numpy as np
 
 from slimelite.sample import Sample
 
@@ -24,3 +27,14 @@ async def fails_on_odd_index(args: Any, sample: Sample) -> float:
 
 async def two_parts(args: Any, sample: Sample) -> dict[str, Any]:
     return {"score": float(sample.response_length), "kind": "even" if sample.response_length % 2 == 0 else "odd"}
+
+
+async def numpy_and_dates(args: Any, sample: Sample) -> dict[str, Any]:
+    """Scores 0.5 and leaves what JSON does not know."""
+    sample.metadata |= {
+        "array": np.arange(4).reshape(2, 2),
+        "date": datetime.datetime(2026, 1, 2),
+        "bytes": b"x",
+        "nested": {3: (np.bool_(True), "text")},
+    }
+    return {"score": np.float32(0.5)}

@@ -1,0 +1,345 @@
+"""The checks of gpu_check.sh, run by it a group at a time: each returns numbers with the bounds they must keep."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from gpu_lab import Lab, Number, Numbers, relative, scores
+from torch import Tensor
+
+import train
+from slimelite.arguments import make_args
+from slimelite.cluster import Cluster, launch
+from slimelite.cluster.local import LocalSink
+from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.table import SampleTable
+from slimelite.tracking import Tracker
+from slimelite.tracking.metrics_file import read_metrics
+from slimelite.training.attention import PackedSequences, varlen_attention
+from slimelite.training.lm_head import chunked_log_probs
+
+# dense bf16, from the data sheets
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312}
+NOT_RUN = "not run: no GPU"
+LOCAL = (
+    "--launcher local --rollout-backend embedded --use-dynamic-batch-size --max-tokens-per-gpu 16384 "
+    "--input-key messages --rollout-shuffle"
+)
+RL = "--label-key label --apply-chat-template --n-samples-per-prompt 8 --colocate --ci-test"
+Result = dict[str, Any]
+
+
+@torch.no_grad()
+def engine_agrees(lab: Lab, dtype: torch.dtype) -> Numbers:
+    """Greedy and sampled responses, prompts shared and ragged, against transformers over the same tokens."""
+    rng = np.random.default_rng(0)
+    requests: list[GenerateRequest] = []
+    for group in range(lab.size(8, 3)):
+        prompt = tuple(rng.integers(0, lab.config().vocab_size, rng.integers(5, lab.size(300, 30))).tolist())
+        for temperature in (0.0, 1.0, 1.0):
+            params = SamplingParams(lab.size(48, 8), temperature, ignore_eos=True, seed=len(requests))
+            requests.append(GenerateRequest(str(len(requests)), prompt, params, prefix_key=str(group)))
+    with lab.engine(dtype=dtype) as engine:
+        results = asyncio.run(engine.generate(requests))
+    pairs = [(request.input_ids, result.output_ids) for request, result in zip(requests, results, strict=True)]
+    exact, model = lab.transformers(torch.float32), lab.transformers(dtype)
+    truth, theirs = (torch.cat([scores(m, *pair)[0] for pair in pairs]) for m in (exact, model))
+    below = torch.cat([scores(model, *pair)[1] for pair in pairs[::3]])
+    mine = torch.tensor([p for result in results for p in result.log_probs], device=lab.device)
+    gap, their_gap = (mine - truth).abs(), (theirs - truth).abs()
+    largest, equal, short = (0.5, 0.7, 0.25) if dtype == torch.bfloat16 else (1e-3, 0.98, 1e-3)
+    return {
+        "mean log-prob gap to fp32": Number(float(gap.mean()), 1.5 * float(their_gap.mean()) + 1e-4),
+        "largest gap": Number(float(gap.max()), largest),
+        "greedy tokens that are transformers'": Number(float((below == 0).float().mean()), low=equal),
+        "furthest a greedy token is below the best": Number(float(below.max()), short),
+    }
+
+
+def attention_agrees(lab: Lab, window: int | None) -> Numbers:
+    """Packed attention in bf16 (on a GPU varlen_attn) against bucketed SDPA in fp32."""
+    torch.manual_seed(0)
+    config, lengths = lab.config(), [lab.size(n, n % 40 + 1) for n in (700, 1, 33, 1500, 690, 128, 1024, 2)]
+    layout, width = PackedSequences.from_lengths(lengths, lab.device), config.hidden_size // config.num_attention_heads
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+    inputs = [torch.randn(1, count, sum(lengths), width, device=lab.device).bfloat16() for count in heads]
+    probe, found = torch.randn(1, sum(lengths), heads[0], width, device=lab.device).bfloat16(), []
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v = leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        out, _ = varlen_attention(torch.nn.Module(), q, k, v, None, sequences=layout, sliding_window=window)
+        found.append((out, *torch.autograd.grad(out, leaves, probe.to(dtype))))
+    return {name: Number(relative(a, b), 2e-2) for name, a, b in zip(("values", "dq", "dk", "dv"), *found, strict=True)}
+
+
+def head_agrees(lab: Lab) -> Numbers:
+    """The chunked LM head, fp32 and bf16, against log_softmax of the whole logits in fp32; worst of four tensors."""
+    torch.manual_seed(0)
+    tokens, config = lab.size(4096, 50), lab.config()
+    inputs = [torch.randn(n, config.hidden_size, device=lab.device).bfloat16() for n in (tokens, config.vocab_size)]
+    targets = torch.randint(0, config.vocab_size, (tokens,), device=lab.device)
+    probes, found, peaks = torch.randn(2, tokens, device=lab.device), [], []
+    for chunk, dtype in ((0, torch.float32), (lab.size(-1, 16), torch.float32), (lab.size(-1, 16), torch.bfloat16)):
+        hidden, weight = leaves = [(x * 0.3).to(dtype).requires_grad_() for x in inputs]
+        start = lab.gigabytes()
+        if chunk:
+            pair = chunked_log_probs(hidden, weight, targets, 0.7, entropy_grad=True, chunk_size=chunk)
+        else:
+            log_p = (hidden @ weight.T).div(0.7).log_softmax(-1)
+            pair = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        grads = torch.autograd.grad((torch.stack(pair) * probes).sum(), leaves)
+        found.append([x.detach() for x in (*pair, *grads)])
+        peaks.append(lab.gigabytes(peak=True) - start)
+    fp32, bf16 = (max(relative(a, b) for a, b in zip(mine, found[0], strict=True)) for mine in found[1:])
+    return {
+        "error in fp32": Number(fp32, 1e-5),
+        "error in bf16": Number(bf16, 3e-2),
+        "peak GB": Number(peaks[1], 0.7 * peaks[0]),
+        "peak GB of the full logits": Number(peaks[0]),
+    }
+
+
+def step(lab: Lab, table: SampleTable, **changes: Any) -> tuple[Tensor, float, Tensor, float]:
+    """Log-probs, gradient norm, log-probs after one optimizer step, and the step's peak GB."""
+    with closing(lab.trainer(**changes)) as trainer:
+        before = torch.from_numpy(trainer.log_probs(table))
+        lab.gigabytes()
+        norm = trainer.train(0, table)["train/grad_norm"]
+        peak = lab.gigabytes(peak=True)
+        return before, norm, torch.from_numpy(trainer.log_probs(table)), peak
+
+
+def step_agrees(lab: Lab) -> Numbers:
+    """An optimizer step of the trainer against the same one in fp32 by transformers, row by row."""
+    table = lab.table(lab.size(16, 6), lab.size(64, 8), lab.size(64, 4), lab.size(512, 16))
+    rows = [[table.row_slice(f"{part}_tokens", row) for part in ("prompt", "response")] for row in range(len(table))]
+    model = lab.transformers(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    start = []
+    for row, advantage in zip(rows, table.advantage, strict=True):
+        log_probs = scores(model, *row)[0]
+        (-log_probs.mean() * advantage / len(rows)).backward()
+        start.append(log_probs.detach().cpu())
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    optimizer.step()
+    with torch.no_grad():
+        end = torch.cat([scores(model, *row)[0].cpu() for row in rows])
+    del model, optimizer
+    before, my_norm, after, peak = step(lab, table)
+    moves = torch.stack([after - before, end - torch.cat(start)])
+    tolerance, norm_tolerance, least = (0.05, 0.02, 0.95) if lab.cuda else (1e-4, 1e-4, 0.99)
+    return {
+        "mean log-prob gap": Number(float((before - torch.cat(start)).abs().mean()), tolerance),
+        "relative gap of the gradient norm": Number(abs(my_norm / norm - 1), norm_tolerance),
+        "correlation of what the step moved": Number(float(torch.corrcoef(moves)[0, 1]), low=least),
+        "mean move": Number(float(moves[0].abs().mean())),
+        "peak GB": Number(peak),
+    }
+
+
+def variant_agrees(lab: Lab, memory: float, **changes: Any) -> Numbers:
+    """A step that saves memory against the plain one; ``memory``: the most of the plain one's peak it may take."""
+    table = lab.table(lab.size(16, 6), lab.size(512, 8), lab.size(1536, 4), lab.size(1536, 16))
+    plain, saving = step(lab, table), step(lab, table, **changes)
+    gap, move = (float((plain[2] - x).abs().mean()) for x in (saving[2], plain[0]))
+    return {
+        "relative gap of the gradient norm": Number(abs(saving[1] / plain[1] - 1), 0.01 if lab.cuda else 1e-5),
+        "log-prob gap after it, of its move": Number(gap / move, 0.03 if lab.cuda else 1e-4),
+        "peak GB": Number(saving[3], memory * plain[3]),
+        "peak GB of the plain step": Number(plain[3]),
+    }
+
+
+def learns(lab: Lab) -> Numbers:
+    """The quickstart: SFT, then GRPO, stopped and resumed half-way."""
+    task, runs, rollouts = lab.work / "task", lab.work / "runs", lab.size(20, 4)
+    command = ["scripts/prepare_data.py", "quickstart", "--out", str(task), "--sft-rows", str(lab.size(22400, 1600))]
+    subprocess.run([sys.executable, *command], check=True)
+    sft = (
+        f"{LOCAL} --device {lab.device} --hf-checkpoint {task}/model --prompt-data {task}/sft.parquet --num-epoch 1 "
+        "--loss-type sft_loss --calculate-per-token-loss --disable-compute-advantages-and-returns --debug-train-only "
+        "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --rollout-batch-size 800 "
+        f"--global-batch-size 64 --optimizer muon --muon-lr 0.02 --lr 5e-3 --save-hf {runs}/model --run-dir {runs}/sft"
+    )
+    grpo = (
+        f"{LOCAL} {RL} --device {lab.device} --hf-checkpoint {runs}/model --prompt-data {task}/train.parquet "
+        f"--rm-type gsm8k --rollout-batch-size {lab.size(32, 4)} --rollout-max-response-len 32 --eps-clip-high 0.28 "
+        f"--lr 1e-3 --lr-warmup-iters 5 --save {runs}/checkpoint --save-interval 100 --load {runs}/checkpoint "
+        f"--run-dir {runs}/grpo --num-rollout"
+    )
+    for flags in (sft, f"{grpo} {rollouts // 2}", f"{grpo} {rollouts}"):
+        assert train.main(flags.split()) == 0, "train.py failed; the log says why"
+    losses = [record["train/loss"] for record in read_metrics(runs / "sft") if record["kind"] == "train"]
+    records = read_metrics(runs / "grpo")
+    rewards = [record["rollout/raw_reward"] for record in records if record["kind"] == "rollout"]
+    gaps = [record["train/train_rollout_logprob_abs_diff"] for record in records if record["kind"] == "train"]
+    first, last = float(np.mean(rewards[: rollouts // 4])), float(np.mean(rewards[-rollouts // 4 :]))
+    return {
+        "rollouts": Number(len(rewards), rollouts, rollouts),
+        "SFT loss, last of first": Number(losses[-1] / losses[0], lab.size(50, 100) / 100),
+        "reward of the first quarter": Number(first),
+        "of the last": Number(last, low=-math.inf if lab.tiny else first + 0.1),
+        "largest train_rollout_logprob_abs_diff": Number(max(gaps), 0.02),
+    }
+
+
+class Watched:
+    """A cluster that notes the device memory after each of its verbs."""
+
+    def __init__(self, lab: Lab, cluster: Cluster) -> None:
+        self.lab, self.cluster = lab, cluster
+        self.memory: dict[str, float] = {}
+
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            result = getattr(self.cluster, verb)(*given)
+            self.memory[" ".join([verb, *(x for x in given if isinstance(x, str))])] = self.lab.gigabytes()
+            return result
+
+        return call
+
+
+def takes_turns(lab: Lab) -> Numbers:
+    """Trainer, reference and engine on one GPU under --offload: the memory after each phase of train.py's loop."""
+    flags = (
+        f"{LOCAL} {RL} --device {lab.device} --hf-checkpoint {lab.folder()} --run-dir {lab.work}/runs/colocate "
+        f"--prompt-data {lab.work}/task/train.parquet --rm-type random --rollout-batch-size 4 --num-rollout 2 "
+        "--rollout-max-response-len 64 --sglang-context-length 2048 --use-kl-loss --kl-loss-coef 0.01 --lr 1e-5 "
+        "--offload"
+    )
+    args = make_args(flags.split())
+    with Tracker(args) as tracker, launch(args) as cluster:
+        watched = Watched(lab, cluster)
+        train.train(cluster.complete_args(), watched, tracker)  # type: ignore[arg-type]
+    weights = sum(file.stat().st_size for file in Path(lab.folder()).glob("*.safetensors")) / 1e9
+    left = {"release_engines kv_cache weights": 0.3, "offload_trainers": weights + 0.3}
+    assert not lab.cuda or left.keys() <= watched.memory.keys(), f"no memory was given back: {watched.memory}"
+    return {f"GB after {verb}": Number(used, left.get(verb, math.inf)) for verb, used in watched.memory.items()}
+
+
+def training_speed(lab: Lab) -> Numbers:
+    """A step on 16k-token packs; FLOPs are those of the model (nothing recomputed counts), MFU by the data sheet."""
+    config, table = lab.config(), lab.table(lab.size(32, 4), lab.size(512, 8), lab.size(1536, 8), lab.size(1536, 8))
+    with closing(lab.trainer()) as trainer:
+        took = lab.seconds(lambda: trainer.train(0, table))
+        head = config.vocab_size * config.hidden_size
+        layers = sum(p.numel() for _, p in trainer.model.named_weights()) - head
+    square = torch.randn(lab.size(8192, 256), lab.size(8192, 256), device=lab.device).bfloat16()
+    measured = 2 * len(square) ** 3 / lab.seconds(lambda: square @ square) / 1e12
+    name = torch.cuda.get_device_name() if lab.cuda else ""
+    peak = next((tflops for gpu, tflops in PEAK_TFLOPS.items() if gpu in name), measured)
+    tokens, longest = int(table.total_lengths.sum()), int(table.total_lengths.max())
+    causal = 6 * longest * config.hidden_size * config.num_hidden_layers
+    tflops = (tokens * (6 * layers + causal) + 6 * head * len(table.response_tokens)) / took / 1e12
+    return {
+        "tokens/s": Number(tokens / took),
+        "TFLOP/s": Number(tflops),
+        "MFU": Number(tflops / peak),
+        "TFLOP/s of a square matrix product": Number(measured),
+        "peak GB": Number(lab.gigabytes(peak=True)),
+    }
+
+
+def decoding_speed(lab: Lab, rows: int) -> Numbers:
+    """All of a call: prefill of 64-token prompts, one for 8 responses each, and 128 new tokens for each response."""
+    params, rng = SamplingParams(lab.size(128, 4), ignore_eos=True), np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, lab.config().vocab_size, lab.size(64, 8)).tolist()) for _ in range(rows // 8)]
+    requests = [GenerateRequest(str(i), prompts[i // 8], params, prefix_key=str(i // 8)) for i in range(rows)]
+    with lab.engine(max_running_requests=rows) as engine:
+        took = lab.seconds(lambda: asyncio.run(engine.generate(requests)))
+    return {
+        "tokens/s": Number(rows * params.max_new_tokens / took),
+        "ms a step": Number(1e3 * took / params.max_new_tokens),
+    }
+
+
+def sync_speed(lab: Lab) -> Numbers:
+    """All weights from the trainer into an engine of the same process."""
+    with closing(lab.trainer()) as trainer, lab.engine() as engine:
+        took = lab.seconds(lambda: trainer.push_weights(LocalSink([engine]), 1))
+        sent = trainer.push_weights(LocalSink([engine]), 2)["perf/update_weights_bytes"]
+    return {"seconds": Number(took), "GB": Number(sent / 1e9), "GB/s": Number(sent / 1e9 / took)}
+
+
+# group, name, whether what it proves needs a GPU (elsewhere it only tries itself), check
+CHECKS: list[tuple[str, str, bool, Callable[[Lab], Numbers]]] = [
+    ("engine", "engine = transformers, fp32", False, partial(engine_agrees, dtype=torch.float32)),
+    ("engine", "engine = transformers, bf16", False, partial(engine_agrees, dtype=torch.bfloat16)),
+    ("kernels", "varlen_attn = SDPA", True, partial(attention_agrees, window=None)),
+    ("kernels", "varlen_attn = SDPA, sliding window", True, partial(attention_agrees, window=20)),
+    ("kernels", "chunked LM head = full logits", False, head_agrees),
+    ("trainer", "optimizer step = transformers in fp32", False, step_agrees),
+    ("trainer", "gradient checkpointing", False, partial(variant_agrees, memory=0.8, gradient_checkpointing=True)),
+    ("trainer", "fsdp cpu offload", True, partial(variant_agrees, memory=0.95, fsdp_cpu_offload=True)),
+    ("loop", "quickstart learns, and resumes", False, learns),
+    ("loop", "colocate with --offload", True, takes_turns),
+    ("speed", "training", True, training_speed),
+    ("speed", "decoding, 64 sequences", True, partial(decoding_speed, rows=64)),
+    ("speed", "decoding, 256 sequences", True, partial(decoding_speed, rows=256)),
+    ("speed", "weight sync", True, sync_speed),
+]
+
+
+def run_check(lab: Lab, name: str, needs_gpu: bool, check: Callable[[Lab], Numbers]) -> Result:
+    """What the check found, whatever happens in it."""
+    start, numbers, error = time.perf_counter(), {}, ""
+    try:
+        numbers = check(lab)
+    except (Exception, SystemExit) as problem:
+        traceback.print_exc()
+        error = f"{type(problem).__name__}: {problem}".replace("\n", " ")[:300]
+    status = "FAIL" if error or not all(number.ok for number in numbers.values()) else "PASS"
+    shown = error or ", ".join(f"{what} {number}" for what, number in numbers.items())
+    if status == "PASS" and needs_gpu and not lab.cuda:
+        status, shown, numbers = NOT_RUN, "tried on the CPU", {}
+    values = {what: number.value if math.isfinite(number.value) else None for what, number in numbers.items()}
+    seconds = round(time.perf_counter() - start, 1)
+    return {"name": name, "status": status, "shown": shown, "seconds": seconds, "numbers": values}
+
+
+def main() -> None:
+    """Run checks one by one; the file of results is complete at any time."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--work", type=Path, required=True, help="folder that groups share")
+    parser.add_argument("--results", type=Path, required=True, help="JSON to write")
+    parser.add_argument("groups", nargs="+")
+    options = parser.parse_args()
+    lab = Lab(options.device, options.tiny, options.work)
+    gpu = torch.cuda.get_device_name() if lab.cuda and torch.cuda.is_available() else "no GPU"
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    chosen = [(name, needs, check) for group, name, needs, check in CHECKS if group in options.groups]
+    unfinished = {"status": "FAIL", "shown": "the process did not live to its end", "seconds": 0.0, "numbers": {}}
+    results: list[Result] = [{"name": name} | unfinished for name, *_ in chosen]
+
+    def save() -> None:
+        options.results.write_text(json.dumps({"machine": {"gpu": gpu} | versions, "checks": results}))
+
+    save()
+    for index, (name, needs_gpu, check) in enumerate(chosen):
+        results[index] = run_check(lab, name, needs_gpu, check)
+        save()
+
+
+if __name__ == "__main__":
+    main()

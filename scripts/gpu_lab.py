@@ -1,0 +1,151 @@
+"""What the checks of gpu_check.py share: numbers with bounds, a model of real shape, an engine and a trainer of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from slimelite.arguments import Args
+from slimelite.data.arithmetic import write_model_folder
+from slimelite.engines.embedded import EmbeddedEngine
+from slimelite.sample import Sample
+from slimelite.table import SampleTable
+from slimelite.training.trainer import Trainer
+
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+QWEN2_5_0_5B, TINY = (151936, 896, 4864, 24, 14), (151, 64, 96, 2, 4)
+
+
+@dataclass(frozen=True)
+class Number:
+    """What was measured; the check fails when it is not within the bounds (NaN never is)."""
+
+    value: float
+    high: float = math.inf
+    low: float = -math.inf
+
+    @property
+    def ok(self) -> bool:
+        return self.low <= self.value <= self.high
+
+    def __str__(self) -> str:
+        bounds = [f"{sign} {x:.3g}" for sign, x in ((">=", self.low), ("<=", self.high)) if math.isfinite(x)]
+        return f"{self.value:.4g}" + (f" ({', '.join(bounds)})" if bounds else "")
+
+
+Numbers = dict[str, Number]
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Where the checks run, and the model they share."""
+
+    device: Literal["cpu", "cuda"]
+    tiny: bool
+    work: Path
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def size(self, full: int, tiny: int) -> int:
+        """A size, by ``--tiny``."""
+        return tiny if self.tiny else full
+
+    def config(self) -> PretrainedConfig:
+        """Qwen2.5-0.5B, or the same in small."""
+        shape = zip(SHAPE, TINY if self.tiny else QWEN2_5_0_5B, strict=True)
+        return AutoConfig.for_model(
+            "qwen2", num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2, **dict(shape)
+        )
+
+    @torch.no_grad()
+    def folder(self) -> str:
+        """The model with random weights that bf16 holds exactly, and the quickstart's tokenizer."""
+        path = self.work / "model"
+        if not path.exists():
+            torch.manual_seed(0)
+            with torch.device(self.device):
+                model = AutoModelForCausalLM.from_config(self.config(), dtype=torch.bfloat16)
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # biases and norms other than 0 and 1, so that each matters
+                    parameter += 0.1 * torch.randn_like(parameter)
+            model.get_decoder().norm.weight *= 2  # log-probs that are far from uniform
+            write_model_folder(path)
+            model.save_pretrained(path)
+        return str(path)
+
+    def transformers(self, dtype: torch.dtype) -> PreTrainedModel:
+        """That model as transformers computes it."""
+        return AutoModelForCausalLM.from_pretrained(self.folder(), dtype=dtype).to(self.device)
+
+    @contextmanager
+    def engine(self, **options: Any) -> Iterator[EmbeddedEngine]:
+        """An embedded engine with that model."""
+        engine = EmbeddedEngine(self.folder(), device=self.device, max_context_len=2048, **options)
+        try:
+            yield engine
+        finally:
+            asyncio.run(engine.close())
+
+    def trainer(self, **changes: Any) -> Trainer:
+        """A trainer of that model, which takes one optimizer step a rollout."""
+        given: dict[str, Any] = {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 16384, "global_batch_size": 4096}
+        given |= {"lr": 3e-4, "num_rollout": 9, "num_steps_per_rollout": 1} | changes
+        return Trainer(Args(hf_checkpoint=self.folder(), device=self.device, **given))
+
+    def table(self, rows: int, prompt: int, shortest: int, longest: int) -> SampleTable:
+        """Random tokens with random advantages."""
+        rng, vocabulary = np.random.default_rng(0), self.config().vocab_size
+        samples = [Sample(group_index=i, index=i, reward=0.0) for i in range(rows)]
+        for sample in samples:
+            sample.tokens = rng.integers(0, vocabulary, prompt).tolist()
+            response = rng.integers(0, vocabulary, rng.integers(shortest, longest + 1)).tolist()
+            sample.append_response_tokens(response, log_probs=[-1.0] * len(response))
+        table = SampleTable.from_samples([[sample] for sample in samples])
+        table.advantage = rng.normal(size=rows)
+        return table
+
+    def gigabytes(self, *, peak: bool = False) -> float:
+        """Device memory in tensors now, or the most since the last call; 0 on a CPU."""
+        if not self.cuda:
+            return 0.0
+        used = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return used / 1e9
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Wall clock of one call with all it started on the device, the best of three after a warm-up."""
+        took = []
+        for _ in range(4):
+            start = time.perf_counter()
+            work()
+            if self.cuda:
+                torch.cuda.synchronize()
+            took.append(time.perf_counter() - start)
+        return min(took[1:])
+
+
+@torch.no_grad()
+def relative(found: Tensor, expected: Tensor) -> float:
+    """Length of the difference over the length of what was expected."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def scores(model: PreTrainedModel, prompt: Any, response: Any) -> tuple[Tensor, Tensor]:
+    """[response tokens] log-probs by transformers, from full logits, and how far each is below the best token's."""
+    ids = torch.tensor([[*prompt, *response]], device=model.device)
+    log_p = model(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+    chosen = log_p.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    return chosen, log_p.amax(-1) - chosen

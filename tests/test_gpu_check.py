@@ -1,0 +1,80 @@
+"""The GPU checks, tried without a GPU: those that can hold here hold, and what is wrong is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import gpu_check  # noqa: E402
+import gpu_group  # noqa: E402
+from gpu_lab import Lab, Number  # noqa: E402
+
+NEEDS_GPU = {name for _, name, needs_gpu, _ in gpu_group.CHECKS if needs_gpu}
+
+
+@pytest.mark.e2e
+def test_every_check_holds_on_a_cpu_or_says_that_it_needs_a_gpu(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {check["name"]: check for check in json.loads((tmp_path / "results.json").read_text())["checks"]}
+    assert found.keys() == {name for _, name, *_ in gpu_group.CHECKS}
+    assert {name for name, check in found.items() if check["status"] == "not run: no GPU"} == NEEDS_GPU
+    assert all(check["numbers"] for name, check in found.items() if name not in NEEDS_GPU)
+    assert found["quickstart learns, and resumes"]["numbers"]["rollouts"] == 4
+
+
+def test_a_wrong_attention_fails_though_no_gpu_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab, check = Lab("cpu", True, tmp_path), gpu_group.attention_agrees
+    right = gpu_group.run_check(lab, "attention", True, lambda lab: check(lab, 5))
+    original = gpu_group.varlen_attention
+
+    def one_token_further(*inputs: Any, sliding_window: int, **options: Any) -> Any:
+        half = inputs[1].dtype == gpu_group.torch.bfloat16
+        return original(*inputs, sliding_window=sliding_window + half, **options)
+
+    monkeypatch.setattr(gpu_group, "varlen_attention", one_token_further)
+    wrong = gpu_group.run_check(lab, "attention", True, lambda lab: check(lab, 5))
+    assert (right["status"], wrong["status"]) == ("not run: no GPU", "FAIL")
+    assert wrong["numbers"]["values"] > 0.02
+
+
+def test_an_error_is_a_failure_with_its_message(tmp_path: Path) -> None:
+    def broken(lab: Lab) -> gpu_group.Numbers:
+        raise RuntimeError(f"no kernel for {lab.device}")
+
+    result = gpu_group.run_check(Lab("cuda", True, tmp_path), "broken", True, broken)
+    assert (result["status"], result["shown"]) == ("FAIL", "RuntimeError: no kernel for cuda")
+
+
+@pytest.mark.parametrize(
+    ("python", "limit", "says"), [(sys.executable, 0.1, "stopped after 0.1 s"), ("false", 60, "status 1")]
+)
+def test_a_process_that_ends_badly_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str, limit: float, says: str
+) -> None:
+    monkeypatch.setitem(gpu_check.GROUPS, "kernels", limit)
+    monkeypatch.setattr(sys, "executable", python)
+    (check,) = gpu_check.run_groups(Namespace(device="cpu", tiny=True, out=tmp_path), tmp_path, ["kernels"])["checks"]
+    assert check["status"] == "FAIL"
+    assert check["shown"].startswith(says)
+
+
+def test_bounds() -> None:
+    assert Number(1.0, high=1.0).ok
+    assert not Number(1.1, high=1.0).ok
+    assert not Number(0.9, low=1.0).ok
+    assert not Number(float("nan")).ok
+    assert str(Number(0.5, high=1.0, low=0.1)) == "0.5 (>= 0.1, <= 1)"
