@@ -51,7 +51,9 @@ def main() -> int:
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="only these checks")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    start, machine, checks = time.perf_counter(), {}, []
+    start = time.perf_counter()
+    machine: dict[str, str] = {}
+    checks: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as work:
         for groups in [options.groups] if options.device == "cpu" else [[group] for group in options.groups]:
             found = run_groups(options, Path(work), groups)

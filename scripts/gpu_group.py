@@ -7,8 +7,6 @@ import asyncio
 import json
 import math
 import platform
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -140,7 +138,7 @@ def step_agrees(lab: Lab) -> Numbers:
     with torch.no_grad():
         end = torch.cat([scores(model, *row)[0].cpu() for row in rows])
     del model, optimizer
-    before, my_norm, after, peak = step(lab, table)
+    before, my_norm, after, peak = step(lab, table, max_tokens_per_gpu=lab.size(2048, 40))  # several micro-batches
     moves = torch.stack([after - before, end - torch.cat(start)])
     tolerance, norm_tolerance, least = (0.05, 0.02, 0.95) if lab.cuda else (1e-4, 1e-4, 0.99)
     return {
@@ -167,9 +165,7 @@ def variant_agrees(lab: Lab, memory: float, **changes: Any) -> Numbers:
 
 def learns(lab: Lab) -> Numbers:
     """The quickstart: SFT, then GRPO, stopped and resumed half-way."""
-    task, runs, rollouts = lab.work / "task", lab.work / "runs", lab.size(20, 4)
-    command = ["scripts/prepare_data.py", "quickstart", "--out", str(task), "--sft-rows", str(lab.size(22400, 1600))]
-    subprocess.run([sys.executable, *command], check=True)
+    task, runs, rollouts = lab.task(), lab.work / "runs", lab.size(20, 4)
     sft = (
         f"{LOCAL} --device {lab.device} --hf-checkpoint {task}/model --prompt-data {task}/sft.parquet --num-epoch 1 "
         "--loss-type sft_loss --calculate-per-token-loss --disable-compute-advantages-and-returns --debug-train-only "
@@ -184,10 +180,14 @@ def learns(lab: Lab) -> Numbers:
     )
     for flags in (sft, f"{grpo} {rollouts // 2}", f"{grpo} {rollouts}"):
         assert train.main(flags.split()) == 0, "train.py failed; the log says why"
-    losses = [record["train/loss"] for record in read_metrics(runs / "sft") if record["kind"] == "train"]
-    records = read_metrics(runs / "grpo")
-    rewards = [record["rollout/raw_reward"] for record in records if record["kind"] == "rollout"]
-    gaps = [record["train/train_rollout_logprob_abs_diff"] for record in records if record["kind"] == "train"]
+    losses, rewards, gaps = (
+        [record[name] for record in read_metrics(runs / run) if name in record]
+        for run, name in (
+            ("sft", "train/loss"),
+            ("grpo", "rollout/raw_reward"),
+            ("grpo", "train/train_rollout_logprob_abs_diff"),
+        )
+    )
     first, last = float(np.mean(rewards[: rollouts // 4])), float(np.mean(rewards[-rollouts // 4 :]))
     return {
         "rollouts": Number(len(rewards), rollouts, rollouts),
@@ -218,7 +218,7 @@ def takes_turns(lab: Lab) -> Numbers:
     """Trainer, reference and engine on one GPU under --offload: the memory after each phase of train.py's loop."""
     flags = (
         f"{LOCAL} {RL} --device {lab.device} --hf-checkpoint {lab.folder()} --run-dir {lab.work}/runs/colocate "
-        f"--prompt-data {lab.work}/task/train.parquet --rm-type random --rollout-batch-size 4 --num-rollout 2 "
+        f"--prompt-data {lab.task()}/train.parquet --rm-type random --rollout-batch-size 4 --num-rollout 2 "
         "--rollout-max-response-len 64 --sglang-context-length 2048 --use-kl-loss --kl-loss-coef 0.01 --lr 1e-5 "
         "--offload"
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +89,14 @@ class Lab:
             model.save_pretrained(path)
         return str(path)
 
+    def task(self) -> Path:
+        """The quickstart's data."""
+        path = self.work / "task"
+        if not path.exists():
+            command = ["scripts/prepare_data.py", "quickstart", "--out", str(path)]
+            subprocess.run([sys.executable, *command, "--sft-rows", str(self.size(22400, 1600))], check=True)
+        return path
+
     def transformers(self, dtype: torch.dtype) -> PreTrainedModel:
         """That model as transformers computes it."""
         return AutoModelForCausalLM.from_pretrained(self.folder(), dtype=dtype).to(self.device)
@@ -121,6 +132,7 @@ class Lab:
         """Device memory in tensors now, or the most since the last call; 0 on a CPU."""
         if not self.cuda:
             return 0.0
+        gc.collect()
         used = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return used / 1e9

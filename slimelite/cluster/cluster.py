@@ -79,9 +79,14 @@ class Cluster:
         """All eval datasets under the engines' current weights."""
         return self._ask(self._rollout, "evaluate", rollout_id, progress=progress)
 
-    def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
-        """Train on one rollout; rank 0's (already reduced) metrics."""
-        return self._all("train", rollout_id, self._share(table.without_text()))[0]
+    def train(self, rollout_id: int, table: SampleTable) -> tuple[dict[str, float], list[dict[str, float]]]:
+        """Train on one rollout.
+
+        Returns:
+            metrics of the rollout, reduced over ranks, and ``train/*`` of each optimizer step.
+        """
+        metrics = self._all("train", rollout_id, self._share(table.without_text()))[0]
+        return metrics, self._ask(self._trainers[0], "step_metrics")
 
     def sync(self, version: int) -> dict[str, float]:
         """Trainers' weights into every engine, stamped ``version``."""

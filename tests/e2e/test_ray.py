@@ -160,7 +160,9 @@ def test_a_bare_ray_job_submit(grpo_args: list[str], tmp_path: Path) -> None:
 def test_a_worker_that_raises_is_one_message(grpo_args: list[str], tmp_path: Path) -> None:
     """A reward that raises from the second row on, so that the check of one row does not see it; run from elsewhere."""
     (tmp_path / "reward.py").write_text(
-        "def grade(args, sample, **kwargs):\n    if sample.index > 3:\n        raise KeyError('broken')\n    return 1.0\n"
+        "def grade(args, sample, **kwargs):\n"
+        "    if sample.index > 3:\n        raise KeyError('broken')\n"
+        "    return 1.0\n"
     )
     flags = ["--custom-rm-path", "reward.py:grade", "--reward-error", "fail", "--num-rollout", "1", "--run-dir", "run"]
     done = run_process(sys.executable, str(ROOT / "train.py"), *grpo_args, *flags, cwd=tmp_path)
