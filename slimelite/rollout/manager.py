@@ -20,7 +20,14 @@ from slimelite.plugins import load_function
 from slimelite.rewards import Grader
 from slimelite.rollout import generate, sft
 from slimelite.rollout.context import Progress, RolloutContext
-from slimelite.rollout.metrics import eval_metrics, perf_metrics, prefixed, rollout_metrics, sample_metrics
+from slimelite.rollout.metrics import (
+    eval_metrics,
+    perf_metrics,
+    prefixed,
+    rollout_metrics,
+    sample_metrics,
+    table_metrics,
+)
 from slimelite.rollout.outputs import RolloutFnEvalOutput, train_output
 from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.source import build_source
@@ -113,7 +120,7 @@ class RolloutManager:
         self._save(table, str(rollout_id))
         if self._log and self._log(rollout_id, self._plugin_args(), samples, metrics, seconds):
             return RolloutOutput(table, {})
-        return RolloutOutput(table, {**self._metrics(groups, reward_key, seconds), **metrics})
+        return RolloutOutput(table, {**self._metrics(groups, reward_key, seconds), **table_metrics(table), **metrics})
 
     def evaluate(self, rollout_id: int) -> EvalOutput:
         """Every eval dataset under the engines' weights.

@@ -9,9 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from slimelite.arguments import Args
 from slimelite.rollout.filters import rollout_rewards
 from slimelite.sample import Sample, Status
+from slimelite.table import SampleTable
 
 # a response repeats itself when its last characters compress better than this
 REPETITION_TAIL = 10_000
@@ -63,6 +66,18 @@ def eval_metrics(name: str, results: Mapping[str, Any], reward_key: str | None) 
         **prefixed(f"eval/{name}/", lengths),
         f"eval/{name}-truncated_ratio": truncated,
         **prefixed(f"eval/{name}-", pass_at_k(rewards)),
+    }
+
+
+def table_metrics(table: SampleTable) -> dict[str, float]:
+    """What slime's trainer logs of its batch: means over the samples."""
+    if not len(table):
+        return {}
+    return {
+        "rollout/rewards": float(table.advantage.mean()),
+        "rollout/response_lengths": float(table.response_lengths.mean()),
+        "rollout/total_lengths": float(table.total_lengths.mean()),
+        "rollout/truncated": float(np.mean([status == Status.TRUNCATED for status in table.status])),
     }
 
 

@@ -101,6 +101,8 @@ def test_rollout_only_and_its_data(local_run: Run) -> None:
     run = local_run("rollout-only", "--num-rollout", "1", "--debug-rollout-only")
     table = SampleTable.from_parquet(run / "rollouts" / "0000000.parquet")
     assert len(table) == 32
+    assert metrics(run, "rollout/total_lengths") == [table.total_lengths.mean()]
+    assert metrics(run, "rollout/rewards") == pytest.approx([0.0], abs=1e-6)
     assert metrics(run, "train/loss") == []
 
 
