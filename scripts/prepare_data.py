@@ -189,9 +189,9 @@ def main() -> None:
     parser.add_argument(
         "--held-out", type=int, default=1000, help="quickstart: prompts in heldout.parquet (default: 1000)"
     )
-    parser.add_argument("--sft-rows", type=int, default=22_400, help="quickstart: conversations (default: 22400)")
+    parser.add_argument("--sft-rows", type=int, default=32_000, help="quickstart: conversations (default: 32000)")
     parser.add_argument(
-        "--worked-share", type=float, default=0.3, help="quickstart: share that shows its working (default: 0.3)"
+        "--worked-share", type=float, default=0.35, help="quickstart: share that shows its working (default: 0.35)"
     )
     args = parser.parse_args()
     if args.task == "quickstart":

@@ -3,7 +3,7 @@
 #
 #   1. .venv with the tested versions                       (once; minutes)
 #   2. data/quickstart: the task (sums of four numbers), its tokenizer and an untrained 120k-parameter Qwen2
-#   3. SFT on a mix of worked answers (30 %) and bare guesses (70 %)
+#   3. SFT on a mix of worked answers (35 %) and bare guesses (65 %)
 #   4. GRPO: reward 1 for the right number. Bare guesses are nearly always wrong, so the policy finds out that
 #      writing the steps pays
 #   5. runs/quickstart/*/: metrics, rollouts, plots; runs/quickstart/curve.png
@@ -30,12 +30,13 @@ SFT_ARGS=(
     --disable-compute-advantages-and-returns
     --debug-train-only
     --rollout-shuffle
-    --num-rollout 7
+    --num-rollout 10
     --rollout-batch-size 3200
-    --global-batch-size 64 # 350 optimizer steps in all
+    --global-batch-size 64 # 500 optimizer steps in all
     --optimizer muon
     --muon-lr 0.02
     --lr 5e-3
+    --lr-decay-style linear
     --save-hf "$OUT/sft-model"
 )
 

@@ -57,7 +57,7 @@ def test_functions_of_packages_and_of_files(plugin_file: Path) -> None:
         ("no_such_package_at_all.fn", "No module named 'no_such_package_at_all'"),
         ("just_a_name", "write package.module.function or path/to/file.py:function"),
         ("slime.rollout.rm_hub.math_rm", "does not provide slime.rollout.rm_hub.math_rm; there it has .*async_rm"),
-        ("slime.backends.loss.fn", "does not provide slime.backends; of slime it has .*slime.rollout.sft_rollout"),
+        ("slime.router.loss.fn", "does not provide slime.router; of slime it has .*slime.rollout.sft_rollout"),
     ],
 )
 def test_what_cannot_be_loaded_is_said(plugin_file: Path, path: str, message: str) -> None:
