@@ -41,7 +41,7 @@ def test_every_working_is_true_and_every_guess_is_near(numbers: tuple[int, ...],
         a, b, c = map(int, re.fullmatch(r"(\d+)\+(\d+)=(\d+)", step).groups())
         assert a + b == c
     guess = guessed_answer(numbers, random.Random(seed)).removeprefix("#### ")
-    assert abs(int(guess) - sum(numbers)) <= 3
+    assert abs(int(guess) - sum(numbers)) <= 5
 
 
 @given(digits, st.booleans())
