@@ -69,6 +69,7 @@ class Cluster:
             num_rollout = per_epoch * (args.num_epoch or 1)
         self.args = replace(args, start_rollout_id=start, num_rollout=num_rollout)
         self._all("set_num_rollout", num_rollout)
+        self._ask(self._rollout, "complete_args", start, num_rollout)
         return self.args
 
     def generate(self, rollout_id: int, progress: Progress | None = None) -> RolloutOutput:

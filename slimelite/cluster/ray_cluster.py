@@ -14,7 +14,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimelite.arguments import Args
@@ -94,18 +99,15 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
 
     with _connected(bundles), _reserved(args, bundles) as group:
         try:
-            pool = [
-                start(
-                    EngineActor, f"engine_{n}", _options(args, group, first_engine + n * width, ENGINE_SHARE), args, n
-                )
-                for n in range(engines)
-            ]
-            trainers = [
-                start(
-                    TrainerActor, f"trainer_{n}", _options(args, group, n, TRAINER_SHARE, args.train_env_vars), n, world
-                )
-                for n in range(world)
-            ]
+            bundle = bundles_by_node(placement_group_table(group)["bundles_to_node_id"], _this_node())
+            pool = []
+            for n in range(engines):
+                options = _options(args, group, bundle[first_engine + n * width], ENGINE_SHARE)
+                pool.append(start(EngineActor, f"engine_{n}", options, args, n))
+            trainers = []
+            for n in range(world):
+                options = _options(args, group, bundle[n], TRAINER_SHARE, args.train_env_vars)
+                trainers.append(start(TrainerActor, f"trainer_{n}", options, n, world))
             handles = [worker.handle for worker in pool]
             threaded = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
             rollout = start(RolloutActor, "rollout", threaded, args, handles)
@@ -174,6 +176,18 @@ def _wait_for(group: PlacementGroup, device: str, total: int, wanted: str) -> No
                 f"gave up after {waited:.0f} s waiting for {wanted}: {state}; another job holds the rest"
             )
         logger.warning("waiting for %s from Ray, %.0f s so far: %s", wanted, waited, state)
+
+
+def _this_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def bundles_by_node(nodes: dict[int, str], first: str) -> list[int]:
+    """Bundle indices with those of one node side by side, node ``first`` in front: neighbouring ranks share a node.
+
+    ``nodes``: bundle index -> node id; Ray promises no order of its own.
+    """
+    return sorted(nodes, key=lambda bundle: (nodes[bundle] != first, nodes[bundle], bundle))
 
 
 def _env(threads: int) -> dict[str, str]:

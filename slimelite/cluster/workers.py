@@ -33,6 +33,10 @@ class RolloutWorker:
         """Prompts in the data source."""
         return self.manager.num_prompts()
 
+    def complete_args(self, start_rollout_id: int, num_rollout: int) -> None:
+        """See `RolloutManager.complete_args`."""
+        self.manager.complete_args(start_rollout_id, num_rollout)
+
     def generate(self, rollout_id: int) -> RolloutOutput:
         """See `RolloutManager.generate`."""
         self._progress = (0, 0, "")

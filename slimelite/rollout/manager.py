@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,6 +95,12 @@ class RolloutManager:
         needs_prompts = args.load_debug_rollout_data is None
         self.source = build_source(args, self._plugin_args(), tokenizer) if needs_prompts else None
         self._warned_of_old_weights = False
+
+    def complete_args(self, start_rollout_id: int, num_rollout: int) -> None:
+        """What only start-up knows, for plugins that read it."""
+        self.args = replace(self.args, start_rollout_id=start_rollout_id, num_rollout=num_rollout)
+        self._context.args = self.args
+        self._context.grader.plugin_args = self._plugin_args()
 
     def generate(self, rollout_id: int) -> RolloutOutput:
         """One rollout's table, advantages included, and its metrics.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -102,8 +103,8 @@ def test_two_nodes_train_together(grpo_args: list[str], tmp_path: Path, monkeypa
         cluster.shutdown()
 
 
-def test_the_gsm8k_script_starts_its_own_head_and_submits(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
-    """slime's arrays with everything that is about the real model overridden on the command line."""
+def gsm8k_script(grpo_args: list[str], task: Path, run: Path) -> tuple[list[str], dict[str, str]]:
+    """slime's arrays with everything that is about the real model overridden on the command line, and environment."""
     model = grpo_args[grpo_args.index("--hf-checkpoint") + 1]
     config = json.loads((Path(model) / "config.json").read_text())
     (task / "test.parquet").write_bytes((task / "heldout.parquet").read_bytes())
@@ -130,7 +131,12 @@ def test_the_gsm8k_script_starts_its_own_head_and_submits(grpo_args: list[str], 
         "WANDB_API_KEY": "",
     }
     script = ["bash", "scripts/test-qwen2.5-0.5B-gsm8k.sh", *flags, *small.split(), *lengths.split()]
-    done = run_process(*script, "--run-dir", str(tmp_path / "run"), env=env)
+    return [*script, "--run-dir", str(run)], env
+
+
+def test_the_gsm8k_script_starts_its_own_head_and_submits(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
+    script, env = gsm8k_script(grpo_args, task, tmp_path / "run")
+    done = run_process(*script, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(metrics(tmp_path / "run", "train/loss")) == 1
     assert "succeeded" in done.stdout + done.stderr
@@ -139,22 +145,24 @@ def test_the_gsm8k_script_starts_its_own_head_and_submits(grpo_args: list[str], 
     assert "SIGTERM" in Path(log).read_text()  # the head it started, it stopped
 
 
-def test_a_bare_ray_job_submit(grpo_args: list[str], tmp_path: Path) -> None:
-    """``ray start --head`` and ``ray job submit -- python train.py``, as a user types them, with a token."""
+def test_jobs_for_a_head_that_runs_already(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
+    """``ray start --head``, then as users type them: ``ray job submit -- python train.py``, and the script."""
     head = tmp_path / "head.sh"
-    command = " ".join(
-        [sys.executable, "train.py", *grpo_args, "--num-rollout", "1", "--run-dir", str(tmp_path / "run")]
-    )
+    flags = ["--num-rollout", "1", "--run-dir", str(tmp_path / "bare")]
+    script, env = gsm8k_script(grpo_args, task, tmp_path / "script")
     head.write_text(
         "set -eu\nsource scripts/lib/submit.sh\nstart_head\n"
-        f'ray job submit --address "$RAY_ADDRESS" --working-dir . -- {command}\n'
+        'ray job submit --address "$RAY_ADDRESS" --working-dir . -- '
+        f"{shlex.join([sys.executable, 'train.py', *grpo_args, *flags])}\n"
+        f"{shlex.join(script)}\n"
         # without the token the same cluster refuses
         'if RAY_AUTH_TOKEN=wrong ray job list --address "$RAY_ADDRESS" >/dev/null 2>&1; then exit 7; fi\n'
     )
-    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = run_process("bash", str(head), env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert len(metrics(tmp_path / "run", "train/loss")) == 1
+    assert done.stdout.count("starting a Ray head") == 1
+    for run in ("bare", "script"):
+        assert len(metrics(tmp_path / run, "train/loss")) == 1
 
 
 def test_a_worker_that_raises_is_one_message(grpo_args: list[str], tmp_path: Path) -> None:

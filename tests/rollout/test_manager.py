@@ -144,8 +144,12 @@ def test_rewards_of_the_users_own_normalisation(make_args: MakeArgs, make_manage
 
 
 def test_log_functions_add_metrics_or_replace_them(make_args: MakeArgs, make_manager: MakeManager) -> None:
-    adds = make_manager(make_args(custom_rollout_log_function_path=plugin("hooks.py:adds_a_metric"))).generate(5)
+    manager = make_manager(make_args(custom_rollout_log_function_path=plugin("hooks.py:adds_a_metric")))
+    manager.complete_args(start_rollout_id=5, num_rollout=77)
+    adds = manager.generate(5)
     assert adds.metrics["mine"] == 12
+    # the length of the run may follow from the data: plugins see the real one
+    assert adds.metrics["of_run"] == 77
     assert "rollout/raw_reward" in adds.metrics
     replaces = make_manager(make_args(custom_rollout_log_function_path=plugin("hooks.py:replaces_the_log")))
     assert replaces.generate(5).metrics == {}
