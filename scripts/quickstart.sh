@@ -9,6 +9,7 @@
 #   5. runs/quickstart/*/: metrics, rollouts, plots; runs/quickstart/curve.png
 #
 # SEED=3 bash scripts/quickstart.sh --num-rollout 80     (flags go to the GRPO run and win)
+# MODEL=an/SFT/model bash scripts/quickstart.sh          (no SFT: starts at step 4)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
@@ -76,6 +77,9 @@ COMMON_ARGS=(
     --rollout-seed "$SEED"
 )
 
-python train.py "${SFT_ARGS[@]}" "${COMMON_ARGS[@]}" --run-dir "$OUT/sft"
-python train.py --hf-checkpoint "$OUT/sft-model" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${EVAL_ARGS[@]}" \
+if [[ -z "${MODEL:-}" ]]; then
+    MODEL=$OUT/sft-model
+    python train.py "${SFT_ARGS[@]}" "${COMMON_ARGS[@]}" --run-dir "$OUT/sft"
+fi
+python train.py --hf-checkpoint "$MODEL" "${ROLLOUT_ARGS[@]}" "${GRPO_ARGS[@]}" "${EVAL_ARGS[@]}" \
     "${COMMON_ARGS[@]}" --run-dir "$OUT/grpo" "$@"

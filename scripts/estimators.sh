@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Every advantage estimator on the quickstart's task, from the same SFT model: the table of docs/benchmarks.md.
+#   bash scripts/estimators.sh                                         ESTIMATORS="gspo ppo" SEEDS=0 bash scripts/estimators.sh
+# Metrics of each run go to docs/estimators/NAME/seed-N/; scripts/estimators_table.py makes the table and the curves.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+RESULTS=docs/estimators
+
+declare -A FLAGS=(
+    [grpo]=""
+    [dr_grpo]="--disable-grpo-std-normalization --loss-aggregation constant"
+    [gspo]="--advantage-estimator gspo --eps-clip 0.02 --eps-clip-high 0.03"
+    [cispo]="--advantage-estimator cispo --eps-clip 1.0 --eps-clip-high 3.0"
+    [rloo]="--advantage-estimator rloo"
+    [reinforce_plus_plus]="--advantage-estimator reinforce_plus_plus"
+    [reinforce_plus_plus_baseline]="--advantage-estimator reinforce_plus_plus_baseline"
+    [ppo]="--advantage-estimator ppo"
+)
+
+for SEED in ${SEEDS:-0 1 2}; do
+    export SEED
+    sft=runs/estimators/sft/seed-$SEED
+    # the quickstart itself is the first of them
+    [[ -d "$sft/sft-model" ]] || OUT=$sft bash scripts/quickstart.sh --num-rollout 1 >/dev/null
+    for name in ${ESTIMATORS:-grpo dr_grpo gspo cispo rloo reinforce_plus_plus reinforce_plus_plus_baseline ppo}; do
+        echo "$name, seed $SEED: ${FLAGS[$name]}"
+        # shellcheck disable=SC2086 # flags are words
+        MODEL=$sft/sft-model OUT=runs/estimators/$name/seed-$SEED bash scripts/quickstart.sh ${FLAGS[$name]} |
+            grep -E "^done|eval/heldout"
+        mkdir -p "$RESULTS/$name/seed-$SEED"
+        cp "runs/estimators/$name/seed-$SEED/grpo/metrics.jsonl" "$RESULTS/$name/seed-$SEED/"
+    done
+done
+PATH="$PWD/${VENV:-.venv}/bin:$PATH" python scripts/estimators_table.py "$RESULTS"
