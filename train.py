@@ -29,6 +29,8 @@ def train(args: Args, cluster: Cluster, tracker: Tracker) -> None:
         with tracker.phase("generate") as phase:
             rollout = cluster.generate(rollout_id, phase.update)
         tracker.log_rollout(rollout_id, rollout.table, rollout.metrics)
+        if args.async_rollout and rollout_id + 1 < args.num_rollout:
+            cluster.start_generate(rollout_id + 1)  # with the weights of now, while this rollout is trained on
 
         if not args.debug_rollout_only:
             if args.offload_rollout:
@@ -44,7 +46,7 @@ def train(args: Args, cluster: Cluster, tracker: Tracker) -> None:
             if args.save_hf and due(args.save_interval, rollout_id, args.num_rollout, last=True):
                 with tracker.phase("save_model"):
                     cluster.save_hf(rollout_id)
-            if not args.debug_train_only:
+            if not args.debug_train_only and due(args.update_weights_interval, rollout_id, args.num_rollout):
                 sync(args, cluster, tracker, version=rollout_id + 1)
 
         if args.eval_interval and not args.debug_train_only and due(args.eval_interval, rollout_id, args.num_rollout):

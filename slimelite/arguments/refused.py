@@ -23,7 +23,7 @@ _DEEPGEMM = "the trainer runs no Megatron layers; --use-tis corrects the mismatc
 _CRITIC = "a critic would share the ranks, data and schedule of the actor; there is nothing to set apart"
 _OPD = "on-policy distillation is not here yet; --custom-rm-path can score with a teacher"
 _LORA = "all parameters are trained; LoRA is not here yet"
-_ASYNC = "rollout and training take turns; --over-sampling-batch-size with --partial-rollout keeps engines busy"
+_ASYNC = "--async-rollout generates one rollout ahead; with --partial-rollout no response holds it up"
 _FROZEN = "all parameters are trained; freezing is not here yet"
 _PROFILE = "no profiler is built in; perf/* metrics time every phase, and py-spy can attach to the workers"
 _LOGGERS = "metrics go to metrics.jsonl in the run folder, --use-wandb and --use-tensorboard"
@@ -108,8 +108,10 @@ REFUSED: dict[str, Refusal] = {
     "ref-ckpt-step": Refusal(1, "--ref-load takes a Hugging Face folder: name the one you want"),
     "release-train": Refusal(0, "--offload-train moves the trainer to host memory during rollout"),
     # asynchronous training
-    "update-weights-interval": Refusal(1, "engines get the new weights after every rollout; leave it at 1", ("1",)),
-    "keep-old-actor": Refusal(0, _ASYNC),
+    "keep-old-actor": Refusal(
+        0,
+        "the engine's log-probs are those of the policy that generated: --use-tis or --use-rollout-logprobs read them",
+    ),
     "fully-async": Refusal(0, _ASYNC),
     "async-max-concurrent-samples": Refusal(1, _ASYNC),
     "pause-generation-mode": Refusal(1, _ASYNC),

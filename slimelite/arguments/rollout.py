@@ -38,6 +38,11 @@ class RolloutArgs:
     )
     max_weight_staleness: int | None = flag(None, "drop samples with tokens from weights older than this many updates")
 
+    async_rollout: bool = flag(
+        False, "generate the next rollout while training on this one (slime's train_async.py): its weights are older"
+    )
+    update_weights_interval: int = flag(1, "rollouts trained on between weight syncs, with --async-rollout")
+
     rollout_function_path: str | None = flag(
         None, "plugin: fn(args, rollout_id, data_source, evaluation=False), the whole rollout", metavar="PLUGIN"
     )

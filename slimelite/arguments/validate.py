@@ -12,7 +12,16 @@ GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseli
 AT_LEAST: dict[str, float] = {
     **dict.fromkeys(["actor_num_nodes", "actor_num_gpus_per_node", "cpu_threads"], 1),
     **dict.fromkeys(["rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "micro_batch_size"], 1),
-    **dict.fromkeys(["num_steps_per_rollout", "max_tokens_per_gpu", "log_probs_max_tokens_per_gpu", "num_epoch"], 1),
+    **dict.fromkeys(
+        [
+            "num_steps_per_rollout",
+            "update_weights_interval",
+            "max_tokens_per_gpu",
+            "log_probs_max_tokens_per_gpu",
+            "num_epoch",
+        ],
+        1,
+    ),
     **dict.fromkeys(["n_samples_per_eval_prompt", "eval_interval", "save_interval", "ref_update_interval"], 1),
     **dict.fromkeys(
         ["rollout_max_prompt_len", "rollout_max_context_len", "eval_max_response_len", "dp_replicate_size"], 1
@@ -49,6 +58,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         lambda a: a.partial_rollout or (a.over_sampling_batch_size or 0) > (a.rollout_batch_size or 0),
         "--partial-rollout, or --over-sampling-batch-size above --rollout-batch-size",
     ),
+    "update_weights_interval": (lambda a: a.async_rollout, "--async-rollout"),
     "micro_batch_size": (lambda a: not a.use_dynamic_batch_size, "no --use-dynamic-batch-size"),
     **dict.fromkeys(
         ["finetune", "no_load_optim", "no_load_rng", "override_lr_scheduler"], (lambda a: a.load, "--load")
@@ -167,6 +177,14 @@ def _modes(args: Args) -> Iterator[str]:
 
 
 def _engines(args: Args) -> Iterator[str]:
+    if args.async_rollout and args.colocate:
+        yield "--async-rollout with --colocate: engines that wait for the trainer's devices cannot run ahead; take one"
+    oldest = args.update_weights_interval
+    if args.async_rollout and args.max_weight_staleness is not None and args.max_weight_staleness < oldest:
+        yield (
+            f"--max-weight-staleness {args.max_weight_staleness}: --async-rollout trains on samples up to {oldest} "
+            f"update(s) old (--update-weights-interval); allow {oldest} or more"
+        )
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
     runs_engines = not args.debug_train_only
     if args.launcher == "local" and not args.debug_rollout_only and ranks > 1:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int, str], None]
 
+# in a checkpoint: the table of the rollout that was generated ahead
+AHEAD = "ahead.parquet"
+
 
 class ClusterError(RuntimeError):
     """A worker died or the machines cannot hold the job; the message says which and where its log is."""
@@ -57,6 +60,8 @@ class Cluster:
         self._engines = engines
         self._others = list(others)
         self._share = share
+        # rollouts that are generated ahead of their turn
+        self._ahead: dict[int, Future[RolloutOutput]] = {}
 
     def complete_args(self) -> Args:
         """Fill in what only start-up can know: the first rollout id and the number of rollouts. Loads ``--load``."""
@@ -74,10 +79,17 @@ class Cluster:
 
     def generate(self, rollout_id: int, progress: Progress | None = None) -> RolloutOutput:
         """One rollout: the scored table of samples and its metrics."""
-        return self._ask(self._rollout, "generate", rollout_id, progress=progress)
+        self.start_generate(rollout_id)
+        return self._wait(self._rollout, self._ahead.pop(rollout_id), progress)
+
+    def start_generate(self, rollout_id: int) -> None:
+        """Begin `generate`, unless it has begun; the weights stay what they are until it is done."""
+        if rollout_id not in self._ahead:
+            self._ahead[rollout_id] = self._rollout.submit("generate", rollout_id)
 
     def evaluate(self, rollout_id: int, progress: Progress | None = None) -> EvalOutput:
         """All eval datasets under the engines' current weights."""
+        self._finish_ahead()
         return self._ask(self._rollout, "evaluate", rollout_id, progress=progress)
 
     def train(self, rollout_id: int, table: SampleTable) -> tuple[dict[str, float], list[dict[str, float]]]:
@@ -90,13 +102,14 @@ class Cluster:
         return metrics, self._ask(self._trainers[0], "step_metrics")
 
     def sync(self, version: int) -> dict[str, float]:
-        """Trainers' weights into every engine, stamped ``version``."""
+        """Trainers' weights into every engine, stamped ``version``; a rollout generated ahead ends first."""
         if not self._engines:
             return {}
+        self._finish_ahead()
         return self._all("push_weights", self._engines, version)[0]
 
     def save(self, rollout_id: int) -> Path:
-        """Checkpoint of trainers and rollout state; the marker file is written last.
+        """Checkpoint of trainers and rollout state, with what was generated ahead; the marker file is written last.
 
         Returns:
             the checkpoint's folder.
@@ -104,9 +117,13 @@ class Cluster:
         root = Path(str(self.args.save)).absolute()
         directory = root / f"iter_{rollout_id:07d}"
         directory.mkdir(parents=True, exist_ok=True)
-        state = json.dumps(self._ask(self._rollout, "state_dict"))
+        self._finish_ahead()
+        state = self._ask(self._rollout, "state_dict")
+        for ahead, future in self._ahead.items():
+            future.result().table.to_parquet(directory / AHEAD)
+            state["ahead"] = {"rollout_id": ahead, "metrics": future.result().metrics}
         self._all("save", str(directory), rollout_id)
-        write_atomically(directory / ROLLOUT_STATE, state)
+        write_atomically(directory / ROLLOUT_STATE, json.dumps(state))
         write_atomically(root / MARKER, str(rollout_id))
         return directory
 
@@ -148,8 +165,21 @@ class Cluster:
         saved = self._all("load", str(directory))[0]
         if self.args.finetune:
             return 0
-        self._ask(self._rollout, "load_state_dict", json.loads((directory / ROLLOUT_STATE).read_text()))
+        state = json.loads((directory / ROLLOUT_STATE).read_text())
+        self._ask(self._rollout, "load_state_dict", state)
+        if "ahead" in state:
+            from slimelite.rollout.manager import RolloutOutput
+
+            table = SampleTable.from_parquet(directory / AHEAD)
+            done: Future[RolloutOutput] = Future()
+            done.set_result(RolloutOutput(table, state["ahead"]["metrics"]))
+            self._ahead[state["ahead"]["rollout_id"]] = done
         return saved + 1
+
+    def _finish_ahead(self) -> None:
+        """Wait for rollouts that are being generated: weights do not change under them, evals do not mix with them."""
+        for future in self._ahead.values():
+            future.result()
 
     def _all(self, method: str, *args: Any) -> list[Any]:
         futures = [t.submit(method, *args) for t in self._trainers]
@@ -160,7 +190,9 @@ class Cluster:
         return [f.result() for f in futures]
 
     def _ask(self, worker: Worker, method: str, *args: Any, progress: Progress | None = None) -> Any:
-        future = worker.submit(method, *args)
+        return self._wait(worker, worker.submit(method, *args), progress)
+
+    def _wait(self, worker: Worker, future: Future[Any], progress: Progress | None) -> Any:
         while progress is not None and not future.done():
             try:
                 return future.result(timeout=0.5)

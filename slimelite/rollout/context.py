@@ -55,6 +55,10 @@ class RolloutContext:
         """slime's dict of the run's sampling parameters."""
         return slime_params(rollout_params(self.args), seed=None)
 
+    def version_trained_on(self, rollout_id: int) -> int:
+        """The weight version that rollout ``rollout_id`` meets in training; the engines' own, if none runs ahead."""
+        return rollout_id if self.args.async_rollout else self.engines.weight_version
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RolloutContext:
         return self  # plugins deep-copy their args; the engines stay the same
 

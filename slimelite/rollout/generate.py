@@ -72,6 +72,7 @@ class Collection:
         self.context = context
         self.args: Args = args
         self.plugin_args = plugin_args
+        self.rollout_id = rollout_id
         self.source = data_source
         self.target = args.rollout_batch_size
         path = args.dynamic_sampling_filter_path
@@ -130,7 +131,7 @@ class Collection:
         if not groups and not self.tasks:
             raise ValueError("the data source gave no prompts; check --prompt-data or --data-source-path")
         fresh = []
-        version = self.context.engines.weight_version
+        version = self.context.version_trained_on(self.rollout_id)
         for samples in groups:
             limit = self.args.max_weight_staleness
             if limit is not None and staleness(samples, version) > limit:

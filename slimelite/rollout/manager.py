@@ -122,11 +122,14 @@ class RolloutManager:
         seconds = time.monotonic() - started
         samples = [s for group in groups for s in group]
         metrics |= self._set_advantages(table, samples)
-        self._warn_of_old_weights(table)
+        version = self._context.version_trained_on(rollout_id) if self._context.engines.infos else None
+        self._warn_of_old_weights(table, version)
         self._save(table, str(rollout_id))
         if self._log and self._log(rollout_id, self._plugin_args(), samples, metrics, seconds):
             return RolloutOutput(table, {})
-        return RolloutOutput(table, {**self._metrics(groups, reward_key, seconds), **table_metrics(table), **metrics})
+        return RolloutOutput(
+            table, {**self._metrics(groups, reward_key, version, seconds), **table_metrics(table), **metrics}
+        )
 
     def evaluate(self, rollout_id: int) -> EvalOutput:
         """Every eval dataset under the engines' weights.
@@ -223,14 +226,14 @@ class RolloutManager:
         table.advantage = advantages.numpy().astype(np.float64)
         return prefixed("rollout/", {name: float(total / weight) for name, (total, weight) in metrics.items()})
 
-    def _warn_of_old_weights(self, table: SampleTable) -> None:
+    def _warn_of_old_weights(self, table: SampleTable, version: int | None) -> None:
         """Say once that tokens of older weights are trained on as if they were of the current ones."""
-        args, pool = self.args, self._context.engines
+        args = self.args
         corrected = args.use_tis or args.custom_tis_function_path or args.use_opsm or args.use_rollout_logprobs
-        trained = args.loss_type == "policy_loss" and not args.debug_rollout_only and pool.infos
-        if self._warned_of_old_weights or corrected or not trained:
+        trained = args.loss_type == "policy_loss" and not args.debug_rollout_only
+        if self._warned_of_old_weights or corrected or not trained or version is None:
             return
-        old = int(np.count_nonzero((table.weight_versions < pool.weight_version) & table.loss_mask))
+        old = int(np.count_nonzero((table.weight_versions < version) & table.loss_mask))
         if old:
             self._warned_of_old_weights = True
             logger.warning(
@@ -241,12 +244,13 @@ class RolloutManager:
                 int(np.count_nonzero(table.loss_mask)),
             )
 
-    def _metrics(self, groups: list[list[Sample]], reward_key: str | None, seconds: float) -> dict[str, float]:
+    def _metrics(
+        self, groups: list[list[Sample]], reward_key: str | None, version: int | None, seconds: float
+    ) -> dict[str, float]:
         samples = [s for group in groups for s in group]
         if self.args.loss_type == "sft_loss":
             return {**prefixed("rollout/", sample_metrics(samples)), "perf/rollout_time": seconds}
-        pool = self._context.engines
-        metrics = rollout_metrics(self.args, groups, reward_key, pool.weight_version if pool.infos else None)
+        metrics = rollout_metrics(self.args, groups, reward_key, version)
         if self.args.load_debug_rollout_data is None:
             metrics |= perf_metrics(self.args, samples, seconds)
         return {**metrics, **self._context.grader.metrics()}

@@ -24,7 +24,10 @@ REPETITION_RATIO = 10
 def rollout_metrics(
     args: Args, groups: Sequence[Sequence[Sample]], reward_key: str | None, version: int | None
 ) -> dict[str, float]:
-    """``rollout/*`` and ``passrate/*`` of a training batch; ``version``: of the weights now, None without engines."""
+    """``rollout/*`` and ``passrate/*`` of a training batch.
+
+    ``version``: of the weights that are trained on it, None without engines.
+    """
     samples = [s for group in groups for s in group]
     metrics = prefixed("rollout/", sample_metrics(samples))
     raw = [s.metadata.get("raw_reward", s.reward_value(reward_key)) for s in samples]

@@ -36,6 +36,9 @@ RULES = [
     ("--use-dynamic-batch-size", "needs --max-tokens-per-gpu", "--max-tokens-per-gpu 64"),
     ("--eps-clip-c 0.5", "--eps-clip-c 0.5: dual clip must be above 1", "--eps-clip-c 3"),
     ("--eps-clip -0.1", "--eps-clip -0.1: must be at least 0", "--eps-clip 0.1"),
+    ("--async-rollout --colocate", "cannot run ahead", "--no-colocate"),
+    ("--async-rollout --max-weight-staleness 0", "allow 1 or more", "--max-weight-staleness 1"),
+    ("--async-rollout --max-weight-staleness 2 --update-weights-interval 3", "allow 3", "--max-weight-staleness 3"),
     ("--gamma 1.5", "--gamma 1.5: must be between 0 and 1", "--gamma 1"),
     (
         "--calculate-per-token-loss --loss-aggregation constant",

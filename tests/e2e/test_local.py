@@ -130,3 +130,31 @@ def test_evaluation_before_at_intervals_and_at_the_end(local_run: Run, task: Pat
     assert len(metrics(run, "eval/heldout")) == 3  # before, after 2, after the last
     assert metrics(run, "eval/heldout-pass@2")[0] >= metrics(run, "eval/heldout")[0]
     assert len(list((run / "eval").glob("heldout-*.parquet"))) == 3
+
+
+def ages(run: Path) -> list[float]:
+    """Of the weights that wrote each rollout, in updates, when it was trained on; every token of a rollout is alike."""
+    oldest = metrics(run, "rollout/weight_staleness/max")
+    assert oldest == metrics(run, "rollout/weight_staleness/mean")
+    return oldest
+
+
+def test_async_rollout_is_one_step_off_and_resumes_bit_for_bit(local_run: Run, tmp_path: Path) -> None:
+    flags = ("--no-colocate", "--async-rollout", "--deterministic-mode", "--use-tis")
+    straight = local_run("straight", *flags, "--num-rollout", "4")
+    assert ages(straight) == [0, 1, 1, 1]
+    table = SampleTable.from_parquet(straight / "rollouts" / "0000002.parquet")
+    assert set(table.weight_versions) == {1}
+    # a checkpoint has the rollout that was generated ahead
+    save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "2")
+    local_run("first", *flags, *save, "--num-rollout", "4")
+    (tmp_path / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("1")
+    second = local_run("second", *flags, "--load", str(tmp_path / "checkpoint"), "--num-rollout", "4")
+    for name in ("rollout/raw_reward", "train/loss", "train/grad_norm", "train/tis", "rollout/weight_staleness/max"):
+        assert metrics(second, name) == metrics(straight, name)[2:], name
+
+
+def test_async_rollout_with_rare_syncs(local_run: Run) -> None:
+    flags = ("--no-colocate", "--async-rollout", "--update-weights-interval", "2", "--num-rollout", "5")
+    # synced after 2 and 4 rollouts; each time the next rollout was there already
+    assert ages(local_run("rare", *flags)) == [0, 1, 2, 1, 2]
