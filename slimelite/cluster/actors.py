@@ -115,6 +115,10 @@ class RayEngine:
         """See `Engine.generate`."""
         return await self._call("generate", requests)
 
+    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
+        """See `Engine.score`."""
+        return await self._call("score", input_ids, start, temperature)
+
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `Engine.abort`."""
         await self._call("abort", request_ids)

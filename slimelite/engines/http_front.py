@@ -70,19 +70,20 @@ class HttpFront:
         encode: Callable[[str], list[int]] | None,
         decode: Callable[[list[int]], str] | None,
         host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
         self.url: str | None = None
         self._engine, self._encode, self._decode = engine, encode, decode
-        self._host = host
+        self._host, self._port = host, port
         self._runner: web.AppRunner | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http front", daemon=True)
 
     async def start(self) -> str:
-        """Listen on a free port of the host, once, and return the base URL.
+        """Listen, once, and return the base URL.
 
         Raises:
-            OSError: the host is no address of this machine.
+            OSError: the host is no address of this machine, or the port is taken.
         """
         if not self._thread.is_alive():
             self._thread.start()
@@ -104,7 +105,7 @@ class HttpFront:
             # a client that hangs up cancels its handler, and with it the request
             self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
             await self._runner.setup()
-            await web.TCPSite(self._runner, self._host, 0).start()
+            await web.TCPSite(self._runner, self._host, self._port).start()
             host, port = self._runner.addresses[0][:2]
             self.url = f"http://{host}:{port}"
         assert self.url is not None
@@ -132,6 +133,8 @@ class HttpFront:
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             raise ValueError("input_ids must be one list of token ids; send a request for each prompt")
         input_ids = tuple(ids)
+        if (body.get("sampling_params") or {}).get("max_new_tokens") == 0:
+            return await self._score(body, input_ids)
         request = GenerateRequest(
             request_id=body.get("rid") or uuid.uuid4().hex,
             input_ids=input_ids,
@@ -141,6 +144,37 @@ class HttpFront:
         (result,) = await self._engine.generate([request])
         version = (await self._engine.info()).weight_version
         return web.json_response(self._reply(request, result, version, bool(body.get("return_logprob"))))
+
+    async def _score(self, body: dict[str, Any], input_ids: tuple[int, ...]) -> web.Response:
+        """Prompt log-probs: ``max_new_tokens`` 0 with ``return_logprob`` and ``logprob_start_len``.
+
+        As in SGLang the first entry has no log-prob, and ``sampling_params.temperature`` does not matter: the logits
+        are divided by ``input_logprob_temperature`` (sgl-project/sglang#36213), 1 by default, which the answer repeats.
+        """
+        begin = body.get("logprob_start_len", -1)
+        if not body.get("return_logprob") or not 0 <= begin < len(input_ids) - 1:
+            raise ValueError(
+                "max_new_tokens 0 scores the prompt: send return_logprob=true and a logprob_start_len that leaves at "
+                f"least two of the {len(input_ids)} input_ids, not {begin}"
+            )
+        temperature = float(body.get("input_logprob_temperature", 1.0))
+        info = await self._engine.info()
+        if not info.capabilities.score:
+            raise ValueError(f"the {info.name} engine scores no prompts")
+        log_probs = await self._engine.score(input_ids, begin + 1, temperature)
+        scored = zip([None, *log_probs], input_ids[begin:], strict=True)
+        meta = {
+            "id": body.get("rid") or uuid.uuid4().hex,
+            "finish_reason": {"type": "length", "length": 0},
+            "prompt_tokens": len(input_ids),
+            "completion_tokens": 0,
+            "cached_tokens": 0,
+            "weight_version": str(info.weight_version),
+            "input_logprob_temperature": temperature,
+            "input_token_logprobs": [[log_prob, token, None] for log_prob, token in scored],
+            "output_token_logprobs": [],
+        }
+        return web.json_response({"text": "", "output_ids": [], "meta_info": meta})
 
     def _reply(self, request: GenerateRequest, result: GenerateResult, version: int, log_probs: bool) -> dict[str, Any]:
         """The JSON object that SGLang answers with."""

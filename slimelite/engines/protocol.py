@@ -76,6 +76,7 @@ class Capabilities:
     partial_results: bool
     pause: bool
     sleep: bool
+    score: bool = False
 
 
 @dataclass(slots=True)
@@ -122,6 +123,16 @@ class Engine(Protocol):
 
         Raises:
             ValueError: a request cannot fit the context, or asks for what the engine cannot do.
+        """
+        ...
+
+    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
+        """Log-probs of ``input_ids[start:]``, each after what stands before it, under softmax(logits / temperature).
+
+        Only of engines whose capabilities claim it.
+
+        Raises:
+            ValueError: no tokens before ``start`` or after it, more than the context holds, or a temperature of 0.
         """
         ...
 

@@ -270,6 +270,27 @@ class EngineContract:
             limit = 4.5 * (draws * expected * (1 - expected)).sqrt() + 1
             assert ((drawn - draws * expected).abs() <= limit).all(), params
 
+    def test_prompts_are_scored_at_a_temperature(self) -> None:
+        if not self.capabilities.score:
+            pytest.skip("the engine does not claim score")
+
+        async def scenario() -> list[list[float]]:
+            beside = asyncio.ensure_future(self.engine.generate([self.request(PROMPTS[0], "beside")]))
+            tasks = [self.engine.score(PROMPTS[2], start, t) for start, t in ((1, 1.0), (12, 0.7), (29, 2.0))]
+            found = await asyncio.gather(*tasks)
+            await beside
+            return found
+
+        for (start, t), scores in zip(((1, 1.0), (12, 0.7), (29, 2.0)), self.run(scenario()), strict=True):
+            expected = log_probs(self.model, PROMPTS[2][:start], PROMPTS[2][start:], t)
+            assert len(scores) == 30 - start
+            assert (torch.tensor(scores) - expected).abs().max() < self.tolerance
+        for ids, start, t in ((PROMPTS[2], 0, 1.0), (PROMPTS[2], 30, 1.0), (PROMPTS[2], 1, 0.0), ((VOCAB, 1), 1, 1.0)):
+            with pytest.raises(ValueError, match="score"):
+                self.run(self.engine.score(ids, start, t))
+        with pytest.raises(ValueError, match=f"{MAX_CONTEXT + 1}.*{MAX_CONTEXT}"):
+            self.run(self.engine.score([4] * (MAX_CONTEXT + 1), 1))
+
     def test_abort_returns_what_there_is(self) -> None:
         if not self.capabilities.abort:
             pytest.skip("the engine does not claim abort")

@@ -89,6 +89,27 @@ def test_generate_answers_as_sglang_does(folder: Path, model: PreTrainedModel) -
     served(folder, scenario)
 
 
+def test_prompt_scoring_answers_as_sglang_does(folder: Path, model: PreTrainedModel) -> None:
+    ids = [5, 6, 7, 30, 31, 32]
+
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        # sglang's prompt log-probs know nothing of the sampling temperature
+        params = {"max_new_tokens": 0, "temperature": 0.5}
+        body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 2}
+        for temperature, extra in ((1.0, {}), (0.7, {"input_logprob_temperature": 0.7})):
+            status, reply = await post("/generate", {**body, **extra})
+            assert status == 200
+            first, *scored = reply["meta_info"]["input_token_logprobs"]
+            assert first == [None, 7, None]
+            assert [token for _, token, _ in scored] == ids[3:]
+            expected = log_probs(model, ids[:3], ids[3:], temperature).tolist()
+            assert [lp for lp, _, _ in scored] == pytest.approx(expected, abs=1e-4)
+            assert reply["meta_info"]["input_logprob_temperature"] == temperature
+            assert (reply["output_ids"], reply["meta_info"]["completion_tokens"]) == ([], 0)
+
+    served(folder, scenario)
+
+
 def test_text_seeds_stop_strings_and_defaults(folder: Path, model: PreTrainedModel) -> None:
     expected = greedy(model, PROMPT, 12)
     stop = f"w{expected[3]:02} w{expected[4]:02}"
@@ -152,6 +173,7 @@ def test_abort_by_id_by_all_and_by_hanging_up(folder: Path) -> None:
         ({"input_ids": [PROMPT, PROMPT]}, "one list"),
         ({"input_ids": PROMPT, "stream": True}, "stream"),
         ({}, "input_ids"),
+        ({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}}, "logprob_start_len"),
         ({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5000}}, "2000"),
     ],
 )

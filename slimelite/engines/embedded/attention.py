@@ -84,7 +84,25 @@ class PrefillPlan:
         return out.reshape(-1, query.shape[1] * head_dim)[self._unpad]
 
 
-AttentionPlan = DecodePlan | PrefillPlan
+class ScorePlan:
+    """One sequence of ``tokens`` tokens from its beginning, whose keys and values nobody needs afterwards."""
+
+    def __init__(self, tokens: int, device: torch.device) -> None:
+        self.positions = torch.arange(tokens, device=device)
+        self._keys = self._values = torch.empty(0)
+
+    def write(self, layer: int, key_value: torch.Tensor) -> None:  # noqa: ARG002
+        """Keep ``key_value`` [T, 2 * kv heads, head dim] until `attend`."""
+        self._keys, self._values = key_value.transpose(0, 1)[None].chunk(2, dim=1)
+
+    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Causal attention of ``query`` [T, heads, head dim]: [T, heads * head dim]."""
+        queries = query.transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(queries, self._keys, self._values, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+
+AttentionPlan = DecodePlan | PrefillPlan | ScorePlan
 
 
 def _mask(last: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, GenerationConfig
 from slimelite.engines.embedded import rows
 from slimelite.engines.embedded.decoder import Decoder
 from slimelite.engines.embedded.kv_cache import KVCache, round_up
-from slimelite.engines.embedded.scheduler import Decode, Scheduler
+from slimelite.engines.embedded.scheduler import Decode, Scheduler, Scoring
 from slimelite.engines.embedded.weights import DecoderShape, DecoderWeights
 from slimelite.engines.http_front import HttpFront
 from slimelite.engines.protocol import Capabilities, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
@@ -55,6 +55,7 @@ class EmbeddedEngine:
         eos_token_ids: Iterable[int] | None = None,
         seed: int = 0,
         http_host: str = "127.0.0.1",
+        http_port: int = 0,
     ) -> None:
         """Load the model and start the worker.
 
@@ -68,6 +69,7 @@ class EmbeddedEngine:
             eos_token_ids: default: those of generation_config.json and config.json.
             seed: of requests without one, and of random weights.
             http_host: address of this machine that `start_http` listens on, and that its URL names.
+            http_port: where; 0 takes a free one.
 
         Raises:
             ValueError: an architecture this engine does not compute, or a cache smaller than one context.
@@ -97,7 +99,7 @@ class EmbeddedEngine:
         )
         self._eos = frozenset(read_eos_ids(model_path, config) if eos_token_ids is None else eos_token_ids)
         self._decode, self._device = decode, place
-        self._front = HttpFront(self, encode, decode, http_host)
+        self._front = HttpFront(self, encode, decode, http_host, http_port)
         self._extra = {"model_path": model_path, "device": str(place), "dtype": str(dtype).removeprefix("torch.")}
         self._seeds = np.random.default_rng(seed)
         # why decoding is suspended; only the worker touches it
@@ -115,7 +117,7 @@ class EmbeddedEngine:
             weight_version=self._scheduler.weight_version,
             max_context_len=self._max_context_len,
             max_running_requests=self._max_running,
-            capabilities=Capabilities(seeds=True, abort=True, partial_results=True, pause=True, sleep=True),
+            capabilities=Capabilities(seeds=True, abort=True, partial_results=True, pause=True, sleep=True, score=True),
             url=self._front.url,
             extra=dict(self._extra),
         )
@@ -132,6 +134,21 @@ class EmbeddedEngine:
             ids = {request.request_id for request in requests}
             self._post(lambda: self._scheduler.abort(ids))
             raise
+
+    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
+        """See `Engine.score`. One sequence is scored between two decoding steps."""
+        self._check_tokens("score", input_ids)
+        if not 0 < start < len(input_ids) or temperature <= 0:
+            raise ValueError(
+                f"score: needs a temperature above 0 and 0 < start < {len(input_ids)} (the number of input_ids), "
+                f"got {temperature} and {start}"
+            )
+        if len(input_ids) > self._max_context_len:
+            raise ValueError(f"score: {len(input_ids)} tokens exceed the engine's context of {self._max_context_len}")
+        scoring = Scoring(list(input_ids), start, temperature)
+        scoring.future.set_running_or_notify_cancel()
+        await self._do(lambda: self._scheduler.scoring.append(scoring))
+        return await asyncio.wrap_future(scoring.future)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `Engine.abort`."""
@@ -216,9 +233,8 @@ class EmbeddedEngine:
     def _check(self, request: GenerateRequest) -> None:
         """Raise ValueError for a request that can never be served."""
         params, name = request.params, f"request {request.request_id}"
-        length, vocab = len(request.input_ids), self._weights.shape.vocab_size
-        if length == 0 or min(request.input_ids) < 0 or max(request.input_ids) >= vocab:
-            raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {vocab - 1}")
+        length = len(request.input_ids)
+        self._check_tokens(name, request.input_ids)
         if not 0 <= request.position < length:
             raise ValueError(f"{name}: position {request.position} leaves no prompt in {length} input_ids")
         if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
@@ -230,6 +246,11 @@ class EmbeddedEngine:
             )
         if params.stop and (self._decode is None or "" in params.stop):
             raise ValueError(f"{name}: stop strings must not be empty, and need an engine with a decode function")
+
+    def _check_tokens(self, name: str, input_ids: Sequence[int]) -> None:
+        vocab = self._weights.shape.vocab_size
+        if not input_ids or min(input_ids) < 0 or max(input_ids) >= vocab:
+            raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {vocab - 1}")
 
     def _check_tags(self, tags: Sequence[str]) -> None:
         if unknown := set(tags) - set(MEMORY_TAGS):

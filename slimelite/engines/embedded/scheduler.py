@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from slimelite.engines.embedded.attention import DecodePlan, PrefillPlan
+from slimelite.engines.embedded.attention import DecodePlan, PrefillPlan, ScorePlan
 from slimelite.engines.embedded.decoder import Decoder
 from slimelite.engines.embedded.kv_cache import KVCache, round_up
 from slimelite.engines.embedded.rows import RowTable, Sequence
@@ -18,8 +20,21 @@ from slimelite.engines.protocol import FinishReason
 Decode = Callable[[list[int]], str]
 # padded prompt tokens of one prefill call; bounds its activations and its mask
 PREFILL_TOKENS = 1024
+NOT_FINITE = "the model's logits are not finite: its weights (or the last ones sent) hold inf or NaN"
 # (row, first token, end) of tokens whose keys and values are to be computed
 Piece = tuple[int, int, int]
+# logits that scoring holds at a time
+SCORE_ELEMENTS = 2**24
+
+
+@dataclass(slots=True)
+class Scoring:
+    """Tokens whose log-probs from ``start`` on somebody waits for; see `Engine.score`."""
+
+    tokens: list[int]
+    start: int
+    temperature: float
+    future: Future[list[float]] = field(default_factory=Future)
 
 
 class Scheduler:
@@ -40,6 +55,7 @@ class Scheduler:
         device = decoder.weights.embed.device
         self.rows = RowTable(max_rows, max_context_len, decoder.weights.shape.vocab_size, device)
         self.waiting: deque[Sequence] = deque()
+        self.scoring: deque[Scoring] = deque()
         self.weight_version = 0
         self._cache: KVCache | None = new_cache()
         self._new_cache = new_cache
@@ -51,7 +67,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self.waiting or self.rows.sequences)
+        return bool(self.waiting or self.rows.sequences or self.scoring)
 
     def request_ids(self) -> set[str]:
         """Ids of all running and waiting requests."""
@@ -75,9 +91,13 @@ class Scheduler:
         self._cache = self._cache or self._new_cache()
 
     def step(self) -> None:
-        """Admit what fits, then decode one token for every row."""
+        """Score one sequence, admit what fits, then decode one token for every row."""
         cache = self._cache
         assert cache is not None, "no step while the cache is released"
+        if self.scoring:
+            scoring = self.scoring[0]
+            scoring.future.set_result(self._score(scoring))
+            self.scoring.popleft()
         if self._stale and self.rows.sequences:
             cache.set_row_len(round_up(max(s.need for s in self.rows.sequences)), self._cached_lengths()[:0])
             self._fill(cache, 0)
@@ -105,8 +125,11 @@ class Scheduler:
         """Pass ``error`` to every caller and start again from nothing."""
         for sequence in (*self.rows.sequences, *self.waiting):
             sequence.fail(error)
+        for scoring in self.scoring:
+            scoring.future.set_exception(error)
         self.rows.sequences.clear()
         self.waiting.clear()
+        self.scoring.clear()
         if self._cache is not None:
             # it may hold NaN, which a mask does not hide
             self.release_cache()
@@ -176,6 +199,18 @@ class Scheduler:
         plan = PrefillPlan(cache, rows, starts, ends - starts)
         self._decoder.forward(torch.from_numpy(tokens).to(self._device), plan, cache_only=True)
 
+    def _score(self, scoring: Scoring) -> list[float]:
+        tokens = torch.tensor(scoring.tokens, device=self._device)
+        hidden = self._decoder.forward(tokens, ScorePlan(len(tokens), self._device))[scoring.start - 1 : -1]
+        rows = max(1, SCORE_ELEMENTS // len(self._decoder.weights.head))
+        found: list[float] = []
+        for states, targets in zip(hidden.split(rows), tokens[scoring.start :].split(rows), strict=True):
+            log_probs = (self._decoder.logits(states) / scoring.temperature).log_softmax(-1)
+            found += log_probs.gather(-1, targets[:, None])[:, 0].tolist()
+        if not np.isfinite(found).all():
+            raise RuntimeError(NOT_FINITE)
+        return found
+
     def _decode_step(self, cache: KVCache) -> None:
         rows = self.rows
         state = rows.state[: len(rows)]
@@ -188,7 +223,7 @@ class Scheduler:
         )
         tokens, log_probs = sampled.cpu().numpy(), sampled_log_probs.cpu().numpy()
         if not np.isfinite(log_probs).all():
-            raise RuntimeError("the model's logits are not finite: its weights (or the last ones sent) hold inf or NaN")
+            raise RuntimeError(NOT_FINITE)
         rows.append(tokens, log_probs)
         stopped = rows.stopped(tokens)
         for row in np.flatnonzero(state["has_stop_strings"] & ~stopped):
