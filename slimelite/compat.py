@@ -37,6 +37,8 @@ SLIME_NAMES = {
     "slime.rollout.sglang_rollout.GenerateState": "slimelite.compat.generate_state",
     "slime.rollout.sglang_rollout.get_model_url": "slimelite.compat.get_model_url",
     "slime.rollout.sft_rollout.generate_rollout": "slimelite.rollout.sft.generate_rollout",
+    "slime.rollout.on_policy_distillation.reward_func": "slimelite.rollout.teacher.reward_func",
+    "slime.rollout.on_policy_distillation.post_process_rewards": "slimelite.rollout.teacher.post_process_rewards",
     "slime.rollout.data_source.RolloutDataSource": "slimelite.rollout.source.PluginDataSource",
     "slime.rollout.data_source.RolloutDataSourceWithBuffer": "slimelite.rollout.source.PluginDataSource",
     "slime.rollout.rm_hub.async_rm": "slimelite.compat.async_rm",

@@ -190,18 +190,16 @@ def whiten(values: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], Tensor] 
 
 
 @torch.no_grad()
-def add_distillation(
-    advantages: Tensor, old: Tensor, teacher: Tensor, mask: Tensor, *, opd_kl_coef: float
-) -> tuple[Tensor, Metrics]:
+def add_distillation(advantages: Tensor, old: Tensor, teacher: Tensor, mask: Tensor, *, opd_kl_coef: float) -> Tensor:
     """On-policy distillation: A_t − opd_kl_coef·(old_t − teacher_t), before whitening.
 
     The term is the reverse KL to the teacher at the sampled token (arXiv:2306.13649;
     thinkingmachines.ai/blog/on-policy-distillation). All [T]; ``teacher`` is NaN where no teacher scored the token,
-    which then gets no term. Metric ``opd_reverse_kl``: its mean over the scored tokens.
+    which then gets no term.
     """
     scored = mask & ~teacher.isnan()
     reverse_kl = select(old, scored) - select(teacher, scored)
-    return advantages - opd_kl_coef * reverse_kl, {"opd_reverse_kl": mean_metric(reverse_kl, scored)}
+    return advantages - opd_kl_coef * reverse_kl
 
 
 def _continues(segments: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from slimelite.arguments.checkpoint import CheckpointArgs, find_checkpoint
 from slimelite.arguments.cluster import ClusterArgs
 from slimelite.arguments.data import DataArgs
 from slimelite.arguments.debug import DebugArgs
+from slimelite.arguments.distillation import DistillationArgs
 from slimelite.arguments.eval import EvalArgs
 from slimelite.arguments.eval_datasets import EvalDataset
 from slimelite.arguments.model import ModelArgs
@@ -32,6 +33,7 @@ __all__ = [
     "DataArgs",
     "DebugArgs",
     "Derivation",
+    "DistillationArgs",
     "EvalArgs",
     "EvalDataset",
     "ModelArgs",

@@ -11,6 +11,9 @@ AdvantageEstimator = Literal[
     "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
 ]
 
+# those that compare the responses to a prompt with each other
+GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
+
 
 @dataclass(frozen=True)
 class AlgorithmArgs:

@@ -11,6 +11,7 @@ from slimelite.arguments.checkpoint import CheckpointArgs
 from slimelite.arguments.cluster import ClusterArgs
 from slimelite.arguments.data import DataArgs
 from slimelite.arguments.debug import DebugArgs
+from slimelite.arguments.distillation import DistillationArgs
 from slimelite.arguments.eval import EvalArgs
 from slimelite.arguments.model import ModelArgs
 from slimelite.arguments.optimizer import OptimizerArgs
@@ -37,6 +38,7 @@ class Args(
     EvalArgs,
     PerfArgs,
     OptimizerArgs,
+    DistillationArgs,
     AlgorithmArgs,
     RewardArgs,
     RolloutArgs,

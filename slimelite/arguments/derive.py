@@ -12,6 +12,7 @@ from typing import Any
 from slimelite.arguments.architecture import model_config_from_flags
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.checkpoint import find_checkpoint
+from slimelite.arguments.distillation import derive_distillation
 from slimelite.arguments.eval_config import resolve_eval_datasets
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import Settings
@@ -61,6 +62,7 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     _model(draft)
     _batches(draft)
     _lengths(draft)
+    derive_distillation(draft)
     _algorithm(draft)
     _checkpoints(draft)
     _tracking(draft)

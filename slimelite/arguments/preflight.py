@@ -60,6 +60,7 @@ def inspect(args: Args, machine: Machine) -> Findings:
     config = _check_model(args, findings)
     _check_saved_rollouts(args, findings)
     tokenizer = _check_tokenizer(args, config, findings)
+    _check_teacher(args, config, tokenizer, findings)
     if tokenizer is not None:
         _check_data(args, tokenizer, config, broken, findings)
     return findings
@@ -183,6 +184,52 @@ def _check_tokenizer(args: Args, config: dict[str, Any], findings: Findings) -> 
     if rows is not None and len(tokenizer) > rows:
         findings.problems.append(f"the tokenizer has {len(tokenizer)} tokens but the model's vocabulary has {rows}")
     return tokenizer
+
+
+def _check_teacher(
+    args: Args, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, findings: Findings
+) -> None:
+    """Whether the teacher of distillation is there and reads the student's tokens."""
+    from slimelite.rollout.teacher import Teacher, ask_once
+
+    server = Teacher.of(args)
+    try:
+        if server is not None and tokenizer is not None and not args.debug_train_only:
+            ask_once(server, len(tokenizer) - 1)
+            findings.facts.append(f"the teacher at {server.url} scores prompts")
+        elif args.use_opd and args.opd_type == "trainer" and args.opd_teacher_load:
+            _compare_vocabularies(args.opd_teacher_load, config, tokenizer, findings)
+    except (OSError, ValueError) as error:
+        where = "--rm-url" if server is not None else f"--opd-teacher-load {args.opd_teacher_load}"
+        findings.problems.append(f"{where}: {_one_line(error)}")
+
+
+def _compare_vocabularies(
+    teacher: str, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, findings: Findings
+) -> None:
+    """Raise ValueError unless teacher and student give a token the same id.
+
+    Equal tokenizers suffice: models of one family pad their vocabularies to different sizes.
+    """
+    from slimelite.data.tokenizer import load_tokenizer
+
+    theirs = _read_config(teacher)
+    mine, size = ((c.get("text_config", c)).get("vocab_size") for c in (config, theirs))
+    folder = Path(teacher)
+    if folder.is_dir() and not _has_weights(folder):
+        findings.warnings.append(f"--opd-teacher-load {teacher} holds no weights: the teacher is random")
+    if tokenizer is None or (folder.is_dir() and not (folder / "tokenizer.json").is_file()):
+        if mine != size:
+            raise ValueError(f"its vocabulary has {size} tokens, the student's {mine}; they must be the same")
+        return
+    ids, student_ids = load_tokenizer(teacher).get_vocab(), tokenizer.get_vocab()
+    if differing := {token for token, _ in ids.items() ^ student_ids.items()}:
+        raise ValueError(
+            f"its tokenizer differs from the student's in {len(differing)} tokens, such as {min(differing)!r}: a "
+            "teacher can only judge tokens of its own vocabulary"
+        )
+    if size is not None and size <= max(ids.values()):
+        raise ValueError(f"its vocabulary has {size} tokens, fewer than its tokenizer")
 
 
 def _check_data(

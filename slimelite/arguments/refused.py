@@ -21,7 +21,6 @@ _ROUTING = "expert routing is not replayed; --use-tis corrects the mismatch of t
 _MEGATRON_HOOK = "there is no Megatron to hook into; a custom loss, advantage or generate function may do"
 _DEEPGEMM = "the trainer runs no Megatron layers; --use-tis corrects the mismatch of trainer and engine"
 _CRITIC = "a critic would share the ranks, data and schedule of the actor; there is nothing to set apart"
-_OPD = "on-policy distillation is not here yet; --custom-rm-path can score with a teacher"
 _LORA = "all parameters are trained; LoRA is not here yet"
 _ASYNC = "--async-rollout generates one rollout ahead; with --partial-rollout no response holds it up"
 _FROZEN = "all parameters are trained; freezing is not here yet"
@@ -81,11 +80,7 @@ REFUSED: dict[str, Refusal] = {
     "critic-num-nodes": Refusal(1, _CRITIC),
     "critic-train-only": Refusal(0, _CRITIC),
     "megatron-config-path": Refusal(1, _CRITIC),
-    "use-opd": Refusal(0, _OPD),
-    "opd-type": Refusal(1, _OPD),
-    "opd-kl-coef": Refusal(1, _OPD),
-    "opd-teacher-load": Refusal(1, _OPD),
-    "opd-teacher-ckpt-step": Refusal(1, _OPD),
+    "opd-teacher-ckpt-step": Refusal(1, "--opd-teacher-load takes a Hugging Face folder: name the one you want"),
     "custom-pg-loss-reducer-function-path": Refusal(
         1, "--loss-aggregation rollout, token or constant says how it is reduced"
     ),

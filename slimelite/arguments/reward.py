@@ -13,11 +13,11 @@ class RewardArgs:
     """Reward."""
 
     rm_type: str | None = flag(
-        None, "reward rule: math gsm8k deepscaler dapo f1 random remote_rm; boxed_<rule> reads \\boxed{} first"
+        None, "reward rule: math gsm8k deepscaler dapo f1 random zero remote_rm; boxed_<rule> reads \\boxed{} first"
     )
     reward_key: str | None = flag(None, "which entry of a dict reward is the reward")
     group_rm: bool = flag(False, "score a whole group in one call of --custom-rm-path")
-    rm_url: str | None = flag(None, "address of remote_rm", metavar="URL")
+    rm_url: str | None = flag(None, "address of remote_rm, or of the teacher of --opd-type sglang", metavar="URL")
     custom_rm_path: str | None = flag(None, "plugin: async fn(args, sample) -> reward", metavar="PLUGIN")
     custom_reward_post_process_path: str | None = flag(
         None,

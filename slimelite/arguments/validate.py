@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from slimelite.arguments.algorithm import GROUP_ESTIMATORS
 from slimelite.arguments.args import Args
+from slimelite.arguments.distillation import distillation_problems
 
-GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
 # fields -> the lowest value that makes sense
 AT_LEAST: dict[str, float] = {
     **dict.fromkeys(["actor_num_nodes", "actor_num_gpus_per_node", "cpu_threads"], 1),
@@ -47,6 +48,7 @@ IN_UNIT_INTERVAL = (
 # flag -> what it needs to mean anything; given without, it is listed under "no effect here"
 NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     **dict.fromkeys(["tis_clip", "tis_clip_low"], (lambda a: a.use_tis or a.custom_tis_function_path, "--use-tis")),
+    **dict.fromkeys(["opd_type", "opd_kl_coef"], (lambda a: a.use_opd, "--use-opd")),
     "opsm_delta": (lambda a: a.use_opsm, "--use-opsm"),
     "kl_loss_type": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
     "use_unbiased_kl": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
@@ -109,6 +111,7 @@ def validate(args: Args) -> list[str]:
         _groups,
         _kl,
         _policy,
+        distillation_problems,
         _schedule,
         _checkpoints,
         _tracking,
@@ -255,7 +258,7 @@ def _groups(args: Args) -> Iterator[str]:
         compares
         and args.rewards_normalization
         and args.compute_advantages_and_returns
-        and not (own_code or args.debug_rollout_only)
+        and not (own_code or args.debug_rollout_only or args.use_opd)
     ):
         yield (
             f"--n-samples-per-prompt 1: {args.advantage_estimator} compares the responses to a prompt with each other; "

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from slimelite.rewards import dapo, deepscaler, f1, gpqa, gsm8k, math, multiple_choice, random
+from slimelite.rewards import dapo, deepscaler, f1, gpqa, gsm8k, math, multiple_choice, random, zero
 from slimelite.rewards.rule import Rule
 
 REMOTE = "remote_rm"
 BOXED = "boxed_"
 
 RULES: dict[str, Rule] = {
-    module.RULE.name: module.RULE for module in (math, gsm8k, deepscaler, dapo, f1, gpqa, multiple_choice, random)
+    module.RULE.name: module.RULE for module in (math, gsm8k, deepscaler, dapo, f1, gpqa, multiple_choice, random, zero)
 }
 
 REFUSED = {

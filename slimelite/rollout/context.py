@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from slimelite.arguments import Args
 from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.requests import rollout_params, slime_params
+from slimelite.rollout.teacher import Teacher
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -44,6 +45,8 @@ class RolloutContext:
     grader: Grader
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     progress: Progress
+    # scores training samples (--opd-type sglang); None: nobody does here
+    teacher: Teacher | None = None
     # name of an eval dataset -> its prompts, once read
     eval_prompts: dict[str, list[Prompt]] = field(default_factory=dict)
 

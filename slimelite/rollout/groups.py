@@ -212,6 +212,11 @@ class GroupGenerator:
         if self._hooks:
             args = await self.context.plugin_args()
             group.samples = [await self._hooked(args, s) for s in group.samples]
+        teacher = None if self.work.evaluation else self.context.teacher
+        scored = [] if teacher is None else [teacher.score(group.samples)]
+        await asyncio.gather(self._grade(group), *scored)
+
+    async def _grade(self, group: Group) -> None:
         key = self.work.reward_key
         if self.context.args.group_rm:
             await self.context.grader.grade(group.samples, rm_type=self.work.rm_type, reward_key=key)

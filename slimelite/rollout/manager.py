@@ -31,6 +31,7 @@ from slimelite.rollout.metrics import (
 from slimelite.rollout.outputs import RolloutFnEvalOutput, train_output
 from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.source import build_source
+from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
 
@@ -85,6 +86,7 @@ class RolloutManager:
         self._thread.start()
         pool = EnginePool(engines, args.sglang_server_concurrency)
         self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._run, progress or _silent)
+        self._context.teacher = Teacher.of(args)
         self._context.grader.plugin_args = self._plugin_args()
         self._rollout_function = _load(args.rollout_function_path) or generate.generate_rollout
         self._eval_function = _load(args.eval_function_path) or self._rollout_function

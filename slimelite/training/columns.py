@@ -30,9 +30,9 @@ class TokenColumns:
     """Columns over the N response tokens of a table with n rows, on the CPU.
 
     ``mask``: [N] bool, what the loss sees; ``segments``: [N] int64 rows; ``rollout_log_probs``: [N] of the engine, NaN
-    where there are none; ``weights``: [N] weight in its optimizer step; ``advantages``: [N]; ``old``, ``ref``: [N]
-    log-probs of the trainer before the rollout's first step and of the reference: None where not needed, NaN in rows
-    that were not computed.
+    where there are none; ``weights``: [N] weight in its optimizer step; ``advantages``: [N]; ``old``, ``ref``,
+    ``teacher``: [N] log-probs of the trainer before the rollout's first step, of the reference and of the teacher: None
+    where not needed, NaN in rows that were not computed.
     """
 
     mask: Tensor
@@ -43,6 +43,7 @@ class TokenColumns:
     advantages: Tensor
     old: Tensor | None = None
     ref: Tensor | None = None
+    teacher: Tensor | None = None
 
     @classmethod
     def from_table(cls, table: SampleTable) -> TokenColumns:
@@ -75,7 +76,17 @@ class TokenColumns:
         """
         if args.custom_advantage_function_path:
             load_function(args.custom_advantage_function_path)(args, table, self)
-            return
+        else:
+            self._estimate_advantages(args, table)
+        if self.teacher is not None:
+            assert self.old is not None
+            self.advantages = adv.add_distillation(
+                self.advantages, self.old, self.teacher, self.mask, opd_kl_coef=args.opd_kl_coef
+            )
+        if args.normalize_advantages and not args.custom_advantage_function_path:
+            self.advantages = adv.whiten(self.advantages, self.mask)
+
+    def _estimate_advantages(self, args: Args, table: SampleTable) -> None:
         per_row = torch.tensor(table.advantage, dtype=torch.float32)
         kl = torch.zeros(len(self.mask))
         if args.kl_coef:
@@ -92,8 +103,6 @@ class TokenColumns:
                 )
             case _:
                 self.advantages = per_row[self.segments]
-        if args.normalize_advantages:
-            self.advantages = adv.whiten(self.advantages, self.mask)
 
     def rows_to_compute(self, args: Args, steps: list[np.ndarray]) -> np.ndarray:
         """[n] bool: rows that can have a gradient; of a step without one a few others, for they are measured too."""
@@ -124,27 +133,33 @@ class TokenColumns:
         """Refuse a table that the loss cannot use.
 
         Raises:
-            ValueError: a token outside the model's vocabulary, or no engine log-prob where the loss reads it.
+            ValueError: a token outside the model's vocabulary, or no log-prob of engine or teacher where it is read.
         """
         largest = max(table.prompt_tokens.max(initial=0), table.response_tokens.max(initial=0))
         if largest >= vocab_size:
             raise ValueError(f"token {largest} is not one of the model's {vocab_size}; --tokenizer is another model's")
+        if self.teacher is not None and (unscored := self.mask & self.teacher.isnan()).any():
+            raise ValueError(
+                f"samples {self._ids_with(unscored, table)} have no teacher log-probs, which --opd-type sglang trains "
+                "on: give the teacher's address as --rm-url, or fill sample.teacher_log_probs where samples are made"
+            )
         reads_engine = args.use_rollout_logprobs or args.use_tis or args.custom_tis_function_path
         missing = self.mask & self.rollout_log_probs.isnan()
         if args.loss_type == "policy_loss" and reads_engine and missing.any():
-            ids = table.sample_id[self.segments[missing].unique().numpy()].tolist()
             raise ValueError(
-                f"samples {ids[:8]} have no engine log-probs, which --use-rollout-logprobs and --use-tis need; "
-                "leave these out, or generate the samples with log-probs"
+                f"samples {self._ids_with(missing, table)} have no engine log-probs, which --use-rollout-logprobs and "
+                "--use-tis need; leave these out, or generate the samples with log-probs"
             )
 
     def means(self, args: Args) -> dict[str, float]:
         """Means over rows of their masked token means, of the columns and rows that there are."""
-        columns = {"log_probs": self.old, "ref_log_probs": self.ref}
+        columns = {"log_probs": self.old, "ref_log_probs": self.ref, "teacher_log_probs": self.teacher}
         if args.loss_type != "sft_loss":
             columns |= {"advantages": self.advantages, "rollout_log_probs": self.rollout_log_probs}
         if self.old is not None and self.ref is not None:
             columns["kl"] = kl_estimate(self.old, self.ref, self.mask, "k1")
+        if self.old is not None and self.teacher is not None:
+            columns["opd_reverse_kl"] = self.old - self.teacher
         trained = self._rows_with(self.mask)
         means = {}
         for name, column in columns.items():
@@ -152,6 +167,10 @@ class TokenColumns:
                 of_rows = segment_mean(column, self.mask, self.segments, self.rows)
                 means[name] = float(of_rows[trained].nanmean())
         return {name: value for name, value in means.items() if not math.isnan(value)}
+
+    def _ids_with(self, tokens: Tensor, table: SampleTable) -> list[int]:
+        """Samples with a token in ``tokens`` [N] bool, the first few."""
+        return table.sample_id[self.segments[tokens].unique().numpy()].tolist()[:8]
 
     def _rows_with(self, tokens: Tensor) -> Tensor:
         """[n] bool: rows with a token in ``tokens`` [N] bool."""

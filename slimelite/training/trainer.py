@@ -16,6 +16,7 @@ from slimelite.tracking.timer import Timer
 from slimelite.training import checkpoint, export, first_step, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
+from slimelite.training.frozen import FrozenPolicy
 from slimelite.training.loss import LossInputs, micro_batch_loss
 from slimelite.training.lr_schedule import LrSchedule
 from slimelite.training.metrics import MetricSums
@@ -24,7 +25,6 @@ from slimelite.training.offload import move, return_freed_memory
 from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import join_world, set_last_micro_batch
 from slimelite.training.passes import table_log_probs
-from slimelite.training.reference import Reference
 from slimelite.training.schedule import PackingLimits, Step, deal, split_steps
 
 
@@ -48,7 +48,10 @@ class Trainer:
         if args.deterministic_mode:
             _be_deterministic()
         self.model = build_policy(args, self.world, args.hf_checkpoint, trainable=True)
-        self.reference = Reference(args, self.world) if args.use_reference else None
+        ref_load = args.ref_load or args.hf_checkpoint
+        self.reference = FrozenPolicy(args, self.world, ref_load) if args.use_reference else None
+        teaches = args.use_opd and args.opd_type == "trainer"
+        self.teacher = FrozenPolicy(args, self.world, args.opd_teacher_load) if teaches else None
         self.optimizers = Optimizers(args, self.model)
         self.progress = checkpoint.Progress(-1, 0, 0, LrSchedule.from_args(args))
         self.run_steps = 0
@@ -181,13 +184,19 @@ class Trainer:
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
         """What every token has before the first step: weights, reference log-probs, advantages."""
         columns = TokenColumns.from_table(table)
-        columns.check(self.args, table, self.model.hf.config.vocab_size)
+        if self.args.use_opd and self.teacher is None:
+            columns.teacher = torch.from_numpy(table.teacher_log_probs)
+        readers = [self.model] if self.teacher is None else [self.model, self.teacher.model]
+        columns.check(self.args, table, min(model.hf.config.vocab_size for model in readers))
         columns.set_weights(self.args, table, steps)
         rows = np.flatnonzero(table.mask_sums)
         dealt = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)
         if self.reference is not None:
             with self.timer("ref_log_probs"), self.reference.weights() as model:
                 columns.ref = table_log_probs(model, table, dealt, self.world, self.temperature)
+        if self.teacher is not None:
+            with self.timer("teacher_log_probs"), self.teacher.weights() as model:
+                columns.teacher = table_log_probs(model, table, dealt, self.world, self.temperature)
         if self._advantages_read_old():
             columns.old = self._old_log_probs(table, dealt)
         if self.args.loss_type != "sft_loss" and self.args.compute_advantages_and_returns:
@@ -199,7 +208,7 @@ class Trainer:
             return table_log_probs(self.model, table, dealt, self.world, self.temperature)
 
     def _advantages_read_old(self) -> bool:
-        return self.args.kl_coef != 0 or self.args.custom_advantage_function_path is not None
+        return self.args.kl_coef != 0 or self.args.use_opd or self.args.custom_advantage_function_path is not None
 
     def _needs_old(self, num_steps: int) -> bool:
         """Whether the log-probs before the first step take a pass of their own.

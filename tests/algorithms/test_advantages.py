@@ -223,14 +223,12 @@ def test_whitened_values_have_zero_mean_and_unit_variance() -> None:
 def test_distillation_adds_the_reverse_kl_of_scored_tokens(batch: Batch) -> None:
     adv, old, teacher = batch.randn(poison=False), batch.randn(), batch.randn()
     teacher[::3] = torch.nan
-    actual, metrics = add_distillation(adv, old, teacher, batch.mask, opd_kl_coef=0.5)
+    actual = add_distillation(adv, old, teacher, batch.mask, opd_kl_coef=0.5)
     scored = [t for _, t in batch.all_trained() if t % 3]
     expected = adv.clone()
     for t in scored:
         expected[t] -= 0.5 * (old[t] - teacher[t])
     same(actual, expected)
-    assert float(metrics["opd_reverse_kl"][1]) == len(scored)
-    assert float(metrics["opd_reverse_kl"][0]) == pytest.approx(sum(float(old[t] - teacher[t]) for t in scored))
 
 
 def test_empty_and_fully_masked_batches_do_not_crash() -> None:

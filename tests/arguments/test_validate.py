@@ -85,6 +85,25 @@ RULES = [
     ),
     ("--prompt-data-weights 1 2", "has 2 weights for 1 paths", "--prompt-data a b"),
     ("--disable-rollout-global-dataset", "needs a --data-source-path", "--data-source-path my.Source"),
+    ("--opd-teacher-load m", "--opd-teacher-load needs --use-opd", "--use-opd --opd-type trainer"),
+    ("--use-opd", "--use-opd needs --opd-type", "--opd-type megatron --opd-teacher-load m"),
+    ("--use-opd --opd-type trainer", "which model is the teacher", "--opd-teacher-load m"),
+    ("--use-opd --opd-type sglang", "needs --rm-url", "--rm-url http://127.0.0.1:1"),
+    ("--use-opd --opd-type sglang", "needs --rm-url", "--custom-generate-function-path my.fn"),
+    ("--use-opd --opd-type sglang --rm-url 127.0.0.1:1", "starts with http", "--rm-url http://127.0.0.1:1"),
+    ("--use-opd --opd-type sglang --rm-url http://a --opd-teacher-load m", "take one", "--opd-type trainer"),
+    ("--use-opd --opd-type sglang --rm-url http://a --rm-type remote_rm", "both read --rm-url", "--rm-type math"),
+    ("--use-opd --opd-type trainer --opd-teacher-load m --opd-kl-coef -1", "at least 0", "--opd-kl-coef 0"),
+    (
+        "--use-opd --opd-type trainer --opd-teacher-load m --loss-type sft_loss",
+        "--use-opd adds to the advantages",
+        "--loss-type policy_loss",
+    ),
+    (
+        "--n-samples-per-prompt 1",
+        "grpo compares the responses",
+        "--use-opd --opd-type trainer --opd-teacher-load m",
+    ),
     ("--ckpt-step 3", "--ckpt-step needs --load", "--load nowhere"),
 ]
 

@@ -247,7 +247,7 @@ def test_first_step_truths_hold_and_their_breach_is_fatal(model: Path, tmp_path:
         assert "perf/log_probs_time" not in trainer.train(1, table)
     other = save_tiny_model(tmp_path / "other", seed=1)
     with one_rank(tiny_args(model, **given)) as trainer:
-        trainer.reference = type(trainer.reference)(tiny_args(other), trainer.world)
+        trainer.reference = type(trainer.reference)(tiny_args(other), trainer.world, str(other))
         with pytest.raises(AssertionError, match="KL to the initial policy"):
             trainer.train(0, table)
     with one_rank(tiny_args(model, **given)) as trainer, pytest.raises(AssertionError, match="trainer and engine"):

@@ -1,4 +1,4 @@
-"""The reference model of the KL: a second policy, loaded only when a flag needs it."""
+"""Frozen policies beside the one that trains: the reference of the KL, the teacher of distillation."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from slimelite.training.model import PolicyModel, build_policy
 from slimelite.training.parallel import World
 
 
-class Reference:
-    """The frozen policy at ``--ref-load`` (else ``--hf-checkpoint``).
+class FrozenPolicy:
+    """The policy at ``path``, sharded like the one that trains and never updated.
 
     On a GPU its shards wait in host memory between uses.
     """
 
-    def __init__(self, args: Args, world: World) -> None:
+    def __init__(self, args: Args, world: World, path: str | None) -> None:
         self._world = world
-        self.model = build_policy(args, world, args.ref_load or args.hf_checkpoint, trainable=False)
+        self.model = build_policy(args, world, path, trainable=False)
         self._rest()
 
     @contextmanager
     def weights(self) -> Iterator[PolicyModel]:
-        """The reference as a model to call, for the length of the context."""
+        """The policy as a model to call, for the length of the context."""
         self.model.to(self._world.device)
         try:
             yield self.model

@@ -1,0 +1,120 @@
+"""The teacher of on-policy distillation behind SGLang's /generate: prompt log-probs of finished responses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from slimelite.arguments import Args
+from slimelite.sample import Sample
+
+if TYPE_CHECKING:
+    import aiohttp
+
+CONNECTIONS = 64
+ATTEMPTS = 5
+REQUEST_SECONDS = 300.0
+
+
+class Teacher:
+    """Fills ``sample.teacher_log_probs`` at ``temperature``, the one that the student samples at.
+
+    SGLang ignores the sampling temperature for prompts: its prompt log-probs are those of temperature 1. Another one is
+    asked for as ``input_logprob_temperature``, which servers that know it repeat in their answer.
+
+    Args:
+        url: of the server, with or without ``/generate``.
+    """
+
+    def __init__(self, url: str, temperature: float) -> None:
+        self.url = url if urlsplit(url).path.strip("/") else url.rstrip("/") + "/generate"
+        self.temperature = temperature
+        self._room = asyncio.Semaphore(CONNECTIONS)
+
+    @classmethod
+    def of(cls, args: Args) -> Teacher | None:
+        """The teacher that the arguments name, if it is a server."""
+        is_server = args.use_opd and args.opd_type == "sglang" and args.rm_url is not None
+        return cls(str(args.rm_url), args.rollout_temperature) if is_server else None
+
+    async def score(self, samples: Sequence[Sample]) -> None:
+        """Score every response that has no teacher log-probs yet.
+
+        Raises:
+            ValueError: the server is not there, refuses, or scored other tokens or at another temperature.
+        """
+        import aiohttp
+
+        todo = [s for s in samples if s.response_length and s.teacher_log_probs is None]
+        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            await asyncio.gather(*(self._score(session, s) for s in todo))
+
+    async def _score(self, session: aiohttp.ClientSession, sample: Sample) -> None:
+        if not sample.prompt_length:
+            raise ValueError(f"sample {sample.index} has no prompt token; a response needs one before it to be scored")
+        request: dict[str, Any] = {
+            "input_ids": sample.tokens,
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
+            "return_logprob": True,
+            # the first entry has no log-prob
+            "logprob_start_len": sample.prompt_length - 1,
+        }
+        if self.temperature != 1.0:
+            request["input_logprob_temperature"] = self.temperature
+        async with self._room:
+            meta = (await self._post(session, request))["meta_info"]
+        scored = meta["input_token_logprobs"][-sample.response_length :]
+        if [entry[1] for entry in scored] != sample.tokens[sample.prompt_length :]:
+            raise ValueError(
+                f"the teacher at {self.url} did not score the tokens it was sent: is its context too short?"
+            )
+        if meta.get("input_logprob_temperature", 1.0) != self.temperature:
+            raise ValueError(
+                f"the teacher at {self.url} scores at temperature 1, not at --rollout-temperature {self.temperature} "
+                "(SGLang does): set that to 1, serve the teacher with python -m slimelite.engines.serve, or take "
+                "--opd-type trainer"
+            )
+        sample.teacher_log_probs = [float(entry[0]) for entry in scored]
+
+    async def _post(self, session: aiohttp.ClientSession, request: dict[str, Any]) -> dict[str, Any]:
+        import aiohttp
+
+        attempt = 1
+        while True:
+            try:
+                async with session.post(self.url, json=request) as reply:
+                    if 400 <= reply.status < 500:
+                        raise ValueError(f"the teacher at {self.url} refused: {(await reply.text())[:500]}")
+                    reply.raise_for_status()
+                    return await reply.json(content_type=None)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if attempt == ATTEMPTS:
+                    raise ValueError(
+                        f"the teacher at --rm-url {self.url} did not answer in {ATTEMPTS} attempts: {error!r}"
+                    ) from error
+            await asyncio.sleep(2.0**attempt / 8)
+            attempt += 1
+
+
+def ask_once(teacher: Teacher, largest_token: int) -> None:
+    """Have two tokens scored, one of them the largest there is.
+
+    Raises:
+        ValueError: see `Teacher.score`.
+    """
+    asyncio.run(teacher.score([Sample(tokens=[0, largest_token], response_length=1)]))
+
+
+async def reward_func(_args: Any, samples: Sample | list[Sample], **_: Any) -> float | list[float]:
+    """slime's reward of pure distillation: 0. (There it also asks the teacher; here the rollout does.)"""
+    return [0.0] * len(samples) if isinstance(samples, list) else 0.0
+
+
+def post_process_rewards(args: Any, samples: list[Sample], **_: Any) -> tuple[list[float], list[float]]:
+    """slime's way to leave the reward out of the advantages, as ``--custom-reward-post-process-path``: it is reported,
+    and the teacher alone trains.
+    """
+    return [s.reward_value(args.reward_key) for s in samples], [0.0] * len(samples)
