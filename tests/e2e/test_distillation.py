@@ -17,7 +17,7 @@ from .conftest import metrics
 
 pytestmark = pytest.mark.e2e
 Run = Callable[..., Path]
-PURE = ("--use-opd", "--n-samples-per-prompt", "1", "--rollout-batch-size", "64", "--max-tokens-per-gpu", "4096")
+PURE = ("--use-opd", "--n-samples-per-prompt", "1", "--rollout-batch-size", "128", "--max-tokens-per-gpu", "4096")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def student(sft: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     model = AutoModelForCausalLM.from_pretrained(sft / "model")
     torch.manual_seed(0)
     for weight in model.parameters():
-        weight.data.add_(0.25 * weight.std(correction=0) * torch.randn_like(weight))
+        weight.data.add_(0.3 * weight.std(correction=0) * torch.randn_like(weight))
     model.save_pretrained(folder)
     load_tokenizer(str(sft / "model")).save_pretrained(folder)
     return str(folder)
@@ -37,12 +37,12 @@ def test_the_student_moves_to_its_teacher(local_run: Run, sft: Path, student: st
     """Without the task's reward in the advantages, which is reported all the same."""
     run = local_run(
         *("trainer", *PURE, "--hf-checkpoint", student, "--opd-type", "trainer", "--ci-test"),
-        *("--opd-teacher-load", str(sft / "model"), "--num-rollout", "12", "--lr", "2e-3"),
+        *("--opd-teacher-load", str(sft / "model"), "--num-rollout", "10", "--lr", "1e-3"),
     )
     gap = metrics(run, "rollout/opd_reverse_kl")
-    assert gap[0] > 0.05
-    assert sum(gap[-3:]) / 3 < gap[0] / 3
-    assert metrics(run, "rollout/rewards") == [0.0] * 12
+    assert gap[0] > 0.2
+    assert sum(gap[-3:]) / 3 < gap[0] / 4
+    assert metrics(run, "rollout/rewards") == [0.0] * 10
     assert max(metrics(run, "rollout/raw_reward")) > 0
 
 
