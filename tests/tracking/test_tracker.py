@@ -60,6 +60,13 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path: Path, capsys: pytest
     assert "going on at 3" in capsys.readouterr().out
 
 
+def test_a_finished_run_says_that_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    play(make_args(tmp_path, start_rollout_id=4), range(4, 4))
+    assert "nothing is left" not in capsys.readouterr().out
+    play(make_args(tmp_path, start_rollout_id=5), range(5, 5))
+    assert "nothing is left to do: the checkpoint of --load has all 5 rollouts" in capsys.readouterr().out
+
+
 def test_an_error_is_recorded_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         os.write(2, b"[E] from a library\n")
