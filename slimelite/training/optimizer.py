@@ -22,16 +22,16 @@ class Optimizers:
     def __init__(self, args: OptimizerArgs, model: PolicyModel) -> None:
         self.args = args
         self.all = _build(args, model)
-        # peak learning rate of each group; the schedule scales them alike
-        self._peaks = [group["lr"] for optimizer in self.all for group in optimizer.param_groups]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Everything that is trained."""
         return [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
 
-    def step(self, lr: float) -> tuple[float, bool]:
-        """Clip the gradients, update at learning rate ``lr`` (Muon's moves in proportion), and forget the gradients.
+    def step(self, lr: float, peak: float) -> tuple[float, bool]:
+        """Clip the gradients, update at learning rate ``lr`` and forget the gradients.
+
+        Muon's rate is to ``--muon-lr`` what ``lr`` is to ``peak``, that of the schedule (a checkpoint's, not ``--lr``).
 
         Returns:
             the norm of the gradient before clipping, and whether it was finite; a step without finite gradient
@@ -44,7 +44,7 @@ class Optimizers:
         finite = bool(norm.isfinite())
         if not finite and self.args.nonfinite_grad == "fail":
             raise FloatingPointError(f"the gradient's norm is {norm}; --nonfinite-grad skip leaves such steps out")
-        self._set_lr(lr)
+        self._set_lr(lr, peak)
         for optimizer in self.all:
             if finite:
                 optimizer.step()
@@ -60,10 +60,11 @@ class Optimizers:
         """Of each parameter group."""
         return [group["lr"] for optimizer in self.all for group in optimizer.param_groups]
 
-    def _set_lr(self, lr: float) -> None:
-        groups = [group for optimizer in self.all for group in optimizer.param_groups]
-        for group, peak in zip(groups, self._peaks, strict=True):
-            group["lr"] = lr if self.args.lr == 0 else lr * peak / self.args.lr
+    def _set_lr(self, lr: float, peak: float) -> None:
+        for optimizer in self.all:
+            scaled = isinstance(optimizer, Muon) and peak > 0
+            for group in optimizer.param_groups:
+                group["lr"] = self.args.muon_lr * lr / peak if scaled else lr
 
     def _clip(self) -> Tensor:
         parameters = self.parameters

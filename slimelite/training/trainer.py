@@ -134,7 +134,8 @@ class Trainer:
 
     def optim_step(self, sums: MetricSums) -> list[float]:
         """Clip, update the weights, advance the schedule; returns the step's learning rate of each group."""
-        norm, finite = self.optimizers.step(self.progress.schedule.at(self.progress.steps, self.run_steps))
+        schedule = self.progress.schedule
+        norm, finite = self.optimizers.step(schedule.at(self.progress.steps, self.run_steps), schedule.peak)
         self.progress.steps += finite
         sums.add("grad_norm", norm if finite else 0.0, float(finite))
         sums.add("skipped_steps", float(not finite), 1.0)

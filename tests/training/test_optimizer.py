@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,11 @@ def test_adamw_is_torch_adamw(model: Path) -> None:
         adam = torch.optim.AdamW(expected.values(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
         step = trainer.optimizers.step
 
-        def watched(lr: float) -> tuple[float, bool]:
+        def watched(lr: float, peak: float) -> tuple[float, bool]:
             for name, gradient in gradients(trainer).items():
                 expected[name].grad = gradient
             adam.step()
-            return step(lr)
+            return step(lr, peak)
 
         trainer.optimizers.step = watched
         for i in range(3):
@@ -107,3 +108,13 @@ def test_muon_learns(model: Path) -> None:
     with one_rank(tiny_args(model, loss_type="sft_loss", optimizer="muon", lr=5e-3, muon_lr=0.02)) as trainer:
         losses = [trainer.train(i, table)["train/loss"] for i in range(15)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_muons_rate_follows_the_schedule_whatever_this_runs_lr_is(model: Path) -> None:
+    """As after resuming with another --lr: the checkpoint's schedule goes on."""
+    given = {"optimizer": "muon", "muon_lr": 0.02, "lr_decay_style": "linear", "num_rollout": 4}
+    with one_rank(tiny_args(model, lr=1e-3, **given)) as trainer:
+        trainer.progress.schedule = replace(trainer.progress.schedule, peak=5e-3)
+        trainer.progress.steps = 2
+        metrics = trainer.train(0, random_table())
+    assert sorted(v for k, v in metrics.items() if "lr-pg" in k) == pytest.approx([2.5e-3, 2.5e-3, 0.01])
