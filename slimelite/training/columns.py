@@ -32,7 +32,8 @@ class TokenColumns:
     ``mask``: [N] bool, what the loss sees; ``segments``: [N] int64 rows; ``rollout_log_probs``: [N] of the engine, NaN
     where there are none; ``weights``: [N] weight in its optimizer step; ``advantages``: [N]; ``old``, ``ref``,
     ``teacher``: [N] log-probs of the trainer before the rollout's first step, of the reference and of the teacher: None
-    where not needed, NaN in rows that were not computed.
+    where not needed, NaN in rows that were not computed. ``entropy``: [N] that goes with ``old``. ``returns``: [N] what
+    the estimator made of the rewards, before distillation and whitening.
     """
 
     mask: Tensor
@@ -42,6 +43,8 @@ class TokenColumns:
     weights: Tensor
     advantages: Tensor
     old: Tensor | None = None
+    entropy: Tensor | None = None
+    returns: Tensor | None = None
     ref: Tensor | None = None
     teacher: Tensor | None = None
 
@@ -78,6 +81,7 @@ class TokenColumns:
             load_function(args.custom_advantage_function_path)(args, table, self)
         else:
             self._estimate_advantages(args, table)
+            self.returns = self.advantages
         if self.teacher is not None:
             assert self.old is not None
             self.advantages = adv.add_distillation(
@@ -153,7 +157,13 @@ class TokenColumns:
 
     def means(self, args: Args) -> dict[str, float]:
         """Means over rows of their masked token means, of the columns and rows that there are."""
-        columns = {"log_probs": self.old, "ref_log_probs": self.ref, "teacher_log_probs": self.teacher}
+        columns = {
+            "log_probs": self.old,
+            "entropy": self.entropy,
+            "returns": self.returns,
+            "ref_log_probs": self.ref,
+            "teacher_log_probs": self.teacher,
+        }
         if args.loss_type != "sft_loss":
             columns |= {"advantages": self.advantages, "rollout_log_probs": self.rollout_log_probs}
         if self.old is not None and self.ref is not None:

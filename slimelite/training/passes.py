@@ -12,24 +12,40 @@ from slimelite.training.model import PolicyModel
 from slimelite.training.parallel import World, reshard
 
 
-@torch.no_grad()
-def table_log_probs(
-    model: PolicyModel, table: SampleTable, dealt: list[list[np.ndarray]], world: World, temperature: float
-) -> Tensor:
-    """[response tokens of the table] log-probs on the CPU, the same on every rank (collective).
+class Scores:
+    """Log-probs and entropies of a table's response tokens, put together from micro-batches and then from ranks.
 
-    ``dealt``: the micro-batches of rows of each rank; tokens of rows in none of them get NaN.
+    They stay on their device until `gather`, so that adding never waits for a GPU.
     """
-    found: Tensor | None = None
+
+    def __init__(self, tokens: int, world: World) -> None:
+        self._tokens, self._world = tokens, world
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> None:
+        """What the model said of one micro-batch; both [R]."""
+        self._parts.append((batch.token_index, torch.stack([log_probs.detach(), entropy.detach()])))
+
+    def gather(self) -> tuple[Tensor, Tensor]:
+        """[tokens] log-probs and entropies on the CPU, the same on every rank (collective); NaN where nobody added."""
+        assert self._parts, "every rank has a micro-batch, if only an empty one"
+        found = torch.zeros(3, self._tokens, dtype=self._parts[0][1].dtype)
+        for index, values in self._parts:
+            found[:2, index] = values.cpu()
+            found[2, index] = 1
+        *columns, seen = self._world.all_reduce(found)
+        log_probs, entropy = (column.masked_fill(seen == 0, torch.nan) for column in columns)
+        return log_probs, entropy
+
+
+@torch.no_grad()
+def table_scores(
+    model: PolicyModel, table: SampleTable, dealt: list[list[np.ndarray]], world: World, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """`Scores.gather` of a pass over ``dealt``, the micro-batches of rows of each rank (collective)."""
+    scores = Scores(len(table.response_tokens), world)
     for rows in dealt[world.rank]:
         batch = MicroBatch.from_table(table, rows, world.device)
-        log_probs, _ = model(batch, temperature)
-        if found is None:
-            found = torch.zeros(len(table.response_tokens), dtype=log_probs.dtype)
-        found[batch.token_index] = log_probs.cpu()
+        scores.add(batch, *model(batch, temperature))
     reshard(model)
-    assert found is not None, "every rank has a micro-batch, if only an empty one"
-    computed = np.zeros(len(table), bool)
-    computed[np.concatenate([rows for parts in dealt for rows in parts])] = True
-    absent = torch.from_numpy(np.repeat(~computed, table.response_lengths))
-    return world.all_reduce(found).masked_fill(absent, torch.nan)
+    return scores.gather()

@@ -16,15 +16,16 @@ from slimelite.tracking.timer import Timer
 from slimelite.training import checkpoint, export, first_step, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
+from slimelite.training.flops import ForwardFlops
 from slimelite.training.frozen import FrozenPolicy
 from slimelite.training.loss import LossInputs, micro_batch_loss
 from slimelite.training.lr_schedule import LrSchedule
 from slimelite.training.metrics import MetricSums
-from slimelite.training.model import build_policy
+from slimelite.training.model import PolicyModel, build_policy
 from slimelite.training.offload import move, return_freed_memory
 from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import join_world, set_last_micro_batch
-from slimelite.training.passes import table_log_probs
+from slimelite.training.passes import Scores, table_scores
 from slimelite.training.schedule import PackingLimits, Step, deal, split_steps
 
 
@@ -58,6 +59,8 @@ class Trainer:
         if args.num_rollout is not None:
             self.set_num_rollout(args.num_rollout)
         self.timer = Timer()
+        # forward passes of this rollout by the timer's name, and their operations
+        self._flops: dict[str, float] = {}
         self._fresh = True
         self._step_metrics: list[dict[str, float]] = []
         self.temperature = 1.0 if args.loss_type == "sft_loss" else args.rollout_temperature
@@ -80,6 +83,7 @@ class Trainer:
             FloatingPointError: see `Optimizers.step`.
         """
         self.timer.restart()
+        self._flops.clear()
         if self.args.reset_optimizer_states:
             self.optimizers.reset()
         steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
@@ -88,12 +92,20 @@ class Trainer:
         computed = columns.trained_rows() if checked else columns.rows_to_compute(self.args, steps)
         schedule = [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
         if columns.old is None and self._needs_old(len(steps)):
-            columns.old = self._old_log_probs(table, self._deal_old(table, computed, schedule))
+            columns.old, columns.entropy = self._pass(
+                "log_probs", self.model, table, self._deal_old(table, computed, schedule)
+            )
         sums, rates = MetricSums(self.world), []
+        # what the only step sees is what was there before it
+        alone = columns.old is None and len(steps) == 1
+        scores = Scores(len(table.response_tokens), self.world) if alone else None
         with self.timer("actor_train"):
             for sums.step, step in enumerate(schedule):
-                self.forward_backward(table, columns, step, sums, checked=checked and sums.step == 0)
+                self.forward_backward(table, columns, step, sums, scores, checked=checked and sums.step == 0)
                 rates.append(self.optim_step(sums))
+        self._count_flops("actor_train", self.model, table, computed)
+        if scores is not None:
+            columns.old, columns.entropy = scores.gather()
         # a first step without a token to train on has shown nothing
         self._fresh = self._fresh and not columns.trained_rows()[steps[0]].any()
         self.progress.rollout_id = rollout_id
@@ -108,11 +120,19 @@ class Trainer:
         return self._step_metrics
 
     def forward_backward(
-        self, table: SampleTable, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False
+        self,
+        table: SampleTable,
+        columns: TokenColumns,
+        step: Step,
+        sums: MetricSums,
+        scores: Scores | None = None,
+        *,
+        checked: bool = False,
     ) -> None:
         """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks.
 
-        ``checked``: raise AssertionError where a first-step truth does not hold, see `first_step.check`.
+        ``sums`` and ``scores`` are added to. ``checked``: raise AssertionError where a first-step truth does not hold,
+        see `first_step.check`.
         """
         batches = step.micro_batches[self.world.rank]
         for i, rows in enumerate(batches):
@@ -120,6 +140,8 @@ class Trainer:
             batch = MicroBatch.from_table(table, rows, self.world.device)
             inputs = LossInputs.of(batch, columns)
             log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)
+            if scores is not None:
+                scores.add(batch, log_probs, entropy)
             loss = micro_batch_loss(self.args, inputs, log_probs, entropy)
             # FSDP averages over ranks; the weights already divide by the whole step
             (loss.total * self.world.size).backward()
@@ -145,7 +167,7 @@ class Trainer:
         """[response tokens of the table] log-probs under the current weights, in the table's order."""
         rows = np.flatnonzero(table.response_lengths)
         dealt = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)
-        return table_log_probs(self.model, table, dealt, self.world, self.temperature).numpy()
+        return table_scores(self.model, table, dealt, self.world, self.temperature)[0].numpy()
 
     def push_weights(self, sink: weights.WeightSink, version: int) -> dict[str, float]:
         """All weights into ``sink``, stamped ``version``; only rank 0 talks to it."""
@@ -193,20 +215,29 @@ class Trainer:
         rows = np.flatnonzero(table.mask_sums)
         dealt = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)
         if self.reference is not None:
-            with self.timer("ref_log_probs"), self.reference.weights() as model:
-                columns.ref = table_log_probs(model, table, dealt, self.world, self.temperature)
+            with self.reference.weights() as model:
+                columns.ref, _ = self._pass("ref_log_probs", model, table, dealt)
         if self.teacher is not None:
-            with self.timer("teacher_log_probs"), self.teacher.weights() as model:
-                columns.teacher = table_log_probs(model, table, dealt, self.world, self.temperature)
+            with self.teacher.weights() as model:
+                columns.teacher, _ = self._pass("teacher_log_probs", model, table, dealt)
         if self._advantages_read_old():
-            columns.old = self._old_log_probs(table, dealt)
+            columns.old, columns.entropy = self._pass("log_probs", self.model, table, dealt)
         if self.args.loss_type != "sft_loss" and self.args.compute_advantages_and_returns:
             columns.set_advantages(self.args, table)
         return columns
 
-    def _old_log_probs(self, table: SampleTable, dealt: list[list[np.ndarray]]) -> Tensor:
-        with self.timer("log_probs"):
-            return table_log_probs(self.model, table, dealt, self.world, self.temperature)
+    def _pass(
+        self, name: str, model: PolicyModel, table: SampleTable, dealt: list[list[np.ndarray]]
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the table under ``model``, timed and counted as ``name``."""
+        self._count_flops(name, model, table, np.concatenate([rows for parts in dealt for rows in parts]))
+        with self.timer(name):
+            return table_scores(model, table, dealt, self.world, self.temperature)
+
+    def _count_flops(self, name: str, model: PolicyModel, table: SampleTable, rows: np.ndarray) -> None:
+        flops = ForwardFlops.of(model)
+        if flops is not None:
+            self._flops[name] = flops.total(table.total_lengths[rows], table.response_lengths[rows])
 
     def _advantages_read_old(self) -> bool:
         return self.args.kl_coef != 0 or self.args.use_opd or self.args.custom_advantage_function_path is not None
@@ -254,6 +285,9 @@ class Trainer:
         metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args).items()}
         seconds = self.timer.seconds
         metrics |= {f"perf/{name}_time": value for name, value in seconds.items()}
+        for name, flops in self._flops.items():
+            passes = 3 if name == "actor_train" else 1  # the backward pass costs two
+            metrics[f"perf/{name}_tflops"] = passes * flops / seconds[name] / self.world.size / 1e12
         tokens = int(table.total_lengths[computed].sum())
         metrics["perf/actor_train_tok_per_s"] = tokens / seconds["actor_train"]
         metrics["perf/computed_rows_ratio"] = float(computed.mean())

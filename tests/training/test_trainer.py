@@ -84,6 +84,7 @@ def test_the_shortcut_equals_the_long_way(model: Path, monkeypatch: pytest.Monke
             metrics = [trainer.train(i, table) for i in range(3)]
             found.append((metrics, weights_of(trainer)))
         assert ("perf/log_probs_time" in metrics[0]) == long_way
+        assert {"rollout/log_probs", "rollout/entropy", "rollout/returns"} <= metrics[0].keys()
     (short, short_weights), (long, long_weights) = found
     for a, b in zip(short, long, strict=True):
         for name in a.keys() - {n for n in a if n.startswith("perf/")}:
