@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import exact_norms, one_rank, random_table, save_tiny_model, tiny_args
+from tiny import exact_norms, on_ranks, one_rank, random_table, save_tiny_model, tiny_args
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slimelite.table import SampleTable
+from slimelite.training.trainer import Trainer
 
 TEMPERATURE, COEF = 0.7, 0.4
 
@@ -96,3 +97,17 @@ def test_trained_tokens_that_no_teacher_scored_are_named(model: Path) -> None:
             trainer.train(0, table)
         table.loss_mask[table.response_offsets[3]] = False
         assert trainer.train(0, table)["train/grad_norm"] > 0, "a tool's tokens need no teacher"
+
+
+def two_rollouts(trainer: Trainer, table: SampleTable) -> list[dict[str, float]]:
+    return [trainer.train(i, table) for i in range(2)]
+
+
+def test_two_ranks_distill_as_one(model: Path, teacher: Path) -> None:
+    given = {"use_opd": True, "opd_type": "trainer", "opd_teacher_load": str(teacher), "normalize_advantages": True}
+    table, args = random_table(), tiny_args(model, **given)
+    with one_rank(args) as trainer:
+        alone = two_rollouts(trainer, table)
+    for a, b in zip(alone, on_ranks(2, two_rollouts, args, table), strict=True):
+        for name in ("train/grad_norm", "rollout/opd_reverse_kl", "rollout/entropy", "rollout/log_probs"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4), name
