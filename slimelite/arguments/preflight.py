@@ -194,8 +194,8 @@ def _check_teacher(
 
     server = Teacher.of(args)
     try:
-        if server is not None and tokenizer is not None and not args.debug_train_only:
-            ask_once(server, len(tokenizer) - 1)
+        if server is not None and not args.debug_train_only:
+            ask_once(server)
             findings.facts.append(f"the teacher at {server.url} scores prompts")
         elif args.use_opd and args.opd_type == "trainer" and args.opd_teacher_load:
             _compare_vocabularies(args.opd_teacher_load, config, tokenizer, findings)

@@ -107,27 +107,34 @@ def serve(answer: dict[str, Any] | int, work: Any) -> None:
 
 def test_a_server_that_knows_no_temperature_is_refused_where_it_matters() -> None:
     """What SGLang answers: prompt log-probs of temperature 1, and no word about it."""
-    answer = {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.5, 5, None]]}}
+    answer = {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.5, 1, None]]}}
 
     def work(url: str) -> None:
-        ask_once(Teacher(url, 1.0), 5)
+        ask_once(Teacher(url, 1.0))
         with pytest.raises(ValueError, match=r"scores at temperature 1, not at --rollout-temperature 0\.7"):
-            ask_once(Teacher(url, 0.7), 5)
+            ask_once(Teacher(url, 0.7))
         with pytest.raises(ValueError, match="did not score the tokens it was sent"):
-            ask_once(Teacher(url, 1.0), 6)
+            asyncio.run(Teacher(url, 1.0).score([Sample(tokens=[0, 6], response_length=1)]))
 
     serve(answer, work)
+
+
+def test_sglangs_word_for_the_last_token_of_the_vocabulary_is_taken() -> None:
+    sample = Sample(tokens=[3, 112, 4], response_length=2)
+    answer = {"meta_info": {"input_token_logprobs": [[None, 3, None], [-18.2, 0, None], [-0.5, 4, None]]}}
+    serve(answer, lambda url: asyncio.run(Teacher(url, 1.0).score([sample])))
+    assert sample.teacher_log_probs == [-18.2, -0.5]
 
 
 def test_a_server_that_fails_or_refuses_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher_module, "ATTEMPTS", 2)
     with pytest.raises(ValueError, match=r"--rm-url http://127.0.0.1:9/generate did not answer in 2 attempts"):
-        ask_once(Teacher("http://127.0.0.1:9", 1.0), 5)
+        ask_once(Teacher("http://127.0.0.1:9", 1.0))
 
     def work(broken: str) -> None:
         with pytest.raises(ValueError, match=r"did not answer in 2 attempts.*500"):
-            ask_once(Teacher(broken, 1.0), 5)
+            ask_once(Teacher(broken, 1.0))
 
     serve(500, work)
     with pytest.raises(ValueError, match=r"refused: .*tokens 0 to"):
-        ask_once(Teacher(url, 1.0), 10**6)
+        asyncio.run(Teacher(url, 1.0).score([Sample(tokens=[0, 10**6], response_length=1)]))
