@@ -154,3 +154,14 @@ class Sample:
         if unknown := sorted(set(values) - known):
             raise ValueError(f"not fields of Sample: {unknown}")
         return cls(**{**values, "status": SampleStatus(values.get("status", SampleStatus.PENDING))})
+
+
+def plain(value: Any) -> Any:
+    """``value`` with nothing in it that JSON does not know: numpy's values are numbers and lists, others their text."""
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if hasattr(value, "tolist"):  # numpy's scalars and arrays, tensors
+        return plain(value.tolist())
+    return value if value is None or isinstance(value, str | int | float) else str(value)

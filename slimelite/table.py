@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slimelite.sample import Sample, Status
+from slimelite.sample import Sample, Status, plain
 
 SCHEMA_VERSION = "1"
 
@@ -129,7 +129,7 @@ class SampleTable:
             label=[s.label for s in samples],
             prompt=[s.prompt if isinstance(s.prompt, str) else json.dumps(s.prompt) for s in samples],
             response=[s.response for s in samples],
-            metadata=[json.dumps(s.metadata, default=str) for s in samples],
+            metadata=[json.dumps(plain(s.metadata)) for s in samples],
         )
 
     def to_samples(self) -> list[list[Sample]]:

@@ -49,13 +49,18 @@ def test_ray_is_imported_in_cluster_alone() -> None:
             "engines",
             ("slimelite.rollout", "slimelite.rewards", "slimelite.training", "slimelite.arguments", "slimelite.data"),
         ),
-        ("rewards", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "torch")),
+        ("rewards", ("slimelite.rollout", "slimelite.training", "slimelite.engines")),
         ("data", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.rewards")),
         ("tracking", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.cluster")),
     ],
 )
 def test_rooms_do_not_know_each_other(room: str, forbidden: tuple[str, ...]) -> None:
     assert offenders(room, forbidden) == []
+
+
+def test_rewards_import_torch_in_the_reward_models_process_alone() -> None:
+    found = offenders("rewards", ("torch", "transformers"))
+    assert {o.split()[0] for o in found} == {"slimelite/rewards/reward_model.py"}
 
 
 def test_arguments_need_only_the_standard_library() -> None:

@@ -296,7 +296,8 @@ def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Pr
         return  # that code brings rewards of its own
     text = prompt.text or prompt.messages or ""
     sample = Sample(group_index=0, index=0, prompt=text, tokens=list(prompt.token_ids), label=prompt.label)
-    sample.metadata, sample.status = dict(prompt.metadata), Sample.Status.COMPLETED
+    sample.metadata = prompt.sample_metadata(keep_messages=settings.reward_model_path is not None)
+    sample.status = Sample.Status.COMPLETED
     try:
         reward = check_reward(settings, sample)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,10 @@ AT_LEAST: dict[str, float] = {
     ),
     **dict.fromkeys(["tis_clip_low", "adam_eps", "eval_temperature"], 0),
     "generate_timeout": 1,
+    "code_memory_mb": 64,
+    "reward_model_batch_size": 1,
+    "overlong_buffer_len": 1,
+    "overlong_penalty_factor": 0,
 }
 IN_UNIT_INTERVAL = (
     "gamma",
@@ -49,6 +54,7 @@ IN_UNIT_INTERVAL = (
 NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     **dict.fromkeys(["tis_clip", "tis_clip_low"], (lambda a: a.use_tis or a.custom_tis_function_path, "--use-tis")),
     **dict.fromkeys(["opd_type", "opd_kl_coef"], (lambda a: a.use_opd, "--use-opd")),
+    "overlong_penalty_factor": (lambda a: a.overlong_buffer_len, "--overlong-buffer-len"),
     "opsm_delta": (lambda a: a.use_opsm, "--use-opsm"),
     "kl_loss_type": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
     "use_unbiased_kl": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
@@ -112,6 +118,7 @@ def validate(args: Args) -> list[str]:
         _kl,
         _policy,
         distillation_problems,
+        _rewards,
         _schedule,
         _checkpoints,
         _tracking,
@@ -295,8 +302,31 @@ def _policy(args: Args) -> Iterator[str]:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
     if args.group_rm and not (args.custom_rm_path or args.rollout_function_path):
         yield "--group-rm hands whole groups to --custom-rm-path: give one"
+
+
+def _rewards(args: Args) -> Iterator[str]:
     if args.rm_type is not None and args.rm_type.removeprefix("boxed_") == "remote_rm" and not args.rm_url:
         yield "--rm-type remote_rm needs --rm-url"
+    if args.rm_type == "reward_model" and not args.reward_model_path:
+        yield "--rm-type reward_model needs --reward-model-path"
+    if not 0 < args.code_timeout < args.reward_timeout:
+        yield f"--code-timeout {args.code_timeout}: is above 0 and below --reward-timeout {args.reward_timeout}"
+    if args.code_memory_mb >= 4096:
+        yield f"--code-memory-mb {args.code_memory_mb}: must be below 4096, the limit of a grading process"
+    if args.overlong_buffer_len is not None and args.overlong_buffer_len > (args.rollout_max_response_len or 0):
+        limit = args.rollout_max_response_len
+        yield f"--overlong-buffer-len {args.overlong_buffer_len} is above --rollout-max-response-len {limit}"
+    shaped = args.overlong_buffer_len is not None or args.format_reward_coef != 0
+    if shaped and args.custom_reward_post_process_path:
+        yield (
+            "--custom-reward-post-process-path makes the rewards itself: leave out --overlong-buffer-len and "
+            "--format-reward-coef"
+        )
+    if args.format_regex is not None:
+        try:
+            re.compile(args.format_regex)
+        except re.error as error:
+            yield f"--format-regex {args.format_regex!r}: {error}"
 
 
 def _schedule(args: Args) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Sequence
@@ -49,6 +50,11 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     messages: Messages | None = None
+
+    def sample_metadata(self, *, keep_messages: bool) -> dict[str, Any]:
+        """A copy of the metadata, with ``messages`` where a reward model puts them in its own chat template."""
+        kept = {"messages": self.messages} if keep_messages and self.messages is not None else {}
+        return copy.deepcopy({**self.metadata, **kept})
 
 
 class _BadCell(ValueError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slimelite.arguments import Args
 from slimelite.data.prompts import Prompt, load_prompts
 from slimelite.plugins import load_function
-from slimelite.sample import Sample
+from slimelite.sample import Sample, plain
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ class DataSource:
                 prompt=prompt.text or copy.deepcopy(prompt.messages) or "",
                 tokens=list(prompt.token_ids),
                 label=prompt.label,
-                metadata=copy.deepcopy(prompt.metadata),
+                metadata=prompt.sample_metadata(keep_messages=self.args.reward_model_path is not None),
             )
             group.append(sample)
             self._next_sample += 1
@@ -101,7 +101,7 @@ class DataSource:
             "drawn": [stream.drawn for stream in self._streams],
             "next_group": self._next_group,
             "next_sample": self._next_sample,
-            "returned": [[_plain(sample.to_dict()) for sample in group] for group in self._returned],
+            "returned": [[plain(sample.to_dict()) for sample in group] for group in self._returned],
             "dataset": self._identity(),
         }
 
@@ -153,17 +153,6 @@ class _Stream:
             self._order = (epoch, order)
         self.drawn += 1
         return self.prompts[self._order[1][offset]]
-
-
-def _plain(value: Any) -> Any:
-    """``value`` with nothing in it that JSON does not know."""
-    if isinstance(value, dict):
-        return {str(_plain(key)): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if hasattr(value, "tolist"):  # numpy's scalars and arrays, tensors
-        return _plain(value.tolist())
-    return value if value is None or isinstance(value, str | int | float) else str(value)
 
 
 def _digest(prompts: list[Prompt]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from slimelite.arguments import RewardArgs
 from slimelite.rewards.grader import Grader, RewardError, answer_of, route_of
 from slimelite.rewards.registry import BOXED, find_rule
-from slimelite.rewards.rule import Reward
+from slimelite.rewards.rule import Reward, Settings
 from slimelite.sample import Sample
 
 
@@ -28,7 +28,7 @@ def check_reward(args: RewardArgs, sample: Sample) -> Reward:
         rule = None if route.custom else find_rule(route.name)
         example = rule.example if rule is not None and trial.label is not None and not trial.response else None
         if example is not None:
-            right = example(answer_of(trial, ""))
+            right = example(answer_of(trial, "", Settings()))
             trial.response = f"\\boxed{{{right}}}" if route.name.startswith(BOXED) else right
         elif not trial.response:
             trial.response = str(trial.label or "")

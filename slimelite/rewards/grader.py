@@ -17,9 +17,10 @@ from slimelite.plugins import load_function
 from slimelite.rewards.custom import RewardLoop, RewardTimeout, call
 from slimelite.rewards.latex import extract_boxed_answer
 from slimelite.rewards.pool import WorkerPool
-from slimelite.rewards.registry import BOXED, find_rule
+from slimelite.rewards.registry import BOXED, REWARD_MODEL, find_rule
 from slimelite.rewards.remote_rm import ATTEMPTS, remote_rewards
-from slimelite.rewards.rule import Answer, Failure, Reward, Rule
+from slimelite.rewards.rule import Answer, Exchange, Failure, Reward, Rule, Settings
+from slimelite.rewards.shaping import overlong_penalty
 from slimelite.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 # failures of one rollout that are kept and logged whole; the rest is counted
 KEPT_REPORTS = 8
 SHOWN_CHARS = 300
+# a reward model of many gigabytes may come from a network disk
+LOAD_SECONDS = 1800.0
 
 
 class RewardError(ValueError):
@@ -61,10 +64,10 @@ class ErrorReport:
 class Grader:
     """Sets ``sample.reward``.
 
-    Rules that are plain string work run in a thread; those that compute run in worker processes (`WorkerPool`); custom
-    functions and remote_rm run on an event loop of their own (`RewardLoop`). The caller's event loop never waits for
-    the processor. Failures are counted by kind, the first few kept in ``error_reports`` until `metrics` is called,
-    noted in the sample's ``metadata["reward_error"]``, and settled by ``--reward-error``.
+    Rules that are plain string work run in a thread; those that compute run in worker processes (`WorkerPool`), and so
+    does the reward model; custom functions and remote_rm run on an event loop of their own (`RewardLoop`). The caller's
+    event loop never waits for the processor. Failures are counted by kind, the first few kept in ``error_reports``
+    until `metrics` is called, noted in the sample's ``metadata["reward_error"]``, and settled by ``--reward-error``.
     """
 
     def __init__(self, args: RewardArgs, *, workers: int | None = None, remote_attempts: int = ATTEMPTS) -> None:
@@ -81,6 +84,8 @@ class Grader:
         self._remote_attempts = remote_attempts
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pool = WorkerPool(workers or max(1, min(8, (os.cpu_count() or 2) // 2)), args.reward_timeout)
+        self._model = _reward_model(args)
+        self._settings = Settings(args.code_timeout, args.code_memory_mb, args.format_regex)
         self._loop = RewardLoop()
         if args.rm_type is not None:
             self._rule(args.rm_type, args.reward_key)
@@ -121,6 +126,25 @@ class Grader:
             for sample, outcome in zip(part, outcomes, strict=True):
                 self._settle(sample, route, outcome, key)
 
+    async def shaping(self, samples: Sequence[Sample], max_length: int) -> tuple[list[float], dict[str, float]]:
+        """What --format-reward-coef and --overlong-buffer-len add to the reward of each sample, and the means of it.
+
+        ``max_length``: tokens that a response may have. A format that cannot be judged adds 0 and is counted.
+        """
+        args, added, metrics = self.args, [0.0] * len(samples), {}
+        if args.format_reward_coef and samples:
+            outcomes = await self._ruled("format", list(samples))
+            scores = [0.0 if isinstance(o, Failure) else float(o) for o in outcomes]
+            self._errors.update(o.kind for o in outcomes if isinstance(o, Failure))
+            added = [args.format_reward_coef * score for score in scores]
+            metrics["rollout/format_reward"] = math.fsum(scores) / len(scores)
+        if args.overlong_buffer_len is not None and samples:
+            limits = max_length, args.overlong_buffer_len, args.overlong_penalty_factor
+            penalties = [overlong_penalty(s.response_length, *limits) for s in samples]
+            added = [a + p for a, p in zip(added, penalties, strict=True)]
+            metrics["rollout/overlong_penalty"] = math.fsum(penalties) / len(penalties)
+        return added, metrics
+
     def check(self, samples: Sequence[Sample], *, reward_key: str | None = None) -> None:
         """Hold samples that brought a reward (of a custom generate function) to the same rules: a finite number.
 
@@ -142,12 +166,20 @@ class Grader:
     def close(self) -> None:
         """End workers and threads."""
         self._pool.close()
+        if self._model is not None:
+            self._model.close()
         self._loop.close()
 
     def _rule(self, rm_type: str, reward_key: str | None) -> Rule | None:
-        """The rule, with what it needs checked; None for remote_rm."""
+        """The rule, with what it needs checked; None for remote_rm and reward_model."""
         rule = find_rule(rm_type)
-        if rule is None and not (self.args.rm_url or "").startswith(("http://", "https://")):
+        if rm_type == REWARD_MODEL and self._model is None:
+            raise ValueError("--rm-type reward_model needs --reward-model-path")
+        if (
+            rule is None
+            and rm_type != REWARD_MODEL
+            and not (self.args.rm_url or "").startswith(("http://", "https://"))
+        ):
             raise ValueError(f"--rm-type {rm_type} needs --rm-url http://..., not {self.args.rm_url!r}")
         if rule is not None and isinstance(rule.zero, dict) and reward_key not in rule.zero:
             raise ValueError(f"--rm-type {rm_type} gives a dict: add --reward-key, one of {', '.join(rule.zero)}")
@@ -159,12 +191,15 @@ class Grader:
         return self._functions[path]
 
     async def _ruled(self, rm_type: str, samples: list[Sample]) -> list[Any]:
+        if rm_type == REWARD_MODEL:
+            assert self._model is not None
+            return list(await self._model.run([exchange_of(s) for s in samples]))
         rule = find_rule(rm_type)
         boxed = rm_type.startswith(BOXED)
         texts = [(extract_boxed_answer(s.response) or "") if boxed else s.response for s in samples]
         if rule is None:
             return await self._remote(samples, texts)
-        answers = [answer_of(s, text) for s, text in zip(samples, texts, strict=True)]
+        answers = [answer_of(s, text, self._settings) for s, text in zip(samples, texts, strict=True)]
         unlabelled = Failure("invalid", f"{rm_type} compares with a label, and the sample has none; set --label-key")
         results: list[Any] = await asyncio.to_thread(lambda: [_quick(rule, a) for a in answers])
         if rule.needs_label:
@@ -249,10 +284,26 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
     return Route(name, custom=False)
 
 
-def answer_of(sample: Sample, response: str) -> Answer:
+def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
     """What a rule sees of ``sample``."""
     label = "" if sample.label is None else str(sample.label)
-    return Answer(response, label, sample.metadata or {}, f"{sample.group_index}/{sample.index}")
+    return Answer(response, label, sample.metadata or {}, f"{sample.group_index}/{sample.index}", settings)
+
+
+def exchange_of(sample: Sample) -> Exchange:
+    """What a reward model sees of ``sample``; `Prompt.sample_metadata` keeps the messages for it."""
+    if not isinstance(sample.prompt, str):
+        return Exchange("", sample.response, sample.prompt)
+    return Exchange(sample.prompt, sample.response, (sample.metadata or {}).get("messages"))
+
+
+def _reward_model(args: RewardArgs) -> WorkerPool | None:
+    """The process of --reward-model-path, to be started at its first batch."""
+    if args.reward_model_path is None:
+        return None
+    program = ("slimelite.rewards.reward_model", args.reward_model_path, args.reward_model_device)
+    size = args.reward_model_batch_size
+    return WorkerPool(1, args.reward_timeout, program=program, chunk=size, start_seconds=LOAD_SECONDS)
 
 
 def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:

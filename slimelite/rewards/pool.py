@@ -18,34 +18,46 @@ from pathlib import Path
 from queue import LifoQueue
 
 import slimelite
-from slimelite.rewards.rule import Answer, Failure, Reward
+from slimelite.rewards.rule import Answer, Exchange, Failure, Reward
 
-Task = tuple[str, Answer]
+Task = tuple[str, Answer] | Exchange
 
 # one hop carries this many: a hop costs 0.2 ms, an answer that needs algebra ten
 CHUNK = 8
 START_SECONDS = 120.0
+RULES_PROGRAM = ("slimelite.rewards.worker",)
 
 
 class WorkerPool:
     """At most ``size`` workers, started when they are needed. ``timeout``: for one answer [s]."""
 
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        timeout: float,
+        *,
+        program: Sequence[str] = RULES_PROGRAM,
+        chunk: int = CHUNK,
+        start_seconds: float = START_SECONDS,
+    ) -> None:
+        """``program``: module and arguments of a worker; ``chunk``: tasks it gets at once."""
+        self._chunk = chunk
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="grading")
-        self._workers = [_Worker(timeout) for _ in range(size)]
+        self._workers = [_Worker(timeout, program, start_seconds) for _ in range(size)]
         # last in, first out: a light load keeps to the workers that are already started
         self._idle: LifoQueue[_Worker] = LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
 
     async def run(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
-        """The slow verdict of each (rule name, answer), in order.
+        """The verdict on each task, in order: the slow one of a (rule name, answer), the score of an exchange.
 
         Raises:
             RuntimeError: workers cannot be started.
+            ValueError: a worker says why it cannot work.
         """
         loop = asyncio.get_running_loop()
-        chunks = [tasks[i : i + CHUNK] for i in range(0, len(tasks), CHUNK)]
+        chunks = [tasks[i : i + self._chunk] for i in range(0, len(tasks), self._chunk)]
         results = await asyncio.gather(*(loop.run_in_executor(self._threads, self._grade, chunk) for chunk in chunks))
         return [reward for part in results for reward in part]
 
@@ -66,8 +78,10 @@ class WorkerPool:
 class _Worker:
     """One worker process and the connection to it."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, program: Sequence[str], start_seconds: float) -> None:
         self._timeout = timeout
+        self._program = program
+        self._start_seconds = start_seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._closed = False
@@ -105,7 +119,7 @@ class _Worker:
         search_path = [str(Path(slimelite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             # -P: the current folder is not searched for modules
-            [sys.executable, "-P", "-m", "slimelite.rewards.worker", str(theirs.fileno()), str(self._timeout)],
+            [sys.executable, "-P", "-m", *self._program, str(theirs.fileno()), str(self._timeout)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search_path))},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -113,12 +127,17 @@ class _Worker:
         )
         theirs.close()
         try:
-            ready = self._connection.poll(START_SECONDS) and self._connection.recv()
+            ready = self._connection.poll(self._start_seconds) and self._connection.recv()
         except EOFError:
             ready = False
         if not ready:
             code = self._kill()
-            raise RuntimeError(f"no grading process within {START_SECONDS:g} s (exit code {code}); stderr says why")
+            raise RuntimeError(
+                f"no grading process within {self._start_seconds:g} s (exit code {code}); stderr says why"
+            )
+        if ready != "ready":
+            self._kill()
+            raise ValueError(ready)
 
     def _kill(self) -> int | None:
         """End the process now; its exit code."""

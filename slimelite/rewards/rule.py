@@ -10,6 +10,15 @@ Reward = float | dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """The flags that rules read. ``code_timeout``: [s] for all tests; ``code_memory_mb``: [MiB]."""
+
+    code_timeout: float = 10.0
+    code_memory_mb: int = 1024
+    format_regex: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What a rule sees of a sample.
 
@@ -20,6 +29,16 @@ class Answer:
     label: str
     metadata: dict[str, Any] = field(default_factory=dict)
     key: str = ""
+    settings: Settings = Settings()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a reward model sees of a sample. ``messages``: the prompt before the policy's chat template, if known."""
+
+    prompt: str
+    response: str
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
+from typing import Any
 
-import slimelite.rewards.symbolic  # noqa: F401  sympy is loaded before the first answer's time runs
 from slimelite.rewards.registry import RULES
 from slimelite.rewards.rule import Answer, Failure, Reward
 
@@ -26,8 +27,22 @@ LOOK_SECONDS = 10.0
 
 def main(descriptor: int, seconds: float) -> None:
     """Serve until the parent closes its end."""
+    import slimelite.rewards.symbolic  # noqa: F401  sympy is loaded before the first answer's time runs
+
     logging.disable(logging.CRITICAL)  # math-verify warns of every answer it cannot read
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+
+    def verdicts(tasks: list[tuple[str, Answer]]) -> Iterator[Reward | Failure]:
+        return (graded(name, answer) for name, answer in tasks)
+
+    serve(descriptor, seconds, verdicts)
+
+
+def serve(descriptor: int, seconds: float, verdicts: Callable[[list[Any]], Iterable[Any]]) -> None:
+    """Answer lists of tasks with their ``verdicts``, one by one, until the parent closes its end of the connection.
+
+    ``seconds``: the parent's limit for one verdict.
+    """
     # the parent kills a worker that takes too long; one that lost its parent is ended by its own alarm
     alarm = math.ceil(seconds) + 5
     with Connection(descriptor) as connection:
@@ -39,12 +54,13 @@ def main(descriptor: int, seconds: float) -> None:
                     return
                 continue
             try:
-                tasks: list[tuple[str, Answer]] = connection.recv()
+                tasks = connection.recv()
             except EOFError:
                 return
-            for name, answer in tasks:
+            signal.alarm(alarm)
+            for verdict in verdicts(tasks):
+                connection.send(verdict)
                 signal.alarm(alarm)
-                connection.send(graded(name, answer))
             signal.alarm(0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable
 
 from slimelite.arguments import EvalDataset
@@ -25,7 +24,8 @@ async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> Rollout
     """
     await context.engines.refresh()
     datasets = context.args.eval_datasets
-    groups = {d.name: _groups(d, _prompts(context, d)) for d in datasets}
+    keep_messages = context.args.reward_model_path is not None
+    groups = {d.name: _groups(d, _prompts(context, d), keep_messages) for d in datasets}
     total, done = sum(len(g) for g in groups.values()), 0
 
     def count(name: str, number: int) -> None:
@@ -67,22 +67,22 @@ def _prompts(context: RolloutContext, dataset: EvalDataset) -> list[Prompt]:
     return context.eval_prompts[dataset.name]
 
 
-def _groups(dataset: EvalDataset, prompts: list[Prompt]) -> list[Group]:
+def _groups(dataset: EvalDataset, prompts: list[Prompt], keep_messages: bool) -> list[Group]:
     each = dataset.n_samples_per_eval_prompt
     return [
-        Group([_sample(dataset, prompt, number, number * each + i) for i in range(each)], number)
+        Group([_sample(dataset, prompt, number, number * each + i, keep_messages) for i in range(each)], number)
         for number, prompt in enumerate(prompts)
     ]
 
 
-def _sample(dataset: EvalDataset, prompt: Prompt, group_index: int, index: int) -> Sample:
+def _sample(dataset: EvalDataset, prompt: Prompt, group_index: int, index: int, keep_messages: bool) -> Sample:
     return Sample(
         group_index=group_index,
         index=index,
         prompt=prompt.text or prompt.messages or "",
         tokens=list(prompt.token_ids),
         label=prompt.label,
-        metadata={**copy.deepcopy(prompt.metadata), **dataset.metadata_overrides},
+        metadata={**prompt.sample_metadata(keep_messages=keep_messages), **dataset.metadata_overrides},
         custom_rm_path=dataset.custom_rm_path,
     )
 

@@ -121,6 +121,7 @@ class RolloutManager:
             groups, metrics = output.samples, output.metrics
             reward_key = self.args.reward_key
             table = SampleTable.from_samples(groups, reward_key)
+            metrics |= self._shape(table, [s for group in groups for s in group])
         seconds = time.monotonic() - started
         samples = [s for group in groups for s in group]
         metrics |= self._set_advantages(table, samples)
@@ -208,6 +209,15 @@ class RolloutManager:
             kept = groups[: max(1, round(share * len(groups)))]
             table = table.select(np.flatnonzero(np.isin(table.group_id, kept)))
         return table, {}
+
+    def _shape(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
+        """Add to the table's rewards; the samples, and so filters, pass rates and raw_reward, keep what they were."""
+        if self.args.loss_type == "sft_loss":
+            return {}
+        max_length = self.args.rollout_max_response_len
+        added, metrics = self._run(self._context.grader.shaping(samples, max_length))
+        table.reward += np.asarray(added)
+        return metrics
 
     def _set_advantages(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
         args = self.args

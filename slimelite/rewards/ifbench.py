@@ -1,0 +1,71 @@
+"""``ifbench`` and ``ifbench_loose``: the response follows every verifiable instruction of its row.
+
+The row's metadata (or its label, as JSON) brings ``instruction_id_list`` and ``kwargs``, one dict for each, as the data
+sets IFEval and IFBench have them. The checks are IFEval's (`ifeval`); an instruction that is not among them is a reward
+error. Loose takes an instruction as followed if it is without stars, the first line, the last line, or any of these.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from slimelite.rewards.ifeval import CHECKS, follows
+from slimelite.rewards.rule import Answer, Rule
+
+
+def strict(answer: Answer) -> float:
+    """1 if the response follows all instructions, else 0.
+
+    Raises:
+        ValueError: there are no instructions, or unknown ones.
+    """
+    return float(all(followed(answer, [answer.response])))
+
+
+def loose(answer: Answer) -> float:
+    """As `strict`, for the most favourable of eight readings of the response."""
+    return float(all(followed(answer, readings(answer.response))))
+
+
+def readings(response: str) -> list[str]:
+    """The response whole, without its first line, its last line, both; and each of these without stars."""
+    lines = response.split("\n")
+    cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    return [text for whole in (response, *cut) for text in (whole, whole.replace("*", ""))]
+
+
+def followed(answer: Answer, texts: list[str]) -> list[bool]:
+    """For each instruction of the row, whether one of ``texts`` follows it; an empty text follows none."""
+    return [
+        any(follows(instruction, text, arguments) for text in texts if text.strip())
+        for instruction, arguments in instructions(answer)
+    ]
+
+
+def instructions(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
+    """(id, arguments) of each instruction of the row.
+
+    Raises:
+        ValueError: there are none, they do not fit each other, or one is unknown.
+    """
+    row = answer.metadata
+    if "instruction_id_list" not in row:
+        try:
+            row = json.loads(answer.label)
+        except ValueError:
+            row = {}
+    ids = list(row.get("instruction_id_list") or []) if isinstance(row, dict) else []
+    arguments = [dict(given or {}) for given in (row.get("kwargs") or [{}] * len(ids))] if ids else []
+    if not ids or len(ids) != len(arguments):
+        raise ValueError(
+            "ifbench needs instruction_id_list and kwargs, one dict for each, in metadata (--metadata-key) or in the "
+            f"label as JSON; there are {len(ids)} instructions and {len(arguments)} kwargs"
+        )
+    if unknown := [name for name in ids if name not in CHECKS]:
+        raise ValueError(f"no check for {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+    return list(zip(ids, arguments, strict=True))
+
+
+RULE = Rule("ifbench", strict, needs_label=False)
+LOOSE_RULE = Rule("ifbench_loose", loose, needs_label=False)

@@ -1,0 +1,96 @@
+"""A reward model's process: ``python -m slimelite.rewards.reward_model PATH DEVICE FD SECONDS``.
+
+The only file of rewards that imports torch. It takes lists of `Exchange` from the connection on file descriptor FD,
+scores each list as one batch, and answers with one score or `Failure` for each.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from slimelite.data.tokenizer import load_tokenizer
+from slimelite.rewards.rule import Exchange, Failure
+from slimelite.rewards.worker import serve
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+
+class RewardModel:
+    """A sequence-classification model with one output."""
+
+    def __init__(self, path: str, device: str) -> None:
+        """``device``: auto, cpu or cuda.
+
+        Raises:
+            ValueError: the model has not one output, or there is no such device.
+        """
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--reward-model-device cuda: this process sees no GPU; take cpu, or auto")
+        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
+        self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).to(self.device).eval()
+        config = self.model.config
+        if config.num_labels != 1:
+            raise ValueError(f"--reward-model-path {path} has {config.num_labels} outputs; a reward model has one")
+        self.pad = config.get_text_config().pad_token_id
+        self.longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+
+    def text(self, exchange: Exchange) -> str:
+        """The conversation in the model's own chat template; without one, prompt and response as they are."""
+        if not self.tokenizer.chat_template:
+            return exchange.prompt + exchange.response
+        messages = exchange.messages or [{"role": "user", "content": exchange.prompt}]
+        answered = [*messages, {"role": "assistant", "content": exchange.response}]
+        text: str = self.tokenizer.apply_chat_template(answered, tokenize=False)
+        return text
+
+    @torch.inference_mode()
+    def scores(self, exchanges: list[Exchange]) -> list[float | Failure]:
+        """One a conversation; those that are longer than the model's context fail."""
+        ids = [self.tokenizer(self.text(e), add_special_tokens=False)["input_ids"] for e in exchanges]
+        results: list[float | Failure] = [
+            Failure("invalid", f"prompt and response have {len(row)} tokens, the reward model takes {self.longest}")
+            for row in ids
+        ]
+        fitting = [i for i, row in enumerate(ids) if self.longest is None or len(row) <= self.longest]
+        # a model that names no padding token scores rows one by one: it would take the padding for the end
+        batches = [fitting] if self.pad is not None else [[i] for i in fitting]
+        for batch in filter(None, batches):
+            width = max(len(ids[i]) for i in batch)
+            padded = [ids[i] + [self.pad or 0] * (width - len(ids[i])) for i in batch]
+            mask = [[1] * len(ids[i]) + [0] * (width - len(ids[i])) for i in batch]
+            inputs = torch.tensor(padded, device=self.device), torch.tensor(mask, device=self.device)
+            logits = self.model(input_ids=inputs[0], attention_mask=inputs[1]).logits.float()
+            for i, score in zip(batch, logits[:, 0].tolist(), strict=True):
+                results[i] = score
+        return results
+
+
+def main(path: str, device: str, descriptor: int, seconds: float) -> None:
+    """Load the model, then serve until the parent closes its end; what is wrong with the model is the first message."""
+    try:
+        model = RewardModel(path, device)
+    except (OSError, ValueError) as error:
+        Connection(descriptor).send(f"--reward-model-path {path}: {error}")
+        return
+
+    def scored(exchanges: list[Exchange]) -> list[float | Failure]:
+        try:
+            return model.scores(exchanges)
+        except Exception as error:
+            failure = Failure("exception", f"{type(error).__name__}: {error}", traceback.format_exc())
+            return [failure] * len(exchanges)
+
+    serve(descriptor, seconds, scored)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))

@@ -1,0 +1,156 @@
+"""Code as the answer: what passes, and that no program harms or outlives its grading."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimelite.arguments import RewardArgs
+from slimelite.rewards import Grader
+from slimelite.rewards.code import last_block, quick, read_tests
+from slimelite.rewards.rule import Answer
+from slimelite.sample import Sample
+
+SECONDS = 1.2
+ADD = {"test": "def check(f):\n    assert f(1, 2) == 3\n    assert f(-1, 1) == 0", "entry_point": "add"}
+ECHO = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+
+
+@pytest.fixture(scope="module")
+def grader() -> Iterator[Grader]:
+    args = RewardArgs(rm_type="code", code_timeout=SECONDS, code_memory_mb=256, reward_error="fail")
+    grader = Grader(args, workers=1)
+    yield grader
+    grader.close()
+
+
+def fenced(code: str) -> str:
+    return f"I think\n```python\n{code}\n```\nDone."
+
+
+def score(grader: Grader, code: str, metadata: dict[str, Any], label: str | None = None) -> Any:
+    sample = Sample(index=0, group_index=0, response=fenced(code), label=label, metadata=dict(metadata))
+    asyncio.run(grader.grade([sample]))
+    return sample.reward
+
+
+def running() -> list[str]:
+    """Processes that run a program under test."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"code_runner" in (folder / "cmdline").read_bytes():
+                found.append(folder.name)
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+@pytest.mark.parametrize(
+    ("code", "metadata", "label", "expected"),
+    [
+        ("def add(a, b):\n    return a + b", ADD, None, 1.0),
+        ("def add(a, b):\n    return a - b", ADD, None, 0.0),
+        ("from __future__ import annotations\ndef add(a, b):\n    return a + b", ADD, None, 1.0),
+        ("def add(a, b):\n    return plus(a, b)", {**ADD, "prefix": "from operator import add as plus"}, None, 1.0),
+        ("    return a + b", {**ADD, "prefix": "def add(a, b):\n    '''The sum.'''"}, None, 1.0),
+        (
+            "def add(a, b):\n    return a + b",
+            {"test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]},
+            None,
+            1.0,
+        ),
+        ("def add(a, b):\n    return 3", {"test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]}, None, 0.0),
+        ("def add(a, b):\n    return a + b", {}, '["assert add(1, 2) == 3"]', 1.0),
+        ("print(sum(map(int, input().split())))", ECHO, None, 1.0),
+        ("if __name__ == '__main__':\n    print(sum(map(int, input().split())), ' \\n')", ECHO, None, 1.0),
+        ("print(3)", ECHO, None, 0.0),
+        ("print(sum(map(int, input().split())))\nraise ValueError", ECHO, None, 0.0),
+        ("def add(a, b) return a + b", ADD, None, 0.0),
+    ],
+)
+def test_an_answer_passes_all_tests_or_none(
+    grader: Grader, code: str, metadata: dict[str, Any], label: str | None, expected: float
+) -> None:
+    assert score(grader, code, metadata, label) == expected
+
+
+MISBEHAVING = {
+    "infinite loop": "while True:\n    pass",
+    "sleeps": "import time\ntime.sleep(60)",
+    "memory hog": "x = bytearray(1 << 30)",
+    "grows": "x = []\nwhile True:\n    x.append(bytearray(1 << 20))",
+    "file writer": "with open('big', 'wb') as f:\n    while True:\n        f.write(bytes(1 << 20))",
+    "fork bomb": "import os\nwhile True:\n    os.fork()",
+    "starts a process": "import subprocess\nsubprocess.Popen(['sleep', '60'])",
+    "starts threads": "import threading\n[threading.Thread(target=print).start() for _ in range(200)]",
+    "leaves its session": "import os\nif os.fork() == 0:\n    os.setsid()\n    import time\n    time.sleep(60)",
+    "huge output": "while True:\n    print('x' * 100000)",
+    "exits": "import sys\nsys.exit(0)",
+    "exits at once": "import os\nos._exit(0)",
+    "reads stdin": "name = input()",
+    "raises": "raise RuntimeError('no')",
+    "kills its parent": "import os\nos.kill(os.getppid(), 9)",
+    "opens a socket": "import socket\nsocket.create_connection(('127.0.0.1', 9))",
+    "breaks its interpreter": "import ctypes\nctypes.string_at(0)",
+    "recurses": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "deletes what it finds": "import shutil\nshutil.rmtree('.')\nraise SystemExit",
+    "unclosed string": 'x = """',
+}
+
+
+@pytest.mark.parametrize("name", MISBEHAVING)
+def test_a_program_that_misbehaves_gets_0_in_time_and_leaves_nothing(grader: Grader, name: str) -> None:
+    right = "def add(a, b):\n    return a + b\n"
+    assert score(grader, right, ADD) == 1.0
+    worker = grader._pool._workers[0]._process
+    start = time.monotonic()
+    assert score(grader, right + MISBEHAVING[name], ADD) == 0.0
+    assert time.monotonic() - start < SECONDS + 1.0
+    assert running() == []
+    assert grader._pool._workers[0]._process is worker  # the worker itself came to no harm
+    assert worker is not None
+    assert worker.poll() is None
+
+
+def test_all_cases_share_one_time_limit(grader: Grader) -> None:
+    slow = "import time\ntime.sleep(0.6)\nprint(input())"
+    cases = {"inputs": ["a"] * 50, "outputs": ["a"] * 50}
+    start = time.monotonic()
+    assert score(grader, slow, cases) == 0.0
+    assert time.monotonic() - start < SECONDS + 1.0
+
+
+def test_the_program_sees_neither_environment_nor_folder_of_the_run(
+    grader: Grader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    look = "import os\ndef look():\n    return sorted(k for k in os.environ if 'KEY' in k), os.listdir('.')"
+    assert score(grader, look, {"test_list": ["assert look() == ([], []), look()"]}) == 1.0
+    write = "open('left', 'w').write('x')\nimport os\ndef look():\n    return os.getcwd()"
+    assert score(grader, write, {"test_list": ["assert look() != '/' and 'answer-' in look()"]}) == 1.0
+
+
+def test_memory_is_limited_by_the_flag() -> None:
+    for memory, expected in ((128, 0.0), (512, 1.0)):
+        grader = Grader(RewardArgs(rm_type="code", code_memory_mb=memory), workers=1)
+        assert score(grader, "x = bytearray(200 << 20)", {"test_list": ["assert x"]}) == expected
+        grader.close()
+
+
+def test_the_last_closed_python_block_counts() -> None:
+    assert last_block("```\na\n```\ntext\n```python\nb\nc\n```\n```output\nd\n```") == "b\nc"
+    assert last_block("```py\na\n```\n```python\nb") == "a"
+    assert last_block("```python\nb") is None
+    assert quick(Answer("no code", "", ADD)) == 0.0
+
+
+def test_a_row_without_tests_is_a_reward_error() -> None:
+    for metadata in ({}, {"test": "x"}, {"inputs": ["1"], "outputs": []}):
+        with pytest.raises(ValueError, match="code needs tests in metadata"):
+            read_tests(Answer("", "42", metadata))
