@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -139,3 +140,14 @@ def test_sample_dict_round_trip() -> None:
     assert Sample.from_dict(sample.to_dict()) == sample
     with pytest.raises(ValueError, match="spam"):
         Sample.from_dict({"spam": 1})
+
+
+def test_metadata_of_plugins_is_kept_as_plain_values() -> None:
+    metadata = {
+        "score": np.float32(0.5),
+        "counts": np.array([[1, 2]]),
+        3: (np.int64(4), None, {"deep": np.True_}),
+        "p": Path("x"),
+    }
+    table = SampleTable.from_samples([[make_sample(0, 0, 1, 1, metadata=metadata)]])
+    assert json.loads(table.metadata[0]) == {"score": 0.5, "counts": [[1, 2]], "3": [4, None, {"deep": True}], "p": "x"}

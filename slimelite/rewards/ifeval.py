@@ -140,7 +140,7 @@ def multiple_sections(text: str, section_spliter: str, num_sections: int) -> boo
 
 def json_format(text: str) -> bool:
     """The whole text is JSON, perhaps in a fenced block."""
-    body = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
+    body = text.strip().removeprefix("```").removesuffix("```").removeprefix("json").removeprefix("JSON")
     try:
         json.loads(body)
     except (ValueError, RecursionError):

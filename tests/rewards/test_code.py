@@ -118,6 +118,28 @@ def test_a_program_that_misbehaves_gets_0_in_time_and_leaves_nothing(grader: Gra
     assert worker.poll() is None
 
 
+def test_a_program_dies_with_the_process_that_grades_it() -> None:
+    grader = Grader(RewardArgs(rm_type="code"), workers=1)
+    sample = Sample(index=0, group_index=0, response=fenced("import time\ntime.sleep(9)"), metadata=dict(ADD))
+
+    async def kill_while_grading() -> None:
+        grading = asyncio.ensure_future(grader.grade([sample]))
+        while not running():
+            await asyncio.sleep(0.02)
+        worker = grader._pool._workers[0]._process
+        assert worker is not None
+        worker.kill()
+        await grading
+
+    asyncio.run(kill_while_grading())
+    grader.close()
+    assert "crash" in sample.metadata["reward_error"]
+    deadline = time.monotonic() + 2
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert running() == []
+
+
 def test_all_cases_share_one_time_limit(grader: Grader) -> None:
     slow = "import time\ntime.sleep(0.6)\nprint(input())"
     cases = {"inputs": ["a"] * 50, "outputs": ["a"] * 50}

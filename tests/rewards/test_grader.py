@@ -138,11 +138,31 @@ def test_slimes_order_of_precedence(graders: list[Grader], plugin: str) -> None:
     assert rewards(graders, RewardArgs(rm_type="gsm8k"), mixed) == [1.0, 2.5, 0.0]
 
 
+def test_a_sample_names_its_own_rule(graders: list[Grader]) -> None:
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"rm_type": "code", "test_list": ["assert f() == 1"]}, "```\ndef f(): return 1\n```"),
+        ({"rm_type": "ifbench", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, "no comma"),
+        ({"rm_type": "ifbench_loose", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}, "So,\nnone"),
+        ({"rm_type": "format"}, "<think>a</think><answer>b</answer>"),
+        ({"rm_type": "multiple_choice", "choices": ["x", "y"], "correct_letter": "B"}, "\\boxed{B}"),
+        ({"rm_type": "boxed_gpqa", "correct_letter": "B"}, "Answer: A, no: \\boxed{the answer is B}"),
+    ]
+    given = [Sample(index=i, group_index=0, response=r, metadata=m) for i, (m, r) in enumerate(rows)]
+    assert rewards(graders, RewardArgs(rm_type="math"), given) == [1.0] * len(rows)
+    for sample in given:
+        sample.response = "wrong, all of it, \\boxed{C},"
+    assert rewards(graders, RewardArgs(rm_type="math"), given) == [0.0] * len(rows)
+    unknown = samples("x", metadata={"rm_type": "ifbench", "instruction_id_list": ["words:alphabet"], "kwargs": [{}]})
+    assert rewards(graders, RewardArgs(), unknown) == [0.0]
+    assert "no check for words:alphabet" in unknown[0].metadata["reward_error"]
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (RewardArgs(rm_type="matth"), "no --rm-type 'matth'"),
-        (RewardArgs(rm_type="ifbench"), "not offered"),
+        (RewardArgs(rm_type="opencua_click"), "not offered"),
+        (RewardArgs(rm_type="reward_model"), "needs --reward-model-path"),
         (RewardArgs(rm_type="dapo"), "add --reward-key, one of score"),
         (RewardArgs(rm_type="dapo", reward_key="scor"), "add --reward-key"),
         (RewardArgs(rm_type="remote_rm"), "needs --rm-url http"),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slimelite.arguments import RewardArgs
+from slimelite.arguments.base import all_flags
 from slimelite.rewards import dapo, f1, gpqa, gsm8k, multiple_choice
-from slimelite.rewards.registry import RULES, find_rule
+from slimelite.rewards.registry import REMOTE, REWARD_MODEL, RULES, find_rule
 from slimelite.rewards.rule import Answer
 
 
@@ -137,13 +141,24 @@ def test_random_is_a_fair_coin_that_falls_the_same_way_again() -> None:
     assert 900 < sum(t for t in tosses if isinstance(t, float)) < 1100
 
 
+def test_help_and_docs_name_every_rule() -> None:
+    help_text = all_flags(RewardArgs)["rm_type"].help
+    docs = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text("utf-8")
+    for name in (*RULES, REMOTE, REWARD_MODEL):
+        assert re.search(rf"\b{name}\b", help_text), name
+        assert f"| `{name}` |" in docs, name
+
+
 def test_names() -> None:
     assert find_rule("remote_rm") is None
     assert find_rule("boxed_f1") is RULES["f1"]
     with pytest.raises(ValueError, match=r"no --rm-type 'maths'; there are math, gsm8k.*remote_rm"):
         find_rule("maths")
-    with pytest.raises(ValueError, match="ifbench is not offered: slime clones"):
-        find_rule("ifbench")
+    assert find_rule("reward_model") is None
+    with pytest.raises(ValueError, match="opencua_click is not offered"):
+        find_rule("opencua_click")
+    with pytest.raises(ValueError, match="no --rm-type 'boxed_reward_model'"):
+        find_rule("boxed_reward_model")
     with pytest.raises(ValueError, match="boxed_math would be wrong for every response"):
         find_rule("boxed_math")
 
@@ -152,7 +167,7 @@ def test_names() -> None:
 def test_a_rules_example_deserves_one(name: str) -> None:
     rule = RULES[name]
     if rule.example is None:
-        assert name in ("random", "zero")
+        assert name in ("random", "zero", "format", "code", "ifbench", "ifbench_loose")
         return
     for label in {"gpqa": ["B", "3"], "multiple_choice": ["C", "0"], "gsm8k": ["72", "so\n#### 1,072"]}.get(
         name, ["42"]
@@ -179,16 +194,19 @@ HOSTILE = [
     "the " * (LONG // 4),
     "</think>" * (LONG // 8),
     "###Response" * (LONG // 11),
+    "```\n" * (LONG // 4),
+    "<think>" * (LONG // 7) + "</think><answer>",
 ]
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_the_quick_step_is_linear_in_whatever_a_model_writes(name: str) -> None:
     """It runs without a time limit: a quadratic pattern would take minutes on these."""
+    row = {"test_list": ["assert x"], "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     for text in HOSTILE:
         for response in (text, "</think>" + text):
             start = time.perf_counter()
-            RULES[name].quick(Answer(response, "7"))
+            RULES[name].quick(Answer(response, "7", row))
             assert time.perf_counter() - start < 2.0, response[:20]
 
 

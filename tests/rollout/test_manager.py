@@ -58,6 +58,42 @@ def test_a_rollout_is_a_table_of_scored_groups(make_args: MakeArgs, make_manager
     assert metrics["perf/tokens_per_gpu_per_sec"] == pytest.approx(tokens / metrics["perf/rollout_time"])
 
 
+def test_shaping_moves_training_rewards_and_nothing_else(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    plain = make_manager(make_args(rollout_stop=["3", "4"])).generate(0)
+    args = make_args(
+        rollout_stop=["3", "4"],
+        overlong_buffer_len=8,
+        overlong_penalty_factor=0.5,
+        format_reward_coef=0.25,
+        format_regex=r".*[02468]",
+    )
+    shaped = make_manager(args).generate(0)
+    lengths = plain.table.response_lengths
+    assert shaped.table.response == plain.table.response
+    penalty = -0.5 * np.clip((lengths - (12 - 8)) / 8, 0, 1)
+    in_format = np.array([text.strip()[-1:] in tuple("02468") for text in plain.table.response])
+    assert len(set(penalty)) > 1
+    assert 0 < in_format.sum() < len(in_format)
+    np.testing.assert_allclose(shaped.table.reward, plain.table.reward + penalty + 0.25 * in_format)
+    assert shaped.metrics["rollout/overlong_penalty"] == pytest.approx(penalty.mean())
+    assert shaped.metrics["rollout/format_reward"] == pytest.approx(in_format.mean())
+    assert shaped.metrics["rollout/raw_reward"] == plain.metrics["rollout/raw_reward"]
+    assert not np.allclose(shaped.table.advantage, plain.table.advantage)
+    assert "rollout/overlong_penalty" not in plain.metrics
+    assert "rollout/format_reward" not in plain.metrics
+
+
+def test_messages_are_kept_for_a_reward_model_alone(
+    make_args: MakeArgs, make_manager: MakeManager, prompt_file: str
+) -> None:
+    with open(prompt_file) as file:
+        first = json.loads(file.readline())["messages"]
+    (group,) = make_manager(make_args(reward_model_path="not/loaded")).source.get_samples(1)
+    assert [s.metadata["messages"] for s in group] == [first] * 4
+    (group,) = make_manager(make_args()).source.get_samples(1)
+    assert "messages" not in group[0].metadata
+
+
 def test_samples_of_a_group_differ_and_every_sample_has_its_own_seed(
     make_args: MakeArgs, make_manager: MakeManager
 ) -> None:
