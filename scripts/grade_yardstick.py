@@ -5,6 +5,7 @@
 
 A line of the file is one case: ``grader`` (whose function), ``kind``, ``response``, ``label``, ``expected``, and
 perhaps ``params`` and ``metadata``. docs/rewards.md shows the table this prints.
+It needs ``pip install 'slimelite[ifbench]'``.
 """
 
 from __future__ import annotations

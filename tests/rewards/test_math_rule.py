@@ -178,10 +178,10 @@ def test_nothing_a_model_writes_is_evaluated(exploit: str, tmp_path: Path) -> No
 
 
 def test_no_rule_calls_an_evaluator() -> None:
-    """eval by any of its names; math-verify's plain-expression mode is one of them."""
+    """eval by any of its names; math-verify's plain-expression mode is one of them. The sandbox's program alone may."""
     evaluators = {"eval", "exec", "compile", "parse_expr", "sympify", "ExprExtractionConfig"}
     files = sorted(Path(math.__file__).parent.glob("*.py"))
     assert files
-    for file in files:
+    for file in (f for f in files if f.name != "code_runner.py"):
         names = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Name)]
         assert not evaluators & {n.id for n in names}, file.name
