@@ -1,6 +1,3 @@
-"""Stand-in for torchvision: SGLang and transformers import it for image models, which the tests do not use."""
+from standin import stand_in
 
-from torchvision import io, transforms
-
-__all__ = ["io", "transforms"]
-__version__ = "0.28.0"
+stand_in(__name__, "0.28.0")

@@ -1,1 +1,0 @@
-from torchvision.transforms.v2 import functional
