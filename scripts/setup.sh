@@ -29,5 +29,5 @@ if ! "$VENV/bin/python" -c "import torch, sys; sys.exit(torch.__version__.split(
 fi
 echo "installing slimelite and its dependencies ..."
 EXTRAS=""; $GPU && EXTRAS+=,sglang; $DEV && EXTRAS+=,dev
-pip install -c constraints.txt -e ".[${EXTRAS#,}]"
+pip install -c constraints.txt -e ".${EXTRAS:+[${EXTRAS#,}]}"
 touch "$VENV/.slimelite-$versions-dev-false" "$VENV/.slimelite-$versions-dev-$DEV"
