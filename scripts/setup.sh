@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Make .venv with the tested versions (constraints.txt).   bash scripts/setup.sh [--dev]
+# With a GPU: torch for CUDA, and SGLang. Without: torch for CPUs. --dev adds what the tests need.
 # Needs only Python >= 3.11. VENV=/elsewhere puts it somewhere else; a finished environment is left as it is.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 VENV=${VENV:-.venv}
 PYTHON=${PYTHON:-python3}
-EXTRA=""; [[ "${1:-}" == "--dev" ]] && EXTRA="[dev]"
+GPU=false; compgen -G "/dev/nvidia[0-9]*" >/dev/null && GPU=true
+DEV=false; [[ "${1:-}" == "--dev" ]] && DEV=true
 
-stamp="$VENV/.slimelite$EXTRA-$(cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)"
-[[ -e "$stamp" ]] && exit 0
+versions="$(cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1)-gpu-$GPU"
+[[ -e "$VENV/.slimelite-$versions-dev-$DEV" ]] && exit 0
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "slimelite needs Python 3.11 or newer; set PYTHON=" >&2; exit 1; }
 [[ -x "$VENV/bin/python" ]] || "$PYTHON" -m venv "$VENV"
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
@@ -16,7 +18,7 @@ pip() { "$VENV/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 if ! "$VENV/bin/python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$torch')" 2>/dev/null; then
     echo "installing torch $torch ..."
-    if compgen -G "/dev/nvidia[0-9]*" >/dev/null; then
+    if $GPU; then
         pip install "torch==$torch" # the default build of the package index is CUDA
     elif ! pip install "torch==$torch+cpu" 2>/dev/null; then
         # an index without the CPU build: uv knows where PyTorch keeps it
@@ -26,5 +28,6 @@ if ! "$VENV/bin/python" -c "import torch, sys; sys.exit(torch.__version__.split(
     fi
 fi
 echo "installing slimelite and its dependencies ..."
-pip install -c constraints.txt -e ".$EXTRA"
-touch "$stamp"
+EXTRAS=""; $GPU && EXTRAS+=,sglang; $DEV && EXTRAS+=,dev
+pip install -c constraints.txt -e ".${EXTRAS:+[${EXTRAS#,}]}"
+touch "$VENV/.slimelite-$versions-dev-false" "$VENV/.slimelite-$versions-dev-$DEV"

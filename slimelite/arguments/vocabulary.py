@@ -14,7 +14,8 @@ from slimelite.arguments.megatron import NO_EFFECT, ROUTER
 from slimelite.arguments.refused import REFUSED, SGLANG_SET_HERE
 from slimelite.arguments.values import read_flag, read_words
 
-KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str, "json": dict}
+KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "json": dict}
+SWITCHES = {"bool": True, "switch": True, "off": False}
 
 
 @dataclass
@@ -70,6 +71,8 @@ class Vocabulary:
             option = SglangOption(name, kind, tuple(choices.split(",")) if choices else ())
             for spelling in spellings.split(",") if spellings != "-" else [name.replace("_", "-")]:
                 options[spelling] = option
+                if kind == "switch":
+                    options[f"no-{spelling}"] = SglangOption(name, "off", ())
         return options
 
     @cached_property
@@ -131,14 +134,18 @@ class Vocabulary:
 def _read_sglang(sglang: SglangOption, words: Sequence[str], into: Settings) -> None:
     if sglang.field in SGLANG_SET_HERE:
         raise ValueError(f"is not taken: {SGLANG_SET_HERE[sglang.field]}")
-    kind = KINDS[sglang.kind.rstrip("+")]
-    if kind is bool:
+    if sglang.kind in SWITCHES:
         _expect(words, 0)
-        into.sglang[sglang.field] = True
+        into.sglang[sglang.field] = SWITCHES[sglang.kind]
         return
-    value = read_words(kind, words, many=sglang.kind.endswith("+"))
-    if sglang.choices and str(value) not in sglang.choices:
-        raise ValueError(f"is one of {', '.join(sglang.choices)}, not {value!r}")
+    kind, many = KINDS[sglang.kind.rstrip("+*?")], sglang.kind.endswith(("+", "*"))
+    if not words and sglang.kind.endswith(("*", "?")):
+        into.sglang[sglang.field] = [] if many else ""
+        return
+    value = read_words(kind, words, many=many)
+    for choice in value if many else [value]:
+        if sglang.choices and str(choice) not in sglang.choices:
+            raise ValueError(f"is one of {', '.join(sglang.choices)}, not {choice!r}")
     into.sglang[sglang.field] = value
 
 

@@ -1,0 +1,32 @@
+"""From the run's arguments to the fields of an SGLang server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimelite.arguments import Args
+from slimelite.engines.sglang.options import ON_CPU
+
+
+def server_fields(args: Args, index: int, **placement: Any) -> dict[str, Any]:
+    """The fields of SGLang's ServerArgs for engine number ``index``: what our flags imply, --sglang-*, what we decide.
+
+    ``placement``: ``host``, ``port`` and what else depends on where the engine is (``base_gpu_id``, ``nnodes``,
+    ``node_rank``, ``dist_init_addr``, ``load_format``, ...). None is "not given".
+    """
+    implied = {
+        "mem_fraction_static": args.sglang_mem_fraction_static,
+        "max_running_requests": args.sglang_max_running_requests,
+        "context_length": args.sglang_context_length,
+        **(ON_CPU if args.device == "cpu" else {}),
+    }
+    decided = {
+        "model_path": str(args.hf_checkpoint),
+        "device": args.device,
+        "tp_size": args.rollout_num_gpus_per_engine // args.sglang_overrides.get("pp_size", 1),
+        "random_seed": args.rollout_seed + index,
+        "enable_memory_saver": bool(args.offload_rollout),
+        "skip_server_warmup": True,
+    }
+    fields = {**implied, **args.sglang_overrides, **decided, **placement}
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,1 @@
+"""Real SGLang servers behind the engine protocol."""

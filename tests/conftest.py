@@ -1,0 +1,34 @@
+"""Tests marked ``sglang`` need the real SGLang: without it they fail and say how to get it."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+SHIMS = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "1",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A skip could hide that nothing was tested."""
+    if item.get_closest_marker("sglang") and find_spec("sglang") is None:
+        pytest.fail(
+            "SGLang is not installed: bash scripts/install_sglang_cpu.sh; or leave it out: -m 'not sglang'", False
+        )
+
+
+@pytest.fixture(scope="session")
+def sglang_environment() -> dict[str, str]:
+    """The environment in which SGLang runs on this machine; without a GPU that takes tests/support/sglang_cpu."""
+    shims = [] if torch.cuda.is_available() else [str(ROOT / "tests" / "support" / "sglang_cpu")]
+    path = os.pathsep.join([*shims, str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    return {**os.environ, **(SHIMS if shims else {}), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}

@@ -1,0 +1,96 @@
+"""What an SGLang server is started with: the flags' fields, checked against the SGLang that is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slimelite.arguments import make_args
+from slimelite.arguments.args import Args
+from slimelite.arguments.machine import Machine
+from slimelite.arguments.vocabulary import Vocabulary
+from slimelite.cluster.sglang_fields import server_fields
+from slimelite.engines.sglang.options import server_command
+from slimelite.engines.sglang.serve import check_fields, command_line
+
+RUN = (
+    "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
+    "--rollout-max-response-len 16 --rollout-seed 7 "
+)
+
+
+def fields(words: str, index: int = 0, **placement: object) -> dict[str, object]:
+    args = make_args((RUN + words).split(), machine=Machine(gpus=0))
+    return server_fields(args, index, **{"host": "h", "port": 1, **placement})
+
+
+def test_users_options_win_over_what_a_cpu_implies_and_lose_to_the_placement() -> None:
+    found = fields("--sglang-dtype bfloat16 --sglang-max-running-requests 8 --sglang-log-level warning", 2, port=5)
+    assert (found["dtype"], found["attention_backend"]) == ("bfloat16", "torch_native")
+    assert (found["max_running_requests"], found["log_level"], found["port"]) == (8, "warning", 5)
+    assert (found["random_seed"], found["tp_size"], found["model_path"]) == (9, 1, "owner/model")
+    assert "context_length" not in found
+
+
+def test_a_field_that_is_not_installed_names_the_nearest() -> None:
+    installed = ["max_total_tokens", "page_size"]
+    assert check_fields(["page_size"], installed) == []
+    assert check_fields(["page_size", "max_total_tokenz"], installed) == [
+        "--sglang-max-total-tokenz is not an option of the installed SGLang; did you mean --sglang-max-total-tokens?"
+    ]
+
+
+def test_fields_become_the_words_that_a_parser_reads_back() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", dest="model_path")
+    parser.add_argument("--sizes", type=int, nargs="+")
+    parser.add_argument("--config", type=json.loads)
+    parser.add_argument("--metrics", action="store_true")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--offset", type=int)
+    installed = {action.dest: action for action in parser._actions}
+    given = {
+        "model_path": "--m",
+        "sizes": [1, 2],
+        "config": {"a": [1]},
+        "metrics": True,
+        "overlap": False,
+        "offset": -1,
+    }
+    assert vars(parser.parse_args(command_line(given, installed))) == given
+    assert command_line({"metrics": False}, installed) == []
+
+
+def test_options_with_an_off_switch_and_options_without_values() -> None:
+    words = "--sglang-no-dllm-fdfo --sglang-enable-metrics --sglang-model-checksum "
+    found = make_args((RUN + words + "--sglang-lora-target-modules q_proj v_proj").split()).sglang_overrides
+    assert found == {
+        "dllm_fdfo": False,
+        "enable_metrics": True,
+        "model_checksum": "",
+        "lora_target_modules": ["q_proj", "v_proj"],
+    }
+
+
+@pytest.mark.sglang
+def test_the_record_and_the_installed_sglang_agree(sglang_environment: dict[str, str]) -> None:
+    """Every installed option parses as --sglang-*, and SGLang knows every field of a run."""
+    program = "from slimelite.engines.sglang.serve import *; print(json.dumps(list(installed_options())))"
+    done = subprocess.run([sys.executable, "-c", program], env=sglang_environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    installed = json.loads(done.stdout.splitlines()[-1])
+    assert not set(installed) - {option.field for option in Vocabulary(Args).sglang.values()}
+    assert check_fields(fields("--sglang-enable-metrics"), installed) == []
+
+
+@pytest.mark.sglang
+def test_a_server_refuses_an_unknown_field(sglang_environment: dict[str, str], tmp_path: Path) -> None:
+    command = server_command({**fields(""), "max_total_tokenz": 3})
+    done = subprocess.run(command, cwd=tmp_path, env=sglang_environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("did you mean --sglang-max-total-tokens?")
