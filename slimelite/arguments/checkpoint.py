@@ -10,6 +10,8 @@ from slimelite.arguments.base import flag, resolved
 # written last, names the newest complete checkpoint (slime's and Megatron's name for it)
 MARKER = "latest_checkpointed_iteration.txt"
 ROLLOUT_STATE = "rollout_state.json"
+# of the trainer, beside its tensors
+STATE_FILE = "trainer.json"
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,11 @@ def _algorithm(draft: Draft) -> None:
     if args.advantage_estimator in whitened and not args.normalize_advantages:
         draft.set("normalize_advantages", True, f"{args.advantage_estimator} is defined with whitened advantages")
         draft.notes.append(f"--advantage-estimator {args.advantage_estimator} implies --normalize-advantages")
+    draft.default("critic_lr", args.lr, "as --lr")
+    if args.advantage_estimator == "ppo" and args.loss_type in ("policy_loss", "custom_loss"):
+        draft.set("use_critic", True, "--advantage-estimator ppo")
+        if count := args.num_critic_only_steps:
+            draft.notes.append(f"rollouts 1 to {count} train the critic alone: the policy stays as it is")
     if args.calculate_per_token_loss and "loss_aggregation" not in draft.given:
         draft.set("loss_aggregation", "token", "--calculate-per-token-loss")
     if args.kl_coef and "kl_loss_type" in draft.given:

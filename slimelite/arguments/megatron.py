@@ -16,6 +16,7 @@ _HF_WEIGHTS = "weights are in Hugging Face format throughout"
 _MOE_ROUTING = "the Hugging Face model routes its tokens as its config.json says"
 _NO_MTP = "there are no multi-token-prediction layers to train"
 _HEALTH = "there is no health monitor: an engine that dies ends the run with an error that names its log"
+_CRITIC = "the critic is trained on the ranks of the policy, on the same samples"
 _UNPADDED = "samples are packed without padding"
 
 # flag -> (number of values, why it changes nothing)
@@ -92,6 +93,7 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     ),
     "index-use-torch-topk": (0, _CONFIG),
     "mtp-loss-scaling-factor": (1, _NO_MTP),
+    **dict.fromkeys(["critic-num-gpus-per-node", "critic-num-nodes"], (1, _CRITIC)),
     # engines and the way to them
     "num-gpus-per-node": (1, "Ray knows the GPUs of each node"),
     **dict.fromkeys(["sglang-router-ip", "sglang-router-port", "sglang-router-request-timeout-secs"], (1, ROUTER)),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from slimelite.arguments.architecture import check_architecture
 from slimelite.arguments.args import Args
 from slimelite.arguments.base import all_flags
+from slimelite.arguments.checkpoint import STATE_FILE
 from slimelite.arguments.machine import Machine, this_machine
 
 if TYPE_CHECKING:
@@ -142,6 +143,11 @@ def _check_model(args: Args, findings: Findings) -> dict[str, Any]:
     folder = Path(path)
     if folder.is_dir() and not _has_weights(folder):
         findings.warnings.append(f"--hf-checkpoint {path} holds no weights: training starts from random ones")
+    if args.use_critic and args.critic_load and not (Path(args.critic_load) / STATE_FILE).is_file():
+        try:
+            _read_config(args.critic_load)
+        except (OSError, ValueError) as error:
+            findings.problems.append(f"--critic-load {args.critic_load}: {_one_line(error)}")
     if args.use_reference and args.ref_load and not _has_weights(Path(args.ref_load)) and Path(args.ref_load).is_dir():
         findings.warnings.append(f"--ref-load {args.ref_load} holds no weights: the reference is random")
     return config

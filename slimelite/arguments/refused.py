@@ -20,7 +20,6 @@ _DELTA = "weights are sent whole, straight to the engines; leave it out"
 _ROUTING = "expert routing is not replayed; --use-tis corrects the mismatch of trainer and engine"
 _MEGATRON_HOOK = "there is no Megatron to hook into; a custom loss, advantage or generate function may do"
 _DEEPGEMM = "the trainer runs no Megatron layers; --use-tis corrects the mismatch of trainer and engine"
-_CRITIC = "a critic would share the ranks, data and schedule of the actor; there is nothing to set apart"
 _LORA = "all parameters are trained; LoRA is not here yet"
 _ASYNC = "--async-rollout generates one rollout ahead; with --partial-rollout no response holds it up"
 _FROZEN = "all parameters are trained; freezing is not here yet"
@@ -71,15 +70,9 @@ REFUSED: dict[str, Refusal] = {
     "lora-type": Refusal(1, _LORA),
     "lora-target-modules": Refusal(-1, _LORA),
     "lora-adapter-path": Refusal(1, _LORA),
-    "num-critic-only-steps": Refusal(1, "actor and critic start together; leave it at 0", ("0",)),
-    "critic-load": Refusal(1, _CRITIC),
-    "critic-save": Refusal(1, _CRITIC),
-    "critic-lr": Refusal(1, _CRITIC),
-    "critic-lr-warmup-iters": Refusal(1, _CRITIC),
-    "critic-num-gpus-per-node": Refusal(1, _CRITIC),
-    "critic-num-nodes": Refusal(1, _CRITIC),
-    "critic-train-only": Refusal(0, _CRITIC),
-    "megatron-config-path": Refusal(1, _CRITIC),
+    "critic-save": Refusal(1, "the critic is in every checkpoint of --save, in its folder 'critic'"),
+    "critic-train-only": Refusal(0, "--num-critic-only-steps as large as --num-rollout trains the critic alone"),
+    "megatron-config-path": Refusal(1, "what differs for the critic: --critic-lr, --critic-lr-warmup-iters"),
     "opd-teacher-ckpt-step": Refusal(1, "--opd-teacher-load takes a Hugging Face folder: name the one you want"),
     "custom-pg-loss-reducer-function-path": Refusal(
         1, "--loss-aggregation rollout, token or constant says how it is reduced"

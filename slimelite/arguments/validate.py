@@ -34,6 +34,7 @@ AT_LEAST: dict[str, float] = {
         ["clip_grad", "eps_clip", "eps_clip_high", "kl_coef", "kl_loss_coef", "lr_warmup_iters", "muon_lr"], 0
     ),
     **dict.fromkeys(["tis_clip_low", "adam_eps", "eval_temperature"], 0),
+    **dict.fromkeys(["critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "value_clip"], 0),
     "generate_timeout": 1,
     "code_memory_mb": 64,
     "reward_model_batch_size": 1,
@@ -60,8 +61,10 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     "use_unbiased_kl": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
     "ref_load": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
     "ref_update_interval": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
-    "value_clip": (lambda a: a.advantage_estimator == "ppo", "--advantage-estimator ppo"),
-    "lambd": (lambda a: a.advantage_estimator == "ppo", "--advantage-estimator ppo"),
+    **dict.fromkeys(
+        ["value_clip", "lambd", "critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "critic_load"],
+        (lambda a: a.use_critic, "--advantage-estimator ppo"),
+    ),
     "mask_offpolicy_in_partial_rollout": (
         lambda a: a.partial_rollout or (a.over_sampling_batch_size or 0) > (a.rollout_batch_size or 0),
         "--partial-rollout, or --over-sampling-batch-size above --rollout-batch-size",
@@ -290,8 +293,8 @@ def _kl(args: Args) -> Iterator[str]:
 def _policy(args: Args) -> Iterator[str]:
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c}: dual clip must be above 1"
-    if args.advantage_estimator == "ppo" and args.loss_type == "policy_loss" and not args.debug_rollout_only:
-        yield "--advantage-estimator ppo needs a critic, which is not here yet; take grpo or another"
+    if args.use_critic and not args.compute_advantages_and_returns:
+        yield "--disable-compute-advantages-and-returns leaves the critic of ppo nothing to learn; leave it out"
     if args.use_rollout_logprobs and (args.use_tis or args.custom_tis_function_path):
         yield "--use-rollout-logprobs and --use-tis: the engine's log-probs leave no mismatch to correct; take one"
     if args.tis_clip_low > args.tis_clip:
@@ -332,6 +335,8 @@ def _rewards(args: Args) -> Iterator[str]:
 def _schedule(args: Args) -> Iterator[str]:
     if args.min_lr > args.lr and args.lr_decay_style != "constant":
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}"
+    elif args.use_critic and args.min_lr > args.critic_lr and args.lr_decay_style != "constant":
+        yield f"--min-lr {args.min_lr} is above --critic-lr {args.critic_lr}"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters both say how long warm-up is; take one"
     if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:

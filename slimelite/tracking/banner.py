@@ -7,12 +7,11 @@ from slimelite.arguments import Args
 
 def run_facts(args: Args) -> dict[str, str]:
     """Name -> value, in the order to show; ``args`` as `complete_args` leaves them."""
-    sft = args.loss_type == "sft_loss"
     facts = {
         "model": args.hf_checkpoint or "new, random weights",
         "data": ", ".join(args.prompt_data) or str(args.load_debug_rollout_data or args.data_source_path or "none"),
         "eval": ", ".join(f"{d.name} ({d.path})" for d in args.eval_datasets),
-        "method": f"{'sft' if sft else args.advantage_estimator}, {args.optimizer} lr {args.lr:g}{_kl(args)}",
+        "method": _method(args),
         "device": _device(args),
         "batch": batch_identity(args),
         "rollouts": f"{args.num_rollout}" + (f", going on at {args.start_rollout_id}" if args.start_rollout_id else ""),
@@ -39,6 +38,12 @@ def _device(args: Args) -> str:
         parts.append(f"{engines} {args.rollout_backend} engine{'s' if engines > 1 else ''}")
     parts.append("in one process" if args.launcher == "local" else "Ray")
     return ", ".join(parts)
+
+
+def _method(args: Args) -> str:
+    name = "sft" if args.loss_type == "sft_loss" else args.advantage_estimator
+    critic = f", critic lr {args.critic_lr:g}" if args.use_critic else ""
+    return f"{name}, {args.optimizer} lr {args.lr:g}{critic}{_kl(args)}"
 
 
 def _kl(args: Args) -> str:

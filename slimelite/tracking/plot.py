@@ -30,6 +30,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "reward": ("rollout/raw_reward",),
     "response length [tokens]": ("rollout/response_len/mean",),
     "loss": ("train/loss",),
+    "value loss": ("train/critic-value_loss",),
     "KL to the reference": ("train/kl_loss", "rollout/kl"),
     "entropy": ("train/entropy_loss", "rollout/entropy"),
     "gradient norm": ("train/grad_norm",),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slimelite.arguments import CheckpointArgs
-from slimelite.training.lr_schedule import LrSchedule
-from slimelite.training.model import PolicyModel
+from slimelite.arguments.checkpoint import STATE_FILE
+from slimelite.training.lr_schedule import FLAGS, LrSchedule
+from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import World, reshard
-
-STATE_FILE = "trainer.json"
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +38,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a checkpoint is made of; ``reference``: when it changes in the course of training."""
+    """What a checkpoint is made of; ``reference``: when it changes in the course of training; ``lr_flags``: of the
+    learning rate's schedule, see `LrSchedule.differences`.
+    """
 
     world: World
-    model: PolicyModel
-    reference: PolicyModel | None
+    model: LanguageModel
+    reference: LanguageModel | None
     optimizers: Optimizers
+    lr_flags: Mapping[str, str] = field(default_factory=lambda: FLAGS)
 
     def weights(self) -> dict[str, dict[str, nn.Parameter]]:
         """The weights of each model, by name."""
@@ -72,12 +75,14 @@ def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
     """
     if not (directory / STATE_FILE).is_file():
         raise ValueError(f"no trainer state in {directory}; --load needs a checkpoint that --save wrote")
+    read = json.loads((directory / STATE_FILE).read_text())
     saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
     state: dict[str, Any] = {**parts.weights()}
     if missing := [f"{key}.{name}" for key in state for name in state[key] if f"{key}.{name}" not in saved]:
         raise ValueError(f"{directory} is a checkpoint of another model: it has no {missing[0]}")
     if not (args.no_load_optim or args.finetune):
-        if not any(name.startswith("optimizer.") for name in saved):
+        # before its first step (a policy that waits for its critic) an optimizer has no state
+        if read["steps"] and not any(name.startswith("optimizer.") for name in saved):
             raise ValueError(f"{directory} was saved with --no-save-optim; resume it with --no-load-optim")
         state["optimizer"] = _optimizer_slots(saved, state["model"])
     if not (args.no_load_rng or args.finetune):
@@ -86,11 +91,10 @@ def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
     reshard(parts.model)
     _restore_optimizers(parts, state.get("optimizer", {}))
     _restore_random_states(parts.world, state.get("rng", {}))
-    read = json.loads((directory / STATE_FILE).read_text())
     schedule = progress.schedule
     if not (args.override_lr_scheduler or args.finetune):
         schedule = LrSchedule(**read["schedule"])
-        if parts.world.rank == 0 and (differences := schedule.differences(progress.schedule)):
+        if parts.world.rank == 0 and (differences := schedule.differences(progress.schedule, parts.lr_flags)):
             logger.warning(
                 "the checkpoint's learning-rate schedule goes on, not this run's: %s; "
                 "--override-lr-scheduler takes this run's",

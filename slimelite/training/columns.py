@@ -33,7 +33,8 @@ class TokenColumns:
     where there are none; ``weights``: [N] weight in its optimizer step; ``advantages``: [N]; ``old``, ``ref``,
     ``teacher``: [N] log-probs of the trainer before the rollout's first step, of the reference and of the teacher: None
     where not needed, NaN in rows that were not computed. ``entropy``: [N] that goes with ``old``. ``returns``: [N] what
-    the estimator made of the rewards, before distillation and whitening.
+    the estimator made of the rewards, before distillation and whitening; with a critic, what it learns. ``values``: [N]
+    of the critic before the rollout's first step.
     """
 
     mask: Tensor
@@ -47,6 +48,7 @@ class TokenColumns:
     returns: Tensor | None = None
     ref: Tensor | None = None
     teacher: Tensor | None = None
+    values: Tensor | None = None
 
     @classmethod
     def from_table(cls, table: SampleTable) -> TokenColumns:
@@ -75,13 +77,14 @@ class TokenColumns:
 
     def set_advantages(self, args: Args, table: SampleTable) -> None:
         """The advantage of every token: by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
-        ``--custom-advantage-function-path``, ``fn(args, table, columns)``, which sets ``columns.advantages``.
+        ``--custom-advantage-function-path``, ``fn(args, table, columns)``, which sets ``columns.advantages``, and with
+        a critic ``columns.returns``.
         """
         if args.custom_advantage_function_path:
             load_function(args.custom_advantage_function_path)(args, table, self)
         else:
             self._estimate_advantages(args, table)
-            self.returns = self.advantages
+            self.returns = self.advantages if self.returns is None else self.returns
         if self.teacher is not None:
             assert self.old is not None
             self.advantages = adv.add_distillation(
@@ -104,6 +107,12 @@ class TokenColumns:
             case "reinforce_plus_plus_baseline":
                 self.advantages = adv.reinforce_plus_plus_baseline(
                     per_row, kl, self.mask, self.segments, kl_coef=args.kl_coef
+                )
+            case "ppo":
+                assert self.values is not None
+                rewards = adv.token_rewards(per_row, kl, self.mask, self.segments, self.rows, kl_coef=args.kl_coef)
+                self.advantages, self.returns = adv.gae(
+                    rewards, self.values, self.mask, self.segments, gamma=args.gamma, lambd=args.lambd
                 )
             case _:
                 self.advantages = per_row[self.segments]
@@ -161,6 +170,7 @@ class TokenColumns:
             "log_probs": self.old,
             "entropy": self.entropy,
             "returns": self.returns,
+            "values": self.values,
             "ref_log_probs": self.ref,
             "teacher_log_probs": self.teacher,
         }

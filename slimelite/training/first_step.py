@@ -42,6 +42,17 @@ def check(args: Args, world: World, inputs: LossInputs, log_probs: Tensor, loss:
         assert gap <= threshold, f"--ci-test: trainer and engine log-probs differ by {gap:.2e}, more than {threshold}"
 
 
+def check_values(world: World, values: Tensor, old: Tensor, mask: Tensor) -> None:
+    """Check one micro-batch of the critic's first optimizer step; all [R], ``old`` came from a pass of its own.
+
+    Raises:
+        AssertionError: the critic differs from itself of a moment ago.
+    """
+    drift = _mean(mean_metric((values - old).abs(), mask))
+    limit = (1e-5 if world.compute_dtype == torch.float32 else 0.02) * (1 + _mean(mean_metric(old.abs(), mask)))
+    assert drift < limit, f"--ci-test: mean |value - old value| is {drift:.2e} on the first step, not below {limit:.0e}"
+
+
 def engine_threshold(args: Args, *, exact: bool) -> float:
     """Largest mean |trainer − engine log-prob| that is allowed, in nats: the flag's; in fp32, where ``exact`` engines
     differ by rounding alone, at most ``EXACT_AGREEMENT``. Saved rollouts may be of an engine that was not exact.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slimelite.training.model import PolicyModel
+from slimelite.training.model import LanguageModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class ForwardFlops:
     per_pair: float
 
     @classmethod
-    def of(cls, model: PolicyModel) -> ForwardFlops | None:
+    def of(cls, model: LanguageModel) -> ForwardFlops | None:
         """Of a dense model; None for a mixture of experts, of which a token meets a part."""
         config = model.hf.config.get_text_config()
         if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):

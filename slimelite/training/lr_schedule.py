@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slimelite.arguments import OptimizerArgs
@@ -19,6 +20,7 @@ FLAGS = {
     "wsd_style": "--lr-wsd-decay-style",
     "wsd_iters": "--lr-wsd-decay-iters",
 }
+CRITIC_FLAGS = FLAGS | {"peak": "--critic-lr", "warmup_iters": "--critic-lr-warmup-iters"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,11 @@ class LrSchedule:
             wsd_iters=args.lr_wsd_decay_iters,
         )
 
-    def differences(self, other: LrSchedule) -> list[str]:
+    def differences(self, other: LrSchedule, flags: Mapping[str, str] = FLAGS) -> list[str]:
         """What differs from ``other``, as "--lr 0.001 (not 0.005)"."""
         return [
             f"{flag} {getattr(self, name)} (not {getattr(other, name)})"
-            for name, flag in FLAGS.items()
+            for name, flag in flags.items()
             if getattr(self, name) != getattr(other, name)
         ]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import init_empty_weights
@@ -21,16 +21,15 @@ from slimelite.training.parallel import World, shard_model
 LOGIT_TRANSFORMS: dict[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
 
 
-class PolicyModel(nn.Module):
-    """A causal LM whose forward ends in log-probs of chosen tokens instead of logits.
+class LanguageModel(nn.Module):
+    """A causal LM of transformers with a forward of its own.
 
-    The LM head is applied inside `forward`, so that FSDP's hooks on this module cover its weight, tied or not.
+    Heads are applied inside `forward`, so that FSDP's hooks on this module cover their weights, tied or not.
     """
 
-    def __init__(self, hf: PreTrainedModel, chunk_size: int = -1) -> None:
+    def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
-        self.chunk_size = chunk_size
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -38,19 +37,12 @@ class PolicyModel(nn.Module):
         names = set(self.hf._no_split_modules or ())
         return [m for m in self.hf.modules() if type(m).__name__ in names]
 
-    def forward(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [R] at the response tokens of ``batch``, at least fp32; logits are divided by
-        ``temperature``; ``entropy_grad``: whether the entropies carry a gradient.
-        """
-        backbone = self.hf.get_decoder()
-        states = backbone(
+    def hidden(self, batch: MicroBatch) -> Tensor:
+        """[R, d] the states that predict the response tokens of ``batch``."""
+        states = self.hf.get_decoder()(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, sequences=batch.sequences
         )
-        hidden = states.last_hidden_state[0].index_select(0, batch.response_index)
-        weight = self.hf.get_output_embeddings().weight
-        return chunked_log_probs(
-            hidden, weight, batch.targets, temperature, entropy_grad=entropy_grad, chunk_size=self.chunk_size
-        )
+        return states.last_hidden_state[0].index_select(0, batch.response_index)
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(Hugging Face name, parameter, sharded or not); tied weights once."""
@@ -58,8 +50,40 @@ class PolicyModel(nn.Module):
             yield name.removeprefix("hf."), parameter
 
 
+Model = TypeVar("Model", bound=LanguageModel)
+
+
+class PolicyModel(LanguageModel):
+    """A causal LM whose forward ends in log-probs of chosen tokens instead of logits."""
+
+    def __init__(self, hf: PreTrainedModel, chunk_size: int = -1) -> None:
+        super().__init__(hf)
+        self.chunk_size = chunk_size
+
+    def forward(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [R] at the response tokens of ``batch``, at least fp32; logits are divided by
+        ``temperature``; ``entropy_grad``: whether the entropies carry a gradient.
+        """
+        weight = self.hf.get_output_embeddings().weight
+        return chunked_log_probs(
+            self.hidden(batch),
+            weight,
+            batch.targets,
+            temperature,
+            entropy_grad=entropy_grad,
+            chunk_size=self.chunk_size,
+        )
+
+
 def build_policy(args: Args, world: World, path: str | None, *, trainable: bool) -> PolicyModel:
-    """The policy at ``path``, sharded over the ranks and on the device.
+    """The policy at ``path``; see `build_model`."""
+    return build_model(args, world, path, lambda hf: PolicyModel(hf, args.log_probs_chunk_size), trainable=trainable)
+
+
+def build_model(
+    args: Args, world: World, path: str | None, wrap: Callable[[PreTrainedModel], Model], *, trainable: bool
+) -> Model:
+    """The causal LM at ``path`` in what ``wrap`` makes of it, sharded over the ranks and on the device.
 
     A trainable one has fp32 weights and, by ``--gradient-checkpointing``, recomputes its layers in the backward pass.
     Others are held in the dtype they compute in.
@@ -71,11 +95,11 @@ def build_policy(args: Args, world: World, path: str | None, *, trainable: bool)
     hf = load_model(path, seed=args.seed, attention=attention, empty=world.rank > 0)
     if trainable and args.gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = PolicyModel(hf, args.log_probs_chunk_size).train()
+    model = wrap(hf).train()
     if not trainable:
-        policy.requires_grad_(False).to(world.compute_dtype)
-    shard_model(policy, policy.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
-    return policy
+        model.requires_grad_(False).to(world.compute_dtype)
+    shard_model(model, model.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
+    return model
 
 
 def load_model(path: str | None, *, seed: int, attention: str, empty: bool) -> PreTrainedModel:

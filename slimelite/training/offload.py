@@ -8,11 +8,11 @@ import sys
 import torch
 from torch import Tensor
 
-from slimelite.training.model import PolicyModel
+from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import Optimizers
 
 
-def move(model: PolicyModel, optimizers: Optimizers, device: torch.device) -> None:
+def move(model: LanguageModel, optimizers: Optimizers, device: torch.device) -> None:
     """Shards of the weights and of the optimizer state to ``device``; gradients are dropped between rollouts."""
     model.to(device)
     for optimizer in optimizers.all:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from slimelite.arguments import OptimizerArgs
-from slimelite.training.model import PolicyModel
+from slimelite.training.model import LanguageModel
 from slimelite.training.muon import Muon
 from slimelite.training.parallel import whole
 
@@ -19,7 +19,7 @@ class Optimizers:
     Norms and biases have no weight decay.
     """
 
-    def __init__(self, args: OptimizerArgs, model: PolicyModel) -> None:
+    def __init__(self, args: OptimizerArgs, model: LanguageModel) -> None:
         self.args = args
         self.all = _build(args, model)
 
@@ -75,7 +75,7 @@ class Optimizers:
         return norm
 
 
-def _build(args: OptimizerArgs, model: PolicyModel) -> list[Optimizer]:
+def _build(args: OptimizerArgs, model: LanguageModel) -> list[Optimizer]:
     trained = [(name, p) for name, p in model.named_weights() if p.requires_grad]
     if args.optimizer != "muon":
         return [_adamw(args, [p for _, p in trained])]

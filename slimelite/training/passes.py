@@ -13,7 +13,8 @@ from slimelite.training.parallel import World, reshard
 
 
 class Scores:
-    """Log-probs and entropies of a table's response tokens, put together from micro-batches and then from ranks.
+    """What a model says of a table's response tokens (log-prob and entropy, or value), put together from micro-batches
+    and then from ranks.
 
     They stay on their device until `gather`, so that adding never waits for a GPU.
     """
@@ -22,20 +23,20 @@ class Scores:
         self._tokens, self._world = tokens, world
         self._parts: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> None:
-        """What the model said of one micro-batch; both [R]."""
-        self._parts.append((batch.token_index, torch.stack([log_probs.detach(), entropy.detach()])))
+    def add(self, batch: MicroBatch, *values: Tensor) -> None:
+        """What the model said of one micro-batch; each [R]."""
+        self._parts.append((batch.token_index, torch.stack([v.detach() for v in values])))
 
-    def gather(self) -> tuple[Tensor, Tensor]:
-        """[tokens] log-probs and entropies on the CPU, the same on every rank (collective); NaN where nobody added."""
+    def gather(self) -> tuple[Tensor, ...]:
+        """[tokens] of each on the CPU, the same on every rank (collective); NaN where nobody added."""
         assert self._parts, "every rank has a micro-batch, if only an empty one"
-        found = torch.zeros(3, self._tokens, dtype=self._parts[0][1].dtype)
+        first = self._parts[0][1]
+        found = torch.zeros(len(first) + 1, self._tokens, dtype=first.dtype)
         for index, values in self._parts:
-            found[:2, index] = values.cpu()
-            found[2, index] = 1
+            found[:-1, index] = values.cpu()
+            found[-1, index] = 1
         *columns, seen = self._world.all_reduce(found)
-        log_probs, entropy = (column.masked_fill(seen == 0, torch.nan) for column in columns)
-        return log_probs, entropy
+        return tuple(column.masked_fill(seen == 0, torch.nan) for column in columns)
 
 
 @torch.no_grad()
@@ -48,4 +49,5 @@ def table_scores(
         batch = MicroBatch.from_table(table, rows, world.device)
         scores.add(batch, *model(batch, temperature))
     reshard(model)
-    return scores.gather()
+    log_probs, entropy = scores.gather()
+    return log_probs, entropy

@@ -16,12 +16,13 @@ from slimelite.tracking.timer import Timer
 from slimelite.training import checkpoint, export, first_step, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
+from slimelite.training.critic import Critic
 from slimelite.training.flops import ForwardFlops
 from slimelite.training.frozen import FrozenPolicy
 from slimelite.training.loss import LossInputs, micro_batch_loss
 from slimelite.training.lr_schedule import LrSchedule
 from slimelite.training.metrics import MetricSums
-from slimelite.training.model import PolicyModel, build_policy
+from slimelite.training.model import LanguageModel, PolicyModel, build_policy
 from slimelite.training.offload import move, return_freed_memory
 from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import join_world, set_last_micro_batch
@@ -42,7 +43,7 @@ class Trainer:
     """
 
     def __init__(self, args: Args, *, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
-        _refuse(args)
+        _check(args)
         self.args = args
         self.world = join_world(args, rank, world_size, init_method)
         torch.manual_seed(args.seed + rank)
@@ -54,6 +55,7 @@ class Trainer:
         teaches = args.use_opd and args.opd_type == "trainer"
         self.teacher = FrozenPolicy(args, self.world, args.opd_teacher_load) if teaches else None
         self.optimizers = Optimizers(args, self.model)
+        self.critic = Critic(args, self.world) if args.use_critic else None
         self.progress = checkpoint.Progress(-1, 0, 0, LrSchedule.from_args(args))
         self.run_steps = 0
         if args.num_rollout is not None:
@@ -70,10 +72,16 @@ class Trainer:
 
     def set_num_rollout(self, num_rollout: int) -> None:
         """How long the run is: where learning-rate schedules end."""
-        self.run_steps = num_rollout * self.args.num_steps_per_rollout
+        steps, waits = self.args.num_steps_per_rollout, 0
+        if self.critic is not None:
+            self.critic.run_steps = num_rollout * steps
+            waits = self.args.num_critic_only_steps
+        self.run_steps = max(num_rollout - waits, 0) * steps
 
     def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
         """Train on a rollout: one optimizer step for every ``--global-batch-size`` rollouts of the table.
+
+        In the first ``--num-critic-only-steps`` rollouts only the critic is trained, where there is one.
 
         Returns:
             ``train/*`` (means over the steps), ``rollout/*`` and ``perf/*``, the same on every rank.
@@ -88,6 +96,32 @@ class Trainer:
             self.optimizers.reset()
         steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
         columns = self._columns(table, steps)
+        sums, rates = MetricSums(self.world), [dict[str, float]() for _ in steps]
+        computed = np.zeros(len(table), bool)
+        if self.critic is not None:
+            trained = columns.trained_rows()
+            schedule = [Step(rows, self._deal(table, rows[trained[rows]])) for rows in steps]
+            self._count_flops("critic_train", self.critic.model, table, trained)
+            with self.timer("critic_train"):
+                self.critic.train(table, columns, schedule, sums, rates)
+        if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
+            computed = self._train_policy(table, columns, steps, sums, rates)
+        self.progress.rollout_id = rollout_id
+        self._update_reference(rollout_id)
+        metrics = self._metrics(table, columns, computed, sums, rates)
+        if self.world.device.type == "cpu":
+            return_freed_memory()
+        return metrics
+
+    def _train_policy(
+        self,
+        table: SampleTable,
+        columns: TokenColumns,
+        steps: list[np.ndarray],
+        sums: MetricSums,
+        rates: list[dict[str, float]],
+    ) -> np.ndarray:
+        """An optimizer step of the policy for each of ``steps``; returns the rows [n] bool that were computed."""
         checked = self.args.ci_test and self._fresh
         computed = columns.trained_rows() if checked else columns.rows_to_compute(self.args, steps)
         schedule = [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
@@ -95,25 +129,19 @@ class Trainer:
             columns.old, columns.entropy = self._pass(
                 "log_probs", self.model, table, self._deal_old(table, computed, schedule)
             )
-        sums, rates = MetricSums(self.world), []
         # what the only step sees is what was there before it
         alone = columns.old is None and len(steps) == 1
         scores = Scores(len(table.response_tokens), self.world) if alone else None
         with self.timer("actor_train"):
             for sums.step, step in enumerate(schedule):
                 self.forward_backward(table, columns, step, sums, scores, checked=checked and sums.step == 0)
-                rates.append(self.optim_step(sums))
+                rates[sums.step] |= self.optim_step(sums)
         self._count_flops("actor_train", self.model, table, computed)
         if scores is not None:
             columns.old, columns.entropy = scores.gather()
         # a first step without a token to train on has shown nothing
         self._fresh = self._fresh and not columns.trained_rows()[steps[0]].any()
-        self.progress.rollout_id = rollout_id
-        self._update_reference(rollout_id)
-        metrics = self._metrics(table, columns, computed, sums, rates)
-        if self.world.device.type == "cpu":
-            return_freed_memory()
-        return metrics
+        return computed
 
     def step_metrics(self) -> list[dict[str, float]]:
         """The ``train/*`` metrics of each optimizer step of the last rollout trained on, the same on every rank."""
@@ -154,14 +182,14 @@ class Trainer:
             sums.add(name, 0.0, 1 / self.world.size)
         sums.add("global_batch_size", len(np.unique(table.rollout_id[step.rows])), 1)
 
-    def optim_step(self, sums: MetricSums) -> list[float]:
-        """Clip, update the weights, advance the schedule; returns the step's learning rate of each group."""
+    def optim_step(self, sums: MetricSums) -> dict[str, float]:
+        """Clip, update the weights, advance the schedule; returns the step's learning rates by metric."""
         schedule = self.progress.schedule
         norm, finite = self.optimizers.step(schedule.at(self.progress.steps, self.run_steps), schedule.peak)
         self.progress.steps += finite
         sums.add("grad_norm", norm if finite else 0.0, float(finite))
         sums.add("skipped_steps", float(not finite), 1.0)
-        return self.optimizers.learning_rates()
+        return {f"lr-pg_{i}": rate for i, rate in enumerate(self.optimizers.learning_rates())}
 
     def log_probs(self, table: SampleTable) -> np.ndarray:
         """[response tokens of the table] log-probs under the current weights, in the table's order."""
@@ -178,10 +206,14 @@ class Trainer:
         """Write all that `load` needs to go on as if nothing had happened after rollout ``rollout_id``."""
         self.progress.rollout_id = rollout_id
         checkpoint.save(Path(directory), self.args, self._parts(), self.progress)
+        if self.critic is not None:
+            self.critic.save(directory, rollout_id)
 
     def load(self, directory: str) -> int:
         """Go on from a checkpoint, saved by any number of ranks; returns the rollout it was saved after."""
         self.progress = checkpoint.load(Path(directory), self.args, self._parts(), self.progress)
+        if self.critic is not None:
+            self.critic.load(directory)
         return self.progress.rollout_id
 
     def save_hf(self, directory: str) -> None:
@@ -209,7 +241,7 @@ class Trainer:
         columns = TokenColumns.from_table(table)
         if self.args.use_opd and self.teacher is None:
             columns.teacher = torch.from_numpy(table.teacher_log_probs)
-        readers = [self.model] if self.teacher is None else [self.model, self.teacher.model]
+        readers = [part.model for part in (self, self.teacher, self.critic) if part is not None]
         columns.check(self.args, table, min(model.hf.config.vocab_size for model in readers))
         columns.set_weights(self.args, table, steps)
         rows = np.flatnonzero(table.mask_sums)
@@ -220,6 +252,10 @@ class Trainer:
         if self.teacher is not None:
             with self.teacher.weights() as model:
                 columns.teacher, _ = self._pass("teacher_log_probs", model, table, dealt)
+        if self.critic is not None:
+            self._count_flops("values", self.critic.model, table, rows)
+            with self.timer("values"):
+                columns.values = self.critic.values(table, dealt)
         if self._advantages_read_old():
             columns.old, columns.entropy = self._pass("log_probs", self.model, table, dealt)
         if self.args.loss_type != "sft_loss" and self.args.compute_advantages_and_returns:
@@ -234,7 +270,7 @@ class Trainer:
         with self.timer(name):
             return table_scores(model, table, dealt, self.world, self.temperature)
 
-    def _count_flops(self, name: str, model: PolicyModel, table: SampleTable, rows: np.ndarray) -> None:
+    def _count_flops(self, name: str, model: LanguageModel, table: SampleTable, rows: np.ndarray) -> None:
         flops = ForwardFlops.of(model)
         if flops is not None:
             self._flops[name] = flops.total(table.total_lengths[rows], table.response_lengths[rows])
@@ -275,22 +311,23 @@ class Trainer:
         columns: TokenColumns,
         computed: np.ndarray,
         sums: MetricSums,
-        rates: list[list[float]],
+        rates: list[dict[str, float]],
     ) -> dict[str, float]:
         means, of_steps = sums.means()
         metrics, *self._step_metrics = [
-            {f"train/{name}": value for name, value in (found | {f"lr-pg_{i}": lr for i, lr in enumerate(lrs)}).items()}
+            {f"train/{name}": value for name, value in (found | lrs).items()}
             for found, lrs in zip([means, *of_steps], [rates[-1], *rates], strict=True)
         ]
         metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args).items()}
         seconds = self.timer.seconds
         metrics |= {f"perf/{name}_time": value for name, value in seconds.items()}
         for name, flops in self._flops.items():
-            passes = 3 if name == "actor_train" else 1  # the backward pass costs two
+            passes = 3 if name.endswith("_train") else 1  # the backward pass costs two
             metrics[f"perf/{name}_tflops"] = passes * flops / seconds[name] / self.world.size / 1e12
-        tokens = int(table.total_lengths[computed].sum())
-        metrics["perf/actor_train_tok_per_s"] = tokens / seconds["actor_train"]
-        metrics["perf/computed_rows_ratio"] = float(computed.mean())
+        if "actor_train" in seconds:
+            tokens = int(table.total_lengths[computed].sum())
+            metrics["perf/actor_train_tok_per_s"] = tokens / seconds["actor_train"]
+            metrics["perf/computed_rows_ratio"] = float(computed.mean())
         return metrics
 
     def _move(self, phase: str, device: torch.device) -> dict[str, float]:
@@ -298,15 +335,17 @@ class Trainer:
         with self.timer(phase):
             if self.world.device.type == "cuda" and not self.args.fsdp_cpu_offload:
                 move(self.model, self.optimizers, device)
+                if self.critic is not None:
+                    self.critic.move(device)
         return {f"perf/{phase}_time": self.timer.seconds[phase]}
 
 
-def _refuse(args: Args) -> None:
-    """Raise ValueError for what parses and is not here."""
+def _check(args: Args) -> None:
+    """Assert that the models which the loss compares with were derived."""
     compares = args.kl_coef or (args.use_kl_loss and args.kl_loss_coef)
     assert args.use_reference or not compares, "a KL coefficient without a reference: use_reference was not derived"
-    if args.loss_type == "policy_loss" and args.advantage_estimator == "ppo":
-        raise ValueError("--advantage-estimator ppo needs a critic, which is not here yet; take grpo or another")
+    needs_critic = args.loss_type == "policy_loss" and args.advantage_estimator == "ppo"
+    assert args.use_critic or not needs_critic, "ppo without a critic: use_critic was not derived"
 
 
 def _be_deterministic() -> None:

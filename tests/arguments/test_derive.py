@@ -143,6 +143,19 @@ def test_algorithm(make: Make) -> None:
     assert any("cispo" in note for note in make("--advantage-estimator cispo").notes)
 
 
+def test_ppo_has_a_critic(make: Make) -> None:
+    args = make("--advantage-estimator ppo --lr 3e-4 --num-critic-only-steps 2")
+    assert (args.use_critic, args.critic_lr) == (True, 3e-4)
+    assert "rollouts 1 to 2 train the critic alone: the policy stays as it is" in args.notes
+    assert make("--advantage-estimator ppo --critic-lr 1e-3").critic_lr == 1e-3
+    assert not make("--advantage-estimator ppo --loss-type sft_loss").use_critic
+    args = make("--critic-lr 1e-3 --critic-lr-warmup-iters 1 --num-critic-only-steps 2 --critic-load x --lambd 0.9")
+    assert not args.use_critic
+    idle = {flag: why for flag, why in args.no_effect if why == "needs --advantage-estimator ppo"}
+    names = ("--critic-lr", "--critic-lr-warmup-iters", "--num-critic-only-steps", "--critic-load", "--lambd")
+    assert set(idle) == set(names)
+
+
 def test_lengths(make: Make) -> None:
     assert make("--rollout-max-context-len 64").rollout_max_prompt_len == 63
     assert make("--rollout-max-context-len 64").eval_datasets == ()

@@ -15,8 +15,6 @@ CHECKED = {
     "train_backend": "there is one",
     "allow_truncated_sampling": "a permission",
     "custom_config_path": "read by name, with config, before there are arguments",
-    "value_clip": "ppo, which is refused so far, and listed under no effect with the others",
-    "lambd": "as value_clip",
     "sglang_mem_fraction_static": "listed under no effect while the embedded engine runs",
 }
 

@@ -141,6 +141,17 @@ def test_a_tokenizer_too_large_for_the_model(run: str, model: Path) -> None:
     assert any("but the model's vocabulary has 200" in problem for problem in problems(run))
 
 
+def test_what_a_critic_starts_from_is_there(run: str, model: Path, tmp_path: Path) -> None:
+    ppo = f"{run} --advantage-estimator ppo"
+    assert problems(f"{ppo} --critic-load {model}") == []
+    assert any(
+        p.startswith("--critic-load /nowhere: no such folder") for p in problems(f"{ppo} --critic-load /nowhere")
+    )
+    assert any(p.startswith(f"--critic-load {tmp_path}: ") for p in problems(f"{ppo} --critic-load {tmp_path}"))
+    (tmp_path / "trainer.json").write_text("{}")  # a saved critic
+    assert problems(f"{ppo} --critic-load {tmp_path}") == []
+
+
 def test_too_few_gpus_warn_in_a_dry_run_and_stop_a_start(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     two = Machine(gpus=2)

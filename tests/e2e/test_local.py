@@ -82,6 +82,28 @@ def test_first_step_truths_and_engine_agreement(local_run: Run) -> None:
     assert metrics(run, "train/kl_loss")[1] > 1e-8
 
 
+def test_ppo_trains_a_critic_beside_the_policy(local_run: Run, tmp_path: Path) -> None:
+    checkpoints = str(tmp_path / "checkpoints")
+    common = (
+        "--advantage-estimator",
+        "ppo",
+        "--kl-coef",
+        "0.01",
+        "--critic-lr",
+        "5e-3",
+        "--num-critic-only-steps",
+        "1",
+    )
+    saved = ("--save", checkpoints, "--save-interval", "1", "--load", checkpoints, "--ci-test", "--deterministic-mode")
+    local_run("first", *common, *saved, "--num-rollout", "1")
+    run = local_run("second", *common, *saved, "--num-rollout", "4")
+    assert metrics(run, "rollout/values")[0] != 0, "the first rollout has taught the critic something"
+    losses = metrics(run, "train/critic-value_loss")
+    assert len(losses) == len(metrics(run, "train/pg_loss")) == 3
+    assert max(metrics(run, "train/pg_clipfrac")) == 0
+    assert max(metrics(run, "train/train_rollout_logprob_abs_diff")) < 1e-4
+
+
 def test_micro_batches_do_not_matter(local_run: Run) -> None:
     runs = [
         local_run(f"cap{cap}", "--num-rollout", "3", "--deterministic-mode", "--max-tokens-per-gpu", cap)

@@ -1,0 +1,190 @@
+"""The critic of ppo: a second model, as large as the policy and on the same ranks, that predicts returns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from slimelite.algorithms.packed import upcast
+from slimelite.algorithms.reduction import weighted_sum
+from slimelite.algorithms.value import explained_variance, value_loss
+from slimelite.arguments import Args
+from slimelite.arguments.checkpoint import STATE_FILE
+from slimelite.table import SampleTable
+from slimelite.training import checkpoint, first_step
+from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
+from slimelite.training.lr_schedule import CRITIC_FLAGS, LrSchedule
+from slimelite.training.metrics import MetricSums
+from slimelite.training.model import LanguageModel, build_model
+from slimelite.training.offload import move
+from slimelite.training.optimizer import Optimizers
+from slimelite.training.parallel import World, reshard, set_last_micro_batch
+from slimelite.training.passes import Scores
+from slimelite.training.schedule import Step
+
+FOLDER = "critic"  # of a checkpoint
+
+
+class ValueModel(LanguageModel):
+    """A causal LM whose LM head is replaced by one output with bias, 0 at first.
+
+    From 0 the values of a new critic are no noise: its first advantages are those without a baseline, and its head
+    learns before the layers below it move.
+    """
+
+    def __init__(self, hf: PreTrainedModel) -> None:
+        super().__init__(hf)
+        weight = hf.get_output_embeddings().weight
+        head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        hf.set_output_embeddings(head)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """[R] V at the positions that predict the response tokens of ``batch``, at least fp32."""
+        head = self.hf.get_output_embeddings()
+        return upcast(self.hidden(batch)) @ upcast(head.weight)[0] + upcast(head.bias)
+
+
+class Critic:
+    """Values, and how they are learnt: AdamW at ``--critic-lr``. Methods are collective, like those of `Trainer`.
+
+    ``run_steps``: optimizer steps of the run, where its learning-rate schedule ends.
+
+    Raises:
+        ValueError: no model at ``--critic-load``.
+    """
+
+    def __init__(self, args: Args, world: World) -> None:
+        # the flags of the optimizer, as they hold for the critic
+        self.args = replace(
+            args,
+            lr=args.critic_lr,
+            lr_warmup_iters=args.critic_lr_warmup_iters,
+            lr_warmup_fraction=None,
+            optimizer="adam",
+        )
+        self.world = world
+        self.run_steps = 0
+        self._fresh = True
+        own = args.critic_load is not None and (Path(args.critic_load) / STATE_FILE).is_file()
+        path = args.hf_checkpoint if own else args.critic_load or args.hf_checkpoint
+        self.model = build_model(args, world, path, ValueModel, trainable=True)
+        self.optimizers = Optimizers(self.args, self.model)
+        self.progress = checkpoint.Progress(-1, 0, 0, LrSchedule.from_args(self.args))
+        if own:
+            checkpoint.load(
+                Path(str(args.critic_load)), replace(self.args, finetune=True), self._parts(), self.progress
+            )
+
+    @torch.no_grad()
+    def values(self, table: SampleTable, dealt: list[list[np.ndarray]]) -> Tensor:
+        """[response tokens of the table] V under the current weights, on the CPU; NaN in rows that are not in
+        ``dealt``, the micro-batches of rows of each rank.
+        """
+        scores = Scores(len(table.response_tokens), self.world)
+        for rows in dealt[self.world.rank]:
+            batch = MicroBatch.from_table(table, rows, self.world.device)
+            scores.add(batch, self.model(batch))
+        reshard(self.model)
+        (values,) = scores.gather()
+        return values
+
+    def train(
+        self,
+        table: SampleTable,
+        columns: TokenColumns,
+        schedule: list[Step],
+        sums: MetricSums,
+        rates: list[dict[str, float]],
+    ) -> None:
+        """Fit the values to ``columns.returns``, an optimizer step for each of ``schedule``.
+
+        Metrics ``critic-*`` are added to ``sums``, the learning rates of a step to its ``rates``.
+
+        Raises:
+            ValueError: a plugin set the advantages and no returns.
+            FloatingPointError: see `Optimizers.step`.
+        """
+        if columns.returns is None:
+            raise ValueError(
+                "--custom-advantage-function-path left columns.returns None; with --advantage-estimator ppo it sets "
+                "them: they are what the critic learns"
+            )
+        if self.args.reset_optimizer_states:
+            self.optimizers.reset()
+        for sums.step, step in enumerate(schedule):
+            checked = self.args.ci_test and self._fresh
+            self.forward_backward(table, columns, step, sums, checked=checked)
+            rates[sums.step] |= self.optim_step(sums)
+            self._fresh = self._fresh and not columns.trained_rows()[step.rows].any()
+
+    def forward_backward(
+        self, table: SampleTable, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False
+    ) -> None:
+        """Gradients of one optimizer step, weighted as the policy's are; see `Trainer.forward_backward`.
+
+        ``checked``: raise AssertionError where values differ from what they were a moment ago.
+        """
+        assert columns.values is not None
+        assert columns.returns is not None
+        batches = step.micro_batches[self.world.rank]
+        for i, rows in enumerate(batches):
+            set_last_micro_batch(self.model, self.world, last=i + 1 == len(batches))
+            batch = MicroBatch.from_table(table, rows, self.world.device)
+            mask, old = batch.take(columns.mask), batch.take(columns.values)
+            values = self.model(batch)
+            if checked:
+                first_step.check_values(self.world, values, old, mask)
+            losses, metrics = value_loss(
+                values, old, batch.take(columns.returns), mask, value_clip=self.args.value_clip
+            )
+            total = weighted_sum(losses, batch.take(columns.weights))
+            # FSDP averages over ranks; the weights already divide by the whole step
+            (total * self.world.size).backward()
+            sums.add_all({f"critic-{name}": pair for name, pair in metrics.items()})
+            sums.add("critic-value_loss", total, 0.0)
+        sums.add("critic-value_loss", 0.0, 1 / self.world.size)
+        in_step = columns.mask & torch.isin(columns.segments, torch.from_numpy(step.rows))
+        sums.add("critic-explained_variance", *explained_variance(columns.values, columns.returns, in_step))
+
+    def optim_step(self, sums: MetricSums) -> dict[str, float]:
+        """Clip, update the weights, advance the schedule; returns the step's learning rates by metric."""
+        schedule = self.progress.schedule
+        norm, finite = self.optimizers.step(schedule.at(self.progress.steps, self.run_steps), schedule.peak)
+        self.progress.steps += finite
+        sums.add("critic-grad_norm", norm if finite else 0.0, float(finite))
+        sums.add("critic-skipped_steps", float(not finite), 1.0)
+        return {f"critic-lr-pg_{i}": rate for i, rate in enumerate(self.optimizers.learning_rates())}
+
+    def save(self, directory: str, rollout_id: int) -> None:
+        """Write the critic's part of the checkpoint at ``directory``: what `load` and ``--critic-load`` read."""
+        self.progress.rollout_id = rollout_id
+        checkpoint.save(Path(directory) / FOLDER, self.args, self._parts(), self.progress)
+
+    def load(self, directory: str) -> None:
+        """Go on from the checkpoint at ``directory``.
+
+        Raises:
+            ValueError: it has no critic, or one of another model.
+        """
+        folder = Path(directory) / FOLDER
+        if not (folder / STATE_FILE).is_file():
+            raise ValueError(
+                f"{directory} was saved without a critic; to give its policy one, write it with --save-hf and start "
+                "from that folder with --hf-checkpoint"
+            )
+        self.progress = checkpoint.load(folder, self.args, self._parts(), self.progress)
+
+    def move(self, device: torch.device) -> None:
+        """Weights and optimizer state to ``device``."""
+        move(self.model, self.optimizers, device)
+
+    def _parts(self) -> checkpoint.Parts:
+        return checkpoint.Parts(self.world, self.model, None, self.optimizers, CRITIC_FLAGS)
