@@ -9,6 +9,7 @@ from slimelite.arguments.algorithm import AlgorithmArgs
 from slimelite.arguments.base import resolved
 from slimelite.arguments.checkpoint import CheckpointArgs
 from slimelite.arguments.cluster import ClusterArgs
+from slimelite.arguments.correction import CorrectionArgs
 from slimelite.arguments.data import DataArgs
 from slimelite.arguments.debug import DebugArgs
 from slimelite.arguments.distillation import DistillationArgs
@@ -39,6 +40,7 @@ class Args(
     PerfArgs,
     OptimizerArgs,
     DistillationArgs,
+    CorrectionArgs,
     AlgorithmArgs,
     RewardArgs,
     RolloutArgs,

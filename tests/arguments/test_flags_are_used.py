@@ -14,6 +14,7 @@ DECLARING = {"validate.py", "megatron.py", "refused.py"}
 CHECKED = {
     "train_backend": "there is one",
     "allow_truncated_sampling": "a permission",
+    "preset": "read by name, before there are arguments",
     "custom_config_path": "read by name, with config, before there are arguments",
     "value_clip": "ppo, which is refused so far, and listed under no effect with the others",
     "lambd": "as value_clip",

@@ -31,8 +31,6 @@ RULES = [
     ("--use-kl-loss --kl-loss-coef 0.1 --kl-loss-type k1", "use low_var_kl", "--kl-loss-coef 0"),
     ("--advantage-estimator ppo", "ppo needs a critic, which is not here yet", "--advantage-estimator grpo"),
     ("--advantage-estimator ppo", "ppo needs a critic, which is not here yet", "--debug-rollout-only"),
-    ("--use-tis --use-rollout-logprobs", "take one", "--no-use-tis"),
-    ("--use-tis --tis-clip-low 3", "--tis-clip-low 3.0 is above --tis-clip 2.0", "--tis-clip 4"),
     ("--use-dynamic-batch-size", "needs --max-tokens-per-gpu", "--max-tokens-per-gpu 64"),
     ("--eps-clip-c 0.5", "--eps-clip-c 0.5: dual clip must be above 1", "--eps-clip-c 3"),
     ("--eps-clip -0.1", "--eps-clip -0.1: must be at least 0", "--eps-clip 0.1"),
@@ -113,6 +111,11 @@ RULES = [
         "--n-samples-per-prompt 1",
         "grpo compares the responses",
         "--use-opd --opd-type trainer --opd-teacher-load m",
+    ),
+    (
+        "--custom-pg-loss-reducer-function-path my.reducer --loss-aggregation constant",
+        "both reduce the loss; take one",
+        "--loss-aggregation token",
     ),
     ("--ckpt-step 3", "--ckpt-step needs --load", "--load nowhere"),
 ]
