@@ -30,7 +30,8 @@ SLIME_NAMES = {
     "slime.utils.misc.load_function": "slimelite.plugins.load_function",
     "slime.utils.async_utils.run": "asyncio.run",
     "slime.utils.processing_utils.load_tokenizer": "slimelite.compat.load_tokenizer",
-    "slime.backends.megatron_utils.loss.icepop_function": "slimelite.algorithms.corrections.icepop_weights",
+    "slime.backends.megatron_utils.cp_utils.all_gather_with_cp": "slimelite.compat.whole_response",
+    "slime.backends.megatron_utils.cp_utils.slice_log_prob_with_cp": "slimelite.compat.whole_response",
     "slime.rollout.base_types.RolloutFnTrainOutput": "slimelite.rollout.outputs.RolloutFnTrainOutput",
     "slime.rollout.base_types.RolloutFnEvalOutput": "slimelite.rollout.outputs.RolloutFnEvalOutput",
     "slime.rollout.sglang_rollout.generate_rollout": "slimelite.rollout.generate.generate_rollout",
@@ -158,6 +159,11 @@ def load_tokenizer(path: str, **_: Any) -> Any:
     from slimelite.data.tokenizer import load_tokenizer
 
     return load_tokenizer(path)
+
+
+def whole_response(tensor: Any, *_: Any) -> Any:
+    """slime gathers or slices a response over context-parallel ranks; here every rank has all of it."""
+    return tensor
 
 
 async def async_rm(args: PluginArgs, sample: Sample, **_: Any) -> Any:

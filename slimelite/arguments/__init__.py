@@ -9,6 +9,7 @@ from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.base import ArgumentError, flag, resolved
 from slimelite.arguments.checkpoint import CheckpointArgs, find_checkpoint
 from slimelite.arguments.cluster import ClusterArgs
+from slimelite.arguments.correction import CorrectionArgs
 from slimelite.arguments.critic import CriticArgs
 from slimelite.arguments.data import DataArgs
 from slimelite.arguments.debug import DebugArgs
@@ -31,6 +32,7 @@ __all__ = [
     "ArgumentError",
     "CheckpointArgs",
     "ClusterArgs",
+    "CorrectionArgs",
     "CriticArgs",
     "DataArgs",
     "DebugArgs",

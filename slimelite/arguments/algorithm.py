@@ -1,4 +1,4 @@
-"""Advantages, losses and their corrections; the formulas are in docs/algorithms.md."""
+"""Advantages and losses; the formulas are in docs/algorithms.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slimelite.arguments.base import flag, resolved
+from slimelite.arguments.presets import PRESETS
 
 AdvantageEstimator = Literal[
     "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
@@ -19,6 +20,11 @@ GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseli
 class AlgorithmArgs:
     """Algorithm."""
 
+    preset: list[str] = flag(
+        [],
+        f"named sets of flags, below the command line and --config: {', '.join(PRESETS)}; see docs/algorithms.md",
+        metavar="NAME",
+    )
     loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag("policy_loss", "what is minimised")
     advantage_estimator: AdvantageEstimator = flag(
         "grpo", "how rewards become advantages, and the policy loss that goes with it"
@@ -56,18 +62,15 @@ class AlgorithmArgs:
     log_ref_kl: bool = flag(False, "log the KL to the reference although no coefficient uses it")
 
     use_rollout_logprobs: bool = flag(False, "the engine's log-probs are the old ones of the loss")
-    use_tis: bool = flag(False, "truncated importance sampling: weight by trainer/engine probability")
-    tis_clip: float = flag(2.0, "upper bound of that weight")
-    tis_clip_low: float = flag(0.0, "lower bound of that weight")
-    custom_tis_function_path: str | None = flag(
-        None, "plugin: another importance weight, such as icepop_function", metavar="PLUGIN"
-    )
-    use_opsm: bool = flag(False, "drop off-policy responses with a negative advantage")
-    opsm_delta: float = flag(1e-4, "mean log-ratio above which a response is off-policy")
 
     custom_loss_function_path: str | None = flag(None, "plugin: the loss of --loss-type custom_loss", metavar="PLUGIN")
     custom_advantage_function_path: str | None = flag(
         None, "plugin: sets the advantages of a rollout", metavar="PLUGIN"
+    )
+    custom_pg_loss_reducer_function_path: str | None = flag(
+        None,
+        "plugin: how the policy loss of tokens becomes that of a step, instead of --loss-aggregation",
+        metavar="PLUGIN",
     )
 
     # a reference model is needed

@@ -9,6 +9,7 @@ from slimelite.arguments.algorithm import AlgorithmArgs
 from slimelite.arguments.base import resolved
 from slimelite.arguments.checkpoint import CheckpointArgs
 from slimelite.arguments.cluster import ClusterArgs
+from slimelite.arguments.correction import CorrectionArgs
 from slimelite.arguments.critic import CriticArgs
 from slimelite.arguments.data import DataArgs
 from slimelite.arguments.debug import DebugArgs
@@ -41,6 +42,7 @@ class Args(
     OptimizerArgs,
     DistillationArgs,
     CriticArgs,
+    CorrectionArgs,
     AlgorithmArgs,
     RewardArgs,
     RolloutArgs,

@@ -12,6 +12,7 @@ from typing import Any
 from slimelite.arguments.architecture import model_config_from_flags
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.checkpoint import find_checkpoint
+from slimelite.arguments.correction import derive_correction
 from slimelite.arguments.distillation import derive_distillation
 from slimelite.arguments.eval_config import resolve_eval_datasets
 from slimelite.arguments.machine import Machine
@@ -54,8 +55,11 @@ class Draft:
 
 
 def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settings) -> Args:
-    """``args`` with every open value filled in; what cannot be becomes a problem of ``settings``."""
-    draft = Draft(args, given, machine, settings)
+    """``args`` with every open value filled in; what cannot be becomes a problem of ``settings``.
+
+    ``args.derivations`` are those of presets.
+    """
+    draft = Draft(args, given, machine, settings, list(args.derivations))
     _modes(draft)
     _devices(draft)
     _engines(draft)
@@ -64,6 +68,7 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     _lengths(draft)
     derive_distillation(draft)
     _algorithm(draft)
+    derive_correction(draft)
     _checkpoints(draft)
     _tracking(draft)
     draft.args = replace(draft.args, eval_datasets=resolve_eval_datasets(draft.args, settings))

@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slimelite.arguments.args import Args
+from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.base import ArgumentError, all_flags
 from slimelite.arguments.derive import derive
 from slimelite.arguments.help import format_help
 from slimelite.arguments.machine import Machine, this_machine
+from slimelite.arguments.presets import read_presets
 from slimelite.arguments.sources import read_command_line, read_config
 from slimelite.arguments.validate import idle_flags, validate
 from slimelite.arguments.vocabulary import Settings, Vocabulary
@@ -41,7 +42,8 @@ def parse_args(argv: Sequence[str] | None = None, groups: Sequence[type] = ()) -
 
 
 def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Machine | None = None) -> Args:
-    """Complete arguments: command line > ``--config`` > ``--custom-config-path`` > defaults, then derived values.
+    """Complete arguments: command line > ``--config`` > ``--custom-config-path`` > ``--preset`` > defaults,
+    then derived values.
 
     Args:
         argv: as in `parse_args`.
@@ -55,8 +57,16 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     vocabulary = Vocabulary(args_type)
     settings = _merge_sources(argv, vocabulary)
     given = frozenset(settings.values)
+    presets, preset_of = read_presets(settings.values.get("preset", []), vocabulary, given)
+    settings = settings.over(presets)
+    chosen = [
+        Derivation(name, value, f"--preset {preset_of[name]}")
+        for name, value in presets.values.items()
+        if name not in given
+    ]
     misread, blamed = list(settings.problems), set(settings.blamed)
-    args = derive(args_type(**settings.values), given, machine or this_machine(), settings)
+    draft = args_type(**settings.values, derivations=tuple(chosen))
+    args = derive(draft, given, machine or this_machine(), settings)
     found = settings.problems[len(misread) :] + validate(args)
     # a flag that could not be read has its default now; what follows from that is no news
     problems = misread + [p for p in found if not blamed.intersection(re.split(r"[\s:,;]+", p))]

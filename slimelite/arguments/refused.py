@@ -17,9 +17,9 @@ _TP = "models are sharded by FSDP over all ranks; leave it out or at 1"
 _FP8 = "training is in bfloat16 or float32; for an fp8 engine use --sglang-quantization fp8"
 _MOE = "experts are trained as the Hugging Face model defines them, without this; leave it out"
 _DELTA = "weights are sent whole, straight to the engines; leave it out"
-_ROUTING = "expert routing is not replayed; --use-tis corrects the mismatch of trainer and engine"
+_ROUTING = "expert routing is not replayed; --correction tis corrects the mismatch of trainer and engine"
 _MEGATRON_HOOK = "there is no Megatron to hook into; a custom loss, advantage or generate function may do"
-_DEEPGEMM = "the trainer runs no Megatron layers; --use-tis corrects the mismatch of trainer and engine"
+_DEEPGEMM = "the trainer runs no Megatron layers; --correction tis corrects the mismatch of trainer and engine"
 _LORA = "all parameters are trained; LoRA is not here yet"
 _ASYNC = "--async-rollout generates one rollout ahead; with --partial-rollout no response holds it up"
 _FROZEN = "all parameters are trained; freezing is not here yet"
@@ -27,6 +27,7 @@ _PROFILE = "no profiler is built in; perf/* metrics time every phase, and py-spy
 _LOGGERS = "metrics go to metrics.jsonl in the run folder, --use-wandb and --use-tensorboard"
 _BUFFER = "write a --rollout-function-path or --data-source-path of your own"
 _IMAGES = "prompts are text; images, video and audio are not here yet"
+_MIS = ("level", "mode", "lower-bound", "upper-bound")
 _FLEET = "all engines are alike and start with the run; --rollout-num-gpus says how many"
 
 REFUSED: dict[str, Refusal] = {
@@ -50,7 +51,7 @@ REFUSED: dict[str, Refusal] = {
     "megatron-deepgemm-moe-forward-layers": Refusal(-1, _DEEPGEMM),
     "megatron-deepgemm-moe-forward-modules": Refusal(-1, _DEEPGEMM),
     "true-on-policy-mode": Refusal(
-        0, "it needs a patched SGLang; --use-tis corrects the mismatch of trainer and engine"
+        0, "it needs a patched SGLang; --correction tis corrects the mismatch of trainer and engine"
     ),
     "use-stateless-adam": Refusal(0, "--reset-optimizer-states starts every rollout with fresh moments"),
     # experts
@@ -74,9 +75,12 @@ REFUSED: dict[str, Refusal] = {
     "critic-train-only": Refusal(0, "--num-critic-only-steps as large as --num-rollout trains the critic alone"),
     "megatron-config-path": Refusal(1, "what differs for the critic: --critic-lr, --critic-lr-warmup-iters"),
     "opd-teacher-ckpt-step": Refusal(1, "--opd-teacher-load takes a Hugging Face folder: name the one you want"),
-    "custom-pg-loss-reducer-function-path": Refusal(
-        1, "--loss-aggregation rollout, token or constant says how it is reduced"
-    ),
+    # keys of slime's mis.yaml
+    **{f"tis-{name}": Refusal(1, f"it is called --mis-{name} here") for name in _MIS},
+    "use-rs": Refusal(0, "--mis-rejection-level says that and where"),
+    **{f"rs-{name}": Refusal(1, f"it is called --mis-rejection-{name} here") for name in _MIS if name != "mode"},
+    "rs-veto-threshold": Refusal(1, "it is called --mis-veto-threshold here"),
+    "tis-batch-normalize": Refusal(0, "weights are not divided by their mean, which would depend on the batch"),
     "rollout-data-postprocess-path": Refusal(
         1, "--rollout-sample-filter-path masks samples and --custom-advantage-function-path edits advantages"
     ),
@@ -98,7 +102,7 @@ REFUSED: dict[str, Refusal] = {
     # asynchronous training
     "keep-old-actor": Refusal(
         0,
-        "the engine's log-probs are those of the policy that generated: --use-tis or --use-rollout-logprobs read them",
+        "engines' log-probs are those of the policy that generated: --correction or --use-rollout-logprobs use them",
     ),
     "fully-async": Refusal(0, _ASYNC),
     "async-max-concurrent-samples": Refusal(1, _ASYNC),
@@ -143,7 +147,7 @@ REFUSED: dict[str, Refusal] = {
     "use-prometheus": Refusal(0, _LOGGERS),
     "mfu-peak-tflops": Refusal(1, "perf/* metrics count tokens and seconds, not the share of a peak"),
     "recompute-logprobs-via-prefill": Refusal(
-        0, "the trainer computes its own log-probs; --use-tis corrects the mismatch"
+        0, "the trainer computes its own log-probs; --correction tis corrects the mismatch"
     ),
     "rollout-submission-granularity": Refusal(1, "prompts are submitted one for one"),
     "save-trigger-sentinel": Refusal(1, "--save-interval says when checkpoints are written"),

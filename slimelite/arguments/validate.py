@@ -8,6 +8,7 @@ from typing import Any
 
 from slimelite.arguments.algorithm import GROUP_ESTIMATORS
 from slimelite.arguments.args import Args
+from slimelite.arguments.correction import correction_problems
 from slimelite.arguments.distillation import distillation_problems
 
 # fields -> the lowest value that makes sense
@@ -33,8 +34,9 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(
         ["clip_grad", "eps_clip", "eps_clip_high", "kl_coef", "kl_loss_coef", "lr_warmup_iters", "muon_lr"], 0
     ),
-    **dict.fromkeys(["tis_clip_low", "adam_eps", "eval_temperature"], 0),
     **dict.fromkeys(["critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "value_clip"], 0),
+    **dict.fromkeys(["tis_clip_low", "mis_lower_bound", "mis_rejection_lower_bound", "opsm_delta"], 0),
+    **dict.fromkeys(["adam_eps", "eval_temperature"], 0),
     "generate_timeout": 1,
     "code_memory_mb": 64,
     "reward_model_batch_size": 1,
@@ -53,7 +55,26 @@ IN_UNIT_INTERVAL = (
 )
 # flag -> what it needs to mean anything; given without, it is listed under "no effect here"
 NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
-    **dict.fromkeys(["tis_clip", "tis_clip_low"], (lambda a: a.use_tis or a.custom_tis_function_path, "--use-tis")),
+    **dict.fromkeys(
+        ["correction", "use_tis", "custom_tis_function_path", "use_opsm", "custom_pg_loss_reducer_function_path"],
+        (lambda a: a.loss_type == "policy_loss", "--loss-type policy_loss"),
+    ),
+    **dict.fromkeys(
+        ["tis_clip", "tis_clip_low"],
+        (lambda a: a.correction in ("tis", "icepop", "custom"), "--correction tis or icepop"),
+    ),
+    **dict.fromkeys(
+        ["mis_level", "mis_mode", "mis_upper_bound", "mis_rejection_level", "mis_veto_threshold"],
+        (lambda a: a.correction == "mis", "--correction mis"),
+    ),
+    "mis_lower_bound": (
+        lambda a: a.correction == "mis" and a.mis_mode in ("mask", "clip"),
+        "--correction mis --mis-mode mask or clip",
+    ),
+    **dict.fromkeys(
+        ["mis_rejection_upper_bound", "mis_rejection_lower_bound"],
+        (lambda a: a.correction == "mis" and a.mis_rejection_level, "--correction mis --mis-rejection-level"),
+    ),
     **dict.fromkeys(["opd_type", "opd_kl_coef"], (lambda a: a.use_opd, "--use-opd")),
     "overlong_penalty_factor": (lambda a: a.overlong_buffer_len, "--overlong-buffer-len"),
     "opsm_delta": (lambda a: a.use_opsm, "--use-opsm"),
@@ -120,6 +141,7 @@ def validate(args: Args) -> list[str]:
         _groups,
         _kl,
         _policy,
+        correction_problems,
         distillation_problems,
         _rewards,
         _schedule,
@@ -295,12 +317,10 @@ def _policy(args: Args) -> Iterator[str]:
         yield f"--eps-clip-c {args.eps_clip_c}: dual clip must be above 1"
     if args.use_critic and not args.compute_advantages_and_returns:
         yield "--disable-compute-advantages-and-returns leaves the critic of ppo nothing to learn; leave it out"
-    if args.use_rollout_logprobs and (args.use_tis or args.custom_tis_function_path):
-        yield "--use-rollout-logprobs and --use-tis: the engine's log-probs leave no mismatch to correct; take one"
-    if args.tis_clip_low > args.tis_clip:
-        yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}"
     if args.calculate_per_token_loss and args.loss_aggregation != "token":
         yield f"--calculate-per-token-loss is --loss-aggregation token, not {args.loss_aggregation}"
+    if args.custom_pg_loss_reducer_function_path and args.loss_aggregation == "constant":
+        yield "--loss-aggregation constant and --custom-pg-loss-reducer-function-path both reduce the loss; take one"
     if args.loss_aggregation == "constant" and not args.rollout_max_response_len:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
     if args.group_rm and not (args.custom_rm_path or args.rollout_function_path):

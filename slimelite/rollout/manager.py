@@ -241,7 +241,7 @@ class RolloutManager:
     def _warn_of_old_weights(self, table: SampleTable, version: int | None) -> None:
         """Say once that tokens of older weights are trained on as if they were of the current ones."""
         args = self.args
-        corrected = args.use_tis or args.custom_tis_function_path or args.use_opsm or args.use_rollout_logprobs
+        corrected = args.correction != "none" or args.use_opsm or args.use_rollout_logprobs
         trained = args.loss_type == "policy_loss" and not args.debug_rollout_only
         if self._warned_of_old_weights or corrected or not trained or version is None:
             return
@@ -250,8 +250,8 @@ class RolloutManager:
             self._warned_of_old_weights = True
             logger.warning(
                 "%d of %d response tokens to train on are from older weights than the current ones, and nothing "
-                "corrects for it: consider --use-tis, --custom-tis-function-path, --use-opsm, --max-weight-staleness "
-                "or --mask-offpolicy-in-partial-rollout (said once; see rollout/weight_staleness)",
+                "corrects for it: consider --correction tis, --use-opsm, --max-weight-staleness or "
+                "--mask-offpolicy-in-partial-rollout (said once; see rollout/weight_staleness)",
                 old,
                 int(np.count_nonzero(table.loss_mask)),
             )

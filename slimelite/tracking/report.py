@@ -14,7 +14,7 @@ MISMATCH_WARNING = (
     "  Usual causes: weights that did not reach the engine; tokens of older weights (partial rollouts, kept surplus);\n"
     "  lower precision or quantised weights or cache in the engine; top-p, top-k or penalties in sampling; a custom\n"
     "  generate function that tokenises text again instead of keeping the engine's tokens; experts routed otherwise.\n"
-    "  --use-tis corrects small differences; --check-weight-update-equal tells whether the weights arrived."
+    "  --correction tis corrects small differences; --check-weight-update-equal tells whether the weights arrived."
 )
 
 

@@ -16,13 +16,14 @@ from slimelite.training.attention import PackedSequences
 class MicroBatch:
     """R response tokens of some rows and the T tokens that predict them.
 
-    ``rows``: [n] int64 of the table; ``tokens``: T, 0 for an empty micro-batch, whose row is one dummy token.
-    ``input_ids``, ``position_ids``: [1, T]; ``response_index``: [R] position whose hidden state predicts each response
-    token; ``targets``: [R] those tokens. ``segments``: [R] index into ``rows``; ``token_index``: [R] int64 on the CPU,
-    position in the table's response columns.
+    ``rows``: [n] int64 of the table; ``lengths``: prompt and response tokens of each; ``tokens``: T, 0 for an empty
+    micro-batch, whose row is one dummy token. ``input_ids``, ``position_ids``: [1, T]; ``response_index``: [R] position
+    whose hidden state predicts each response token; ``targets``: [R] those tokens. ``segments``: [R] index into
+    ``rows``; ``token_index``: [R] int64 on the CPU, position in the table's response columns.
     """
 
     rows: np.ndarray
+    lengths: list[int]
     tokens: int
     input_ids: Tensor
     position_ids: Tensor
@@ -57,6 +58,7 @@ class MicroBatch:
 
         return cls(
             rows=rows,
+            lengths=(prompts + responses).tolist(),
             tokens=len(ids) if len(rows) else 0,
             input_ids=to_device(ids[None]),
             position_ids=to_device(positions[None]),

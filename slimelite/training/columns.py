@@ -20,6 +20,7 @@ from slimelite.algorithms.reduction import row_weights
 from slimelite.arguments import Args
 from slimelite.plugins import load_function
 from slimelite.table import SampleTable
+from slimelite.training.reducer import reducer_weights
 
 # rows that are computed of a step without gradient: what it says of entropy and mismatch needs no more
 MEASURED_ROWS = 8
@@ -30,11 +31,11 @@ class TokenColumns:
     """Columns over the N response tokens of a table with n rows, on the CPU.
 
     ``mask``: [N] bool, what the loss sees; ``segments``: [N] int64 rows; ``rollout_log_probs``: [N] of the engine, NaN
-    where there are none; ``weights``: [N] weight in its optimizer step; ``advantages``: [N]; ``old``, ``ref``,
-    ``teacher``: [N] log-probs of the trainer before the rollout's first step, of the reference and of the teacher: None
-    where not needed, NaN in rows that were not computed. ``entropy``: [N] that goes with ``old``. ``returns``: [N] what
-    the estimator made of the rewards, before distillation and whitening; with a critic, what it learns. ``values``: [N]
-    of the critic before the rollout's first step.
+    where there are none; ``weights``: [N] weight in its optimizer step, ``pg_weights`` that of the policy loss;
+    ``advantages``: [N]; ``old``, ``ref``, ``teacher``: [N] log-probs of the trainer before the rollout's first step, of
+    the reference and of the teacher: None where not needed, NaN in rows that were not computed. ``entropy``: [N] that
+    goes with ``old``. ``returns``: [N] what the estimator made of the rewards, before distillation and whitening; with
+    a critic, what it learns. ``values``: [N] of the critic before the rollout's first step.
     """
 
     mask: Tensor
@@ -42,6 +43,7 @@ class TokenColumns:
     rows: int
     rollout_log_probs: Tensor
     weights: Tensor
+    pg_weights: Tensor
     advantages: Tensor
     old: Tensor | None = None
     entropy: Tensor | None = None
@@ -60,6 +62,7 @@ class TokenColumns:
             rows=len(table),
             rollout_log_probs=torch.tensor(table.rollout_log_probs),
             weights=torch.zeros(len(rows), dtype=torch.float64),
+            pg_weights=torch.zeros(len(rows), dtype=torch.float64),
             advantages=torch.zeros(len(rows)),
         )
 
@@ -73,7 +76,9 @@ class TokenColumns:
                 args.loss_aggregation,
                 max_response_len=args.rollout_max_response_len,
             )
-        self.weights = torch.where(self.mask, per_row[self.segments], 0.0)
+        self.weights = self.pg_weights = torch.where(self.mask, per_row[self.segments], 0.0)
+        if args.custom_pg_loss_reducer_function_path:
+            self.pg_weights = reducer_weights(args, table, self.mask, steps)
 
     def set_advantages(self, args: Args, table: SampleTable) -> None:
         """The advantage of every token: by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
@@ -156,12 +161,12 @@ class TokenColumns:
                 f"samples {self._ids_with(unscored, table)} have no teacher log-probs, which --opd-type sglang trains "
                 "on: give the teacher's address as --rm-url, or fill sample.teacher_log_probs where samples are made"
             )
-        reads_engine = args.use_rollout_logprobs or args.use_tis or args.custom_tis_function_path
+        reads_engine = args.use_rollout_logprobs or args.correction != "none"
         missing = self.mask & self.rollout_log_probs.isnan()
         if args.loss_type == "policy_loss" and reads_engine and missing.any():
             raise ValueError(
                 f"samples {self._ids_with(missing, table)} have no engine log-probs, which --use-rollout-logprobs and "
-                "--use-tis need; leave these out, or generate the samples with log-probs"
+                "--correction need; leave these out, or generate the samples with log-probs"
             )
 
     def means(self, args: Args) -> dict[str, float]:

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from slimelite.algorithms.corrections import mismatch_metrics, opsm_keep, tis_weights
+from slimelite.algorithms.corrections import mismatch_metrics
 from slimelite.algorithms.kl import kl_estimate
 from slimelite.algorithms.packed import Metrics
 from slimelite.algorithms.policy import cispo_loss, gspo_loss, ppo_clip_loss
 from slimelite.algorithms.reduction import weighted_sum
 from slimelite.algorithms.sft import sft_loss
-from slimelite.arguments import AlgorithmArgs
+from slimelite.arguments import AlgorithmArgs, Args
 from slimelite.plugins import load_function
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
+from slimelite.training.correction import correct, drop_off_policy
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """The R response tokens of a micro-batch, on its device; see `TokenColumns`.
 
-    ``segments``: [R] int64 row of each token, of ``num_segments``. ``old`` None: this is the rollout's only step, and
-    what the policy says now is what it said before.
+    ``segments``: [R] int64 row of each token, of ``num_segments`` with ``total_lengths`` prompt and response tokens.
+    ``old`` None: this is the rollout's only step, and what the policy says now is what it said before.
     """
 
     mask: Tensor
     segments: Tensor
     num_segments: int
+    total_lengths: list[int]
     weights: Tensor
+    pg_weights: Tensor
     advantages: Tensor
     rollout_log_probs: Tensor
     old: Tensor | None
@@ -45,7 +46,9 @@ class LossInputs:
             mask=batch.take(columns.mask),
             segments=batch.segments,
             num_segments=len(batch.rows),
+            total_lengths=batch.lengths,
             weights=batch.take(columns.weights),
+            pg_weights=batch.take(columns.pg_weights),
             advantages=batch.take(columns.advantages),
             rollout_log_probs=batch.take(columns.rollout_log_probs),
             old=None if columns.old is None else batch.take(columns.old),
@@ -64,7 +67,7 @@ class Loss:
     metrics: Metrics = field(default_factory=dict)
 
 
-def micro_batch_loss(args: AlgorithmArgs, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
     """The loss by ``--loss-type``; ``log_probs`` and ``entropy`` are [R].
 
     The plugin of ``custom_loss`` is ``fn(args, inputs, log_probs, entropy) -> (losses [R], metrics)``; its per-token
@@ -81,13 +84,14 @@ def micro_batch_loss(args: AlgorithmArgs, inputs: LossInputs, log_probs: Tensor,
     return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, inputs), **metrics})
 
 
-def _policy_loss(args: AlgorithmArgs, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+def _policy_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
     own = log_probs.detach() if inputs.old is None else inputs.old
     old = inputs.rollout_log_probs if args.use_rollout_logprobs else own
     losses, metrics = _surrogate(args, inputs, log_probs, old)
-    losses, corrections = _correct(args, inputs, losses, log_probs, own)
-    pg_loss = weighted_sum(losses, inputs.weights)
-    metrics |= corrections
+    losses, corrected = correct(args, inputs, losses, own)
+    losses, dropped = drop_off_policy(args, inputs, losses, log_probs, old)
+    pg_loss = weighted_sum(losses, inputs.pg_weights)
+    metrics |= corrected | dropped
     metrics |= mismatch_metrics(
         own, inputs.rollout_log_probs, inputs.mask, clip=args.tis_clip, clip_low=args.tis_clip_low
     )
@@ -115,31 +119,6 @@ def _surrogate(args: AlgorithmArgs, inputs: LossInputs, log_probs: Tensor, old: 
             return cispo_loss(*common, **clip)
         case _:
             return ppo_clip_loss(*common, **clip, eps_clip_c=args.eps_clip_c)
-
-
-def _correct(
-    args: AlgorithmArgs, inputs: LossInputs, losses: Tensor, log_probs: Tensor, own: Tensor
-) -> tuple[Tensor, Metrics]:
-    """Losses [R] after the corrections for train/inference mismatch that are switched on.
-
-    ``--custom-tis-function-path`` names a function with the signature of `corrections.tis_weights`.
-    """
-    metrics: Metrics = {}
-    weigh: Callable[..., tuple[Tensor, Metrics]] | None = tis_weights if args.use_tis else None
-    if args.custom_tis_function_path:
-        weigh = load_function(args.custom_tis_function_path)
-    if weigh is not None:
-        clip = {"clip": args.tis_clip, "clip_low": args.tis_clip_low}
-        weights, metrics = weigh(own, inputs.rollout_log_probs, inputs.mask, **clip)
-        losses = losses * weights
-    if args.use_opsm:
-        old = inputs.rollout_log_probs if args.use_rollout_logprobs else own
-        keep, dropped = opsm_keep(
-            log_probs, old, inputs.advantages, inputs.mask, inputs.segments, inputs.num_segments, delta=args.opsm_delta
-        )
-        losses = torch.where(keep, losses, 0.0)
-        metrics = metrics | dropped
-    return losses, metrics
 
 
 def _weighted_mean(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,6 @@ RULES = [
     ("--critic-lr -1", "--critic-lr -1.0: must be at least 0", "--critic-lr 0"),
     ("--num-critic-only-steps -1", "--num-critic-only-steps -1: must be at least 0", "--num-critic-only-steps 0"),
     ("--value-clip -1", "--value-clip -1.0: must be at least 0", "--value-clip 0.2"),
-    ("--use-tis --use-rollout-logprobs", "take one", "--no-use-tis"),
-    ("--use-tis --tis-clip-low 3", "--tis-clip-low 3.0 is above --tis-clip 2.0", "--tis-clip 4"),
     ("--use-dynamic-batch-size", "needs --max-tokens-per-gpu", "--max-tokens-per-gpu 64"),
     ("--eps-clip-c 0.5", "--eps-clip-c 0.5: dual clip must be above 1", "--eps-clip-c 3"),
     ("--eps-clip -0.1", "--eps-clip -0.1: must be at least 0", "--eps-clip 0.1"),
@@ -124,6 +122,11 @@ RULES = [
         "--n-samples-per-prompt 1",
         "grpo compares the responses",
         "--use-opd --opd-type trainer --opd-teacher-load m",
+    ),
+    (
+        "--custom-pg-loss-reducer-function-path my.reducer --loss-aggregation constant",
+        "both reduce the loss; take one",
+        "--loss-aggregation token",
     ),
     ("--ckpt-step 3", "--ckpt-step needs --load", "--load nowhere"),
 ]

@@ -76,7 +76,7 @@ def test_two_ranks_are_one(grpo_args: list[str], tmp_path: Path) -> None:
     one, two = runs
     assert metrics(two, "rollout/raw_reward") == metrics(one, "rollout/raw_reward")
     for name in ("train/loss", "train/kl_loss", "train/grad_norm"):
-        assert metrics(two, name) == pytest.approx(metrics(one, name), rel=1e-4, abs=1e-5), name
+        assert metrics(two, name) == pytest.approx(metrics(one, name), rel=1e-5, abs=1e-6), name
     assert metrics(one, "train/kl_loss")[-1] > 1e-3
 
 

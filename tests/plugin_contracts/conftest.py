@@ -2,12 +2,16 @@
 
     pytest tests/plugin_contracts --dynamic-sampling-filter-path my_filters.py:keep_hard_prompts
 
-Without the flag the test runs on an example.
+Without the flag the test runs on an example. ``--reward-key`` and ``--group-rm`` go with ``--custom-rm-path`` as they
+do in train.py; ``--rm-label``, ``--rm-metadata`` (JSON) and ``--rm-response`` (one that deserves a high reward) are
+what it is asked about.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rollout.conftest import (  # noqa: F401
@@ -21,9 +25,12 @@ from rollout.conftest import (  # noqa: F401
     tokenizer,
 )
 
-Given = Callable[[str], str]
+Given = Callable[[str], Any]
+
+TRAINING = Path(__file__).parent.parent / "training" / "plugins.py"
 
 EXAMPLES = {
+    "--custom-rm-path": plugin("rewards.py:label_in_response"),
     "--custom-generate-function-path": plugin("slime_style.py:generate"),
     "--rollout-function-path": plugin("slime_style.py:wrapped_rollout"),
     "--data-source-path": plugin("sources.py:Hinted"),
@@ -36,21 +43,30 @@ EXAMPLES = {
     "--custom-rollout-log-function-path": plugin("hooks.py:adds_a_metric"),
     "--custom-eval-rollout-log-function-path": plugin("hooks.py:adds_eval_metric"),
     "--eval-function-path": plugin("hooks.py:fixed_scores"),
+    "--custom-loss-function-path": f"{TRAINING}:twice_the_likelihood",
+    "--custom-advantage-function-path": f"{TRAINING}:all_ones",
+    "--custom-tis-function-path": f"{TRAINING}:tis_as_slime_does",
+    "--custom-pg-loss-reducer-function-path": f"{TRAINING}:longest_response_reducer",
 }
+SETTINGS: dict[str, Any] = {"--reward-key": None, "--rm-label": "42", "--rm-metadata": "{}"}
+SETTINGS["--rm-response"] = "I think that the answer is 42."
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("plugin contracts")
     for flag in EXAMPLES:
         group.addoption(flag, metavar="PLUGIN", help="run its contract test on this function")
+    for flag in SETTINGS:
+        group.addoption(flag, help="what the function of --custom-rm-path is asked about")
+    group.addoption("--group-rm", action="store_true", help="--custom-rm-path takes groups")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def given(request: pytest.FixtureRequest) -> Given:
-    """The plugin that a flag names, or its example."""
+    """What a flag says: a plugin or its example, a setting or its default."""
 
-    def path(flag: str) -> str:
+    def value(flag: str) -> Any:
         # unregistered when this folder was not named on pytest's command line
-        return request.config.getoption(flag, default=None) or EXAMPLES[flag]
+        return request.config.getoption(flag, default=None) or {**EXAMPLES, **SETTINGS}.get(flag)
 
-    return path
+    return value

@@ -1,11 +1,4 @@
-"""The contract of --custom-rm-path. Point it at your own function::
-
-    CUSTOM_RM_PATH=my_rewards.py:score pytest tests/plugin_contracts/test_custom_rm.py
-
-Settings, all from the environment: ``CUSTOM_RM_REWARD_KEY`` is your --reward-key, ``CUSTOM_RM_GROUP=1`` your
---group-rm, ``CUSTOM_RM_LABEL`` a label of your data, ``CUSTOM_RM_METADATA`` a row's metadata as JSON,
-``CUSTOM_RM_RESPONSE`` a response that deserves a high reward. Without CUSTOM_RM_PATH an example is tested.
-"""
+"""The contract of --custom-rm-path."""
 
 from __future__ import annotations
 
@@ -13,9 +6,8 @@ import asyncio
 import copy
 import json
 import math
-import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +17,23 @@ from slimelite.arguments import Args
 from slimelite.rewards import Grader
 from slimelite.sample import Sample, Status
 
-EXAMPLE = '''
-async def score(args, sample, **kwargs):
-    """1 if the label is in the response; a whole group at once under --group-rm."""
-    if isinstance(sample, list):
-        return [await score(args, one) for one in sample]
-    return float(str(sample.label) in sample.response)
-'''
+from .conftest import Given
+
 RESPONSES = {
-    "ordinary": os.environ.get("CUSTOM_RM_RESPONSE", "I think that the answer is 42."),
     "empty": "",
     "long": "word " * 20_000,
     "not english": "答案是 \u202e42\x00 😀",
     "broken markup": "<think>\\boxed{{{ ```python\nimport os",
 }
+MakeSample = Callable[..., Sample]
 
 
 @pytest.fixture(scope="module")
-def args(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Args:
-    path = request.config.getoption("--custom-rm-path", default=None) or os.environ.get("CUSTOM_RM_PATH")
-    if path is None:
-        file = tmp_path_factory.mktemp("plugin") / "example_reward.py"
-        file.write_text(EXAMPLE)
-        path = f"{file}:score"
+def args(given: Given) -> Args:
     return Args(
-        custom_rm_path=path,
-        reward_key=os.environ.get("CUSTOM_RM_REWARD_KEY"),
-        group_rm=os.environ.get("CUSTOM_RM_GROUP") == "1",
+        custom_rm_path=given("--custom-rm-path"),
+        reward_key=given("--reward-key"),
+        group_rm=bool(given("--group-rm")),
         reward_error="fail",
     )
 
@@ -63,48 +45,55 @@ def grader(args: Args) -> Iterator[Grader]:
     grader.close()
 
 
-def sample(response: str, index: int = 0) -> Sample:
-    made = Sample(
-        group_index=0,
-        index=index,
-        prompt="What is 6 * 7?",
-        tokens=[5, 6, 7],
-        label=os.environ.get("CUSTOM_RM_LABEL", "42"),
-        metadata=json.loads(os.environ.get("CUSTOM_RM_METADATA", "{}")),
-        status=Status.COMPLETED,
-    )
-    made.append_response_tokens([8, 9], [-0.5, -0.25], text=response)
-    return made
+@pytest.fixture(scope="module")
+def sample(given: Given) -> MakeSample:
+    """A sample with the response of this name, ``ordinary`` unless told."""
+    responses = RESPONSES | {"ordinary": given("--rm-response")}
+
+    def make(kind: str = "ordinary", index: int = 0) -> Sample:
+        made = Sample(
+            group_index=0,
+            index=index,
+            prompt="What is 6 * 7?",
+            tokens=[5, 6, 7],
+            label=given("--rm-label"),
+            metadata=json.loads(given("--rm-metadata")),
+            status=Status.COMPLETED,
+        )
+        made.append_response_tokens([8, 9], [-0.5, -0.25], text=responses[kind])
+        return made
+
+    return make
 
 
 def value(grader: Grader, graded: Sample) -> float:
     return graded.reward_value(grader.args.reward_key)
 
 
-@pytest.mark.parametrize("kind", sorted(RESPONSES))
-def test_every_response_gets_a_finite_number_in_time(grader: Grader, kind: str) -> None:
-    graded = sample(RESPONSES[kind])
+@pytest.mark.parametrize("kind", ["ordinary", *sorted(RESPONSES)])
+def test_every_response_gets_a_finite_number_in_time(grader: Grader, sample: MakeSample, kind: str) -> None:
+    graded = sample(kind)
     asyncio.run(grader.grade([graded]))
     assert math.isfinite(value(grader, graded))
 
 
-def test_truncated_and_aborted_samples_get_one_too(grader: Grader) -> None:
+def test_truncated_and_aborted_samples_get_one_too(grader: Grader, sample: MakeSample) -> None:
     for status in (Status.TRUNCATED, Status.ABORTED):
-        graded = sample(RESPONSES["ordinary"])
+        graded = sample()
         graded.status = status
         asyncio.run(grader.grade([graded]))
         assert math.isfinite(value(grader, graded))
 
 
-def test_a_group_gets_a_reward_for_each_sample(grader: Grader) -> None:
-    group = [sample(response, index) for index, response in enumerate(RESPONSES.values())]
+def test_a_group_gets_a_reward_for_each_sample(grader: Grader, sample: MakeSample) -> None:
+    group = [sample(kind, index) for index, kind in enumerate(["ordinary", *RESPONSES])]
     asyncio.run(grader.grade(group))
     assert all(math.isfinite(value(grader, s)) for s in group)
 
 
-def test_the_sample_is_left_as_it_was(grader: Grader) -> None:
+def test_the_sample_is_left_as_it_was(grader: Grader, sample: MakeSample) -> None:
     """Metadata may be added to (it ends up in the sample table); tokens and the text are the engine's."""
-    graded = sample(RESPONSES["ordinary"])
+    graded = sample()
     before = copy.deepcopy(graded.to_dict())
     asyncio.run(grader.grade([graded]))
     changed = {name for name, old in before.items() if getattr(graded, name) != old}
@@ -112,9 +101,9 @@ def test_the_sample_is_left_as_it_was(grader: Grader) -> None:
     assert {key: graded.metadata.get(key) for key in before["metadata"]} == before["metadata"]
 
 
-def test_many_at_once(grader: Grader) -> None:
+def test_many_at_once(grader: Grader, sample: MakeSample) -> None:
     """Groups finish at the same time, in a rollout: calls overlap."""
-    groups = [[sample(RESPONSES["ordinary"], 4 * g + i) for i in range(4)] for g in range(8)]
+    groups = [[sample("ordinary", 4 * g + i) for i in range(4)] for g in range(8)]
 
     async def grade_all() -> None:
         await asyncio.gather(*(grader.grade(group) for group in groups))
@@ -123,17 +112,17 @@ def test_many_at_once(grader: Grader) -> None:
     assert all(math.isfinite(value(grader, s)) for group in groups for s in group)
 
 
-def test_the_next_rollout_can_score_too(grader: Grader) -> None:
+def test_the_next_rollout_can_score_too(grader: Grader, sample: MakeSample) -> None:
     """What the function keeps between calls (a session, a cache) works in later calls, from other event loops."""
     for _ in range(3):
-        graded = sample(RESPONSES["ordinary"])
+        graded = sample()
         asyncio.run(grader.grade([graded]))
         assert math.isfinite(value(grader, graded))
 
 
-def test_rewards_come_back_whatever_thread_asks(grader: Grader) -> None:
+def test_rewards_come_back_whatever_thread_asks(grader: Grader, sample: MakeSample) -> None:
     """The rollout runs on a thread of its own: signal handlers and the like do not work there."""
-    graded, errors = sample(RESPONSES["ordinary"]), list[BaseException]()
+    graded, errors = sample(), list[BaseException]()
 
     def rollout() -> None:
         try:
@@ -157,10 +146,10 @@ BROKEN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", sorted(BROKEN))
-def test_the_contract_finds_functions_that_break_it(name: str, tmp_path: Path) -> None:
+def test_the_contract_finds_functions_that_break_it(sample: MakeSample, name: str, tmp_path: Path) -> None:
     file = tmp_path / f"{name}.py"
     file.write_text(BROKEN[name])
     grader = Grader(Args(custom_rm_path=f"{file}:score", reward_error="fail"))
     with pytest.raises(Exception, match=f"{name}.py:score of sample 0"):
-        test_every_response_gets_a_finite_number_in_time(grader, "empty")
+        test_every_response_gets_a_finite_number_in_time(grader, sample, "empty")
     grader.close()

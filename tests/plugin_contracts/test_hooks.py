@@ -40,7 +40,7 @@ def test_reward_post_process(given: Given, make_args: MakeArgs, make_manager: Ma
 
 def test_log_function(given: Given, make_args: MakeArgs, make_manager: MakeManager) -> None:
     """``fn(rollout_id, args, samples, metrics, seconds)``: may add metrics; true replaces the default ones."""
-    args = make_args(custom_rollout_log_function_path=given("--custom-rollout-log-function-path"))
+    args = make_args(custom_rollout_log_function_path=given("--custom-rollout-log-function-path"), num_rollout=1)
     metrics = make_manager(args).generate(0).metrics
     assert all(np.isfinite(value) for value in metrics.values())
 

@@ -361,7 +361,7 @@ def test_surplus_of_older_weights_is_masked_or_warned_of_once(
         np.testing.assert_array_equal(output.table.loss_mask, ~old if mask else np.ones(len(old), bool))
     warnings = [r.getMessage() for r in caplog.records if "older weights" in r.getMessage()]
     assert len(warnings) == (0 if mask else 1)
-    assert mask or "--use-tis" in warnings[0]
+    assert mask or "--correction tis" in warnings[0]
 
 
 def test_the_state_is_json_whatever_plugins_put_on_samples(make_args: MakeArgs, make_manager: MakeManager) -> None:

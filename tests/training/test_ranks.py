@@ -1,4 +1,4 @@
-"""However rows are cut into micro-batches and dealt to ranks, training is the same."""
+"""However rows are dealt to ranks, training is the same."""
 
 from __future__ import annotations
 
@@ -9,21 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import (
-    Recorder,
-    exact_norms,
-    gradients,
-    on_ranks,
-    one_rank,
-    random_table,
-    save_tiny_model,
-    tiny_args,
-    weights_of,
-)
+from exact import CORRECTIONS, ESTIMATORS, Gradient, assert_same_gradient, awkward_table, exact_step
+from tiny import Recorder, on_ranks, one_rank, save_tiny_model, tiny_args, weights_of
 
 from slimelite.table import SampleTable
-from slimelite.training.metrics import MetricSums
-from slimelite.training.schedule import Step, split_steps
 from slimelite.training.trainer import Trainer
 
 # every term of the loss at once; fan-out siblings, a removed sample and an empty row are in the table
@@ -32,32 +21,14 @@ EVERYTHING = {
     "kl_loss_coef": 0.1,
     "use_reference": True,
     "entropy_coef": 0.01,
-    "use_tis": True,
+    "correction": "tis",
     "rollout_temperature": 0.8,
 }
-
-
-def awkward_table() -> SampleTable:
-    table = random_table(seed=3, groups=5, group_size=4)
-    table.rollout_id[1] = table.rollout_id[0]
-    table.removed[5] = True
-    table.loss_mask[table.response_offsets[9] : table.response_offsets[10]] = False
-    return table
-
-
-def exact_gradient(trainer: Trainer, table: SampleTable) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The float64 gradient of one optimizer step over the whole table, and the metrics; ``trainer`` is fresh."""
-    models = [trainer.model, *([trainer.reference.model] if trainer.reference else [])]
-    for model in models:
-        model.double()
-        exact_norms(model)
-    (rows,) = split_steps(table.rollout_id, table.unit_id, 1000)
-    columns = trainer._columns(table, [rows])
-    sums = MetricSums(trainer.world)
-    trainer.forward_backward(table, columns, Step(rows, trainer._deal(table, rows[table.mask_sums[rows] > 0])), sums)
-    found = gradients(trainer)
-    trainer.model.zero_grad()
-    return found, sums.means()[0]
+# every estimator and every correction once
+CASES = [
+    {"advantage_estimator": estimator, **ESTIMATORS[estimator], **CORRECTIONS[correction]}
+    for estimator, correction in zip(ESTIMATORS, CORRECTIONS, strict=True)
+]
 
 
 def five_steps(trainer: Trainer, table: SampleTable) -> list[dict[str, float]]:
@@ -73,29 +44,20 @@ def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> di
     trainer.save(f"{folder}/checkpoint", 4)
     trainer.save_hf(f"{folder}/hf")
     rank, size = trainer.world.rank, trainer.world.size
-    gradient, means = exact_gradient(Trainer(trainer.args, rank=rank, world_size=size, init_method="met"), table)
-    replicated = replace(trainer.args, dp_replicate_size=size)
-    gradient_of_replicas, _ = exact_gradient(Trainer(replicated, rank=rank, world_size=size, init_method="met"), table)
-    muon = Trainer(replace(trainer.args, optimizer="muon"), rank=rank, world_size=size, init_method="met")
-    muon_history = five_steps(muon, table)
+
+    def another(**changes: Any) -> Trainer:
+        return Trainer(replace(trainer.args, **changes), rank=rank, world_size=size, init_method="met")
+
+    muon_history = five_steps(another(optimizer="muon"), table)
     return {
         "muon_history": muon_history,
         "log_probs": before,
         "history": history,
         "pushed": sink.tensors,
         "weights": weights_of(trainer),
-        "gradient": gradient,
-        "gradient_of_replicas": gradient_of_replicas,
-        "means": means,
+        "exact": [exact_step(another(**case), table) for case in CASES],
+        "exact_of_replicas": exact_step(another(**CASES[0], dp_replicate_size=size), table),
     }
-
-
-def assert_same_gradient(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], limit: float = 1e-9) -> None:
-    assert mine.keys() == theirs.keys()
-    for name in mine:
-        scale = theirs[name].norm()
-        assert scale > 0, name
-        assert (mine[name] - theirs[name]).norm() / scale < limit, name
 
 
 @pytest.fixture(scope="module")
@@ -104,49 +66,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference_gradient(model: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    with one_rank(tiny_args(model, **EVERYTHING, max_tokens_per_gpu=10_000)) as trainer:
-        return exact_gradient(trainer, awkward_table())
-
-
-@pytest.mark.parametrize("aggregation", ["rollout", "token", "constant"])
-@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo"])
-def test_micro_batches_do_not_matter(model: Path, estimator: str, aggregation: str) -> None:
+def exact(model: Path) -> list[tuple[Gradient, dict[str, float]]]:
+    """The step of each case on one rank, in one micro-batch."""
     found = []
-    for packing in ({"max_tokens_per_gpu": 10_000}, {"max_tokens_per_gpu": 40}, {"use_dynamic_batch_size": False}):
-        given = EVERYTHING | {"advantage_estimator": estimator, "loss_aggregation": aggregation} | packing
-        with one_rank(tiny_args(model, **given)) as trainer:
-            found.append(exact_gradient(trainer, awkward_table()))
-    for gradient, means in found[1:]:
-        assert_same_gradient(gradient, found[0][0])
-        assert means == pytest.approx(found[0][1], rel=1e-9, abs=1e-12)
-
-
-def test_row_order_does_not_matter(
-    model: Path, reference_gradient: tuple[dict[str, torch.Tensor], dict[str, float]]
-) -> None:
-    table = awkward_table()
-    order = np.random.default_rng(0).permutation(len(table))
-    with one_rank(tiny_args(model, **EVERYTHING)) as trainer:
-        gradient, _ = exact_gradient(trainer, table.select(order))
-    assert_same_gradient(gradient, reference_gradient[0])
-
-
-def test_gradient_checkpointing_does_not_matter(
-    model: Path, reference_gradient: tuple[dict[str, torch.Tensor], dict[str, float]]
-) -> None:
-    with one_rank(tiny_args(model, **EVERYTHING, gradient_checkpointing=True)) as trainer:
-        assert trainer.model.hf.is_gradient_checkpointing
-        gradient, _ = exact_gradient(trainer, awkward_table())
-    assert_same_gradient(gradient, reference_gradient[0])
+    for case in CASES:
+        with one_rank(tiny_args(model, **EVERYTHING | case, max_tokens_per_gpu=10_000)) as trainer:
+            found.append(exact_step(trainer, awkward_table()))
+    return found
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_do_not_matter(
-    model: Path,
-    tmp_path: Path,
-    ranks: int,
-    reference_gradient: tuple[dict[str, torch.Tensor], dict[str, float]],
+    model: Path, tmp_path: Path, ranks: int, exact: list[tuple[Gradient, dict[str, float]]]
 ) -> None:
     table = awkward_table()
     given = EVERYTHING | {"global_batch_size": 8, "max_tokens_per_gpu": 60, "lr": 1e-3}
@@ -162,10 +93,10 @@ def test_ranks_do_not_matter(
     with one_rank(tiny_args(model, **given, optimizer="muon")) as trainer:
         for mine, theirs in zip(five_steps(trainer, table), many["muon_history"], strict=True):
             assert theirs["train/loss"] == pytest.approx(mine["train/loss"], rel=1e-4, abs=1e-5)
-    assert_same_gradient(many["gradient"], reference_gradient[0])
-    assert_same_gradient(many["gradient_of_replicas"], reference_gradient[0])
-    for name, mean in reference_gradient[1].items():
-        assert many["means"][name] == pytest.approx(mean, rel=1e-9, abs=1e-12), name
+    theirs = [many["exact_of_replicas"], *many["exact"]]
+    for (gradient, means), (expected, expected_means) in zip(theirs, [exact[0], *exact], strict=True):
+        assert_same_gradient(gradient, expected)
+        assert means == pytest.approx(expected_means, rel=1e-9, abs=1e-12)
 
     # weights sent to engines, saved for others and saved for ourselves are those weights
     assert many["pushed"].keys() == many["weights"].keys()

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from exact import ESTIMATORS
 from tiny import exact_norms, gradients, one_rank, random_table, save_tiny_model, tiny_args, weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slimelite.arguments import Args
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
 from slimelite.training.columns import TokenColumns
@@ -74,9 +74,9 @@ def test_policy_gradient_equals_a_plain_loop_over_rows(model: Path) -> None:
     assert metrics["train/global_batch_size"] == len(np.unique(table.rollout_id)) == 15
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "gspo", "cispo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_the_shortcut_equals_the_long_way(model: Path, monkeypatch: pytest.MonkeyPatch, estimator: str) -> None:
-    given = {"advantage_estimator": estimator, "use_tis": True, "normalize_advantages": estimator[0] == "r"}
+    given = {"advantage_estimator": estimator, "correction": "tis", "normalize_advantages": estimator[0] == "r"}
     table, found = random_table(), []
     for long_way in (False, True):
         monkeypatch.setattr(Trainer, "_needs_old", lambda self, steps, long_way=long_way: long_way)
@@ -329,30 +329,17 @@ def test_the_kl_of_the_reward_has_the_estimator_that_was_given(model: Path) -> N
     assert not torch.equal(found["k1"], found["k2"])
 
 
-def twice_the_loss(args: Args, inputs: Any, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    return -2 * torch.where(inputs.mask, log_probs, 0.0), {"tokens": (inputs.mask.sum(), torch.tensor(1))}
-
-
-def half_weights(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float, clip_low: float) -> tuple[Tensor, dict]:
-    return torch.full_like(old, 0.5), {}
-
-
-def all_ones(args: Args, table: SampleTable, columns: TokenColumns) -> None:
-    assert columns.old is not None
-    columns.advantages = torch.ones_like(columns.advantages)
-
-
 def test_plugins(model: Path) -> None:
-    table, here = random_table(), str(Path(__file__))
+    table, here = random_table(), Path(__file__).parent / "plugins.py"
 
     def norm(**given: Any) -> float:
         with one_rank(tiny_args(model, **given)) as trainer:
             return trainer.train(0, table)["train/grad_norm"]
 
     sft = norm(loss_type="sft_loss")
-    assert norm(loss_type="custom_loss", custom_loss_function_path=f"{here}:twice_the_loss") == pytest.approx(2 * sft)
-    plain = norm()
-    assert norm(custom_tis_function_path=f"{here}:half_weights") == pytest.approx(plain / 2, rel=1e-5)
+    assert norm(loss_type="custom_loss", custom_loss_function_path=f"{here}:twice_the_likelihood") == pytest.approx(
+        2 * sft
+    )
     # with advantages of 1 the policy gradient is that of the likelihood
     assert norm(custom_advantage_function_path=f"{here}:all_ones") == pytest.approx(sft, rel=1e-5)
 
@@ -365,7 +352,7 @@ def test_what_cannot_be_trained_on_is_refused(model: Path) -> None:
     table = random_table()
     table.rollout_log_probs[3] = np.nan
     table.loss_mask[:] = True
-    with one_rank(tiny_args(model, use_tis=True)) as trainer:
+    with one_rank(tiny_args(model, correction="tis")) as trainer:
         with pytest.raises(ValueError, match=r"samples \[0\] have no engine log-probs"):
             trainer.train(0, table)
         table.response_tokens[4] = 61

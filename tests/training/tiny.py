@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,10 @@ from slimelite.arguments import Args
 from slimelite.engines.protocol import WeightBucket
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
+from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
+from slimelite.training.loss import LossInputs
+from slimelite.training.schedule import split_steps
 from slimelite.training.trainer import Trainer
 
 VOCAB = 61
@@ -93,6 +97,17 @@ def random_table(
     table = SampleTable.from_samples(samples)
     table.advantage = rng.normal(size=len(table)) * (rng.random(len(table)) >= zero_advantage)
     return table
+
+
+def loss_inputs(args: Args, table: SampleTable, rows: Sequence[int] | None = None) -> LossInputs:
+    """What the loss of a micro-batch of ``rows`` (None: all) gets; ``old`` are random log-probs of the table."""
+    steps = split_steps(table.rollout_id, table.unit_id, args.global_batch_size or len(table))
+    columns = TokenColumns.from_table(table)
+    columns.set_weights(args, table, steps)
+    columns.set_advantages(args, table)
+    columns.old = -torch.rand(len(columns.mask), generator=torch.Generator().manual_seed(0)) - 3.5
+    chosen = np.array(range(len(table)) if rows is None else rows, np.int64)
+    return LossInputs.of(MicroBatch.from_table(table, chosen, torch.device("cpu")), columns)
 
 
 @contextmanager

@@ -38,3 +38,10 @@ async def numpy_and_dates(args: Any, sample: Sample) -> dict[str, Any]:
         "nested": {3: (np.bool_(True), "text")},
     }
     return {"score": np.float32(0.5)}
+
+
+async def label_in_response(args: Any, sample: Any, **kwargs: Any) -> Any:
+    """1 if the label is in the response; a whole group at once under --group-rm."""
+    if isinstance(sample, list):
+        return [await label_in_response(args, one) for one in sample]
+    return float(str(sample.label) in sample.response)

@@ -1,0 +1,133 @@
+"""--correction and the ways of slime to say it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import Make, Problems
+
+MIS_FILE = "examples/train_infer_mismatch_helper/mis.py:compute_mis_weights_with_cp"
+MIS = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
+
+
+@pytest.mark.parametrize(
+    ("words", "correction", "plugin"),
+    [
+        ("", "none", None),
+        ("--use-tis", "tis", None),
+        ("--correction tis", "tis", None),
+        ("--use-tis --correction tis", "tis", None),
+        (f"--use-tis --custom-tis-function-path {ICEPOP}", "icepop", None),
+        (f"--custom-tis-function-path {MIS}", "mis", None),
+        (
+            f"--use-tis --custom-tis-function-path {MIS.replace('.', '/').replace('/compute', '.py:compute')}",
+            "mis",
+            None,
+        ),
+        (f"--correction mis --custom-tis-function-path {MIS}", "mis", None),
+        ("--use-tis --custom-tis-function-path my.weights", "custom", "my.weights"),
+        ("--custom-tis-function-path my.weights", "custom", "my.weights"),
+        ("--preset seq-mis", "mis", None),
+        ("--preset seq-mis --use-tis", "tis", None),
+        ("--preset seq-mis --correction none", "none", None),
+    ],
+)
+def test_ways_to_choose(make: Make, words: str, correction: str, plugin: str | None) -> None:
+    args = make(words)
+    assert (args.correction, args.custom_tis_function_path) == (correction, plugin)
+
+
+@pytest.mark.parametrize("words", ["--use-tis", f"--use-tis --custom-tis-function-path {MIS}", "--preset geo-rs"])
+def test_what_was_resolved_resolves_to_itself(make: Make, words: str) -> None:
+    first = make(words)
+    names = [name for name in vars(first) if name.startswith(("mis_", "tis_"))] + ["correction", "use_tis"]
+    said = [(f"--{name.replace('_', '-')}", getattr(first, name)) for name in names]
+    spelled = " ".join(
+        option if value is True else f"{option} {value}" for option, value in said if value not in (None, False)
+    )
+    again = make(spelled)
+    assert {name: getattr(again, name) for name in names} == {name: getattr(first, name) for name in names}
+
+
+def test_bounds_follow(make: Make) -> None:
+    args = make("--correction mis --mis-mode clip --mis-upper-bound 4 --mis-rejection-level sequence")
+    assert (args.mis_lower_bound, args.mis_rejection_lower_bound, args.mis_rejection_upper_bound) == (0.25, 0.25, 4.0)
+    args = make("--correction mis --mis-rejection-level geometric --mis-rejection-upper-bound 1.25")
+    assert (args.mis_lower_bound, args.mis_rejection_lower_bound) == (None, 0.8)
+    assert {d.name for d in args.derivations} >= {"mis_rejection_lower_bound"}
+
+
+RULES = [
+    ("--use-tis --correction icepop", "--use-tis is --correction tis, not icepop", "--no-use-tis"),
+    ("--use-tis --correction none", "--use-tis is --correction tis, not none", "--correction tis"),
+    ("--correction tis --custom-tis-function-path my.fn", "a correction of its own", "--correction custom"),
+    ("--correction custom", "needs --custom-tis-function-path", "--custom-tis-function-path my.fn"),
+    ("--use-tis --use-rollout-logprobs", "leave no mismatch to weigh; take one", "--no-use-tis"),
+    (
+        "--correction mis --mis-rejection-level token --use-rollout-logprobs",
+        "--correction mis --mis-mode none may reject",
+        "--mis-mode none",
+    ),
+    ("--use-tis --tis-clip-low 3", "--tis-clip-low 3.0 is above --tis-clip 2.0", "--tis-clip 4"),
+    ("--correction mis --mis-mode none", "corrects nothing by itself", "--mis-veto-threshold 1e-4"),
+    ("--correction mis --mis-mode none", "corrects nothing by itself", "--mis-rejection-level geometric"),
+    (
+        "--correction mis --mis-mode mask --mis-lower-bound 3",
+        "--mis-lower-bound 3.0 is above --mis-upper-bound 2.0",
+        "--mis-upper-bound 4",
+    ),
+    (
+        "--correction mis --mis-rejection-level token --mis-rejection-lower-bound 3",
+        "--mis-rejection-lower-bound 3.0 is above --mis-rejection-upper-bound 2.0",
+        "--mis-rejection-upper-bound 3",
+    ),
+    ("--correction mis --mis-mode clip --mis-upper-bound 0", "must be above 0", "--mis-upper-bound 2"),
+    ("--correction mis --mis-veto-threshold 2", "must be above 0 and below 1", "--mis-veto-threshold 0.5"),
+    ("--correction tis --opsm-delta -1", "--opsm-delta -1.0: must be at least 0", "--opsm-delta 0"),
+]
+
+
+@pytest.mark.parametrize(("breaks", "says", "mends"), RULES, ids=[f"{b} | {m}" for b, _, m in RULES])
+def test_contradictions(problems: Problems, breaks: str, says: str, mends: str) -> None:
+    (problem,) = problems(breaks)
+    assert says in problem
+    assert problem.startswith("--")
+    assert problems(f"{breaks} {mends}") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "needs"),
+    [
+        ("--tis-clip 3", "--correction tis or icepop"),
+        ("--mis-level sequence", "--correction mis"),
+        ("--correction mis --tis-clip 3", "--correction tis or icepop"),
+        ("--correction mis --mis-lower-bound 0.5", "--mis-mode mask or clip"),
+        ("--correction mis --mis-rejection-upper-bound 3", "--mis-rejection-level"),
+        ("--correction icepop --loss-type sft_loss", "--loss-type policy_loss"),
+        ("--custom-pg-loss-reducer-function-path my.fn --loss-type sft_loss", "--loss-type policy_loss"),
+    ],
+)
+def test_flags_with_nothing_to_act_on_are_listed(make: Make, words: str, needs: str) -> None:
+    assert [why for _, why in make(words).no_effect if needs in why]
+
+
+def test_slimes_own_file_of_mis(make: Make, problems: Problems, tmp_path: Any) -> None:
+    """Its first edition as it is; of the later one each key is answered with the flag that it is here."""
+    path = tmp_path / "mis.yaml"
+    path.write_text(
+        "use_tis: true\nmis_level: geometric\nmis_mode: mask\nmis_lower_bound: 0.5\nmis_upper_bound: 2.0\n"
+        "mis_veto_threshold: 1.0e-4\n"
+    )
+    args = make(f"--custom-config-path {path} --custom-tis-function-path {MIS}")
+    assert (args.correction, args.mis_level, args.mis_mode) == ("mis", "geometric", "mask")
+    assert (args.mis_lower_bound, args.mis_upper_bound, args.mis_veto_threshold) == (0.5, 2.0, 1e-4)
+    path.write_text("use_rs: true\ntis_level: token\nrs_upper_bound: 2.0\ntis_batch_normalize: true\nrs_level: null\n")
+    found = problems(f"--custom-config-path {path}")
+    assert [word for problem in found for word in problem.split() if word.startswith("--mis")] == [
+        "--mis-rejection-level",
+        "--mis-level",
+        "--mis-rejection-upper-bound",
+    ]
+    assert len(found) == 4

@@ -1,0 +1,114 @@
+"""The float64 gradient of one whole optimizer step, off-policy, on an awkward table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from tiny import exact_norms, gradients, random_table
+
+from slimelite.table import SampleTable
+from slimelite.training.metrics import MetricSums
+from slimelite.training.schedule import Step, split_steps
+from slimelite.training.trainer import Trainer
+
+Gradient = dict[str, torch.Tensor]
+MicroBatches = list[np.ndarray]
+
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "grpo": {"eps_clip_c": 1.5},
+    "gspo": {"eps_clip": 0.02},
+    "cispo": {"eps_clip": 0.1, "eps_clip_high": 0.3},
+    "rloo": {},
+    "reinforce_plus_plus": {"normalize_advantages": True, "kl_coef": 0.1, "gamma": 0.95},
+    "reinforce_plus_plus_baseline": {"normalize_advantages": True, "kl_coef": 0.1},
+}
+# bounds narrow enough for each to do something in `exact_step`
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "tis": {"correction": "tis", "tis_clip": 1.05},
+    "icepop": {"correction": "icepop", "tis_clip": 1.05, "tis_clip_low": 0.95},
+    "mis sequence truncate": {"correction": "mis", "mis_level": "sequence", "mis_upper_bound": 1.1},
+    "mis geometric mask": {
+        "correction": "mis",
+        "mis_level": "geometric",
+        "mis_mode": "mask",
+        "mis_upper_bound": 1.05,
+        "use_opsm": True,
+    },
+    "mis token clip, rejection": {
+        "correction": "mis",
+        "mis_mode": "clip",
+        "mis_upper_bound": 1.1,
+        "mis_rejection_level": "sequence",
+        "mis_rejection_upper_bound": 1.3,
+    },
+    "rejection and veto": {
+        "correction": "mis",
+        "mis_mode": "none",
+        "mis_veto_threshold": 0.8,
+        "mis_rejection_level": "geometric",
+        "mis_rejection_upper_bound": 1.08,
+    },
+}
+# what each does, as a metric that is neither 0 nor 1
+ACTS = {
+    "tis": ["tis_clipfrac"],
+    "icepop": ["tis_clipfrac"],
+    "mis sequence truncate": ["tis_clipfrac"],
+    "mis geometric mask": ["tis_clipfrac", "opsm_clipfrac"],
+    "mis token clip, rejection": ["tis_clipfrac", "rs_reject_frac"],
+    "rejection and veto": ["rs_reject_frac", "veto_response_frac"],
+}
+
+
+def awkward_table() -> SampleTable:
+    """Groups of four with fan-out siblings, a removed sample, an empty row, a fully masked one and masked tools."""
+    table = random_table(seed=3, groups=5, group_size=4)
+    table.rollout_id[1] = table.rollout_id[0]
+    table.removed[5] = True
+    table.loss_mask[table.response_offsets[9] : table.response_offsets[10]] = False
+    for row in np.flatnonzero(table.response_lengths > 8):
+        start = table.response_offsets[row]
+        table.loss_mask[start + 3 : start + 6] = False
+    return table
+
+
+def exact_step(
+    trainer: Trainer, table: SampleTable, arrange: Callable[[MicroBatches], MicroBatches] = lambda parts: parts
+) -> tuple[Gradient, dict[str, float]]:
+    """The gradient of one optimizer step over the whole table, and the metrics; ``trainer`` is fresh.
+
+    The policy has moved since the rollout began, and the engine disagrees: old and engine log-probs are the policy's
+    with noise, of each row by its sample id. ``arrange`` reorders the micro-batches of each rank.
+    """
+    models = [trainer.model, *([trainer.reference.model] if trainer.reference else [])]
+    for model in models:
+        model.double()
+        exact_norms(model)
+    (rows,) = split_steps(table.rollout_id, table.unit_id, 1000)
+    columns = trainer._columns(table, [rows])
+    columns.old = torch.from_numpy(trainer.log_probs(table)) + noise(table, 0.1, salt=1)
+    columns.rollout_log_probs = columns.old + noise(table, 0.1, salt=2)
+    sums = MetricSums(trainer.world)
+    dealt = trainer._deal(table, rows[table.mask_sums[rows] > 0])
+    trainer.forward_backward(table, columns, Step(rows, [arrange(parts) for parts in dealt]), sums)
+    found = gradients(trainer)
+    trainer.model.zero_grad()
+    return found, sums.means()[0]
+
+
+def noise(table: SampleTable, scale: float, salt: int) -> torch.Tensor:
+    """[response tokens] float64, the same for a sample wherever it stands."""
+    pairs = zip(table.sample_id.tolist(), table.response_lengths.tolist(), strict=True)
+    parts = [np.random.default_rng([salt, i]).normal(0, scale, n) for i, n in pairs]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def assert_same_gradient(mine: Gradient, theirs: Gradient, limit: float = 1e-9) -> None:
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        scale = theirs[name].norm()
+        assert scale > 0, name
+        assert (mine[name] - theirs[name]).norm() / scale < limit, name
