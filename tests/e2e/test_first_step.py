@@ -28,6 +28,7 @@ ESTIMATORS = {
     "rloo": KL_LOSS,
     "reinforce_plus_plus": "--kl-coef 0.01",
     "reinforce_plus_plus_baseline": "--kl-coef 0.01",
+    "ppo": "--kl-coef 0.01",
 }
 CORRECTION = "--correction mis --mis-level sequence --mis-mode mask --mis-rejection-level geometric"
 
