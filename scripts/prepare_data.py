@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument(
         "--worked-share", type=float, default=0.35, help="quickstart: share that shows its working (default: 0.35)"
     )
-    parser.add_argument("--pairs", type=int, default=6400, help="quickstart: preference pairs (default: 6400)")
+    parser.add_argument("--pairs", type=int, default=3200, help="quickstart: preference pairs (default: 3200)")
     args = parser.parse_args()
     if args.task == "quickstart":
         quickstart(args.out, args.seed, args.held_out, args.sft_rows, args.worked_share, args.pairs)

@@ -95,7 +95,7 @@ def _modes(draft: Draft) -> None:
     if args.supervised:
         path = SUPERVISED_ROLLOUTS[args.loss_type]
         draft.default("rollout_function_path", path, f"--loss-type {args.loss_type}: nothing is generated")
-    if args.supervised and args.eval_interval is None and not args.debug_train_only:
+    if args.supervised and args.eval_interval is None and not (args.debug_train_only or args.debug_rollout_only):
         draft.set("debug_train_only", True, f"--loss-type {args.loss_type} without --eval-interval needs no engine")
     if args.loss_type == "dpo_loss" and args.n_samples_per_prompt != 1:
         draft.set("n_samples_per_prompt", 1, "--loss-type dpo_loss: a prompt has its one pair")

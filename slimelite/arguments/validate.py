@@ -347,7 +347,7 @@ def _kl(args: Args) -> Iterator[str]:
     if args.use_kl_loss and args.kl_loss_coef != 0 and args.kl_loss_type == "k1" and not args.use_unbiased_kl:
         yield "--kl-loss-type k1 has no gradient on average: use low_var_kl, or add --use-unbiased-kl"
     if args.use_reference and not args.ref_load:
-        yield "--ref-load is missing: a KL term compares with a reference model"
+        yield "--ref-load is missing: a KL term or DPO compares with a reference model"
 
 
 def _policy(args: Args) -> Iterator[str]:
