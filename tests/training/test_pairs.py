@@ -191,7 +191,7 @@ def test_resumed_equals_straight(models: tuple[Path, Path], tmp_path: Path) -> N
 
 def test_the_first_step_truth_is_fatal(models: tuple[Path, Path]) -> None:
     with one_rank(dpo_args((models[0], models[0]), ci_test=True)) as trainer:
-        trainer.reference = type(trainer.reference)(dpo_args(models), trainer.world)
+        trainer.reference = type(trainer.reference)(dpo_args(models), trainer.world, str(models[1]))
         with pytest.raises(AssertionError, match="on the first step"):
             trainer.train(0, pair_table())
 
