@@ -7,17 +7,19 @@
 #   4. the same accuracy again; metrics, pairs and plots are in runs/quickstart/seed-N/dpo
 #
 # SEED=3 bash scripts/dpo-quickstart.sh --dpo-beta 0.1     (flags go to the DPO run and win)
+# MODEL=an/SFT/model bash scripts/dpo-quickstart.sh        (no SFT)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export SEED=${SEED:-0}
 export DATA=${DATA:-data/quickstart}
 export OUT=${OUT:-runs/quickstart/seed-$SEED}
-if [[ ! -f "$OUT/sft-model/config.json" ]]; then
-    bash scripts/quickstart.sh --num-rollout 0 # SFT, and nothing of GRPO but the evaluation before it
-else
-    bash scripts/setup.sh
+if [[ -z "${MODEL:-}" ]]; then
+    MODEL=$OUT/sft-model
+    # SFT, and nothing of GRPO but the evaluation before it
+    [[ -f "$MODEL/config.json" ]] || MODEL="" bash scripts/quickstart.sh --num-rollout 0
 fi
+bash scripts/setup.sh
 export PATH="$PWD/${VENV:-.venv}/bin:$PATH" HF_HUB_OFFLINE=1
 [[ -f "$DATA/pairs.parquet" ]] || python scripts/prepare_data.py quickstart --out "$DATA"
 rm -rf "$OUT/dpo"
@@ -55,5 +57,5 @@ COMMON_ARGS=(
     --rollout-seed "$SEED"
 )
 
-python train.py --hf-checkpoint "$OUT/sft-model" "${DATA_ARGS[@]}" "${DPO_ARGS[@]}" "${EVAL_ARGS[@]}" \
+python train.py --hf-checkpoint "$MODEL" "${DATA_ARGS[@]}" "${DPO_ARGS[@]}" "${EVAL_ARGS[@]}" \
     "${COMMON_ARGS[@]}" --run-dir "$OUT/dpo" "$@"
