@@ -37,6 +37,7 @@ DATA_ARGS=(
 DPO_ARGS=(
     --loss-type dpo_loss # the reference is --hf-checkpoint
     --dpo-beta 0.5
+    --dpo-label-smoothing 0.1 # else the guesses are pushed down without end, and what they share with good answers too
     --optimizer adam
     --lr 1e-4
 )
