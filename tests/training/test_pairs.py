@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_ranks import assert_same_gradient, exact_gradient
+from exact import Gradient, assert_same_gradient, exact_step
 from tiny import exact_norms, on_ranks, one_rank, random_table, save_tiny_model, tiny_args, weights_of
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -20,7 +20,6 @@ from slimelite.table import SampleTable
 from slimelite.training.trainer import Trainer
 
 BETA, SMOOTHING = 0.3, 0.2
-Gradient = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +92,7 @@ def test_a_step_is_the_padded_loop(models: tuple[Path, Path], kind: str, smoothi
     table = pair_table()
     expected, loss = naive(models, table, kind, smoothing)
     with one_rank(dpo_args(models, dpo_loss=kind, dpo_label_smoothing=smoothing)) as trainer:
-        gradient, means = exact_gradient(trainer, table)
+        gradient, means = exact_step(trainer, table)
     assert_same_gradient(gradient, expected)
     assert means["dpo_loss"] == means["loss"] == pytest.approx(loss, rel=1e-9)
 
@@ -101,7 +100,7 @@ def test_a_step_is_the_padded_loop(models: tuple[Path, Path], kind: str, smoothi
 @pytest.fixture(scope="module")
 def one_batch(models: tuple[Path, Path]) -> tuple[Gradient, dict[str, float]]:
     with one_rank(dpo_args(models, max_tokens_per_gpu=10_000)) as trainer:
-        return exact_gradient(trainer, pair_table())
+        return exact_step(trainer, pair_table())
 
 
 @pytest.mark.parametrize("packing", [{"max_tokens_per_gpu": 40}, {"use_dynamic_batch_size": False}])
@@ -111,7 +110,7 @@ def test_micro_batches_and_order_do_not_matter(
     table = pair_table()
     order = np.random.default_rng(1).permutation(len(table))
     with one_rank(dpo_args(models, **packing)) as trainer:
-        gradient, means = exact_gradient(trainer, table.select(order))
+        gradient, means = exact_step(trainer, table.select(order))
         dealt = trainer._deal(table, np.arange(len(table)))[0]
     assert len(dealt) > 2
     assert all(len(rows) == 2 * len(np.unique(table.unit_id[rows])) for rows in dealt), "a pair is split"
@@ -120,7 +119,7 @@ def test_micro_batches_and_order_do_not_matter(
 
 
 def gradients_on_ranks(trainer: Trainer, tables: list[SampleTable]) -> list[tuple[Gradient, dict[str, float]]]:
-    return [exact_gradient(trainer, table) for table in tables]
+    return [exact_step(trainer, table) for table in tables]
 
 
 def test_ranks_do_not_matter(models: tuple[Path, Path], one_batch: tuple[Gradient, dict[str, float]]) -> None:
@@ -128,7 +127,7 @@ def test_ranks_do_not_matter(models: tuple[Path, Path], one_batch: tuple[Gradien
     tables = [pair_table(), pair_table(1)]
     both, single = on_ranks(2, gradients_on_ranks, dpo_args(models, max_tokens_per_gpu=40), tables)
     with one_rank(dpo_args(models)) as trainer:
-        alone = exact_gradient(trainer, tables[1])
+        alone = exact_step(trainer, tables[1])
     for found, expected in ((both, one_batch), (single, alone)):
         assert_same_gradient(found[0], expected[0])
         assert found[1] == pytest.approx(expected[1], rel=1e-9, abs=1e-12)
