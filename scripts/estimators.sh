@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Every advantage estimator on the quickstart's task, from the same SFT model: the table of docs/benchmarks.md.
-#   bash scripts/estimators.sh                                         ESTIMATORS="gspo ppo" SEEDS=0 bash scripts/estimators.sh
+#   bash scripts/estimators.sh --launcher local                        ESTIMATORS="gspo ppo" SEEDS=0 bash scripts/estimators.sh
 # Metrics of each run go to docs/estimators/NAME/seed-N/; scripts/estimators_table.py makes the table and the curves.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -25,7 +25,7 @@ for SEED in ${SEEDS:-0 1 2}; do
     for name in ${ESTIMATORS:-grpo dr_grpo gspo cispo rloo reinforce_plus_plus reinforce_plus_plus_baseline ppo}; do
         echo "$name, seed $SEED: ${FLAGS[$name]}"
         # shellcheck disable=SC2086 # flags are words
-        MODEL=$sft/sft-model OUT=runs/estimators/$name/seed-$SEED bash scripts/quickstart.sh ${FLAGS[$name]} |
+        MODEL=$sft/sft-model OUT=runs/estimators/$name/seed-$SEED bash scripts/quickstart.sh ${FLAGS[$name]} "$@" |
             grep -E "^done|eval/heldout"
         mkdir -p "$RESULTS/$name/seed-$SEED"
         cp "runs/estimators/$name/seed-$SEED/grpo/metrics.jsonl" "$RESULTS/$name/seed-$SEED/"
