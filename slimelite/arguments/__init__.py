@@ -24,6 +24,7 @@ from slimelite.arguments.reward import RewardArgs
 from slimelite.arguments.rollout import RolloutArgs
 from slimelite.arguments.sglang import SglangArgs
 from slimelite.arguments.tracking import TrackingArgs
+from slimelite.arguments.weight_sync import WeightSyncArgs
 
 __all__ = [
     "AlgorithmArgs",
@@ -47,6 +48,7 @@ __all__ = [
     "RolloutArgs",
     "SglangArgs",
     "TrackingArgs",
+    "WeightSyncArgs",
     "check_architecture",
     "find_checkpoint",
     "flag",

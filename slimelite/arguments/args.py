@@ -22,6 +22,7 @@ from slimelite.arguments.reward import RewardArgs
 from slimelite.arguments.rollout import RolloutArgs
 from slimelite.arguments.sglang import SglangArgs
 from slimelite.arguments.tracking import TrackingArgs
+from slimelite.arguments.weight_sync import WeightSyncArgs
 
 
 class Derivation(NamedTuple):
@@ -37,6 +38,7 @@ class Args(
     DebugArgs,
     TrackingArgs,
     SglangArgs,
+    WeightSyncArgs,
     EvalArgs,
     PerfArgs,
     OptimizerArgs,

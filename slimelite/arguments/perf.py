@@ -20,5 +20,4 @@ class PerfArgs:
     fsdp_cpu_offload: bool = flag(False, "keep parameters and optimizer state in host memory")
     optimizer_cpu_offload: bool = flag(False, "Megatron's spelling of --fsdp-cpu-offload")
     dp_replicate_size: int = flag(1, "copies of the sharded model (HSDP): ranks / this many shards each")
-    update_weight_buffer_size: int = flag(512 * 1024**2, "weights sent to the engines at a time [bytes]")
     deterministic_mode: bool = flag(False, "repeatable to the bit: deterministic kernels and submission order")

@@ -109,8 +109,6 @@ REFUSED: dict[str, Refusal] = {
     "pause-generation-mode": Refusal(1, _ASYNC),
     # weight sync
     "update-weight-mode": Refusal(1, _DELTA, ("full",)),
-    "update-weight-transport": Refusal(1, _DELTA, ("nccl",)),
-    "update-weight-disk-dir": Refusal(1, _DELTA),
     "update-weight-local-checkpoint-dir": Refusal(1, _DELTA),
     "custom-update-weight-post-write-path": Refusal(1, _DELTA),
     "rollout-data-transport": Refusal(
@@ -133,9 +131,6 @@ REFUSED: dict[str, Refusal] = {
     "load-forge-rollout-data": Refusal(1, "--load-debug-rollout-data replays saved rollouts"),
     "record-memory-history": Refusal(0, _PROFILE),
     "use-pytorch-profiler": Refusal(0, _PROFILE),
-    "check-weight-update-equal": Refusal(
-        0, "--ci-test compares the log-probs of engines and trainer after the first sync"
-    ),
     "save-debug-train-data": Refusal(1, "--save-debug-rollout-data writes the table that training reads"),
     "ci-save-grad-norm": Refusal(1, "train/grad_norm of every step is in metrics.jsonl"),
     "ci-load-grad-norm": Refusal(1, "train/grad_norm of every step is in metrics.jsonl"),

@@ -155,6 +155,8 @@ class RayEngine:
 class RaySink:
     """Weight sync into engine actors: each bucket goes once into the object store, all engines read it there."""
 
+    every_rank = False
+
     def __init__(self, engines: Sequence[Any]) -> None:
         self.engines = [RayEngine(handle) for handle in engines]
 

@@ -36,6 +36,8 @@ class LocalWorker:
 class LocalSink:
     """Weight sync into engines of this process."""
 
+    every_rank = False
+
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = engines
 

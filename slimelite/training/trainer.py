@@ -197,8 +197,8 @@ class Trainer:
         dealt = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)
         return table_scores(self.model, table, dealt, self.world, self.temperature)[0].numpy()
 
-    def push_weights(self, sink: weights.WeightSink, version: int) -> dict[str, float]:
-        """All weights into ``sink``, stamped ``version``; only rank 0 talks to it."""
+    def push_weights(self, sink: weights.WeightSink | None, version: int) -> dict[str, float]:
+        """All weights into ``sink``, stamped ``version``; see `weights.push`."""
         self.progress.weight_version = version
         return weights.push(self.model, self.world, sink, version, self.args.update_weight_buffer_size)
 

@@ -14,7 +14,12 @@ from slimelite.training.parallel import World, whole
 
 
 class WeightSink(Protocol):
-    """Where weights go; `begin`, then every bucket, then `end`."""
+    """Where weights go; `begin`, then every bucket, then `end`.
+
+    ``every_rank``: whether each trainer rank calls a sink of its own, with the same buckets; otherwise rank 0 alone does.
+    """
+
+    every_rank: bool
 
     def begin(self, version: int) -> None:
         """Weights of this version follow."""
@@ -55,22 +60,25 @@ def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[W
         yield _flatten(names, tensors)
 
 
-def push(model: PolicyModel, world: World, sink: WeightSink, version: int, max_bytes: int) -> dict[str, float]:
-    """Send all weights, in the dtype that the trainer computes in, through rank 0's ``sink`` (collective).
+def push(model: PolicyModel, world: World, sink: WeightSink | None, version: int, max_bytes: int) -> dict[str, float]:
+    """Send all weights, in the dtype that the trainer computes in, through ``sink`` (collective).
+
+    Only ranks that call their sink (see `WeightSink`) need one.
 
     Returns:
         ``perf/update_weights_bytes`` and ``perf/update_weights_buckets``.
     """
-    first = world.rank == 0
-    if first:
+    if sink is not None and world.rank > 0 and not sink.every_rank:
+        sink = None
+    if sink is not None:
         sink.begin(version)
     sent = count = 0
     for bucket in buckets(full_weights(model, world.compute_dtype), max_bytes):
-        if first:
+        if sink is not None:
             sink.send(bucket)
         sent += bucket.flat.nbytes
         count += 1
-    if first:
+    if sink is not None:
         sink.end()
     return {"perf/update_weights_bytes": float(sent), "perf/update_weights_buckets": float(count)}
 

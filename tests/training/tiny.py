@@ -133,6 +133,8 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 class Recorder:
     """A weight sink that keeps what it is given."""
 
+    every_rank = False
+
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.bucket_bytes: list[int] = []

@@ -1,0 +1,59 @@
+"""Weights on the GPUs that trainer and servers share: handles of the trainers' memory, through CUDA IPC."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from slimelite.engines.protocol import WeightBucket
+from slimelite.engines.sglang.control import Server, ServerError
+from slimelite.engines.sglang.payload import pickled, update_request
+from slimelite.engines.sglang.weights import ServerSink, Shapes
+
+
+T = TypeVar("T")
+
+
+class IpcSink(ServerSink):
+    """Each trainer rank offers its own copy of a bucket to the server rank on its GPU (collective).
+
+    The first trainer rank on a server's GPUs talks to it, for all of them. On a CPU tensors travel by value.
+
+    Args:
+        servers: in the order of the trainer ranks, whose GPUs they fill from rank 0 on.
+        shapes: see `ServerSink`.
+    """
+
+    every_rank = True
+
+    def __init__(self, servers: Sequence[Server], shapes: Shapes) -> None:
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        *first_ranks, end = accumulate((server.tp_size for server in servers), initial=0)
+        assert end <= world, f"{end} ranks of colocated engines on {world} trainer ranks"
+        super().__init__([s for s, rank in zip(servers, first_ranks, strict=True) if rank == self.rank], shapes)
+
+    def _transfer(self, bucket: WeightBucket) -> None:
+        blobs = _from_all(pickled(bucket))
+        failure = ""
+        for server in self.servers:
+            own = blobs[self.rank : self.rank + server.tp_size]
+            try:
+                server.post("/update_weights_from_tensor", update_request(own))
+            except ServerError as error:
+                failure = str(error)
+        # all wait here, holding their memory, until every server has copied it; and all fail together
+        failures = [text for text in _from_all(failure) if text]
+        if bucket.flat.is_cuda:
+            torch.cuda.ipc_collect()
+        if failures:
+            raise ServerError("; ".join(failures))
+
+
+def _from_all(value: T) -> list[T]:
+    values: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
