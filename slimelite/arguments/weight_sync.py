@@ -20,7 +20,7 @@ class WeightSyncArgs:
     update_weight_buffer_size: int = flag(512 * 1024**2, "weights sent to the engines at a time [bytes]")
     update_weight_transport: Transport | None = flag(
         None,
-        "the way into SGLang: CUDA IPC, a process group (nccl; gloo on a CPU), the body of an HTTP request, or a folder",
+        "the way into SGLang: CUDA IPC, a process group (gloo on a CPU), bodies of HTTP requests, or a folder",
         auto="ipc with --colocate, nccl on other GPUs, disk with --update-weight-disk-dir, else http",
     )
     update_weight_disk_dir: str | None = flag(

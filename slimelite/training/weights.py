@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from slimelite.engines.protocol import WeightBucket
 from slimelite.training.model import PolicyModel
 from slimelite.training.parallel import World, whole
 
+T = TypeVar("T")
+
 
 class WeightSink(Protocol):
     """Where weights go; `begin`, then every bucket, then `end`.
 
-    ``every_rank``: whether each trainer rank calls a sink of its own, with the same buckets; otherwise rank 0 alone does.
+    ``every_rank``: whether each trainer rank calls a sink of its own, with the same buckets; else rank 0 alone does.
     """
 
     every_rank: bool
@@ -70,17 +72,29 @@ def push(model: PolicyModel, world: World, sink: WeightSink | None, version: int
     """
     if sink is not None and world.rank > 0 and not sink.every_rank:
         sink = None
+    # what fails here is raised after the last gather: the other ranks would wait in the next one
+    failure: Exception | None = None
     if sink is not None:
-        sink.begin(version)
+        failure = _failure(sink.begin, version)
     sent = count = 0
     for bucket in buckets(full_weights(model, world.compute_dtype), max_bytes):
-        if sink is not None:
-            sink.send(bucket)
+        if sink is not None and failure is None:
+            failure = _failure(sink.send, bucket)
         sent += bucket.flat.nbytes
         count += 1
+    if failure is not None:
+        raise failure
     if sink is not None:
         sink.end()
     return {"perf/update_weights_bytes": float(sent), "perf/update_weights_buckets": float(count)}
+
+
+def _failure(call: Callable[[T], None], argument: T) -> Exception | None:
+    try:
+        call(argument)
+    except Exception as error:
+        return error
+    return None
 
 
 def _flatten(names: list[str], tensors: list[Tensor]) -> WeightBucket:

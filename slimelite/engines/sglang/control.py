@@ -17,7 +17,7 @@ ATTEMPTS = 3
 TIMEOUT_S = 600.0
 
 
-class ServerError(RuntimeError):
+class ServerError(ConnectionError):
     """A server refused a request or cannot be reached; the message says which, and what it answered."""
 
 
@@ -36,7 +36,9 @@ class Server:
         Raises:
             ServerError: the server said no, or cannot be reached.
         """
-        return self._request("POST", path, body if isinstance(body, bytes) else json.dumps(body or {}).encode(), attempts)
+        return self._request(
+            "POST", path, body if isinstance(body, bytes) else json.dumps(body or {}).encode(), attempts
+        )
 
     def get(self, path: str) -> str:
         """The answer to a GET; raises as `post` does."""
@@ -64,7 +66,9 @@ class Server:
                 break
             except (OSError, http.client.HTTPException) as error:
                 if attempt == attempts:
-                    raise ServerError(f"{self.url}{path}, {attempts} attempts: {error or type(error).__name__}") from error
+                    raise ServerError(
+                        f"{self.url}{path}, {attempts} attempts: {error or type(error).__name__}"
+                    ) from error
                 time.sleep(0.5 * attempt)
             finally:
                 connection.close()

@@ -1,4 +1,4 @@
-"""Weights as SGLang's ``update_weights_from_tensor`` reads them: one pickle per tensor-parallel rank, as base64 in JSON."""
+"""Weights as ``update_weights_from_tensor`` reads them: a pickle for each tensor-parallel rank, as base64 in JSON."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from slimelite.engines.protocol import WeightBucket
-from slimelite.engines.sglang.control import Server, each
+from slimelite.engines.sglang.control import Server, ServerError
 from slimelite.engines.sglang.weights import ServerSink, Shapes
 
+logger = logging.getLogger(__name__)
 JOIN_S = 120
 
 
@@ -86,7 +88,11 @@ class GroupSink(ServerSink):
 
     def close(self) -> None:
         """Servers and this process leave the group."""
-        each(self.servers, lambda server: server.post("/destroy_weights_update_group", {"group_name": self.name}, 1))
+        for server in self.servers:
+            try:
+                server.post("/destroy_weights_update_group", {"group_name": self.name}, 1)
+            except ServerError as error:
+                logger.warning("%s did not leave the process group of weight updates: %s", server.url, error)
         dist.destroy_process_group(self._group)
         self._threads.shutdown()
 
@@ -100,7 +106,7 @@ def _join(store: Any, world: int, backend: str, name: str, timeout_s: float) -> 
         [],
         dist.Backend(backend),
         dist.PrefixStore(name, store),
-        group_name=name,
+        group_name=c10d.GroupName(name),
         timeout=timedelta(seconds=timeout_s),
     )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
@@ -13,7 +13,6 @@ from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server, ServerError
 from slimelite.engines.sglang.payload import pickled, update_request
 from slimelite.engines.sglang.weights import ServerSink, Shapes
-
 
 T = TypeVar("T")
 
@@ -38,19 +37,21 @@ class IpcSink(ServerSink):
 
     def _transfer(self, bucket: WeightBucket) -> None:
         blobs = _from_all(pickled(bucket))
-        failure = ""
         for server in self.servers:
-            own = blobs[self.rank : self.rank + server.tp_size]
-            try:
-                server.post("/update_weights_from_tensor", update_request(own))
-            except ServerError as error:
-                failure = str(error)
+            server.post("/update_weights_from_tensor", update_request(blobs[self.rank : self.rank + server.tp_size]))
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        failure = ""
+        try:
+            work()
+        except ServerError as error:
+            failure = str(error)
         # all wait here, holding their memory, until every server has copied it; and all fail together
         failures = [text for text in _from_all(failure) if text]
-        if bucket.flat.is_cuda:
+        if torch.cuda.is_available():
             torch.cuda.ipc_collect()
         if failures:
-            raise ServerError("; ".join(failures))
+            raise self._failed("; ".join(failures))
 
 
 def _from_all(value: T) -> list[T]:

@@ -9,8 +9,7 @@ update later makes them good again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -48,15 +47,16 @@ class ServerSink(ABC):
     def __init__(self, servers: Sequence[Server], shapes: Shapes) -> None:
         self.servers = list(servers)
         self.shapes = shapes
+        # of the update that is going on, and of the last one that every server has
         self.version: int | None = None
+        self.delivered: int | None = None
         self._received: set[str] = set()
 
     def begin(self, version: int) -> None:
         """Weights of this version follow; requests that are running end with what they have, new ones wait."""
-        self.version = version
+        self.version, self.delivered = version, None
         self._received.clear()
-        with self._said_of_failures():
-            self._open()
+        self._attempt(self._open)
 
     def send(self, bucket: WeightBucket) -> None:
         """Deliver a bucket.
@@ -72,8 +72,7 @@ class ServerSink(ABC):
                 raise ValueError(f"{name} is not a weight of the model that the engine was started with")
             if tuple(shape) != self.shapes[name]:
                 raise ValueError(f"{name} came with shape {tuple(shape)}; the model has {self.shapes[name]}")
-        with self._said_of_failures():
-            self._transfer(bucket)
+        self._attempt(lambda: self._transfer(bucket))
         self._received.update(bucket.names)
 
     def end(self) -> None:
@@ -88,11 +87,10 @@ class ServerSink(ABC):
         missing = self.shapes.keys() - self._received
         if missing:
             raise ValueError(f"the update lacks {len(missing)} weights, {min(missing)} among them")
-        with self._said_of_failures():
-            self._finish()
-        self.version = None
+        self._attempt(self._finish)
+        self.version, self.delivered = None, self.version
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most hold nothing
         """Give up what is held for later updates."""
 
     def _open(self) -> None:
@@ -104,16 +102,17 @@ class ServerSink(ABC):
     def _finish(self) -> None:
         each(self.servers, lambda server: _finish(server, self.version))
 
-    @contextmanager
-    def _said_of_failures(self) -> Iterator[None]:
+    def _attempt(self, work: Callable[[], None]) -> None:
         try:
-            yield
+            work()
         except ServerError as error:
-            raise WeightSyncError(
-                f"weights {self.version} did not reach every engine: {error}. An engine may have some new weights and "
-                "some old ones; all stay paused, nothing is sampled from them. Start again from the last checkpoint "
-                "with --load"
-            ) from error
+            raise self._failed(str(error)) from error
+
+    def _failed(self, why: str) -> WeightSyncError:
+        return WeightSyncError(
+            f"weights {self.version} did not reach every engine: {why}. An engine may have some new weights and some "
+            "old ones; all stay paused, nothing is sampled from them. Start again from the last checkpoint with --load"
+        )
 
 
 class HttpSink(ServerSink):
@@ -130,8 +129,8 @@ class HttpSink(ServerSink):
 def pause(server: Server) -> None:
     """End what a server is decoding; what is sent to it waits until `resume`.
 
-    Pausing in mode "retract" or "in_place" would let a response go on with keys and values of the old weights: the cache
-    can be flushed only while no request is there (SGLang 0.5.20). So whoever sent it sends the rest of it again.
+    Pausing in mode "retract" or "in_place" would let a response go on with keys and values of the old weights: the
+    cache can be flushed only while no request is there (SGLang 0.5.20). So whoever sent it sends the rest again.
     """
     server.post("/pause_generation", {"mode": "abort"})
 

@@ -12,11 +12,12 @@ from transformers.utils import cached_file
 
 from slimelite.arguments import Args
 from slimelite.arguments.weight_sync import Transport
-from slimelite.engines.sglang.control import Server
+from slimelite.engines.protocol import WeightBucket
+from slimelite.engines.sglang.control import Server, ServerError
 from slimelite.engines.sglang.sync_disk import CONFIG, DiskSink
 from slimelite.engines.sglang.sync_group import GroupSink
 from slimelite.engines.sglang.sync_ipc import IpcSink
-from slimelite.engines.sglang.weights import HttpSink, ServerSink, weight_shapes
+from slimelite.engines.sglang.weights import HttpSink, ServerSink, WeightSyncError, weight_shapes
 
 
 def choose_transport(args: Args, *, external: bool) -> Transport:
@@ -36,7 +37,7 @@ def choose_transport(args: Args, *, external: bool) -> Transport:
 
 
 class SglangSync:
-    """The sink of a run, which a trainer rank keeps from one update to the next.
+    """The `WeightSink` over the servers of a run: it keeps what is worth keeping from one update to the next.
 
     Args:
         args: resolved arguments.
@@ -47,37 +48,60 @@ class SglangSync:
 
     def __init__(self, args: Args, device: torch.device, host: str, *, external: bool = False) -> None:
         self.transport = choose_transport(args, external=external)
+        # through CUDA IPC each rank serves the engine on its own GPU
+        self.every_rank = self.transport == "ipc"
+        self.servers: tuple[Server, ...] = ()
         self._args, self._device, self._host = args, device, host
         self._shapes = weight_shapes(str(args.hf_checkpoint))
-        self._servers: tuple[Server, ...] = ()
+        self._known: tuple[Server, ...] = ()
         self._sink: ServerSink | None = None
 
-    def sink(self, servers: Sequence[Server]) -> ServerSink:
-        """The sink over ``servers``: the one of the last update, unless a server was replaced since.
+    def to(self, servers: Sequence[Server]) -> SglangSync:
+        """Itself; the next update goes to ``servers``."""
+        self.servers = tuple(servers)
+        return self
+
+    def begin(self, version: int) -> None:
+        """Meet servers that are new or were restarted, and begin.
 
         Raises:
             ValueError: a server runs another model.
-            ServerError: a server cannot be reached, or does not join the process group.
+            WeightSyncError: a server cannot be reached, or does not join the process group.
         """
-        if self._sink is None or tuple(servers) != self._servers:
-            self.close()
-            for server in servers:
-                self._check_model(server)
-                # started without a warm-up request it has not done so yet, and every flush of the cache takes a second
-                server.post("/freeze_gc")
-            self._sink, self._servers = self._make(servers), tuple(servers)
-        return self._sink
+        try:
+            infos = [json.loads(server.get("/model_info")) for server in self.servers]
+            last = None if self._sink is None else str(self._sink.delivered)
+            if self.servers != self._known or any(info["weight_version"] != last for info in infos):
+                self._meet([info["model_path"] for info in infos])
+        except ServerError as error:
+            raise WeightSyncError(f"weights {version} reached no engine: {error}") from error
+        self._current().begin(version)
 
-    @property
-    def every_rank(self) -> bool:
-        """Whether all trainer ranks need a sink, not rank 0 alone."""
-        return self.transport == "ipc"
+    def send(self, bucket: WeightBucket) -> None:
+        """See `ServerSink.send`."""
+        self._current().send(bucket)
+
+    def end(self) -> None:
+        """See `ServerSink.end`."""
+        self._current().end()
 
     def close(self) -> None:
         """Leave the process group, if there is one."""
         if self._sink is not None:
             self._sink.close()
-        self._sink = None
+        self._sink, self._known = None, ()
+
+    def _current(self) -> ServerSink:
+        assert self._sink is not None, "begin comes first"
+        return self._sink
+
+    def _meet(self, model_paths: Sequence[str]) -> None:
+        self.close()
+        for server, path in zip(self.servers, model_paths, strict=True):
+            self._check_model(server, path)
+            # started without a warm-up request it has not done so yet, and every flush of the cache takes a second
+            server.post("/freeze_gc")
+        self._sink, self._known = self._make(self.servers), self.servers
 
     def _make(self, servers: Sequence[Server]) -> ServerSink:
         args, shapes = self._args, self._shapes
@@ -92,8 +116,7 @@ class SglangSync:
             return DiskSink(servers, shapes, directory, config, keep=args.update_weight_disk_keep_files)
         return HttpSink(servers, shapes)
 
-    def _check_model(self, server: Server) -> None:
-        path = json.loads(server.get("/model_info"))["model_path"]
+    def _check_model(self, server: Server, path: str) -> None:
         # the folder may be one of the server's machine
         if os.path.isfile(os.path.join(path, CONFIG)):
             theirs = weight_shapes(path)
