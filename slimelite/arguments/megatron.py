@@ -104,7 +104,6 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "slime-router-health-check-failure-threshold": (1, ROUTER),
     **dict.fromkeys(["rollout-health-check-interval", "rollout-health-check-timeout"], (1, _HEALTH)),
     "rollout-health-check-first-wait": (1, _HEALTH),
-    "update-weight-disk-keep-files": (0, "weights go to the engines without files"),
     "update-weight-delta-encoding": (1, "weights are sent whole"),
     "update-weight-delta-checksum": (1, "weights are sent whole"),
     # metrics and profiling

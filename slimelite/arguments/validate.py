@@ -125,6 +125,11 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     ),
     **dict.fromkeys(["eval_prompt_data", "eval_config"], (lambda a: a.eval_interval, "--eval-interval")),
     "sglang_mem_fraction_static": (lambda a: a.rollout_backend == "sglang", "--rollout-backend sglang"),
+    **dict.fromkeys(
+        ["update_weight_transport", "update_weight_disk_dir", "update_weight_disk_keep_files"],
+        (lambda a: a.rollout_backend == "sglang", "--rollout-backend sglang"),
+    ),
+    "check_weight_update_equal": (lambda a: not a.debug_rollout_only, "a trainer"),
     "num_epoch": (lambda a: a.num_rollout is None, "no --num-rollout, which wins"),
 }
 
@@ -212,6 +217,7 @@ def _modes(args: Args) -> Iterator[str]:
 
 
 def _engines(args: Args) -> Iterator[str]:
+    yield from _weight_sync(args)
     if args.async_rollout and args.colocate:
         yield "--async-rollout with --colocate: engines that wait for the trainer's devices cannot run ahead; take one"
     oldest = args.update_weights_interval
@@ -235,6 +241,21 @@ def _engines(args: Args) -> Iterator[str]:
     at_once, batch = args.over_sampling_batch_size, args.rollout_batch_size
     if not args.debug_train_only and at_once is not None and batch is not None and at_once < batch:
         yield f"--over-sampling-batch-size {at_once} must be at least --rollout-batch-size {batch}"
+
+
+def _weight_sync(args: Args) -> Iterator[str]:
+    way = args.update_weight_transport
+    if way == "disk" and not args.update_weight_disk_dir:
+        yield "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer and engines share"
+    if way not in (None, "disk") and args.update_weight_disk_dir:
+        yield f"--update-weight-disk-dir with --update-weight-transport {way}: weights go one way; take disk"
+    if way == "ipc" and not args.colocate:
+        yield "--update-weight-transport ipc is for engines on the trainer's GPUs: add --colocate, or take nccl"
+    if args.check_weight_update_equal and args.offload_rollout:
+        yield (
+            "--check-weight-update-equal with --offload-rollout: no engine can decode right after a sync, before its "
+            "KV cache is back; take --ci-test, or --no-offload-rollout"
+        )
 
 
 def _lengths(args: Args) -> Iterator[str]:

@@ -106,7 +106,10 @@ class Cluster:
         if not self._engines:
             return {}
         self._finish_ahead()
-        return self._all("push_weights", self._engines, version)[0]
+        metrics = self._all("push_weights", self._engines, version)[0]
+        if self.args.check_weight_update_equal:
+            metrics["perf/update_weights_logprob_abs_diff"] = self._check_engines(version)
+        return metrics
 
     def save(self, rollout_id: int) -> Path:
         """Checkpoint of trainers and rollout state, with what was generated ahead; the marker file is written last.
@@ -154,6 +157,21 @@ class Cluster:
     def resume_engines(self, *tags: str) -> None:
         """Engines take that memory again."""
         self._ask(self._rollout, "resume_memory", tags)
+
+    def _check_engines(self, version: int) -> float:
+        from slimelite.cluster.agreement import disagreement
+        from slimelite.training.first_step import engine_threshold
+
+        table = self._ask(self._rollout, "probe")
+        gaps = disagreement(table, self._all("log_probs", self._share(table))[0], version)
+        limit = engine_threshold(self.args, exact=self.args.device == "cpu")
+        if not (gaps <= limit).all():
+            raise ClusterError(
+                f"--check-weight-update-equal: after sync {version} the log-probs of engines and trainer differ by "
+                f"{', '.join(f'{gap:.2e}' for gap in gaps)} (mean, each engine; inf: the engine still has another "
+                f"version), more than {limit}: an engine does not have the trainer's weights"
+            )
+        return float(gaps.max())
 
     def _load(self) -> int:
         directory = Path(str(self.args.resume_directory))

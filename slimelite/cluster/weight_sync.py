@@ -25,15 +25,19 @@ def choose_transport(args: Args, *, external: bool) -> Transport:
 
     On the trainers' own GPUs through CUDA IPC, on other GPUs of the job by NCCL broadcast, on a CPU through HTTP
     (docs/benchmarks.md compares). ``external`` servers, which someone else runs, may be anywhere: HTTP, or the shared
-    folder of ``--update-weight-disk-dir``.
+    folder of ``--update-weight-disk-dir``. NCCL takes one rank on a GPU: as in slime, ``nccl`` is for engines with
+    GPUs of their own.
     """
+    shared_gpus = args.colocate and args.device == "cuda"
+    if args.update_weight_transport == "nccl" and shared_gpus:
+        return "ipc"
     if args.update_weight_transport is not None:
         return args.update_weight_transport
     if args.update_weight_disk_dir:
         return "disk"
     if external or args.device == "cpu":
         return "http"
-    return "ipc" if args.colocate else "nccl"
+    return "ipc" if shared_gpus else "nccl"
 
 
 class SglangSync:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from slimelite.arguments import Args
+from slimelite.cluster.agreement import probe
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.protocol import Engine
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
+from slimelite.table import SampleTable
 
 RUNNING_REQUESTS = {"cpu": 128, "cuda": 256}
 
@@ -20,7 +22,10 @@ class RolloutWorker:
     def __init__(self, args: Args, engines: Sequence[Engine]) -> None:
         self._progress = (0, 0, "")
         self._engines = list(engines)
-        self.manager = RolloutManager(args, self._engines, load_tokenizer(args.tokenizer), progress=self._report)
+        tokenizer = load_tokenizer(args.tokenizer)
+        self._vocab_size = len(tokenizer)
+        self._temperature = args.rollout_temperature
+        self.manager = RolloutManager(args, self._engines, tokenizer, progress=self._report)
 
     def _report(self, done: int, total: int, note: str) -> None:
         self._progress = (done, total, note)
@@ -46,6 +51,10 @@ class RolloutWorker:
         """See `RolloutManager.evaluate`."""
         self._progress = (0, 0, "")
         return self.manager.evaluate(rollout_id)
+
+    def probe(self) -> SampleTable:
+        """Responses of every engine to compare with the trainer; see `agreement.probe`."""
+        return probe(self._engines, self._vocab_size, self._temperature)
 
     def state_dict(self) -> dict[str, Any]:
         """See `RolloutManager.state_dict`."""

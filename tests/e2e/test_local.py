@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import train
+from slimelite.cluster.local import LocalSink
+from slimelite.engines.protocol import WeightBucket
 from slimelite.table import SampleTable
 
 from .conftest import metrics
@@ -180,3 +182,24 @@ def test_async_rollout_with_rare_syncs(local_run: Run) -> None:
     flags = ("--no-colocate", "--async-rollout", "--update-weights-interval", "2", "--num-rollout", "5")
     # synced after 2 and 4 rollouts; each time the next rollout was there already
     assert ages(local_run("rare", *flags)) == [0, 1, 2, 1, 2]
+
+
+def test_engine_and_trainer_agree_after_every_sync(local_run: Run) -> None:
+    run = local_run("checked", "--num-rollout", "2", "--check-weight-update-equal")
+    gaps = metrics(run, "perf/update_weights_logprob_abs_diff")
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-5
+
+
+def test_a_sync_that_changed_the_weights_is_noticed(
+    grpo_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    send = LocalSink.send
+
+    def lossy(sink: LocalSink, bucket: WeightBucket) -> None:
+        send(sink, WeightBucket(bucket.names, bucket.shapes, bucket.flat * 1.05))
+
+    monkeypatch.setattr(LocalSink, "send", lossy)
+    flags = ("--launcher", "local", "--num-rollout", "1", "--check-weight-update-equal", "--run-dir", str(tmp_path))
+    assert train.main([*grpo_args, *flags]) == 1
+    assert "--check-weight-update-equal: after sync 0" in capsys.readouterr().err

@@ -170,6 +170,7 @@ def test_the_way_fits_the_place() -> None:
 
     assert choose(device="cpu", colocate=True) == "http"
     assert choose(device="cuda", colocate=True) == "ipc"
+    assert choose(device="cuda", colocate=True, update_weight_transport="nccl") == "ipc"
     assert choose(device="cuda") == "nccl"
     assert choose(device="cuda", external=True) == "http"
     assert choose(device="cuda", external=True, update_weight_disk_dir="/shared") == "disk"

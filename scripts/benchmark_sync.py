@@ -1,0 +1,180 @@
+"""Seconds and bytes per second of a whole weight update, for each way that a CPU machine has, next to the limits.
+
+    OMP_NUM_THREADS=1 python scripts/benchmark_sync.py --model tiny
+    OMP_NUM_THREADS=1 python scripts/benchmark_sync.py --model smollm2
+
+The weights are random and fp32. One SGLang server is started here (where there are no GPUs it takes the stand-ins of
+tests/support/sglang_cpu on PYTHONPATH) and an embedded engine in a Ray actor. An update is begin, all buckets, end: the
+engine decodes again when the clock stops. ``--engines embedded`` leaves SGLang out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from benchmark_engine import CONFIGS
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from slimelite.arguments import Args
+from slimelite.cluster.weight_sync import SglangSync
+from slimelite.engines.sglang.control import Server, ServerError
+from slimelite.training.weights import WeightSink, buckets
+
+SGLANG = (
+    "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none --dtype float32 "
+    "--disable-overlap-schedule --disable-cuda-graph --max-running-requests 8 --max-total-tokens 4096 "
+    "--skip-server-warmup --host 127.0.0.1"
+)
+CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+
+def seconds(work: Callable[[], object], rounds: int) -> list[float]:
+    """Wall time of each call after a first that does not count."""
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return times[1:]
+
+
+def update(sink: WeightSink, model: torch.nn.Module, max_bytes: int, versions: Iterator[int]) -> None:
+    """One whole update."""
+    sink.begin(next(versions))
+    for bucket in buckets(((name, weight.detach()) for name, weight in model.named_parameters()), max_bytes):
+        sink.send(bucket)
+    sink.end()
+
+
+def over_loopback(data: memoryview) -> None:
+    """Send ``data`` to a thread of this process through TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def receive() -> None:
+            connection, _ = listener.accept()
+            buffer = bytearray(1 << 20)
+            with connection:
+                while connection.recv_into(buffer):
+                    pass
+
+        receiver = threading.Thread(target=receive)
+        receiver.start()
+        with socket.create_connection(listener.getsockname()) as sender:
+            sender.sendall(data)
+        receiver.join()
+
+
+def to_disk(data: memoryview, folder: Path) -> None:
+    """Write ``data`` to a file, into the system's cache as the update does."""
+    (folder / "limit").write_bytes(data)
+
+
+@contextmanager
+def sglang_server(model: Path) -> Iterator[Server]:
+    """A server of ``model``; its output is in ``model``'s parent."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+    with (model.parent / "server.log").open("w") as log:
+        environment = {**os.environ, **CPU_ENVIRONMENT}
+        process = subprocess.Popen([*command, *SGLANG.split()], env=environment, stdout=log, stderr=log)
+        server = Server(f"http://127.0.0.1:{port}")
+        try:
+            while process.poll() is None:
+                try:
+                    server.get("/health")
+                    break
+                except ServerError:
+                    time.sleep(1)
+            else:
+                sys.exit((model.parent / "server.log").read_text()[-3000:])
+            yield server
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@contextmanager
+def ray_sink(args: Args, log: Path) -> Iterator[WeightSink]:
+    """An embedded engine in an actor."""
+    import ray
+
+    from slimelite.cluster.actors import EngineActor, RaySink
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    engine = ray.remote(EngineActor).options(num_cpus=1).remote(args, 0, os.getcwd(), str(log))
+    try:
+        yield RaySink([engine])
+    finally:
+        ray.kill(engine)
+        ray.shutdown()
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(CONFIGS), default="smollm2")
+    parser.add_argument("--engines", choices=["both", "embedded"], default="both")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--buffer", type=int, default=512 * 1024**2, help="--update-weight-buffer-size")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[given.model], dtype=torch.float32)
+    data = memoryview(bytearray(sum(p.nbytes for p in model.parameters())))
+    versions = iter(range(1, 10**6))
+    times: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        folder = root / "model"
+        model.save_pretrained(folder)
+        words = Tokenizer(WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w0"))
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
+
+        def run(name: str, sink: WeightSink) -> None:
+            times[name] = seconds(lambda: update(sink, model, given.buffer, versions), given.rounds)
+
+        args = Args(hf_checkpoint=str(folder), tokenizer=str(folder), device="cpu", sglang_max_running_requests=8)
+        with ray_sink(args, root / "engine.log") as sink:
+            run("embedded engine in a Ray actor", sink)
+        if given.engines == "both":
+            with sglang_server(folder) as server:
+                ways = {
+                    "SGLang, http": {"update_weight_transport": "http"},
+                    "SGLang, nccl (gloo here)": {"update_weight_transport": "nccl"},
+                    "SGLang, disk": {"update_weight_transport": "disk", "update_weight_disk_dir": str(root / "disk")},
+                }
+                for name, flags in ways.items():
+                    sync = SglangSync(
+                        Args(hf_checkpoint=str(folder), device="cpu", **flags), torch.device("cpu"), "127.0.0.1"
+                    )
+                    run(name, sync.to([server]))
+                    sync.close()
+        times["limit: copy in memory"] = seconds(lambda: bytearray(data), given.rounds)
+        times["limit: loopback TCP"] = seconds(lambda: over_loopback(data), given.rounds)
+        times["limit: write to disk"] = seconds(lambda: to_disk(data, root), given.rounds)
+    print(
+        f"{given.model}: {model.num_parameters():,} parameters, {data.nbytes / 1e6:.1f} MB, buckets of {given.buffer:,} bytes"
+    )
+    print(f"{'':34}{'best s':>9}{'median s':>10}{'MB/s (best)':>13}")
+    for name, measured in times.items():
+        best, median = min(measured), sorted(measured)[len(measured) // 2]
+        print(f"{name:34}{best:9.3f}{median:10.3f}{data.nbytes / best / 1e6:13,.0f}")
+
+
+if __name__ == "__main__":
+    main()
