@@ -167,9 +167,8 @@ def main() -> None:
         times["limit: copy in memory"] = seconds(lambda: bytearray(data), given.rounds)
         times["limit: loopback TCP"] = seconds(lambda: over_loopback(data), given.rounds)
         times["limit: write to disk"] = seconds(lambda: to_disk(data, root), given.rounds)
-    print(
-        f"{given.model}: {model.num_parameters():,} parameters, {data.nbytes / 1e6:.1f} MB, buckets of {given.buffer:,} bytes"
-    )
+    size = f"{model.num_parameters():,} parameters, {data.nbytes / 1e6:.1f} MB"
+    print(f"{given.model}: {size}, buckets of {given.buffer:,} bytes")
     print(f"{'':34}{'best s':>9}{'median s':>10}{'MB/s (best)':>13}")
     for name, measured in times.items():
         best, median = min(measured), sorted(measured)[len(measured) // 2]
