@@ -21,7 +21,7 @@ class WeightSyncArgs:
     update_weight_transport: Transport | None = flag(
         None,
         "the way into SGLang: CUDA IPC, a process group (gloo on a CPU), bodies of HTTP requests, or a folder",
-        auto="ipc with --colocate, nccl on other GPUs, disk with --update-weight-disk-dir, else http",
+        auto="disk with --update-weight-disk-dir, http into external servers, ipc with --colocate on GPUs, else nccl",
     )
     update_weight_disk_dir: str | None = flag(
         None, "folder that trainer and servers share, for weights that go by disk", metavar="DIR"

@@ -23,10 +23,10 @@ from slimelite.engines.sglang.weights import HttpSink, ServerSink, WeightSyncErr
 def choose_transport(args: Args, *, external: bool) -> Transport:
     """How weights reach the servers: as ``--update-weight-transport`` says, else by where they are.
 
-    On the trainers' own GPUs through CUDA IPC, on other GPUs of the job by NCCL broadcast, on a CPU through HTTP
-    (docs/benchmarks.md compares). ``external`` servers, which someone else runs, may be anywhere: HTTP, or the shared
-    folder of ``--update-weight-disk-dir``. NCCL takes one rank on a GPU: as in slime, ``nccl`` is for engines with
-    GPUs of their own.
+    On the trainers' own GPUs through CUDA IPC, else by broadcast in a process group (NCCL; gloo on a CPU, where it is
+    many times faster than HTTP: docs/benchmarks.md). ``external`` servers, which someone else runs, may be anywhere:
+    HTTP, or the shared folder of ``--update-weight-disk-dir``. NCCL takes one rank on a GPU: as in slime, ``nccl`` is
+    for engines with GPUs of their own.
     """
     shared_gpus = args.colocate and args.device == "cuda"
     if args.update_weight_transport == "nccl" and shared_gpus:
@@ -35,7 +35,7 @@ def choose_transport(args: Args, *, external: bool) -> Transport:
         return args.update_weight_transport
     if args.update_weight_disk_dir:
         return "disk"
-    if external or args.device == "cpu":
+    if external:
         return "http"
     return "ipc" if shared_gpus else "nccl"
 
