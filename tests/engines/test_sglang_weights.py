@@ -152,8 +152,7 @@ def test_a_server_of_another_model_is_refused(
     server: Server, models: tuple[PreTrainedModel, ...], tmp_path: Path
 ) -> None:
     build_model(tmp_path / "wider", intermediate_size=56)
-    push(SglangSync(Args(hf_checkpoint=models[0].name_or_path, device="cpu"), CPU, "").to([server]), models[0], 41)
-    sync = SglangSync(Args(hf_checkpoint=str(tmp_path / "wider"), device="cpu"), CPU, "").to([server])
+    sync = SglangSync(Args(hf_checkpoint=str(tmp_path / "wider"), device="cpu"), CPU, "127.0.0.1").to([server])
     with pytest.raises(ValueError, match="start it with the model that is trained"):
         sync.begin(42)
 
