@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -19,6 +20,7 @@ from slimelite.table import SampleTable
 if TYPE_CHECKING:
     from slimelite.rollout.manager import EvalOutput, RolloutOutput
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]
 
 # in a checkpoint: the table of the rollout that was generated ahead
@@ -62,6 +64,7 @@ class Cluster:
         self._share = share
         # rollouts that are generated ahead of their turn
         self._ahead: dict[int, Future[RolloutOutput]] = {}
+        self._version = 0  # of the engines' weights
 
     def complete_args(self) -> Args:
         """Fill in what only start-up can know: the first rollout id and the number of rollouts. Loads ``--load``."""
@@ -106,10 +109,30 @@ class Cluster:
         if not self._engines:
             return {}
         self._finish_ahead()
-        metrics = self._all("push_weights", self._engines, version)[0]
+        metrics = self._push(version)
         if self.args.check_weight_update_equal:
             metrics["perf/update_weights_logprob_abs_diff"] = self._check_engines(version)
         return metrics
+
+    def _push(self, version: int) -> dict[str, float]:
+        """Weights into every engine; once more when one died of it and has started anew."""
+        self._version = version
+        if self.args.rollout_backend != "sglang":
+            return self._all("push_weights", self._engines, version)[0]
+        from slimelite.engines.sglang.weights import WeightSyncError
+
+        self._ask(self._rollout, "settle_engines")
+        try:
+            return self._all("push_weights", self._engines, version)[0]
+        except WeightSyncError as error:
+            if not self.args.use_fault_tolerance:
+                raise ClusterError(str(error)) from error
+            logger.warning("%s; once more, with every engine alive", error)
+        self._ask(self._rollout, "settle_engines")
+        try:
+            return self._all("push_weights", self._engines, version)[0]
+        except WeightSyncError as error:
+            raise ClusterError(str(error)) from error
 
     def save(self, rollout_id: int) -> Path:
         """Checkpoint of trainers and rollout state, with what was generated ahead; the marker file is written last.
@@ -197,6 +220,13 @@ class Cluster:
     def _finish_ahead(self) -> None:
         """Wait for rollouts that are being generated: weights do not change under them, evals do not mix with them."""
         for future in self._ahead.values():
+            while self.args.use_fault_tolerance and not future.done():
+                wait([future], timeout=0.5)
+                if not future.done() and self._ask(self._rollout, "needs_weights"):
+                    raise ClusterError(
+                        "every engine died while a rollout was generated ahead of training, whose weights have moved "
+                        "on: go on from the last checkpoint with --load"
+                    )
             future.result()
 
     def _all(self, method: str, *args: Any) -> list[Any]:
@@ -216,7 +246,20 @@ class Cluster:
                 return future.result(timeout=0.5)
             except FutureTimeout:
                 progress(*worker.submit("progress").result())
+                self._send_weights_if_lost()
         return future.result()
+
+    def _send_weights_if_lost(self) -> None:
+        """When every engine died and was started anew, generation waits for the weights that it began with."""
+        if not (self.args.use_fault_tolerance and self._ask(self._rollout, "needs_weights")):
+            return
+        if self.args.offload_train:
+            raise ClusterError(
+                "every engine died, and the trainers, who have the weights, are offloaded: go on from the last "
+                "checkpoint with --load"
+            )
+        logger.warning("every engine was started anew: sending weights %d again", self._version)
+        self._push(self._version)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -34,7 +34,6 @@ class Health:
     def __init__(
         self,
         engines: Sequence[Engine],
-        changed: Callable[[int], None] = lambda engine: None,
         *,
         restarts: bool = False,
         interval: float = 30.0,
@@ -43,7 +42,7 @@ class Health:
     ) -> None:
         self.infos: dict[int, EngineInfo] = {}
         self.down: set[int] = set()
-        self.changed = changed
+        self.changed: Callable[[int], None] = lambda _: None
         self.deaths: Counter[int] = Counter()
         self.broken: ValueError | None = None
         self._engines = list(engines)

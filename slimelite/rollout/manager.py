@@ -196,6 +196,15 @@ class RolloutManager:
         self._thread.join()
         self._loop.close()
 
+    def each_engine(self, method: str, tags: Sequence[str]) -> None:
+        """``release_memory`` or ``resume_memory`` on every engine, when each of them answers."""
+
+        async def each() -> None:
+            await self._context.engines.health.settle()
+            await asyncio.gather(*(getattr(engine, method)(tags) for engine in self._context.engines.engines))
+
+        self._run(each())
+
     def settle_engines(self) -> None:
         """Wait until every engine answers; dead ones are started anew.
 
@@ -298,7 +307,7 @@ class RolloutManager:
         metrics = rollout_metrics(self.args, groups, reward_key, version)
         if self.args.load_debug_rollout_data is None:
             metrics |= perf_metrics(self.args, samples, seconds)
-            metrics["rollout/engine_deaths"] = float(pool.health.deaths.total())
+            metrics["rollout/engine_deaths"] = float(self._context.engines.health.deaths.total())
         return {**metrics, **self._context.grader.metrics()}
 
     def _save(self, table: SampleTable, name: str) -> None:

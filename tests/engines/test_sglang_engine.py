@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from slimelite.engines.sglang.client import SglangEngine
-from slimelite.engines.sglang.options import ON_CPU
-from slimelite.engines.sglang.server import SglangServer
 from slimelite.engines.sglang.weights import weight_shapes
 from tests.engines.contract import EngineContract
 

@@ -102,6 +102,7 @@ class SglangEngine:
                 partial_results=True,
                 pause=True,
                 sleep=bool(server["enable_memory_saver"]),
+                score=False,
             ),
             url=self.url,
             extra={"model_path": model["model_path"], "sglang": server["version"], "dtype": str(server["dtype"])},
@@ -125,6 +126,10 @@ class SglangEngine:
                 task.cancel()
             for request in requests:
                 del self._running[request.request_id]
+
+    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
+        """Not claimed: SGLang gives a prompt's log-probs at temperature 1 alone."""
+        raise ValueError(f"{self.url} cannot score {len(input_ids)} tokens from {start} at temperature {temperature}")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """See `Engine.abort`. With None, requests that others sent to the server end too."""

@@ -32,7 +32,9 @@ class SglangServer:
     environment is ours, ``CUDA_VISIBLE_DEVICES`` included.
     """
 
-    def __init__(self, command: Callable[[str, int], list[str]], host: str, log: Path, start_s: float = START_S) -> None:
+    def __init__(
+        self, command: Callable[[str, int], list[str]], host: str, log: Path, start_s: float = START_S
+    ) -> None:
         self.host = host
         self.port = free_port(host)
         self.url = f"http://{host}:{self.port}"
@@ -90,14 +92,18 @@ class SglangServer:
         while not self._healthy():
             now = time.monotonic()
             if process.poll() is not None:
-                raise ValueError(f"the SGLang server of {self.url} ended with status {process.returncode}: {self._tail()}")
+                raise ValueError(
+                    f"the SGLang server of {self.url} ended with status {process.returncode}: {self._tail()}"
+                )
             if now - begin > self._start_s:
                 raise ValueError(
                     f"the SGLang server of {self.url} is not healthy after {self._start_s:.0f} s: {self._tail()}"
                 )
             if now - reported > REPORT_S:
                 reported = now
-                logger.warning("waiting for the SGLang server of %s, %.0f s so far; its log is %s", self.url, now - begin, self.log)
+                logger.warning(
+                    "waiting for the SGLang server of %s, %.0f s so far; its log is %s", self.url, now - begin, self.log
+                )
             time.sleep(0.5)
 
     def _healthy(self) -> bool:
