@@ -1,9 +1,11 @@
-"""JSON over HTTP to one server, from whichever event loop asks."""
+"""JSON over HTTP to one server, for whichever event loop asks."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Coroutine
 from typing import Any
 
 import aiohttp
@@ -14,15 +16,18 @@ KEEP_ALIVE_S = 3.0
 
 
 class Http:
-    """A pool of connections to ``url`` for each event loop that uses it; no request has a time limit of its own."""
+    """A pool of connections to ``url`` on a thread with an event loop of its own; no request has a time limit."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"http {url}", daemon=True)
+        self._thread.start()
 
     async def get(self, path: str) -> Any:
         """The answer, parsed; raises as `post` does."""
-        return await self._ask("GET", path, None)
+        return await self._there(self._ask("GET", path, None))
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """The answer, parsed if it is JSON.
@@ -32,29 +37,30 @@ class Http:
             ValueError: the server says that the request is wrong.
             RuntimeError: the server fails otherwise.
         """
-        return await self._ask("POST", path, body)
+        return await self._there(self._ask("POST", path, body))
 
     async def close(self) -> None:
-        """Close the connections of the running loop; those of a loop that has ended went with it."""
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
-        if session is not None:
-            await session.close()
+        """Close the connections, for good."""
+        if self._session is not None:
+            await self._there(self._session.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def _there(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
-        try:
-            async with self._session().request(method, self.url + path, json=body) as answer:
-                return _read(await answer.text(), answer.status, self.url + path)
-        except (aiohttp.ClientError, OSError) as error:
-            raise ConnectionError(f"{self.url}{path} does not answer: {error or type(error).__name__}") from error
-
-    def _session(self) -> aiohttp.ClientSession:
-        loop = asyncio.get_running_loop()
-        if loop not in self._sessions:
-            self._sessions[loop] = aiohttp.ClientSession(
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             )
-        return self._sessions[loop]
+        try:
+            async with self._session.request(method, self.url + path, json=body) as answer:
+                return _read(await answer.text(), answer.status, self.url + path)
+        except (aiohttp.ClientError, OSError) as error:
+            raise ConnectionError(f"{self.url}{path} does not answer: {error or type(error).__name__}") from error
 
 
 def _read(text: str, status: int, what: str) -> Any:

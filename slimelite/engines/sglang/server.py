@@ -105,6 +105,8 @@ class SglangServer:
                     "waiting for the SGLang server of %s, %.0f s so far; its log is %s", self.url, now - begin, self.log
                 )
             time.sleep(0.5)
+        # SGLang does it after a warm-up, which there is none of: every flush of its cache would search all it imported
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/freeze_gc", method="POST"), timeout=30).close()
 
     def _healthy(self) -> bool:
         try:
