@@ -122,7 +122,7 @@ def test_a_server_that_is_gone_is_a_connection_error(tmp_path: Path) -> None:
     async def scenario() -> None:
         engine = SglangEngine("http://127.0.0.1:1", model_path=str(tmp_path))
         try:
-            with pytest.raises(ConnectionError, match="127.0.0.1:1"):
+            with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:1"):
                 await engine.generate([GenerateRequest("r", (5,), SamplingParams(max_new_tokens=1))])
         finally:
             await engine.close()

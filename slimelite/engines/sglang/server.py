@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 START_S = 1800.0
 REPORT_S = 30.0
+END_S = 10.0
 LOG_LINES = 12
 # The server is a process group of its own. Its end of our pipe closes when we are gone, however we went; then all of it
 # goes too.
@@ -129,6 +130,15 @@ class SglangServer:
         assert process.stdin is not None
         process.stdin.close()
         process.wait()
+        # its ports and GPU memory are free when the last of it is gone
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.05)
+        logger.warning("some of the server of %s outlives SIGKILL by %.0f s", self.url, END_S)
 
 
 def free_port(host: str) -> int:
