@@ -9,10 +9,11 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from slimelite.arguments import Args
+from slimelite.cluster.sglang_fields import server_fields
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.sglang.client import ServerOwner, SglangEngine
 from slimelite.engines.sglang.control import Server
-from slimelite.engines.sglang.options import server_command, server_fields
+from slimelite.engines.sglang.options import server_command
 from slimelite.engines.sglang.server import SglangServer
 
 # SGLang ends a request this much below its context length [tokens]
