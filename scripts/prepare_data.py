@@ -157,9 +157,10 @@ def prepare(name: str, source: str, out: Path, shots: int) -> None:
         write([few_shot(row, shots) for row in rows] if shots else rows, target)
 
 
-def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share: float) -> None:
-    """The tiny arithmetic task: prompts that do not overlap, conversations on the training prompts, an empty model."""
-    from slimelite.data.arithmetic import all_questions, conversation_row, prompt_row, write_model_folder
+def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share: float, pairs: int) -> None:
+    """The tiny arithmetic task: prompts that do not overlap, conversations and preference pairs on the training
+    prompts, an empty model."""
+    from slimelite.data.arithmetic import all_questions, conversation_row, pair_row, prompt_row, write_model_folder
 
     rng = random.Random(seed)
     questions = all_questions()
@@ -168,6 +169,7 @@ def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share:
     write([prompt_row(numbers) for numbers in train], out / "train.parquet")
     write([prompt_row(numbers) for numbers in heldout], out / "heldout.parquet")
     write([conversation_row(rng.choice(train), rng, worked_share) for _ in range(sft_rows)], out / "sft.parquet")
+    write([pair_row(rng.choice(train), rng) for _ in range(pairs)], out / "pairs.parquet")
     write_model_folder(out / "model")
     print(f"{out / 'model'}: tokenizer and config of a model without weights")
 
@@ -193,9 +195,10 @@ def main() -> None:
     parser.add_argument(
         "--worked-share", type=float, default=0.35, help="quickstart: share that shows its working (default: 0.35)"
     )
+    parser.add_argument("--pairs", type=int, default=3200, help="quickstart: preference pairs (default: 3200)")
     args = parser.parse_args()
     if args.task == "quickstart":
-        quickstart(args.out, args.seed, args.held_out, args.sft_rows, args.worked_share)
+        quickstart(args.out, args.seed, args.held_out, args.sft_rows, args.worked_share, args.pairs)
         return
     try:
         prepare(args.task, args.source, args.out, args.shots)

@@ -40,6 +40,8 @@ class Sample:
     index: int | None = None
     # siblings of one fan-out share it; None: the sample is a rollout of its own
     rollout_id: int | None = None
+    # samples that must not be trained apart (the two of a preference pair) share it; None: it stands alone
+    unit_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
     response: str = ""

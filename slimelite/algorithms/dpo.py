@@ -46,7 +46,8 @@ def dpo_loss(
 
     Returns:
         [P] losses, to be averaged over the pairs of the step, and metrics over pairs: ``rewards/chosen`` and
-        ``rewards/rejected`` (β·h), ``rewards/margins`` and ``rewards/accuracies``.
+        ``rewards/rejected`` (β·h), ``rewards/margins``, ``rewards/accuracies``, and ``logps/chosen`` and
+        ``logps/rejected``, the sums of log_probs.
 
     Raises:
         ValueError: an unknown kind.
@@ -64,9 +65,12 @@ def dpo_loss(
     else:
         losses = (delta - 1 / (2 * beta)).square()
     pairs = torch.ones_like(chosen, dtype=torch.bool)
+    log_likelihood = segment_sum(select(log_probs.detach(), mask), segments, num_segments)
     return losses, {
         "rewards/chosen": mean_metric(beta * score[chosen], pairs),
         "rewards/rejected": mean_metric(beta * score[rejected], pairs),
         "rewards/margins": mean_metric(beta * delta, pairs),
         "rewards/accuracies": mean_metric(delta > 0, pairs),
+        "logps/chosen": mean_metric(log_likelihood[chosen], pairs),
+        "logps/rejected": mean_metric(log_likelihood[rejected], pairs),
     }

@@ -20,6 +20,7 @@ from slimelite.arguments.model import ModelArgs
 from slimelite.arguments.optimizer import OptimizerArgs
 from slimelite.arguments.parse import make_args, parse_args
 from slimelite.arguments.perf import PerfArgs
+from slimelite.arguments.preference import PreferenceArgs
 from slimelite.arguments.reward import RewardArgs
 from slimelite.arguments.rollout import RolloutArgs
 from slimelite.arguments.sglang import SglangArgs
@@ -44,6 +45,7 @@ __all__ = [
     "ModelArgs",
     "OptimizerArgs",
     "PerfArgs",
+    "PreferenceArgs",
     "RewardArgs",
     "RolloutArgs",
     "SglangArgs",

@@ -25,7 +25,7 @@ class AlgorithmArgs:
         f"named sets of flags, below the command line and --config: {', '.join(PRESETS)}; see docs/algorithms.md",
         metavar="NAME",
     )
-    loss_type: Literal["policy_loss", "sft_loss", "custom_loss"] = flag("policy_loss", "what is minimised")
+    loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "custom_loss"] = flag("policy_loss", "what is minimised")
     advantage_estimator: AdvantageEstimator = flag(
         "grpo", "how rewards become advantages, and the policy loss that goes with it"
     )
@@ -77,3 +77,8 @@ class AlgorithmArgs:
     use_reference: bool = resolved(False)
     # estimator of the KL in the reward: unbiased, and a reward has no gradient that could vanish
     kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"] = resolved("k1")
+
+    @property
+    def supervised(self) -> bool:
+        """The responses are the data's: none was sampled, so there is neither a temperature nor an old policy."""
+        return self.loss_type in ("sft_loss", "dpo_loss")

@@ -18,6 +18,7 @@ from slimelite.arguments.eval import EvalArgs
 from slimelite.arguments.model import ModelArgs
 from slimelite.arguments.optimizer import OptimizerArgs
 from slimelite.arguments.perf import PerfArgs
+from slimelite.arguments.preference import PreferenceArgs
 from slimelite.arguments.reward import RewardArgs
 from slimelite.arguments.rollout import RolloutArgs
 from slimelite.arguments.sglang import SglangArgs
@@ -45,6 +46,7 @@ class Args(
     DistillationArgs,
     CriticArgs,
     CorrectionArgs,
+    PreferenceArgs,
     AlgorithmArgs,
     RewardArgs,
     RolloutArgs,

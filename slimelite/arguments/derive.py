@@ -24,7 +24,10 @@ SLIME_DEFAULTS = {
     "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
     "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
 }
-SFT_ROLLOUT = "slimelite.rollout.sft.generate_rollout"
+SUPERVISED_ROLLOUTS = {
+    "sft_loss": "slimelite.rollout.sft.generate_rollout",
+    "dpo_loss": "slimelite.rollout.dpo.generate_rollout",
+}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -87,13 +90,15 @@ def _modes(draft: Draft) -> None:
     for name, path in SLIME_DEFAULTS.items():
         if getattr(args, name) == path:
             draft.set(name, None, f"{path} is what runs anyway")
-    sft = args.loss_type == "sft_loss"
-    if draft.args.rollout_function_path is not None and not sft:
+    if draft.args.rollout_function_path is not None and not args.supervised:
         draft.default("eval_function_path", args.rollout_function_path, "as --rollout-function-path")
-    if sft:
-        draft.default("rollout_function_path", SFT_ROLLOUT, "--loss-type sft_loss: nothing is generated")
-    if sft and args.eval_interval is None and not args.debug_train_only:
-        draft.set("debug_train_only", True, "--loss-type sft_loss without --eval-interval needs no engine")
+    if args.supervised:
+        path = SUPERVISED_ROLLOUTS[args.loss_type]
+        draft.default("rollout_function_path", path, f"--loss-type {args.loss_type}: nothing is generated")
+    if args.supervised and args.eval_interval is None and not (args.debug_train_only or args.debug_rollout_only):
+        draft.set("debug_train_only", True, f"--loss-type {args.loss_type} without --eval-interval needs no engine")
+    if args.loss_type == "dpo_loss" and args.n_samples_per_prompt != 1:
+        draft.set("n_samples_per_prompt", 1, "--loss-type dpo_loss: a prompt has its one pair")
     if args.load_debug_rollout_data and not args.debug_train_only:
         draft.set("debug_train_only", True, "--load-debug-rollout-data needs no engine")
     if args.debug_rollout_only and args.colocate:
@@ -191,6 +196,8 @@ def _model(draft: Draft) -> None:
     ]
     if trains and wanted:
         draft.set("use_reference", True, f"{' and '.join(wanted)} compare with it")
+    elif args.loss_type == "dpo_loss":
+        draft.set("use_reference", True, "--loss-type dpo_loss compares with it")
     else:
         draft.set("use_reference", False, "no KL coefficient is above 0, so no reference model is loaded")
     if args.use_kl_loss and args.kl_loss_coef == 0 and not args.log_ref_kl:
@@ -245,7 +252,12 @@ def _batches(draft: Draft) -> None:
         return
     draft.default("over_sampling_batch_size", args.rollout_batch_size, "as --rollout-batch-size")
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    total = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = {samples} samples"
+    counted, total = (
+        "samples",
+        f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = {samples} samples",
+    )
+    if args.loss_type == "dpo_loss":
+        counted, total = "pairs", f"{samples} pairs"
     steps, size = args.num_steps_per_rollout, args.global_batch_size
     if size is None:
         steps = steps or 1
@@ -259,7 +271,9 @@ def _batches(draft: Draft) -> None:
     draft.default("num_steps_per_rollout", fitting, f"{total} / --global-batch-size {size}")
     if last := samples % size:
         step = "the only step" if fitting == 1 else f"the last of {fitting} steps"
-        draft.notes.append(f"{total}: {step} of each rollout has {last} samples instead of {size}, and its own divisor")
+        draft.notes.append(
+            f"{total}: {step} of each rollout has {last} {counted} instead of {size}, and its own divisor"
+        )
     if args.use_dynamic_batch_size:
         draft.default("log_probs_max_tokens_per_gpu", args.max_tokens_per_gpu, "as --max-tokens-per-gpu")
 

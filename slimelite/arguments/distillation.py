@@ -56,8 +56,8 @@ def distillation_problems(args: Args) -> Iterator[str]:
         if args.opd_teacher_load is not None:
             yield "--opd-teacher-load needs --use-opd --opd-type trainer"
         return
-    if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
-        why = "--loss-type sft_loss" if args.loss_type == "sft_loss" else "--disable-compute-advantages-and-returns"
+    if args.supervised or not args.compute_advantages_and_returns:
+        why = f"--loss-type {args.loss_type}" if args.supervised else "--disable-compute-advantages-and-returns"
         yield f"--use-opd adds to the advantages, and {why} has none"
     if args.opd_kl_coef < 0:
         yield f"--opd-kl-coef {args.opd_kl_coef}: must be at least 0"

@@ -242,6 +242,7 @@ def _check_data(
     args: Args, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], broken: set[str], findings: Findings
 ) -> None:
     """Prompts and rewards of training and of every evaluation dataset."""
+    from slimelite.data.preferences import load_pairs
     from slimelite.data.prompts import load_prompts
 
     sources: list[tuple[str, Args | EvalDataset, list[str], int | None]] = []
@@ -251,18 +252,45 @@ def _check_data(
         sources += [(f"eval dataset {d.name}", d, [d.path], d.max_prompt_len) for d in args.eval_datasets]
     for name, columns, paths, limit in sources:
         rows = paths if args.dry_run else [path if "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in paths]
+        kept: dict[str, Any] = {"max_prompt_len": limit, "skip_bad_rows": args.skip_bad_rows}
+        pairs = columns is args and args.loss_type == "dpo_loss"
         try:
-            prompts = load_prompts(columns, tokenizer, rows, max_prompt_len=limit, skip_bad_rows=args.skip_bad_rows)
+            prompts = (
+                load_pairs(args, tokenizer, rows, **kept) if pairs else load_prompts(columns, tokenizer, rows, **kept)
+            )
         except ValueError as error:
             findings.problems.append(f"{name}: {_one_line(error)}")
             continue
         longest = max(len(prompt.token_ids) for prompt in prompts)
+        if pairs:
+            findings.facts.append(f"{name}: {len(prompts)} pairs")
+            _check_pair(args, tokenizer, name, prompts[0], findings)
+            continue
         findings.facts.append(f"{name}: {len(prompts)} prompts, the longest of {longest} tokens")
         if args.loss_type != "sft_loss" or columns is not args:
             dataset = None if isinstance(columns, Args) else columns
             _check_lengths(args, dataset, name, longest, config, findings)
             if (args if dataset is None else dataset).custom_rm_path not in broken:
                 _check_reward(args, dataset, name, prompts[0], findings)
+
+
+def _check_pair(args: Args, tokenizer: PreTrainedTokenizerBase, name: str, prompt: Prompt, findings: Findings) -> None:
+    """Make the two samples of one pair."""
+    from slimelite.data.preferences import pair_samples
+    from slimelite.sample import Sample
+
+    sample = Sample(group_index=0, index=0, prompt=prompt.text, tokens=list(prompt.token_ids), metadata=prompt.metadata)
+    settings: dict[str, Any] = {
+        "loss_mask_type": args.loss_mask_type,
+        "template_kwargs": args.apply_chat_template_kwargs,
+    }
+    try:
+        pair = pair_samples(sample, tokenizer, max_context_len=args.rollout_max_context_len, **settings)
+    except ValueError as error:
+        findings.problems.append(f"{name}: {_one_line(error)}")
+        return
+    shown = (f"{side.label} {side.response!r:.60} ({side.effective_response_length} tokens)" for side in pair)
+    findings.facts.append(f"{name}: the first pair: {', '.join(shown)}")
 
 
 def _check_lengths(

@@ -78,10 +78,24 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     **dict.fromkeys(["opd_type", "opd_kl_coef"], (lambda a: a.use_opd, "--use-opd")),
     "overlong_penalty_factor": (lambda a: a.overlong_buffer_len, "--overlong-buffer-len"),
     "opsm_delta": (lambda a: a.use_opsm, "--use-opsm"),
-    "kl_loss_type": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
-    "use_unbiased_kl": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
-    "ref_load": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
-    "ref_update_interval": (lambda a: a.use_reference, "a KL coefficient above 0, or --log-ref-kl"),
+    **dict.fromkeys(
+        ["kl_loss_type", "use_unbiased_kl"],
+        (lambda a: a.use_reference and not a.supervised, "a KL coefficient above 0, or --log-ref-kl"),
+    ),
+    **dict.fromkeys(
+        ["ref_load", "ref_update_interval"],
+        (lambda a: a.use_reference, "a KL coefficient above 0, --log-ref-kl, or --loss-type dpo_loss"),
+    ),
+    **dict.fromkeys(
+        ["chosen_key", "rejected_key", "dpo_loss", "dpo_beta"],
+        (lambda a: a.loss_type == "dpo_loss", "--loss-type dpo_loss"),
+    ),
+    "dpo_label_smoothing": (
+        lambda a: a.loss_type == "dpo_loss" and a.dpo_loss == "sigmoid",
+        "--loss-type dpo_loss with --dpo-loss sigmoid",
+    ),
+    "n_samples_per_prompt": (lambda a: a.loss_type != "dpo_loss", "responses to generate; a row of pairs has its two"),
+    "entropy_coef": (lambda a: not a.supervised, "a policy loss"),
     **dict.fromkeys(
         ["value_clip", "lambd", "critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "critic_load"],
         (lambda a: a.use_critic, "--advantage-estimator ppo"),
@@ -156,6 +170,7 @@ def validate(args: Args) -> list[str]:
         correction_problems,
         distillation_problems,
         _rewards,
+        _preferences,
         _schedule,
         _checkpoints,
         _tracking,
@@ -209,11 +224,13 @@ def _modes(args: Args) -> Iterator[str]:
         yield "--prompt-data is missing: which prompts? (--load-debug-rollout-data trains on saved rollouts)"
     if not args.rollout_global_dataset and not args.data_source_path and not args.rollout_function_path:
         yield "--disable-rollout-global-dataset needs a --data-source-path or --rollout-function-path with prompts"
-    sft = args.loss_type == "sft_loss"
-    if args.debug_train_only and not (args.load_debug_rollout_data or sft or args.rollout_function_path):
-        yield "--debug-train-only has nothing to train on: give --load-debug-rollout-data, or --loss-type sft_loss"
-    if args.debug_rollout_only and sft:
-        yield "--debug-rollout-only with --loss-type sft_loss: SFT generates nothing"
+    if args.debug_train_only and not (args.load_debug_rollout_data or args.supervised or args.rollout_function_path):
+        yield (
+            "--debug-train-only has nothing to train on: give --load-debug-rollout-data, or --loss-type sft_loss or "
+            "dpo_loss"
+        )
+    if args.debug_rollout_only and args.supervised:
+        yield f"--debug-rollout-only with --loss-type {args.loss_type}: it generates nothing"
     if args.loss_type == "custom_loss" and not args.custom_loss_function_path:
         yield "--loss-type custom_loss needs --custom-loss-function-path"
     if args.eval_interval is not None and not (args.eval_datasets or args.debug_train_only):
@@ -350,7 +367,7 @@ def _kl(args: Args) -> Iterator[str]:
     if args.use_kl_loss and args.kl_loss_coef != 0 and args.kl_loss_type == "k1" and not args.use_unbiased_kl:
         yield "--kl-loss-type k1 has no gradient on average: use low_var_kl, or add --use-unbiased-kl"
     if args.use_reference and not args.ref_load:
-        yield "--ref-load is missing: a KL term compares with a reference model"
+        yield "--ref-load is missing: a KL term or DPO compares with a reference model"
 
 
 def _policy(args: Args) -> Iterator[str]:
@@ -391,6 +408,20 @@ def _rewards(args: Args) -> Iterator[str]:
             re.compile(args.format_regex)
         except re.error as error:
             yield f"--format-regex {args.format_regex!r}: {error}"
+
+
+def _preferences(args: Args) -> Iterator[str]:
+    if args.dpo_beta <= 0:
+        yield f"--dpo-beta {args.dpo_beta}: must be above 0"
+    if not 0 <= args.dpo_label_smoothing < 0.5:
+        yield f"--dpo-label-smoothing {args.dpo_label_smoothing}: must be at least 0 and below 0.5"
+    if args.loss_type != "dpo_loss":
+        return
+    if args.loss_aggregation != "rollout":
+        how = "--calculate-per-token-loss" if args.calculate_per_token_loss else "--loss-aggregation"
+        yield f"--loss-type dpo_loss is a mean over pairs: leave {how} out"
+    if args.chosen_key == args.rejected_key:
+        yield f"--chosen-key and --rejected-key are both {args.chosen_key!r}: a pair has two replies"
 
 
 def _schedule(args: Args) -> Iterator[str]:

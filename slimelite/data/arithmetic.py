@@ -64,6 +64,17 @@ def conversation_row(numbers: Numbers, rng: random.Random, worked_share: float) 
     return {**row, "messages": [*row["messages"], {"role": "assistant", "content": answer}]}
 
 
+def pair_row(numbers: Numbers, rng: random.Random) -> Row:
+    """A row for preference training: the working, and a bare guess that is wrong."""
+    guesses = iter(lambda: guessed_answer(numbers, rng), None)
+    wrong = next(guess for guess in guesses if guess != f"#### {sum(numbers)}")
+    replies = {"chosen": worked_answer(numbers), "rejected": wrong}
+    return {
+        "messages": prompt_row(numbers)["messages"],
+        **{name: [{"role": "assistant", "content": answer}] for name, answer in replies.items()},
+    }
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Numbers 0 to 99, the chat words and the operators, a token each; text of the task survives a round trip."""
     vocabulary = [*SPECIALS, *WORDS, *map(str, range(100))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,7 +57,7 @@ class Prompt:
         return copy.deepcopy({**self.metadata, **kept})
 
 
-class _BadCell(ValueError):
+class BadCell(ValueError):
     """What is wrong in one column of a row."""
 
     def __init__(self, column: str, problem: str) -> None:
@@ -71,9 +71,12 @@ def load_prompts(
     *,
     max_prompt_len: int | None = None,
     skip_bad_rows: bool = False,
+    also: Sequence[str] = (),
+    read: Callable[[Row, Columns, PreTrainedTokenizerBase], Prompt] | None = None,
 ) -> list[Prompt]:
     """The prompts of ``paths`` one after the other, in file order.
 
+    ``also``: further columns that every row must have; ``read``: makes a prompt of a row in place of `read_prompt`.
     ``max_prompt_len`` [tokens]: longer prompts are left out, counted and logged. The prompt of messages that end with
     an answer is what stands before their first answer.
 
@@ -86,7 +89,7 @@ def load_prompts(
             "--apply-chat-template: the tokenizer has no chat template; put a chat_template.jinja into the "
             "--hf-checkpoint folder, or leave the flag out when the prompts are plain text"
         )
-    required = [c for c in (columns.input_key, columns.label_key) if c is not None]
+    required = list(dict.fromkeys(c for c in (columns.input_key, columns.label_key, *also) if c is not None))
     bad = BadRows(skip_bad_rows)
     prompts: list[Prompt] = []
     measured: list[str] = []
@@ -95,10 +98,10 @@ def load_prompts(
         for row in read_rows(path, required, (columns.metadata_key, columns.tool_key), bad):
             total += 1
             try:
-                prompt = _read_prompt(row, columns, tokenizer)
+                prompt = (read or read_prompt)(row, columns, tokenizer)
                 measured.append(prompt.text if max_prompt_len is None else _asked_text(prompt, columns, tokenizer))
                 prompts.append(prompt)
-            except _BadCell as error:
+            except BadCell as error:
                 bad.add(row.place, str(error))
     bad.report(total)
     lengths = _encode(prompts, measured, tokenizer)
@@ -141,7 +144,12 @@ def before_answers(messages: Messages) -> Messages:
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]
 
 
-def _read_prompt(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def read_prompt(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+    """The prompt of one row, its ids still to be filled in.
+
+    Raises:
+        BadCell: a column does not hold what it should.
+    """
     values = row.values
     tools = _parsed(values.get(columns.tool_key), columns.tool_key, list) or None
     metadata = _parsed(values.get(columns.metadata_key), columns.metadata_key, dict) or {}
@@ -152,11 +160,11 @@ def _read_prompt(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase)
     content = values[columns.input_key]
     if isinstance(content, str):
         if not content:
-            raise _BadCell(columns.input_key, "the prompt is empty")
+            raise BadCell(columns.input_key, "the prompt is empty")
         prompt.text = content
         prompt.messages = [{"role": "user", "content": content}] if columns.apply_chat_template else None
     else:
-        prompt.messages = _checked_messages(content, columns.input_key)
+        prompt.messages = checked_messages(content, columns.input_key)
     if columns.apply_chat_template:
         assert prompt.messages is not None
         prompt.text = _render(tokenizer, prompt.messages, tools, columns)
@@ -170,24 +178,25 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list[
             messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **settings}
         )
     except (TemplateError, TypeError) as error:
-        raise _BadCell(columns.input_key, f"the chat template refuses these messages ({error})") from error
+        raise BadCell(columns.input_key, f"the chat template refuses these messages ({error})") from error
 
 
-def _checked_messages(content: Any, column: str) -> Messages:
+def checked_messages(content: Any, column: str) -> Messages:
+    """``content`` if it is a list of messages; `BadCell` otherwise."""
     if not isinstance(content, list) or not content:
-        raise _BadCell(column, f"a prompt is text or a list of messages, not {content!r:.60}")
+        raise BadCell(column, f"text or a list of messages is expected, not {content!r:.60}")
     for number, message in enumerate(content):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _BadCell(column, f"message {number} needs a role and a content, got {message!r:.60}")
+            raise BadCell(column, f"message {number} needs a role and a content, got {message!r:.60}")
         if not any(message.get(key) is not None for key in ("content", "tool_calls", "reasoning_content")):
-            raise _BadCell(column, f"message {number} ({message['role']}) says nothing: content is missing")
+            raise BadCell(column, f"message {number} ({message['role']}) says nothing: content is missing")
     return content
 
 
 def _label(value: Any, column: str) -> str:
     """Labels are text; numbers are written as such, lists and dicts as JSON."""
     if value is None:
-        raise _BadCell(column, "the label is null")
+        raise BadCell(column, "the label is null")
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     return str(value)
@@ -201,7 +210,7 @@ def _parsed(value: Any, column: str, kind: type) -> Any:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise _BadCell(column, f"not JSON ({error})") from error
+            raise BadCell(column, f"not JSON ({error})") from error
     if value is not None and not isinstance(value, kind):
-        raise _BadCell(column, f"a {kind.__name__} or its JSON is expected, not {value!r:.60}")
+        raise BadCell(column, f"a {kind.__name__} or its JSON is expected, not {value!r:.60}")
     return value

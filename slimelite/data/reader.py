@@ -187,5 +187,6 @@ def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Row]:
 def _check_columns(name: str, columns: Sequence[str], required: Sequence[str]) -> None:
     if missing := [c for c in required if c not in columns]:
         raise ValueError(
-            f"{name} has no column {missing[0]!r}; its columns are {sorted(columns)} (--input-key, --label-key)"
+            f"{name} has no column {missing[0]!r}; its columns are {sorted(columns)} "
+            "(--input-key, --label-key, --chosen-key, --rejected-key)"
         )

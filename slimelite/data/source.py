@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slimelite.arguments import Args
+from slimelite.data.preferences import PAIR, load_pairs
 from slimelite.data.prompts import Prompt, load_prompts
 from slimelite.plugins import load_function
 from slimelite.sample import Sample, plain
@@ -47,7 +48,8 @@ class DataSource:
 
     def _load(self, paths: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
         limit, skip = self.args.rollout_max_prompt_len, self.args.skip_bad_rows
-        return load_prompts(self.args, tokenizer, paths, max_prompt_len=limit, skip_bad_rows=skip)
+        load = load_pairs if self.args.loss_type == "dpo_loss" else load_prompts
+        return load(self.args, tokenizer, paths, max_prompt_len=limit, skip_bad_rows=skip)
 
     def __len__(self) -> int:
         """Number of prompts, of all paths together."""
@@ -159,7 +161,8 @@ def _digest(prompts: list[Prompt]) -> str:
     state = hashlib.blake2b(digest_size=8)
     for prompt in prompts:
         asked = prompt.text or json.dumps(prompt.messages, sort_keys=True, default=str)
-        state.update(json.dumps([asked, prompt.label]).encode())
+        replies = [prompt.metadata[PAIR]] if PAIR in prompt.metadata else []
+        state.update(json.dumps([asked, prompt.label, *replies], default=str).encode())
     return state.hexdigest()
 
 

@@ -19,7 +19,7 @@ from slimelite.arguments import Args
 from slimelite.engines.protocol import Engine
 from slimelite.plugins import load_function
 from slimelite.rewards import Grader
-from slimelite.rollout import generate, sft
+from slimelite.rollout import dpo, generate, sft
 from slimelite.rollout.context import Progress, RolloutContext
 from slimelite.rollout.health import Health
 from slimelite.rollout.metrics import (
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BUILT_IN = (generate.generate_rollout, sft.generate_rollout)
+BUILT_IN = (generate.generate_rollout, sft.generate_rollout, dpo.generate_rollout)
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class EvalOutput:
 class RolloutManager:
     """Owns the data source, the grader and one thread with an event loop on which everything asynchronous runs.
 
-    ``engines`` may be empty where nothing is generated: SFT, and training on saved rollouts.
+    ``engines`` may be empty where nothing is generated: SFT, DPO, and training on saved rollouts.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class RolloutManager:
 
     def _shape(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
         """Add to the table's rewards; the samples, and so filters, pass rates and raw_reward, keep what they were."""
-        if self.args.loss_type == "sft_loss":
+        if self.args.supervised:
             return {}
         max_length = self.args.rollout_max_response_len
         added, metrics = self._run(self._context.grader.shaping(samples, max_length))
@@ -267,7 +267,7 @@ class RolloutManager:
             raw, rewards = self._post_process(self._plugin_args(), samples)
             table.reward, table.advantage = np.asarray(raw, np.float64), np.asarray(rewards, np.float64)
             return {}
-        if args.loss_type == "sft_loss" or not args.compute_advantages_and_returns:
+        if args.supervised or not args.compute_advantages_and_returns:
             return {}
         advantages, metrics = group_advantages(
             torch.from_numpy(table.reward),
@@ -302,7 +302,7 @@ class RolloutManager:
         self, groups: list[list[Sample]], reward_key: str | None, version: int | None, seconds: float
     ) -> dict[str, float]:
         samples = [s for group in groups for s in group]
-        if self.args.loss_type == "sft_loss":
+        if self.args.supervised:
             return {**prefixed("rollout/", sample_metrics(samples)), "perf/rollout_time": seconds}
         metrics = rollout_metrics(self.args, groups, reward_key, version)
         if self.args.load_debug_rollout_data is None:

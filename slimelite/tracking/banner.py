@@ -25,7 +25,8 @@ def batch_identity(args: Args) -> str:
     full, rest = divmod(total, args.global_batch_size)
     steps = [f"{full} step{'s' if full > 1 else ''} of {args.global_batch_size}"] if full else []
     steps += [f"1 of {rest}" if full else f"1 step of {rest}"] if rest else []
-    return f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {total} = {' + '.join(steps)}"
+    samples = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {total}"
+    return f"{f'{total} pairs' if args.loss_type == 'dpo_loss' else samples} = {' + '.join(steps)}"
 
 
 def _device(args: Args) -> str:
@@ -41,7 +42,7 @@ def _device(args: Args) -> str:
 
 
 def _method(args: Args) -> str:
-    name = "sft" if args.loss_type == "sft_loss" else args.advantage_estimator
+    name = args.loss_type.removesuffix("_loss") if args.supervised else args.advantage_estimator
     critic = f", critic lr {args.critic_lr:g}" if args.use_critic else ""
     return f"{name}, {args.optimizer} lr {args.lr:g}{critic}{_kl(args)}"
 

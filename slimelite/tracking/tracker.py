@@ -144,11 +144,12 @@ class Tracker:
             "rollout/response_len/mean": float(table.response_lengths.mean()),
         }
         found = {"rollout/step": rollout_id, **from_table, **metrics}
-        sft = self.args.loss_type == "sft_loss"
-        if sft:
+        if self.args.supervised:
             del found["rollout/raw_reward"]  # there is no reward; zeros would look like a bad one
         self._write("rollout", found)
-        self._now.tokens_generated = 0 if sft or self.args.debug_train_only else int(table.response_lengths.sum())
+        self._now.tokens_generated = (
+            0 if self.args.supervised or self.args.debug_train_only else int(table.response_lengths.sum())
+        )
 
     def log_train(
         self, rollout_id: int, metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]] = ()

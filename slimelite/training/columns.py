@@ -20,6 +20,7 @@ from slimelite.algorithms.reduction import row_weights
 from slimelite.arguments import Args
 from slimelite.plugins import load_function
 from slimelite.table import SampleTable
+from slimelite.training.pairs import Pairs
 from slimelite.training.reducer import reducer_weights
 
 # rows that are computed of a step without gradient: what it says of entropy and mismatch needs no more
@@ -35,7 +36,8 @@ class TokenColumns:
     ``advantages``: [N]; ``old``, ``ref``, ``teacher``: [N] log-probs of the trainer before the rollout's first step, of
     the reference and of the teacher: None where not needed, NaN in rows that were not computed. ``entropy``: [N] that
     goes with ``old``. ``returns``: [N] what the estimator made of the rewards, before distillation and whitening; with
-    a critic, what it learns. ``values``: [N] of the critic before the rollout's first step.
+    a critic, what it learns. ``values``: [N] of the critic before the rollout's first step. ``pairs``: of ``--loss-type
+    dpo_loss``.
     """
 
     mask: Tensor
@@ -51,6 +53,7 @@ class TokenColumns:
     ref: Tensor | None = None
     teacher: Tensor | None = None
     values: Tensor | None = None
+    pairs: Pairs | None = None
 
     @classmethod
     def from_table(cls, table: SampleTable) -> TokenColumns:
@@ -67,7 +70,7 @@ class TokenColumns:
         )
 
     def set_weights(self, args: Args, table: SampleTable, steps: list[np.ndarray]) -> None:
-        """The weight of every token, from the whole of its optimizer step."""
+        """The weight of every token, and of every pair, from the whole of its optimizer step."""
         per_row = torch.zeros(self.rows, dtype=torch.float64)
         for rows in steps:
             per_row[rows] = row_weights(
@@ -79,6 +82,7 @@ class TokenColumns:
         self.weights = self.pg_weights = torch.where(self.mask, per_row[self.segments], 0.0)
         if args.custom_pg_loss_reducer_function_path:
             self.pg_weights = reducer_weights(args, table, self.mask, steps)
+        self.pairs = Pairs.from_table(table, steps) if args.loss_type == "dpo_loss" else None
 
     def set_advantages(self, args: Args, table: SampleTable) -> None:
         """The advantage of every token: by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
@@ -179,7 +183,7 @@ class TokenColumns:
             "ref_log_probs": self.ref,
             "teacher_log_probs": self.teacher,
         }
-        if args.loss_type != "sft_loss":
+        if not args.supervised:
             columns |= {"advantages": self.advantages, "rollout_log_probs": self.rollout_log_probs}
         if self.old is not None and self.ref is not None:
             columns["kl"] = kl_estimate(self.old, self.ref, self.mask, "k1")

@@ -22,17 +22,20 @@ def check(args: Args, world: World, inputs: LossInputs, log_probs: Tensor, loss:
         AssertionError: the policy differs from itself of a moment ago, something was clipped, the KL to an equal
             reference is not 0, or engine and trainer disagree by more than `engine_threshold`.
     """
+    exact = world.compute_dtype == torch.float32
+    same = args.ref_load in (None, args.hf_checkpoint)
+    if args.loss_type == "dpo_loss" and initial and same and inputs.ref is not None:
+        drift, limit = _mean(mean_metric((log_probs - inputs.ref).abs(), inputs.mask)), 1e-6 if exact else 0.02
+        assert drift < limit, f"--ci-test: mean |log-prob - ref| is {drift:.2e} on the first step, not below {limit}"
     if args.loss_type != "policy_loss" or not inputs.mask.any():
         return
     assert inputs.old is not None
-    exact = world.compute_dtype == torch.float32
     drift = _mean(mean_metric((log_probs - inputs.old).abs(), inputs.mask))
     limit = 1e-6 if exact else 0.02
     assert drift < limit, f"--ci-test: mean |log-prob - old| is {drift:.2e} on the first step, not below {limit}"
     if exact and not args.use_rollout_logprobs:
         clipped = _mean(loss.metrics["pg_clipfrac"])
         assert clipped == 0, f"--ci-test: {clipped:.2%} of tokens were clipped on the first step"
-    same = args.ref_load in (None, args.hf_checkpoint)
     if exact and initial and same and "kl_loss" in loss.metrics and not args.ci_disable_kl_checker:
         kl = _mean(loss.metrics["kl_loss"])
         assert abs(kl) < 1e-8, f"--ci-test: the KL to the initial policy is {kl:.2e} on the first step, not below 1e-8"

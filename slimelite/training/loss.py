@@ -8,16 +8,18 @@ from typing import Any
 from torch import Tensor
 
 from slimelite.algorithms.corrections import mismatch_metrics
+from slimelite.algorithms.dpo import dpo_loss
 from slimelite.algorithms.kl import kl_estimate
 from slimelite.algorithms.packed import Metrics
 from slimelite.algorithms.policy import cispo_loss, gspo_loss, ppo_clip_loss
 from slimelite.algorithms.reduction import weighted_sum
 from slimelite.algorithms.sft import sft_loss
-from slimelite.arguments import AlgorithmArgs, Args
+from slimelite.arguments import Args
 from slimelite.plugins import load_function
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.correction import correct, drop_off_policy
+from slimelite.training.pairs import BatchPairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class LossInputs:
     rollout_log_probs: Tensor
     old: Tensor | None
     ref: Tensor | None
+    pairs: BatchPairs | None
 
     @classmethod
     def of(cls, batch: MicroBatch, columns: TokenColumns) -> LossInputs:
@@ -53,6 +56,7 @@ class LossInputs:
             rollout_log_probs=batch.take(columns.rollout_log_probs),
             old=None if columns.old is None else batch.take(columns.old),
             ref=None if columns.ref is None else batch.take(columns.ref),
+            pairs=None if columns.pairs is None else columns.pairs.of(batch.rows, batch.targets.device),
         )
 
 
@@ -75,6 +79,8 @@ def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy:
     """
     if args.loss_type == "policy_loss":
         return _policy_loss(args, inputs, log_probs, entropy)
+    if args.loss_type == "dpo_loss":
+        return _preference_loss(args, inputs, log_probs, entropy)
     metrics: Metrics = {}
     if args.loss_type == "custom_loss":
         losses, metrics = load_function(str(args.custom_loss_function_path))(args, inputs, log_probs, entropy)
@@ -82,6 +88,26 @@ def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy:
         losses = sft_loss(log_probs, inputs.mask)
     total = weighted_sum(losses, inputs.weights)
     return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, inputs), **metrics})
+
+
+def _preference_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+    assert inputs.ref is not None
+    assert inputs.pairs is not None
+    pairs = inputs.pairs
+    losses, metrics = dpo_loss(
+        log_probs,
+        inputs.ref,
+        inputs.mask,
+        inputs.segments,
+        inputs.num_segments,
+        pairs.chosen,
+        pairs.rejected,
+        beta=args.dpo_beta,
+        kind=args.dpo_loss,
+        label_smoothing=args.dpo_label_smoothing,
+    )
+    total = weighted_sum(losses, pairs.weights)
+    return Loss(total, {"loss": total, "dpo_loss": total}, {"entropy_loss": _weighted_mean(entropy, inputs), **metrics})
 
 
 def _policy_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
@@ -108,7 +134,7 @@ def _policy_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Ten
     return Loss(total, {"loss": total, "pg_loss": pg_loss}, metrics)
 
 
-def _surrogate(args: AlgorithmArgs, inputs: LossInputs, log_probs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
+def _surrogate(args: Args, inputs: LossInputs, log_probs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
     """Per-token policy losses [R] of the estimator."""
     common = (log_probs, old, inputs.advantages, inputs.mask)
     clip: dict[str, Any] = {"eps_clip": args.eps_clip, "eps_clip_high": args.eps_clip_high}

@@ -65,7 +65,7 @@ class Trainer:
         self._flops: dict[str, float] = {}
         self._fresh = True
         self._step_metrics: list[dict[str, float]] = []
-        self.temperature = 1.0 if args.loss_type == "sft_loss" else args.rollout_temperature
+        self.temperature = 1.0 if args.supervised else args.rollout_temperature
         self.limits = PackingLimits(
             args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size
         )
@@ -258,7 +258,7 @@ class Trainer:
                 columns.values = self.critic.values(table, dealt)
         if self._advantages_read_old():
             columns.old, columns.entropy = self._pass("log_probs", self.model, table, dealt)
-        if self.args.loss_type != "sft_loss" and self.args.compute_advantages_and_returns:
+        if not self.args.supervised and self.args.compute_advantages_and_returns:
             columns.set_advantages(self.args, table)
         return columns
 
@@ -283,7 +283,7 @@ class Trainer:
 
         In a rollout's only step the policy is still what it was, so they are those of the training pass.
         """
-        if self.args.loss_type == "sft_loss":
+        if self.args.supervised:
             return False
         if self.args.loss_type == "custom_loss" or (self.args.ci_test and self._fresh):
             return True

@@ -81,6 +81,8 @@ def test_metrics_of_a_pair() -> None:
         "rewards/rejected": -0.5,
         "rewards/margins": 1.0,
         "rewards/accuracies": 1.0,
+        "logps/chosen": 1.0,
+        "logps/rejected": -1.0,
     }
     assert pair(-1.0, 1.0, "sigmoid")[2]["rewards/accuracies"] == 0.0
 

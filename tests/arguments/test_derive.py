@@ -202,6 +202,22 @@ def test_sft_needs_no_engine_unless_it_evaluates(make: Make) -> None:
     assert both.eval_function_path is None
 
 
+def test_dpo_counts_pairs_and_has_a_reference(make: Make) -> None:
+    args = make("--loss-type dpo_loss --rollout-batch-size 5 --global-batch-size 2 --dpo-loss ipo --kl-loss-type k2")
+    assert args.debug_train_only
+    assert args.rollout_function_path == "slimelite.rollout.dpo.generate_rollout"
+    assert (args.use_reference, args.ref_load) == (True, "owner/model")
+    assert (args.n_samples_per_prompt, args.num_steps_per_rollout) == (1, 3)
+    assert args.notes == ("5 pairs: the last of 3 steps of each rollout has 1 pairs instead of 2, and its own divisor",)
+    assert {"--n-samples-per-prompt", "--kl-loss-type"} == set(dict(args.no_effect))
+    assert make("--loss-type dpo_loss --ref-load other/model").ref_load == "other/model"
+    both = make("--loss-type dpo_loss --eval-interval 1 --eval-prompt-data e e.jsonl")
+    assert (both.debug_train_only, both.eval_function_path) == (False, None)
+    idle = "--chosen-key a --rejected-key b --dpo-loss ipo --dpo-beta 1 --dpo-label-smoothing 0.1"
+    assert set(dict(make(idle).no_effect)) == set(idle.split()[::2])
+    assert "--dpo-label-smoothing" in dict(make(f"--loss-type dpo_loss {idle}").no_effect)
+
+
 def test_run_dir_is_named_by_model_and_data(make: Make) -> None:
     assert make().run_dir.startswith("runs/model-p-20")
     assert make("--prompt-data gsm8k/train.parquet@[0:5]").run_dir.startswith("runs/model-gsm8k-20")

@@ -86,6 +86,31 @@ def test_each_mistake_is_named(run: str, words: str, says: str) -> None:
     assert all("\n" not in problem for problem in found)
 
 
+def test_pairs_are_checked_and_one_is_made(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    asked = '{"messages": [{"role": "user", "content": "1+1="}], "chosen": "2", '
+    path.write_text(f'{asked}"rejected": "eleven"}}\n' * 3)
+    words = (
+        f"--hf-checkpoint {model} --prompt-data {path} --input-key messages --loss-type dpo_loss --num-rollout 1 "
+        "--rollout-batch-size 2"
+    )
+    findings = inspect(parse(words), CPU)
+    assert findings.problems == []
+    assert "--prompt-data: 3 pairs" in findings.facts
+    (shown,) = [fact for fact in findings.facts if "the first pair" in fact]
+    assert "chosen '2<|im_end|>\\n' (3 tokens), rejected 'eleven<|im_end|>\\n' (8 tokens)" in shown
+    (problem,) = problems(f"{words} --chosen-key best")
+    assert "column 'best'" in problem
+    path.write_text(f'{asked}"rejected": "2"}}\n')
+    (problem,) = problems(words)
+    assert "pairs.jsonl, row 0 (line 1): column 'rejected': the same as 'chosen'" in problem
+    path.write_text('{"messages": "1+1=", "chosen": [{"role": "assistant", "content": "2"}], "rejected": "3"}')
+    settings = model / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("{% for", "{{ raise_exception('no pairs') }}{% for"))
+    (problem,) = problems(words)
+    assert "no pairs" in problem
+
+
 def test_all_mistakes_are_named_together(run: str) -> None:
     found = problems(f"{run} --label-key lable --num-layers 3 --add-qkv-bias --custom-rm-path nowhere.py:f")
     assert len(found) == 4  # plugin, layers, and the label column of both datasets

@@ -99,7 +99,7 @@ def test_originals_become_slimes_rows(
 
 
 def test_quickstart_is_complete_disjoint_and_repeatable(tmp_path: Path, prepare: Callable[..., None]) -> None:
-    settings = ("--held-out", "100", "--sft-rows", "500", "--seed", "3")
+    settings = ("--held-out", "100", "--sft-rows", "500", "--pairs", "50", "--seed", "3")
     for name in ("a", "b"):
         prepare("quickstart", "--out", tmp_path / name, *settings)
     files = [p.relative_to(tmp_path / "a") for p in sorted((tmp_path / "a").rglob("*")) if p.is_file()]
@@ -111,11 +111,16 @@ def test_quickstart_is_complete_disjoint_and_repeatable(tmp_path: Path, prepare:
         "tokenizer.json",
     }
     assert all((tmp_path / "a" / f).read_bytes() == (tmp_path / "b" / f).read_bytes() for f in files)
-    train, heldout, sft = (rows(tmp_path / "a" / f"{n}.parquet") for n in ("train", "heldout", "sft"))
-    asked = [{row["messages"][0]["content"] for row in part} for part in (train, heldout, sft)]
-    assert [len(train), len(heldout), len(sft)] == [9900, 100, 500]
+    names = ("train", "heldout", "sft", "pairs")
+    train, heldout, sft, pairs = (rows(tmp_path / "a" / f"{name}.parquet") for name in names)
+    asked = [{row["messages"][0]["content"] for row in part} for part in (train, heldout, sft, pairs)]
+    assert [len(train), len(heldout), len(sft), len(pairs)] == [9900, 100, 500, 50]
     assert not asked[0] & asked[1]
-    assert asked[2] <= asked[0]
+    assert asked[2] | asked[3] <= asked[0]
+    label = {row["messages"][0]["content"]: row["label"] for row in train}
+    for row in pairs:
+        assert row["chosen"][0]["content"].endswith(f"\n#### {label[row['messages'][0]['content']]}")
+        assert row["rejected"][0]["content"] != f"#### {label[row['messages'][0]['content']]}"
     assert [m["role"] for m in sft[0]["messages"]] == ["user", "assistant"]
     assert (tmp_path / "a" / "model" / "tokenizer.json").is_file()
     assert len(build_tokenizer()) == json.loads((tmp_path / "a" / "model" / "config.json").read_text())["vocab_size"]

@@ -98,7 +98,7 @@ def test_the_prompt_of_a_conversation_is_measured_before_its_first_answer(tmp_pa
 
 BAD = {
     "an empty prompt": ({"input": ""}, "column 'input': the prompt is empty"),
-    "a number": ({"input": 3}, "column 'input': a prompt is text or a list of messages, not 3"),
+    "a number": ({"input": 3}, "column 'input': text or a list of messages is expected, not 3"),
     "no role": ({"input": [{"content": "x"}]}, "column 'input': message 0 needs a role"),
     "no content": ({"input": [{"role": "user"}]}, r"column 'input': message 0 \(user\) says nothing"),
     "no label": ({"input": "x", "y": None}, "column 'y': the label is null"),

@@ -28,6 +28,7 @@ ESTIMATORS = {
     "rloo": KL_LOSS,
     "reinforce_plus_plus": "--kl-coef 0.01",
     "reinforce_plus_plus_baseline": "--kl-coef 0.01",
+    "ppo": "--kl-coef 0.01",
 }
 CORRECTION = "--correction mis --mis-level sequence --mis-mode mask --mis-rejection-level geometric"
 
@@ -74,12 +75,13 @@ def another_temperature(patch: pytest.MonkeyPatch) -> None:
 
 def shifted_old(patch: pytest.MonkeyPatch) -> None:
     """The pass for old log-probs is off by a ten-thousandth of a nat."""
-    table_log_probs = trainer.table_log_probs
+    table_scores = trainer.table_scores
 
-    def wrong(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return table_log_probs(*args, **kwargs) + 1e-4
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        log_probs, entropy = table_scores(*args, **kwargs)
+        return log_probs + 1e-4, entropy
 
-    patch.setattr(trainer, "table_log_probs", wrong)
+    patch.setattr(trainer, "table_scores", wrong)
 
 
 def moved_policy(patch: pytest.MonkeyPatch) -> None:

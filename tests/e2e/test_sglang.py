@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 from pathlib import Path
 
@@ -11,17 +9,9 @@ import pytest
 
 from slimelite.table import SampleTable
 
-from .conftest import ROOT, metrics, run_process
+from .conftest import metrics, run_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.timeout(600)]
-STUBS = ROOT / "tests" / "support" / "sglang_cpu"
-# how SGLang is brought to run on an ordinary CPU, see tests/support
-ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "SGLANG_CPU_OMP_THREADS_BIND": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "PYTHONPATH": os.pathsep.join([str(ROOT), str(STUBS)]),
-}
 SGLANG = ("--rollout-backend", "sglang", "--sglang-max-total-tokens", "16384", "--sglang-max-running-requests", "32")
 # its reward is 1 for every response; in rollout 1 it first kills the process of server 0, by whose log it knows it
 KILLER = """
@@ -41,13 +31,9 @@ def grade(args, sample, **kwargs):
 """
 
 
-@pytest.fixture(autouse=True)
-def _installed() -> None:
-    if importlib.util.find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed; scripts/install_sglang_cpu.sh installs it")
-
-
-def test_engines_and_trainer_agree_after_every_sync(grpo_args: list[str], tmp_path: Path) -> None:
+def test_engines_and_trainer_agree_after_every_sync(
+    grpo_args: list[str], sglang_environment: dict[str, str], tmp_path: Path
+) -> None:
     flags = ["--launcher", "local", "--num-rollout", "4", "--ci-test", "--check-weight-update-equal"]
     done = run_process(
         sys.executable,
@@ -57,7 +43,7 @@ def test_engines_and_trainer_agree_after_every_sync(grpo_args: list[str], tmp_pa
         *flags,
         "--run-dir",
         str(tmp_path),
-        env=ENVIRONMENT,
+        env=sglang_environment,
         timeout=500,
     )
     assert done.returncode == 0, done.stderr
@@ -68,7 +54,9 @@ def test_engines_and_trainer_agree_after_every_sync(grpo_args: list[str], tmp_pa
     assert set(SampleTable.from_parquet(str(next(tmp_path.rglob("*3.parquet")))).weight_versions.tolist()) == {3}
 
 
-def test_a_killed_engine_costs_nothing_but_time(grpo_args: list[str], tmp_path: Path) -> None:
+def test_a_killed_engine_costs_nothing_but_time(
+    grpo_args: list[str], sglang_environment: dict[str, str], tmp_path: Path
+) -> None:
     """Two servers; one is killed while a rollout is generated."""
     run = tmp_path / "run"
     (tmp_path / "killer.py").write_text(KILLER)
@@ -76,7 +64,7 @@ def test_a_killed_engine_costs_nothing_but_time(grpo_args: list[str], tmp_path: 
     flags += ["--rollout-health-check-interval", "2", "--custom-rm-path", f"{tmp_path}/killer.py:grade"]
     flags += ["--save-debug-rollout-data", str(tmp_path / "dump" / "{rollout_id}.parquet"), "--run-dir", str(run)]
     args = [flag for flag in grpo_args if flag != "--colocate"]
-    done = run_process(sys.executable, "train.py", *args, *SGLANG, *flags, env=ENVIRONMENT, timeout=500)
+    done = run_process(sys.executable, "train.py", *args, *SGLANG, *flags, env=sglang_environment, timeout=500)
     assert done.returncode == 0, done.stderr
     assert (run / "killed").exists()
     deaths = metrics(run, "rollout/engine_deaths")

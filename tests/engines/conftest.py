@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import socket
 import subprocess
 import sys
@@ -16,9 +14,6 @@ import pytest
 from slimelite.engines.sglang.control import Server, ServerError
 from tests.engines.tiny_models import build_model
 
-STUBS = Path(__file__).parent.parent / "support" / "sglang_cpu"
-# how SGLang is brought to run on an ordinary CPU, see tests/support
-ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "1", "TORCHDYNAMO_DISABLE": "1"}
 COMMAND = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none --dtype float32 "
     "--disable-overlap-schedule --disable-cuda-graph --max-running-requests 32 --max-total-tokens 16384 "
@@ -35,19 +30,16 @@ def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def sglang_url(sglang_model: Path) -> Iterator[str]:
-    if importlib.util.find_spec("sglang") is None:
-        pytest.skip("SGLang is not installed; scripts/install_sglang_cpu.sh installs it")
+def sglang_url(sglang_model: Path, sglang_environment: dict[str, str]) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    path = os.pathsep.join([str(STUBS), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(sglang_model), "--port", str(port)]
     log = sglang_model.with_name("server.log")
     with log.open("w") as output:
         process = subprocess.Popen(
             [*command, *COMMAND.split()],
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+            env=sglang_environment,
             stdout=output,
             stderr=output,
         )

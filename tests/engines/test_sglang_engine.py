@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import sys
@@ -16,14 +15,13 @@ from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.engines.sglang.client import SglangEngine
 from slimelite.engines.sglang.options import ON_CPU, server_command
 from slimelite.engines.sglang.server import SglangServer
-from tests.engines.conftest import ENVIRONMENT, STUBS
+from tests.conftest import sglang_variables
 from tests.engines.contract import EngineContract, push_weights
 from tests.engines.tiny_models import build_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 class TestSglang(EngineContract):
     bans_are_in_the_log_probs = True
 
@@ -39,9 +37,8 @@ class TestSglang(EngineContract):
             )
 
         cls.server = SglangServer(command, "127.0.0.1", folder / "server.log")
-        path = os.pathsep.join([str(STUBS), *filter(None, [os.environ.get("PYTHONPATH")])])
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in {**ENVIRONMENT, "PYTHONPATH": path}.items():
+            for name, value in sglang_variables().items():
                 patch.setenv(name, value)
             cls.server.start()
         cls.group = cls.server.pid

@@ -25,6 +25,8 @@ from tests.engines.tiny_models import build_model, greedy, log_probs
 PROMPT = tuple(range(20, 50))
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.sglang
+
 
 @pytest.fixture(scope="module")
 def one_rank() -> Iterator[None]:

@@ -24,6 +24,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "rloo": {},
     "reinforce_plus_plus": {"normalize_advantages": True, "kl_coef": 0.1, "gamma": 0.95},
     "reinforce_plus_plus_baseline": {"normalize_advantages": True, "kl_coef": 0.1},
+    "ppo": {"use_critic": True, "critic_lr": 1e-2, "kl_coef": 0.1, "gamma": 0.95, "lambd": 0.9},
 }
 # bounds narrow enough for each to do something in `exact_step`
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -83,7 +84,9 @@ def exact_step(
     The policy has moved since the rollout began, and the engine disagrees: old and engine log-probs are the policy's
     with noise, of each row by its sample id. ``arrange`` reorders the micro-batches of each rank.
     """
-    models = [trainer.model, *([trainer.reference.model] if trainer.reference else [])]
+    models: list[Any] = [trainer.model, *([trainer.reference.model] if trainer.reference else [])]
+    if trainer.critic:
+        models.append(trainer.critic.model)
     for model in models:
         model.double()
         exact_norms(model)

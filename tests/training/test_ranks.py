@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ EVERYTHING = {
 # every estimator and every correction once
 CASES = [
     {"advantage_estimator": estimator, **ESTIMATORS[estimator], **CORRECTIONS[correction]}
-    for estimator, correction in zip(ESTIMATORS, CORRECTIONS, strict=True)
+    for estimator, correction in zip(ESTIMATORS, cycle(CORRECTIONS))
 ]
 
 
