@@ -65,6 +65,7 @@ class Cluster:
         # rollouts that are generated ahead of their turn
         self._ahead: dict[int, Future[RolloutOutput]] = {}
         self._version = 0  # of the engines' weights
+        self._memory: dict[str, float] = {}
 
     def complete_args(self) -> Args:
         """Fill in what only start-up can know: the first rollout id and the number of rollouts. Loads ``--load``."""
@@ -83,7 +84,8 @@ class Cluster:
     def generate(self, rollout_id: int, progress: Progress | None = None) -> RolloutOutput:
         """One rollout: the scored table of samples and its metrics."""
         self.start_generate(rollout_id)
-        return self._wait(self._rollout, self._ahead.pop(rollout_id), progress)
+        with self._memory_of("rollout"):
+            return self._wait(self._rollout, self._ahead.pop(rollout_id), progress)
 
     def start_generate(self, rollout_id: int) -> None:
         """Begin `generate`, unless it has begun; the weights stay what they are until it is done."""
@@ -101,7 +103,8 @@ class Cluster:
         Returns:
             metrics of the rollout, reduced over ranks, and ``train/*`` of each optimizer step.
         """
-        metrics = self._all("train", rollout_id, self._share(table.without_text()))[0]
+        with self._memory_of("train"):
+            metrics = self._all("train", rollout_id, self._share(table.without_text()))[0]
         return metrics, self._ask(self._trainers[0], "step_metrics")
 
     def sync(self, version: int) -> dict[str, float]:
@@ -109,7 +112,8 @@ class Cluster:
         if not self._engines:
             return {}
         self._finish_ahead()
-        metrics = self._push(version)
+        with self._memory_of("update_weights"):
+            metrics = self._push(version)
         if self.args.check_weight_update_equal:
             metrics["perf/update_weights_logprob_abs_diff"] = self._check_engines(version)
         return metrics
@@ -159,19 +163,27 @@ class Cluster:
         self._all("save_hf", str(directory))
         return directory
 
-    def cpu_seconds(self) -> float:
-        """CPU time of this process and of all workers since they began [s]; Ray's own daemons are not in it."""
+    def resources(self) -> dict[str, float]:
+        """What the run has used.
+
+        Returns:
+            ``perf/cpu_seconds``: CPU time of this process and of all workers since they began [s]; Ray's own daemons
+            are not in it. ``perf/memory_{phase}_{before,after}``: of rank 0 around the last of each phase [GB].
+        """
         workers = (self._rollout, *self._trainers, *self._others)
         remote = [w.submit("cpu_seconds") for w in workers] if self.args.launcher == "ray" else []
-        return time.process_time() + sum(future.result() for future in remote)
+        seconds = time.process_time() + sum(future.result() for future in remote)
+        return {"perf/cpu_seconds": seconds, **self._memory}
 
     def offload_trainers(self) -> None:
         """Trainers give their device memory back."""
-        self._all("offload")
+        with self._memory_of("sleep"):
+            self._all("offload")
 
     def onload_trainers(self) -> None:
         """Trainers take their device memory again."""
-        self._all("onload")
+        with self._memory_of("wake_up"):
+            self._all("onload")
 
     def release_engines(self, *tags: str) -> None:
         """Engines give back the memory of ``weights`` and/or ``kv_cache``."""
@@ -180,6 +192,14 @@ class Cluster:
     def resume_engines(self, *tags: str) -> None:
         """Engines take that memory again."""
         self._ask(self._rollout, "resume_memory", tags)
+
+    @contextmanager
+    def _memory_of(self, phase: str) -> Iterator[None]:
+        for when in ("before", "after"):
+            if self._trainers:
+                self._memory[f"perf/memory_{phase}_{when}"] = self._ask(self._trainers[0], "memory_used")
+            if when == "before":
+                yield
 
     def _check_engines(self, version: int) -> float:
         from slimelite.cluster.agreement import disagreement
