@@ -51,7 +51,7 @@ def train(args: Args, cluster: Cluster, tracker: Tracker) -> None:
 
         if args.eval_interval and not args.debug_train_only and due(args.eval_interval, rollout_id, args.num_rollout):
             evaluate(cluster, tracker, rollout_id)
-        tracker.log_perf({"perf/cpu_seconds": cluster.cpu_seconds()})
+        tracker.log_perf(cluster.resources())
         tracker.finish_rollout(rollout_id)
 
 

@@ -26,9 +26,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         )
 
 
-@pytest.fixture(scope="session")
-def sglang_environment() -> dict[str, str]:
-    """The environment in which SGLang runs on this machine; without a GPU that takes tests/support/sglang_cpu."""
+def sglang_variables() -> dict[str, str]:
+    """What SGLang needs in its environment on this machine; without a GPU that takes tests/support/sglang_cpu."""
     shims = [] if torch.cuda.is_available() else [str(ROOT / "tests" / "support" / "sglang_cpu")]
     path = os.pathsep.join([*shims, str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return {**os.environ, **(SHIMS if shims else {}), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    return {**(SHIMS if shims else {}), "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def sglang_environment() -> dict[str, str]:
+    """The environment in which SGLang runs."""
+    return {**os.environ, **sglang_variables()}

@@ -143,10 +143,17 @@ def _engines(draft: Draft) -> None:
     args = draft.args
     cuda = args.device == "cuda"
     if args.rollout_backend == "auto":
-        draft.set("rollout_backend", "embedded", "SGLang engines are not here yet")
-    elif args.rollout_backend == "sglang":
-        draft.complain("--rollout-backend", "sglang: SGLang engines are not here yet; take embedded")
+        if args.rollout_external_engine_addrs:
+            draft.set("rollout_backend", "sglang", "--rollout-external-engine-addrs")
+        elif cuda and draft.machine.sglang:
+            draft.set("rollout_backend", "sglang", "GPUs, and SGLang is installed")
+        else:
+            draft.set("rollout_backend", "embedded", "SGLang is not installed" if cuda else "no GPU")
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    if servers := len(args.rollout_external_engine_addrs):
+        draft.set("rollout_num_gpus", 0, "--rollout-external-engine-addrs: the servers' GPUs are not ours")
+        draft.set("num_engines", 0 if args.debug_train_only else servers, "--rollout-external-engine-addrs")
+        return
     if args.colocate:
         draft.default("rollout_num_gpus", ranks, "--colocate: the GPUs of training")
     elif args.debug_train_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +10,15 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Machine:
-    """How many GPUs this process may use."""
+    """How many GPUs this process may use, and whether SGLang is installed."""
 
     gpus: int
+    sglang: bool = False
 
 
 def this_machine() -> Machine:
     """The machine under our feet; whether CUDA really works is seen when the run starts."""
-    return Machine(gpus=_count_gpus())
+    return Machine(gpus=_count_gpus(), sglang=importlib.util.find_spec("sglang") is not None)
 
 
 def _count_gpus() -> int:

@@ -15,7 +15,7 @@ _PRECISION = "weights, gradients and moments are kept in fp32"
 _HF_WEIGHTS = "weights are in Hugging Face format throughout"
 _MOE_ROUTING = "the Hugging Face model routes its tokens as its config.json says"
 _NO_MTP = "there are no multi-token-prediction layers to train"
-_HEALTH = "there is no health monitor: an engine that dies ends the run with an error that names its log"
+_HEALTH = "checks begin when the engines have started"
 _CRITIC = "the critic is trained on the ranks of the policy, on the same samples"
 _UNPADDED = "samples are packed without padding"
 
@@ -102,7 +102,6 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "slime-router-middleware-paths": (-1, ROUTER),
     **dict.fromkeys(["slime-router-timeout", "slime-router-max-connections"], (1, ROUTER)),
     "slime-router-health-check-failure-threshold": (1, ROUTER),
-    **dict.fromkeys(["rollout-health-check-interval", "rollout-health-check-timeout"], (1, _HEALTH)),
     "rollout-health-check-first-wait": (1, _HEALTH),
     "update-weight-delta-encoding": (1, "weights are sent whole"),
     "update-weight-delta-checksum": (1, "weights are sent whole"),

@@ -92,8 +92,14 @@ def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def _check_packages(args: Args, findings: Findings) -> None:
-    wanted = (("ray", args.launcher == "ray", "use --launcher local"), ("wandb", args.use_wandb, "pip install wandb"))
-    for package, needed, remedy in (*wanted, ("tensorboard", args.use_tensorboard, "pip install tensorboard")):
+    servers = args.rollout_backend == "sglang" and not args.rollout_external_engine_addrs and not args.debug_train_only
+    wanted = (
+        ("ray", args.launcher == "ray", "use --launcher local"),
+        ("sglang", servers, "docs/install.md says how; or take --rollout-backend embedded"),
+        ("wandb", args.use_wandb, "pip install wandb"),
+        ("tensorboard", args.use_tensorboard, "pip install tensorboard"),
+    )
+    for package, needed, remedy in wanted:
         if needed and importlib.util.find_spec(package) is None:
             findings.problems.append(f"{package} is not installed: {remedy}")
 

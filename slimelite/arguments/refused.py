@@ -115,14 +115,10 @@ REFUSED: dict[str, Refusal] = {
         1, "training data goes through Ray's object store; leave it out", ("object-store",)
     ),
     # engines
-    "rollout-external": Refusal(0, _FLEET),
-    "rollout-external-engine-addrs": Refusal(-1, _FLEET),
+    "rollout-external": Refusal(0, "--rollout-external-engine-addrs says so, and where the servers are"),
     "sglang-config": Refusal(1, _FLEET),
     "prefill-num-servers": Refusal(1, _FLEET),
     "eval-num-gpus": Refusal(1, _FLEET),
-    "use-fault-tolerance": Refusal(
-        0, "a dead engine ends the run with its log; go on from the last checkpoint with --load"
-    ),
     "rollout-num-gpus-per-node": Refusal(1, "Ray knows the GPUs of each node; leave it out"),
     "over-sampling-filter-path": Refusal(1, "it is called --dynamic-sampling-filter-path now"),
     "over-sampling-filter-input-size": Refusal(1, "it is called --over-sampling-batch-size now"),

@@ -13,7 +13,7 @@ class RolloutArgs:
     """Rollout."""
 
     rollout_backend: Literal["auto", "embedded", "sglang"] = flag(
-        "auto", "inference engine", auto="embedded; SGLang engines are not here yet"
+        "auto", "inference engine", auto="sglang on GPUs where it is installed, else embedded"
     )
     rollout_temperature: float = flag(1.0, "sampling temperature; training divides the logits by it too")
     rollout_top_p: float = flag(1.0, "nucleus sampling; below 1 needs --allow-truncated-sampling")

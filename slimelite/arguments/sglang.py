@@ -26,6 +26,13 @@ class SglangArgs:
         auto="--rollout-max-context-len, or the model's, within its cache",
     )
 
+    rollout_external_engine_addrs: list[str] = flag(
+        [], "host:port of SGLang servers that someone else runs, instead of starting any"
+    )
+    use_fault_tolerance: bool = flag(False, "start an engine that dies anew, and give its requests to others")
+    rollout_health_check_interval: float = flag(30.0, "between two checks of an engine during a rollout [s]")
+    rollout_health_check_timeout: float = flag(30.0, "an engine that does not answer for this long is dead [s]")
+
     # where a generate plugin finds an engine; set for each call
     sglang_router_ip: str | None = resolved(None)
     sglang_router_port: int | None = resolved(None)

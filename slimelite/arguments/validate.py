@@ -37,7 +37,7 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(["critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "value_clip"], 0),
     **dict.fromkeys(["tis_clip_low", "mis_lower_bound", "mis_rejection_lower_bound", "opsm_delta"], 0),
     **dict.fromkeys(["adam_eps", "eval_temperature"], 0),
-    "generate_timeout": 1,
+    **dict.fromkeys(["generate_timeout", "rollout_health_check_interval", "rollout_health_check_timeout"], 1),
     "code_memory_mb": 64,
     "reward_model_batch_size": 1,
     "overlong_buffer_len": 1,
@@ -138,7 +138,14 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         ["tensorboard_dir", "tb_project_name", "tb_experiment_name"], (lambda a: a.use_tensorboard, "--use-tensorboard")
     ),
     **dict.fromkeys(["eval_prompt_data", "eval_config"], (lambda a: a.eval_interval, "--eval-interval")),
-    "sglang_mem_fraction_static": (lambda a: a.rollout_backend == "sglang", "--rollout-backend sglang"),
+    **dict.fromkeys(
+        ["sglang_mem_fraction_static", "use_fault_tolerance"],
+        (lambda a: a.rollout_backend == "sglang", "--rollout-backend sglang"),
+    ),
+    **dict.fromkeys(
+        ["rollout_health_check_interval", "rollout_health_check_timeout"],
+        (lambda a: a.use_fault_tolerance, "--use-fault-tolerance"),
+    ),
     **dict.fromkeys(
         ["update_weight_transport", "update_weight_disk_dir", "update_weight_disk_keep_files"],
         (lambda a: a.rollout_backend == "sglang", "--rollout-backend sglang"),
@@ -247,9 +254,22 @@ def _engines(args: Args) -> Iterator[str]:
     runs_engines = not args.debug_train_only
     if args.launcher == "local" and not args.debug_rollout_only and ranks > 1:
         yield f"--launcher local is one process: {ranks} training ranks need --launcher ray"
-    if args.launcher == "local" and runs_engines and args.num_engines > 1:
+    if args.launcher == "local" and runs_engines and args.num_engines > 1 and not args.rollout_external_engine_addrs:
         yield f"--launcher local is one process: {args.num_engines} engines need --launcher ray"
-    if runs_engines and args.rollout_num_gpus == 0:
+    external = args.rollout_external_engine_addrs
+    if external and args.rollout_backend == "embedded":
+        yield "--rollout-external-engine-addrs are SGLang servers: --rollout-backend embedded runs none; take one"
+    if external and args.colocate:
+        yield "--rollout-external-engine-addrs with --colocate: someone else's servers share no devices; take one"
+    if (
+        args.rollout_backend == "sglang"
+        and args.deterministic_mode
+        and not args.sglang_overrides.get("enable_deterministic_inference")
+    ):
+        yield "--deterministic-mode with SGLang needs --sglang-enable-deterministic-inference (on GPUs)"
+    if args.rollout_backend == "sglang" and args.device == "cpu" and args.rollout_num_gpus_per_engine > 1:
+        yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: on a CPU a server is one process"
+    if runs_engines and args.rollout_num_gpus == 0 and not external:
         yield "--rollout-num-gpus 0 leaves no engine to generate"
     if args.rollout_backend == "embedded" and args.rollout_num_gpus_per_engine > 1:
         yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: an embedded engine runs on one device"

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from slimelite.arguments import Args
-from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, WeightBucket
+from slimelite.engines.protocol import Engine, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
 from slimelite.tracking.noise import redirect_process_output
 
 
@@ -24,6 +24,11 @@ def _settle(folder: str, log: str) -> None:
         print(f"{folder} is not on this node: relative paths are those of {os.getcwd()}")
 
 
+def _host(public: bool) -> str:
+    """Where to listen: for this machine alone, or for the other nodes too."""
+    return str(ray.util.get_node_ip_address()) if public else "127.0.0.1"
+
+
 class TrainerActor:
     """A `Trainer` rank."""
 
@@ -32,6 +37,7 @@ class TrainerActor:
         self.rank = rank
         self.world_size = world_size
         self.trainer: Any = None
+        self.sink: Any = None
 
     def rendezvous(self) -> str:
         """An address of this host for the process group."""
@@ -45,10 +51,17 @@ class TrainerActor:
         from slimelite.training.trainer import Trainer
 
         self.trainer = Trainer(args, rank=self.rank, world_size=self.world_size, init_method=init_method)
+        if args.rollout_backend == "sglang":
+            from slimelite.cluster.weight_sync import SglangSync
+
+            external = bool(args.rollout_external_engine_addrs)
+            host = ray.util.get_node_ip_address()
+            self.sink = SglangSync(args, self.trainer.world.device, host, external=external)
 
     def push_weights(self, engines: list[Any], version: int) -> dict[str, float]:
-        """Weights into the engine actors."""
-        return self.trainer.push_weights(RaySink(engines), version)
+        """Weights into the engine actors, or into SGLang servers."""
+        sink = RaySink(engines) if self.sink is None else self.sink.to(engines)
+        return self.trainer.push_weights(sink, version)
 
     def call(self, method: str, *args: Any) -> Any:
         """A method of this actor, or of its trainer."""
@@ -61,11 +74,11 @@ class TrainerActor:
 class EngineActor:
     """An embedded engine; methods of the protocol run on the actor's event loop."""
 
-    def __init__(self, args: Args, index: int, folder: str, log: str) -> None:
+    def __init__(self, args: Args, index: int, public: bool, folder: str, log: str) -> None:
         _settle(folder, log)
         from slimelite.cluster.workers import build_engine
 
-        self.engine = build_engine(args, index)
+        self.engine = build_engine(args, index, _host(public))
 
     async def load_weights(self, names: list[str], shapes: list[tuple[int, ...]], dtype: str, raw: Any) -> None:
         """One bucket; ``raw`` is its bytes, uint8."""
@@ -82,14 +95,48 @@ class EngineActor:
         return await getattr(self.engine, method)(*args)
 
 
+class ServerActor:
+    """Owns the process of an SGLang server; requests and weights do not pass through here."""
+
+    def __init__(self, args: Args, index: int, public: bool, folder: str, log: str) -> None:
+        _settle(folder, log)
+        from slimelite.cluster.servers import build_server
+
+        self.server = build_server(args, index, _host(public))
+
+    def call(self, method: str, *args: Any) -> Any:
+        """A method of the server, or its ``url``."""
+        if method == "cpu_seconds":
+            return time.process_time()
+        return self.server.url if method == "url" else getattr(self.server, method)(*args)
+
+
+class RayOwner:
+    """Restarts a server through its actor."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def restart(self) -> None:
+        """See `ServerOwner.restart`."""
+        await self.handle.call.remote("restart")
+
+
 class RolloutActor:
-    """The rollout manager, with engines reached through their actors."""
+    """The rollout manager, with engines reached through their actors, or SGLang servers at their addresses."""
 
     def __init__(self, args: Args, engines: list[Any], folder: str, log: str) -> None:
         _settle(folder, log)
         from slimelite.cluster.workers import RolloutWorker
 
-        self.worker = RolloutWorker(args, [RayEngine(handle) for handle in engines])
+        reached: list[Engine] = []
+        if args.rollout_backend == "sglang":
+            from slimelite.cluster.servers import connect
+
+            reached += [connect(args, url, RayOwner(handle) if handle else None) for url, handle in engines]
+        else:
+            reached += [RayEngine(handle) for handle in engines]
+        self.worker = RolloutWorker(args, reached)
 
     def call(self, method: str, *args: Any) -> Any:
         """A method of the worker."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -19,6 +20,7 @@ from slimelite.table import SampleTable
 if TYPE_CHECKING:
     from slimelite.rollout.manager import EvalOutput, RolloutOutput
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]
 
 # in a checkpoint: the table of the rollout that was generated ahead
@@ -62,6 +64,8 @@ class Cluster:
         self._share = share
         # rollouts that are generated ahead of their turn
         self._ahead: dict[int, Future[RolloutOutput]] = {}
+        self._version = 0  # of the engines' weights
+        self._memory: dict[str, float] = {}
 
     def complete_args(self) -> Args:
         """Fill in what only start-up can know: the first rollout id and the number of rollouts. Loads ``--load``."""
@@ -80,7 +84,8 @@ class Cluster:
     def generate(self, rollout_id: int, progress: Progress | None = None) -> RolloutOutput:
         """One rollout: the scored table of samples and its metrics."""
         self.start_generate(rollout_id)
-        return self._wait(self._rollout, self._ahead.pop(rollout_id), progress)
+        with self._memory_of("rollout"):
+            return self._wait(self._rollout, self._ahead.pop(rollout_id), progress)
 
     def start_generate(self, rollout_id: int) -> None:
         """Begin `generate`, unless it has begun; the weights stay what they are until it is done."""
@@ -98,7 +103,8 @@ class Cluster:
         Returns:
             metrics of the rollout, reduced over ranks, and ``train/*`` of each optimizer step.
         """
-        metrics = self._all("train", rollout_id, self._share(table.without_text()))[0]
+        with self._memory_of("train"):
+            metrics = self._all("train", rollout_id, self._share(table.without_text()))[0]
         return metrics, self._ask(self._trainers[0], "step_metrics")
 
     def sync(self, version: int) -> dict[str, float]:
@@ -106,10 +112,31 @@ class Cluster:
         if not self._engines:
             return {}
         self._finish_ahead()
-        metrics = self._all("push_weights", self._engines, version)[0]
+        with self._memory_of("update_weights"):
+            metrics = self._push(version)
         if self.args.check_weight_update_equal:
             metrics["perf/update_weights_logprob_abs_diff"] = self._check_engines(version)
         return metrics
+
+    def _push(self, version: int) -> dict[str, float]:
+        """Weights into every engine; once more when one died of it and has started anew."""
+        self._version = version
+        if self.args.rollout_backend != "sglang":
+            return self._all("push_weights", self._engines, version)[0]
+        from slimelite.engines.sglang.weights import WeightSyncError
+
+        self._ask(self._rollout, "settle_engines")
+        try:
+            return self._all("push_weights", self._engines, version)[0]
+        except WeightSyncError as error:
+            if not self.args.use_fault_tolerance:
+                raise ClusterError(str(error)) from error
+            logger.warning("%s; once more, with every engine alive", error)
+        self._ask(self._rollout, "settle_engines")
+        try:
+            return self._all("push_weights", self._engines, version)[0]
+        except WeightSyncError as error:
+            raise ClusterError(str(error)) from error
 
     def save(self, rollout_id: int) -> Path:
         """Checkpoint of trainers and rollout state, with what was generated ahead; the marker file is written last.
@@ -136,19 +163,27 @@ class Cluster:
         self._all("save_hf", str(directory))
         return directory
 
-    def cpu_seconds(self) -> float:
-        """CPU time of this process and of all workers since they began [s]; Ray's own daemons are not in it."""
+    def resources(self) -> dict[str, float]:
+        """What the run has used.
+
+        Returns:
+            ``perf/cpu_seconds``: CPU time of this process and of all workers since they began [s]; Ray's own daemons
+            are not in it. ``perf/memory_{phase}_{before,after}``: of rank 0 around the last of each phase [GB].
+        """
         workers = (self._rollout, *self._trainers, *self._others)
         remote = [w.submit("cpu_seconds") for w in workers] if self.args.launcher == "ray" else []
-        return time.process_time() + sum(future.result() for future in remote)
+        seconds = time.process_time() + sum(future.result() for future in remote)
+        return {"perf/cpu_seconds": seconds, **self._memory}
 
     def offload_trainers(self) -> None:
         """Trainers give their device memory back."""
-        self._all("offload")
+        with self._memory_of("sleep"):
+            self._all("offload")
 
     def onload_trainers(self) -> None:
         """Trainers take their device memory again."""
-        self._all("onload")
+        with self._memory_of("wake_up"):
+            self._all("onload")
 
     def release_engines(self, *tags: str) -> None:
         """Engines give back the memory of ``weights`` and/or ``kv_cache``."""
@@ -157,6 +192,14 @@ class Cluster:
     def resume_engines(self, *tags: str) -> None:
         """Engines take that memory again."""
         self._ask(self._rollout, "resume_memory", tags)
+
+    @contextmanager
+    def _memory_of(self, phase: str) -> Iterator[None]:
+        for when in ("before", "after"):
+            if self._trainers:
+                self._memory[f"perf/memory_{phase}_{when}"] = self._ask(self._trainers[0], "memory_used")
+            if when == "before":
+                yield
 
     def _check_engines(self, version: int) -> float:
         from slimelite.cluster.agreement import disagreement
@@ -197,6 +240,13 @@ class Cluster:
     def _finish_ahead(self) -> None:
         """Wait for rollouts that are being generated: weights do not change under them, evals do not mix with them."""
         for future in self._ahead.values():
+            while self.args.use_fault_tolerance and not future.done():
+                wait([future], timeout=0.5)
+                if not future.done() and self._ask(self._rollout, "needs_weights"):
+                    raise ClusterError(
+                        "every engine died while a rollout was generated ahead of training, whose weights have moved "
+                        "on: go on from the last checkpoint with --load"
+                    )
             future.result()
 
     def _all(self, method: str, *args: Any) -> list[Any]:
@@ -216,7 +266,20 @@ class Cluster:
                 return future.result(timeout=0.5)
             except FutureTimeout:
                 progress(*worker.submit("progress").result())
+                self._send_weights_if_lost()
         return future.result()
+
+    def _send_weights_if_lost(self) -> None:
+        """When every engine died and was started anew, generation waits for the weights that it began with."""
+        if not (self.args.use_fault_tolerance and self._ask(self._rollout, "needs_weights")):
+            return
+        if self.args.offload_train:
+            raise ClusterError(
+                "every engine died, and the trainers, who have the weights, are offloaded: go on from the last "
+                "checkpoint with --load"
+            )
+        logger.warning("every engine was started anew: sending weights %d again", self._version)
+        self._push(self._version)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,10 @@ from slimelite.cluster.cluster import Cluster
 from slimelite.cluster.workers import RolloutWorker, build_engine
 from slimelite.engines.protocol import Engine, WeightBucket
 from slimelite.training.trainer import Trainer
+from slimelite.training.weights import WeightSink
+
+if TYPE_CHECKING:
+    from slimelite.engines.sglang.server import SglangServer
 
 
 class LocalWorker:
@@ -31,6 +35,17 @@ class LocalWorker:
         future: Future[Any] = Future()
         future.set_result(getattr(self.target, method)(*args))
         return future
+
+
+class LocalOwner:
+    """Restarts a server that is a child of this process."""
+
+    def __init__(self, server: SglangServer) -> None:
+        self.server = server
+
+    async def restart(self) -> None:
+        """See `ServerOwner.restart`."""
+        await asyncio.to_thread(self.server.restart)
 
 
 class LocalSink:
@@ -63,17 +78,44 @@ def local_cluster(args: Args) -> Iterator[Cluster]:
     if args.device == "cpu":
         torch.set_num_threads(args.cpu_threads)
     trainer = None if args.debug_rollout_only else Trainer(args)
-    engines = [] if args.debug_train_only else [build_engine(args, index=0)]
-    rollout = RolloutWorker(args, engines)
-    # the rollout has threads, so that its progress can be asked for; training stays where a debugger is
-    threads = ThreadPoolExecutor(2, "rollout-worker")
-    try:
-        trainers = [LocalWorker(trainer)] if trainer else []
-        yield Cluster(args, LocalWorker(rollout, threads), trainers, LocalSink(engines) if engines else None)
-    finally:
-        threads.shutdown()
-        rollout.close()
-        for engine in engines:
-            asyncio.run(engine.close())
-        if trainer:
-            trainer.close()
+    with ExitStack() as stack:
+        engines, sink = _engines(args, trainer, stack)
+        rollout = RolloutWorker(args, engines)
+        # the rollout has threads, so that its progress can be asked for; training stays where a debugger is
+        threads = ThreadPoolExecutor(3, "rollout-worker")
+        try:
+            trainers = [LocalWorker(trainer)] if trainer else []
+            yield Cluster(args, LocalWorker(rollout, threads), trainers, sink)
+        finally:
+            threads.shutdown()
+            rollout.close()
+            for engine in engines:
+                asyncio.run(engine.close())
+            if trainer:
+                trainer.close()
+
+
+def _engines(args: Args, trainer: Trainer | None, stack: ExitStack) -> tuple[list[Engine], WeightSink | None]:
+    """The engines, and the way of weights to them."""
+    if args.debug_train_only:
+        return [], None
+    if args.rollout_backend == "embedded":
+        engine = build_engine(args, index=0)
+        return [engine], LocalSink([engine])
+    from slimelite.cluster.servers import build_server, connect, external_urls, weight_target
+    from slimelite.cluster.weight_sync import SglangSync
+
+    engines: list[Engine] = []
+    external = bool(args.rollout_external_engine_addrs)
+    if external:
+        urls = external_urls(args)
+        engines += [connect(args, url, None) for url in urls]
+    else:
+        server = build_server(args, 0, "127.0.0.1")
+        stack.callback(server.close)
+        urls = [server.start()]
+        engines += [connect(args, urls[0], LocalOwner(server))]
+    if trainer is None:
+        return engines, None
+    sync = SglangSync(args, trainer.world.device, "127.0.0.1", external=external)
+    return engines, sync.to([weight_target(args, url) for url in urls])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimelite.arguments import Args
-from slimelite.cluster.actors import EngineActor, RolloutActor, TrainerActor
+from slimelite.cluster.actors import EngineActor, RolloutActor, ServerActor, TrainerActor
 from slimelite.cluster.cluster import Cluster, ClusterError
+from slimelite.cluster.servers import external_urls, weight_target
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,9 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
         ClusterError: not enough devices in the Ray cluster, or they do not become free.
     """
     world = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    engines = 0 if args.debug_train_only else args.num_engines
+    sglang = args.rollout_backend == "sglang" and not args.debug_train_only
+    external = bool(args.rollout_external_engine_addrs)
+    engines = 0 if args.debug_train_only or external else args.num_engines
     width = args.rollout_num_gpus_per_engine
     # colocated engines sit on the trainers' devices, others behind them
     first_engine = 0 if args.colocate else world
@@ -100,26 +104,38 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
     with _connected(bundles), _reserved(args, bundles) as group:
         try:
             bundle = bundles_by_node(placement_group_table(group)["bundles_to_node_id"], _this_node())
+            public = len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
             pool = []
             for n in range(engines):
-                options = _options(args, group, bundle[first_engine + n * width], ENGINE_SHARE)
-                pool.append(start(EngineActor, f"engine_{n}", options, args, n))
+                own = bundle[first_engine + n * width :][:width]
+                options = _options(args, group, own[0], ENGINE_SHARE, _gpus_of(args, group, own))
+                # a server that starts anew does not keep others from asking
+                options |= {"max_concurrency": 4} if sglang else {}
+                pool.append(start(ServerActor if sglang else EngineActor, f"engine_{n}", options, args, n, public))
             trainers = []
             for n in range(world):
                 options = _options(args, group, bundle[n], TRAINER_SHARE, args.train_env_vars)
                 trainers.append(start(TrainerActor, f"trainer_{n}", options, n, world))
-            handles = [worker.handle for worker in pool]
+            handles: list[Any] = [worker.handle for worker in pool]
+            targets = handles
+            if sglang:
+                urls = external_urls(args) if external else [worker.submit("url").result() for worker in pool]
+                targets = [weight_target(args, url) for url in urls]
+                handles = list(zip_longest(urls, handles))
             threaded = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
             rollout = start(RolloutActor, "rollout", threaded, args, handles)
 
             address = trainers[0].submit("rendezvous").result() if trainers else None
             starting = [trainer.submit("start", args, address) for trainer in trainers]
-            starting += [rollout.submit("num_prompts"), *(worker.submit("info") for worker in pool)]
+            starting += [
+                rollout.submit("num_prompts"),
+                *(worker.submit("start" if sglang else "info") for worker in pool),
+            ]
             finished, _ = wait(starting, return_when=FIRST_EXCEPTION)
             for future in finished:
                 future.result()
-            yield Cluster(args, rollout, trainers, handles, others=pool, share=ray.put)
-            for worker in (*trainers, rollout):
+            yield Cluster(args, rollout, trainers, targets, others=pool, share=ray.put)
+            for worker in (*trainers, rollout, *(pool if sglang else [])):
                 worker.submit("close").result()
         finally:
             for worker in workers:
@@ -195,6 +211,22 @@ def _env(threads: int) -> dict[str, str]:
     block = str(4 << 20)
     memory = {"MALLOC_MMAP_THRESHOLD_": block, "MALLOC_TRIM_THRESHOLD_": block}
     return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory}
+
+
+def _gpus_of(args: Args, group: PlacementGroup, bundles: list[int]) -> dict[str, str]:
+    """Environment of an engine that spans several bundles: the GPUs of all of them, where Ray shows those of one."""
+    if args.device != "cuda" or len(bundles) == 1:
+        return {}
+    probe = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()))
+    found = [probe.options(**_options(args, group, bundle, ENGINE_SHARE)).remote() for bundle in bundles]
+    nodes, gpus = zip(*ray.get(found), strict=True)
+    if len(set(nodes)) > 1:
+        raise ClusterError(
+            f"an engine of --rollout-num-gpus-per-engine {len(bundles)} would span {len(set(nodes))} nodes; "
+            "engines stay within a node: lower it, or free whole nodes"
+        )
+    visible = ",".join(str(gpu) for ids in gpus for gpu in ids)
+    return {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 def _options(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,22 +65,27 @@ class RolloutWorker:
 
     def release_memory(self, tags: Sequence[str]) -> None:
         """Every engine gives back the memory of ``tags``."""
-        asyncio.run(self._each("release_memory", tags))
+        self.manager.each_engine("release_memory", tags)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         """Every engine takes it again."""
-        asyncio.run(self._each("resume_memory", tags))
+        self.manager.each_engine("resume_memory", tags)
 
-    async def _each(self, method: str, tags: Sequence[str]) -> None:
-        await asyncio.gather(*(getattr(engine, method)(tags) for engine in self._engines))
+    def settle_engines(self) -> None:
+        """See `RolloutManager.settle_engines`."""
+        self.manager.settle_engines()
+
+    def needs_weights(self) -> bool:
+        """See `RolloutManager.needs_weights`."""
+        return self.manager.needs_weights()
 
     def close(self) -> None:
         """See `RolloutManager.close`."""
         self.manager.close()
 
 
-def build_engine(args: Args, index: int) -> Engine:
-    """Engine number ``index`` of the run."""
+def build_engine(args: Args, index: int, http_host: str = "127.0.0.1") -> Engine:
+    """Embedded engine number ``index`` of the run; its HTTP front, if asked for, listens on ``http_host``."""
     from slimelite.engines.embedded.engine import EmbeddedEngine
 
     tokenizer = load_tokenizer(args.tokenizer)
@@ -94,4 +98,5 @@ def build_engine(args: Args, index: int) -> Engine:
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
         eos_token_ids=stop_token_ids(args.tokenizer, tokenizer),
         seed=args.rollout_seed + index,
+        http_host=http_host,
     )

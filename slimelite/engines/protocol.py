@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -99,7 +99,7 @@ class WeightBucket:
 
 @dataclass(slots=True)
 class EngineInfo:
-    """What an engine says of itself."""
+    """What an engine says of itself; ``weight_version`` -1: the weights it was started with."""
 
     name: str
     weight_version: int
@@ -123,6 +123,7 @@ class Engine(Protocol):
 
         Raises:
             ValueError: a request cannot fit the context, or asks for what the engine cannot do.
+            ConnectionError: the engine is gone.
         """
         ...
 
@@ -174,4 +175,13 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Free everything."""
+        ...
+
+
+@runtime_checkable
+class Restartable(Protocol):
+    """An engine in a process that can be started anew after it died."""
+
+    async def restart(self) -> None:
+        """Returns when it answers again, with the weights it was first started with and version -1."""
         ...

@@ -103,6 +103,7 @@ class GroupGenerator:
             failed = [g for g in todo if g.error is not None]
             if not failed or self.stopping:
                 break
+            await self.context.engines.health.check(used)
             self.retries += 1
             logger.warning("attempt %d: %d of %d groups failed: %r", attempt, len(failed), len(todo), failed[0].error)
             if attempt < ATTEMPTS:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from slimelite.plugins import load_function
 from slimelite.rewards import Grader
 from slimelite.rollout import dpo, generate, sft
 from slimelite.rollout.context import Progress, RolloutContext
+from slimelite.rollout.health import Health
 from slimelite.rollout.metrics import (
     eval_metrics,
     perf_metrics,
@@ -84,7 +86,14 @@ class RolloutManager:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
         self._thread.start()
-        pool = EnginePool(engines, args.sglang_server_concurrency)
+        health = Health(
+            engines,
+            restarts=args.use_fault_tolerance,
+            interval=args.rollout_health_check_interval,
+            timeout=args.rollout_health_check_timeout,
+            syncs=not args.debug_rollout_only,
+        )
+        pool = EnginePool(engines, args.sglang_server_concurrency, health)
         self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._run, progress or _silent)
         self._context.teacher = Teacher.of(args)
         self._context.grader.plugin_args = self._plugin_args()
@@ -117,7 +126,8 @@ class RolloutManager:
             reward_key = None
         else:
             function = self._rollout_function
-            output = train_output(function(self._plugin_args(function), rollout_id, self.source))
+            with self._watched():
+                output = train_output(function(self._plugin_args(function), rollout_id, self.source))
             groups, metrics = output.samples, output.metrics
             reward_key = self.args.reward_key
             table = SampleTable.from_samples(groups, reward_key)
@@ -142,7 +152,8 @@ class RolloutManager:
         """
         started = time.monotonic()
         function = self._eval_function
-        output: Any = function(self._plugin_args(function), rollout_id, self.source, evaluation=True)
+        with self._watched():
+            output: Any = function(self._plugin_args(function), rollout_id, self.source, evaluation=True)
         if not isinstance(output, RolloutFnEvalOutput):
             output = RolloutFnEvalOutput(output)
         key = self.args.eval_reward_key or self.args.reward_key
@@ -184,6 +195,37 @@ class RolloutManager:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    def each_engine(self, method: str, tags: Sequence[str]) -> None:
+        """``release_memory`` or ``resume_memory`` on every engine, when each of them answers."""
+
+        async def each() -> None:
+            await self._context.engines.health.settle()
+            await asyncio.gather(*(getattr(engine, method)(tags) for engine in self._context.engines.engines))
+
+        self._run(each())
+
+    def settle_engines(self) -> None:
+        """Wait until every engine answers; dead ones are started anew.
+
+        Raises:
+            ValueError: one is gone for good.
+        """
+        self._run(self._context.engines.health.settle())
+
+    def needs_weights(self) -> bool:
+        """Whether a rollout waits for the current weights, since every engine had to start anew."""
+        return self._context.engines.health.needs_weights
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Engines are looked after while something is generated."""
+        health = self._context.engines.health
+        self._run(health.watch())
+        try:
+            yield
+        finally:
+            self._run(health.rest())
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         assert threading.current_thread() is not self._thread, "the rollout's thread cannot wait for itself"
@@ -265,6 +307,7 @@ class RolloutManager:
         metrics = rollout_metrics(self.args, groups, reward_key, version)
         if self.args.load_debug_rollout_data is None:
             metrics |= perf_metrics(self.args, samples, seconds)
+            metrics["rollout/engine_deaths"] = float(self._context.engines.health.deaths.total())
         return {**metrics, **self._context.grader.metrics()}
 
     def _save(self, table: SampleTable, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -30,3 +31,11 @@ def return_freed_memory() -> None:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "malloc_trim"):  # musl has none
         libc.malloc_trim(0)
+
+
+def memory_used(device: torch.device) -> float:
+    """GB (1e9 bytes) in use: of a GPU, by everybody on it, engines too; on a CPU, resident in this process."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return (total - free) / 1e9
+    return float(psutil.Process().memory_info().rss) / 1e9

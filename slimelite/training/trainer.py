@@ -23,7 +23,7 @@ from slimelite.training.loss import LossInputs, micro_batch_loss
 from slimelite.training.lr_schedule import LrSchedule
 from slimelite.training.metrics import MetricSums
 from slimelite.training.model import LanguageModel, PolicyModel, build_policy
-from slimelite.training.offload import move, return_freed_memory
+from slimelite.training.offload import memory_used, move, return_freed_memory
 from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import join_world, set_last_micro_batch
 from slimelite.training.passes import Scores, table_scores
@@ -227,6 +227,10 @@ class Trainer:
     def onload(self) -> dict[str, float]:
         """Weights and optimizer state back to the device."""
         return self._move("wake_up", self.world.device)
+
+    def memory_used(self) -> float:
+        """See `offload.memory_used`, of this rank's device."""
+        return memory_used(self.world.device)
 
     def close(self) -> None:
         """Leave the process group."""

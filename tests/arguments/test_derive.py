@@ -40,10 +40,33 @@ def test_gpus_are_split_between_training_and_engines(make: Make, problems: Probl
     assert "--colocate" in problem
 
 
-def test_sglang_engines_are_not_here_yet(problems: Problems) -> None:
-    assert problems("--rollout-backend sglang") == [
-        "--rollout-backend sglang: SGLang engines are not here yet; take embedded"
-    ]
+def test_which_engine(make: Make, problems: Problems) -> None:
+    both = Machine(gpus=8, sglang=True)
+    assert make("--colocate", both).rollout_backend == "sglang"
+    assert make("", Machine(gpus=0, sglang=True)).rollout_backend == "embedded"
+    assert make("--rollout-backend sglang").rollout_backend == "sglang"
+    assert make("--colocate --rollout-backend embedded", both).rollout_backend == "embedded"
+    (problem,) = problems("--rollout-backend sglang --deterministic-mode")
+    assert "--sglang-enable-deterministic-inference" in problem
+    (problem,) = problems("--rollout-backend sglang --rollout-num-gpus-per-engine 2")
+    assert "on a CPU a server is one process" in problem
+
+
+def test_servers_of_someone_else(make: Make, problems: Problems) -> None:
+    args = make("--rollout-external-engine-addrs a:1 b:2")
+    assert (args.rollout_backend, args.num_engines, args.rollout_num_gpus) == ("sglang", 2, 0)
+    assert make("--rollout-external-engine-addrs a:1", GPU8).actor_num_gpus_per_node == 8
+    (problem,) = problems("--rollout-external-engine-addrs a:1 --colocate")
+    assert "--colocate" in problem
+    (problem,) = problems("--rollout-external-engine-addrs a:1 --rollout-backend embedded")
+    assert "--rollout-backend embedded" in problem
+
+
+def test_fault_tolerance_is_for_sglang(make: Make) -> None:
+    idle = dict(make("--use-fault-tolerance --rollout-health-check-interval 9").no_effect)
+    assert "--rollout-backend sglang" in idle["--use-fault-tolerance"]
+    idle = dict(make("--rollout-backend sglang --rollout-health-check-interval 9").no_effect)
+    assert "--use-fault-tolerance" in idle["--rollout-health-check-interval"]
 
 
 def test_offload_flags(make: Make) -> None:

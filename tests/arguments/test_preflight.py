@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,22 @@ def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "secret" not in text
     assert text.endswith("ready to start\n")
     assert len(text.splitlines()) < 70
+
+
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        ("", "ray"),
+        ("--launcher local --use-wandb", "wandb"),
+        ("--launcher local --rollout-backend sglang", "sglang"),
+        ("--launcher local --use-tensorboard", "tensorboard"),
+    ],
+)
+def test_packages_that_are_not_installed(run: str, monkeypatch: pytest.MonkeyPatch, words: str, package: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+    (problem,) = problems(f"{run} {words}")
+    assert problem.startswith(f"{package} is not installed: ")
 
 
 def test_a_start_looks_at_the_first_rows_only(run: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -42,6 +43,13 @@ def test_the_saved_model_opens_in_transformers(sft: Path, task: Path) -> None:
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     text = tokenizer.decode(model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :])
     assert "####" in text
+
+
+def test_memory_is_logged_around_every_phase(local_run: Run) -> None:
+    run = local_run("memory", "--num-rollout", "1")
+    for phase in ("rollout", "train", "update_weights"):
+        before, after = (metrics(run, f"perf/memory_{phase}_{when}")[0] for when in ("before", "after"))
+        assert 0.05 < min(before, after) <= max(before, after) < psutil.virtual_memory().total / 1e9
 
 
 def test_resumed_equals_straight_to_the_bit(local_run: Run, tmp_path: Path) -> None:

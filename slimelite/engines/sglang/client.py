@@ -1,0 +1,322 @@
+"""The engine protocol, spoken to an SGLang server: token-in, token-out over ``/generate``."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transformers import AutoConfig
+
+from slimelite.engines.protocol import (
+    Capabilities,
+    EngineInfo,
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    WeightBucket,
+)
+from slimelite.engines.sglang.control import Server
+from slimelite.engines.sglang.http import Http
+from slimelite.engines.sglang.weights import HttpSink, weight_shapes
+
+MEMORY_TAGS = ("weights", "kv_cache")
+ATTEMPTS = 3
+RETRY_S = 0.3
+POLL_S = 0.05
+# SGLang ends a request this much above its max_req_input_len [tokens]
+REQUEST_ROOM = 4
+
+
+class ServerOwner(Protocol):
+    """Whoever started the server and can start it anew at the same address."""
+
+    async def restart(self) -> None:
+        """Returns when it is healthy again, with the weights of its model folder."""
+        ...
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in flight: its id at the server, and whether our `abort` ended it."""
+
+    rid: str = ""
+    aborted: bool = False
+
+
+class SglangEngine:
+    """Implements `slimelite.engines.protocol.Engine` over the server at ``url``, and `Restartable`.
+
+    A weight update ends what the server is decoding (its cache of keys and values can be flushed only then); what
+    comes back ended without our `abort` is sent again with the tokens it has, so that it goes on under the new weights
+    and every token has the version that it was drawn from. Aborted requests return their tokens: partial rollouts need
+    no streaming.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model_path: str,
+        eos_token_ids: Sequence[int] = (),
+        decode: Callable[[list[int]], str] | None = None,
+        tp_size: int = 1,
+        owner: ServerOwner | None = None,
+    ) -> None:
+        """Nothing is asked of the server yet; the model's config is read.
+
+        Args:
+            model_path: Hugging Face folder or name of its model; says which weights an update must bring.
+            eos_token_ids: end a response, besides those that the server knows of.
+            decode: tokens to text, special tokens included; without it the server alone looks for stop strings.
+            tp_size: GPUs of the server.
+            owner: can restart it; None: someone else's server.
+        """
+        self.url = url.rstrip("/")
+        self._http = Http(url)
+        self._model_path = model_path
+        self._vocab_size: int = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
+        self._eos = tuple(eos_token_ids)
+        self._decode = decode
+        self._tp_size = tp_size
+        self._owner = owner
+        self._running: dict[str, _Running] = {}
+        self._released: set[str] = set()
+        self._sink: HttpSink | None = None
+        self._known: EngineInfo | None = None
+
+    async def info(self) -> EngineInfo:
+        """See `Engine.info`; the scheduler of the server answers too, so that a hanging one is noticed."""
+        model, server = await asyncio.gather(self._http.get("/model_info"), self._http.get("/server_info"))
+        self._known = EngineInfo(
+            name="sglang",
+            weight_version=_version(model["weight_version"]),
+            max_context_len=server["max_req_input_len"] + REQUEST_ROOM,
+            max_running_requests=server["internal_states"][0]["effective_max_running_requests_per_dp"],
+            capabilities=Capabilities(
+                seeds=bool(server["enable_deterministic_inference"]),
+                abort=True,
+                partial_results=True,
+                pause=True,
+                sleep=bool(server["enable_memory_saver"]),
+                score=False,
+            ),
+            url=self.url,
+            extra={"model_path": model["model_path"], "sglang": server["version"], "dtype": str(server["dtype"])},
+        )
+        return self._known
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """See `Engine.generate`; ConnectionError when the server is gone. Cancelling it ends the requests."""
+        info = self._known or await self.info()
+        for request in requests:
+            self._check(request, info.max_context_len)
+        for request in requests:
+            if request.request_id in self._running:
+                raise ValueError(f"request id {request.request_id} is taken by a running request; ids must be unique")
+            self._running[request.request_id] = _Running()
+        tasks = [asyncio.ensure_future(self._complete(r, info.capabilities.seeds)) for r in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            for request in requests:
+                del self._running[request.request_id]
+
+    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
+        """Not claimed: SGLang gives a prompt's log-probs at temperature 1 alone."""
+        raise ValueError(f"{self.url} cannot score {len(input_ids)} tokens from {start} at temperature {temperature}")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `Engine.abort`. With None, requests that others sent to the server end too."""
+        ids = self._running.keys() if request_ids is None else self._running.keys() & set(request_ids)
+        running = [self._running[request_id] for request_id in ids]
+        for request in running:
+            request.aborted = True
+        if request_ids is None:
+            await self._http.post("/abort_request", {"rid": "", "abort_all": True})
+        else:
+            await asyncio.gather(*(self._http.post("/abort_request", {"rid": r.rid}) for r in running if r.rid))
+
+    async def begin_weight_update(self, version: int) -> None:
+        """See `Engine.begin_weight_update`."""
+        if self._sink is None:
+            shapes = await asyncio.to_thread(weight_shapes, self._model_path)
+            self._sink = HttpSink([Server(self.url, self._tp_size)], shapes)
+        await asyncio.to_thread(self._sink.begin, version)
+
+    async def load_weights(self, bucket: WeightBucket) -> None:
+        """See `Engine.load_weights`."""
+        await asyncio.to_thread(self._updating().send, bucket)
+
+    async def end_weight_update(self) -> None:
+        """See `Engine.end_weight_update`."""
+        await asyncio.to_thread(self._updating().end)
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """See `Engine.release_memory`; requests wait on our side until all of it is back."""
+        self._check_tags(tags)
+        self._released.update(tags)
+        await self._http.post("/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """See `Engine.resume_memory`."""
+        self._check_tags(tags)
+        await self._http.post("/resume_memory_occupation", {"tags": list(tags)})
+        self._released.difference_update(tags)
+
+    async def restart(self) -> None:
+        """See `Restartable.restart`; a server that someone else runs is waited for."""
+        if self._owner is not None:
+            await self._owner.restart()
+        while True:
+            try:
+                await self.info()
+                return
+            except (ConnectionError, RuntimeError):
+                await asyncio.sleep(1.0)
+
+    async def start_http(self) -> str:
+        """The server's own address."""
+        return self.url
+
+    async def close(self) -> None:
+        """Close the connections; the server belongs to whoever started it."""
+        await self._http.close()
+
+    async def _complete(self, request: GenerateRequest, seeds: bool) -> GenerateResult:
+        """The whole response, over weight updates and lost connections."""
+        running = self._running[request.request_id]
+        result = GenerateResult(request.request_id, [], [], [], "abort")
+        failures = 0
+        while not running.aborted:
+            if self._released:
+                await asyncio.sleep(POLL_S)
+                continue
+            # the server ends every request whose id begins with the one to abort: no id may be the start of another
+            running.rid = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
+            try:
+                answer = await self._http.post("/generate", _body(request, result, running.rid, self._eos, seeds))
+            except ConnectionError:
+                failures += 1
+                if failures == ATTEMPTS:
+                    raise
+                await asyncio.sleep(RETRY_S * failures)
+                continue
+            except ValueError as error:
+                raise ValueError(f"request {request.request_id}: {error}") from error
+            _extend(result, answer)
+            self._cut(request, result)
+            if result.finish_reason != "abort":
+                break
+            await asyncio.sleep(POLL_S)
+        return result
+
+    def _cut(self, request: GenerateRequest, result: GenerateResult) -> None:
+        """End the response where SGLang may not.
+
+        It takes no stop id under ignore_eos, sees no stop string that began in the continued part, and looks for one
+        only in as many tokens as its tokenizer makes of it, though the model may have written it in more.
+        """
+        params, ids = request.params, result.output_ids
+        ends = []
+        if params.ignore_eos:
+            ends += [i + 1 for i, token in enumerate(ids) if token in params.stop_token_ids][:1]
+        decode = self._decode
+        if params.stop and decode is not None:
+            before = list(request.input_ids[len(request.input_ids) - request.position :])
+
+            def stopped(length: int) -> bool:
+                text = decode(before + ids[:length])
+                return any(stop in text for stop in params.stop)
+
+            if ids and stopped(len(ids)):
+                ends.append(bisect_left(range(1, len(ids) + 1), True, key=stopped) + 1)
+        if ends:
+            end = min(ends)
+            del ids[end:], result.log_probs[end:], result.weight_versions[end:]
+            result.finish_reason = "stop"
+
+    def _check(self, request: GenerateRequest, max_context_len: int) -> None:
+        """Raise ValueError for a request that can never be served."""
+        params, name, length = request.params, f"request {request.request_id}", len(request.input_ids)
+        if length == 0 or min(request.input_ids) < 0 or max(request.input_ids) >= self._vocab_size:
+            raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {self._vocab_size - 1}")
+        if not 0 <= request.position < length:
+            raise ValueError(f"{name}: position {request.position} leaves no prompt in {length} input_ids")
+        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
+            raise ValueError(
+                f"{name}: needs max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, no empty stop; got {params}"
+            )
+        if length + params.max_new_tokens > max_context_len:
+            raise ValueError(
+                f"{name}: {length} input tokens and max_new_tokens {params.max_new_tokens} exceed the engine's "
+                f"context of {max_context_len} tokens; shorten either, or raise --sglang-context-length"
+            )
+
+    def _check_tags(self, tags: Sequence[str]) -> None:
+        if unknown := set(tags) - set(MEMORY_TAGS):
+            raise ValueError(f"no memory is called {sorted(unknown)}; known are {MEMORY_TAGS}")
+
+    def _updating(self) -> HttpSink:
+        if self._sink is None:
+            raise ValueError("no weight update is under way; call begin_weight_update first")
+        return self._sink
+
+
+def _version(stamp: str) -> int:
+    # "default" until the first update
+    return int(stamp) if stamp.isdecimal() else -1
+
+
+def _body(
+    request: GenerateRequest, done: GenerateResult, rid: str, eos: tuple[int, ...], seeds: bool
+) -> dict[str, Any]:
+    """What is left of the request, in SGLang's words."""
+    params, count = request.params, len(done.output_ids)
+    sampling: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens - count,
+        "min_new_tokens": max(0, params.min_new_tokens - count),
+        "stop": list(params.stop),
+        "stop_token_ids": sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}),
+        "ignore_eos": params.ignore_eos,
+        "skip_special_tokens": params.skip_special_tokens,
+        "no_stop_trim": True,
+        "spaces_between_special_tokens": False,
+        **_distribution(params),
+    }
+    if seeds and params.seed is not None:
+        # SGLang's stream depends on the position in the sequence: a continued response goes on in it
+        sampling["sampling_seed"] = params.seed
+    return {
+        "rid": rid,
+        "input_ids": [*request.input_ids, *done.output_ids],
+        "sampling_params": sampling,
+        "return_logprob": True,
+    }
+
+
+def _distribution(params: SamplingParams) -> dict[str, Any]:
+    if params.top_k == 1 and params.temperature not in (0.0, 1.0):
+        # SGLang reports the log-probs of greedy requests untempered if all that run are greedy; a nucleus of one
+        # token is greedy as well, and always tempered
+        return {"temperature": params.temperature, "top_p": 1e-6, "top_k": -1}
+    return {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+
+
+def _extend(result: GenerateResult, answer: dict[str, Any]) -> None:
+    """Add what one ``/generate`` gave."""
+    meta = answer["meta_info"]
+    pairs = meta.get("output_token_logprobs") or []
+    if not result.output_ids:
+        result.cached_tokens = meta.get("cached_tokens", 0)
+    result.output_ids += [token for _, token, _ in pairs]
+    result.log_probs += [log_prob for log_prob, _, _ in pairs]
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
+    for span, following in zip(spans, [*spans[1:], {"start": len(pairs)}], strict=True):
+        result.weight_versions += [_version(span["version"])] * (following["start"] - span["start"])
+    result.finish_reason = meta["finish_reason"]["type"]

@@ -1,0 +1,148 @@
+"""The process of an SGLang server: started, waited for, restarted and ended with everything it started."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+START_S = 1800.0
+REPORT_S = 30.0
+END_S = 10.0
+LOG_LINES = 12
+# The server is a process group of its own. Its end of our pipe closes when we are gone, however we went; then all of it
+# goes too.
+ATTACHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -KILL 0) & exec "$@" 3<&- </dev/null'
+
+
+class SglangServer:
+    """One server at ``host:port``, the port chosen once, so that a restart keeps the address.
+
+    ``command``: makes the command line from (host, port); ``log``: what the server prints is appended here. The
+    environment is ours, ``CUDA_VISIBLE_DEVICES`` included.
+    """
+
+    def __init__(
+        self, command: Callable[[str, int], list[str]], host: str, log: Path, start_s: float = START_S
+    ) -> None:
+        self.host = host
+        self.port = free_port(host)
+        self.url = f"http://{host}:{self.port}"
+        self.log = log
+        self._command = command(host, self.port)
+        self._start_s = start_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> str:
+        """Start it and return its base URL when it is healthy.
+
+        Raises:
+            ValueError: it ended, or was not healthy in time; the message has the end of its log.
+        """
+        with self._lock:
+            self._start()
+        return self.url
+
+    def restart(self) -> None:
+        """End what is left of it and start it anew; raises as `start` does."""
+        with self._lock:
+            self._end()
+            self._start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process group."""
+        assert self._process is not None, "start comes first"
+        return self._process.pid
+
+    def close(self) -> None:
+        """End the process group that `start` made, and nothing else."""
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                ["sh", "-c", ATTACHED, "sh", *self._command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy(self._process)
+        except BaseException:
+            self._end()
+            raise
+
+    def _wait_until_healthy(self, process: subprocess.Popen[bytes]) -> None:
+        begin = reported = time.monotonic()
+        while not self._healthy():
+            now = time.monotonic()
+            if process.poll() is not None:
+                raise ValueError(
+                    f"the SGLang server of {self.url} ended with status {process.returncode}: {self._tail()}"
+                )
+            if now - begin > self._start_s:
+                raise ValueError(
+                    f"the SGLang server of {self.url} is not healthy after {self._start_s:.0f} s: {self._tail()}"
+                )
+            if now - reported > REPORT_S:
+                reported = now
+                logger.warning(
+                    "waiting for the SGLang server of %s, %.0f s so far; its log is %s", self.url, now - begin, self.log
+                )
+            time.sleep(0.5)
+        # SGLang does it after a warm-up, which there is none of: every flush of its cache would search all it imported
+        urllib.request.urlopen(urllib.request.Request(f"{self.url}/freeze_gc", method="POST"), timeout=30).close()
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):  # 503 while it starts
+            return False
+
+    def _tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return "\n".join([f"its log {self.log} ends with", *lines])
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        # the group, whose leader may be dead already; nothing in it needs saving
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
+        # its ports and GPU memory are free when the last of it is gone
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(process.pid, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.05)
+        logger.warning("some of the server of %s outlives SIGKILL by %.0f s", self.url, END_S)
+
+
+def free_port(host: str) -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

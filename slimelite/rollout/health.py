@@ -1,0 +1,151 @@
+"""Which engines can be used: dead ones are found, started anew, and taken back when they have the current weights."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from slimelite.engines.protocol import Engine, EngineInfo, Restartable
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+# deaths of one engine in a run that end it: there is something wrong with more than a machine
+MOST_DEATHS = 5
+
+
+class Health:
+    """Engines that are out of use, and the way back.
+
+    A restarted engine has the weights it began with, so it serves nothing until a weight sync has stamped it: the next
+    one, or, when no other engine is left, one that the driver makes on purpose (`needs_weights`). ``changed`` is called
+    when an engine goes or comes back.
+
+    Args:
+        restarts: ``--use-fault-tolerance``; without it a dead engine ends the run.
+        interval, timeout: between two checks, and for the answer to one [s].
+        syncs: whether the run has weight syncs at all.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        restarts: bool = False,
+        interval: float = 30.0,
+        timeout: float = 30.0,
+        syncs: bool = True,
+    ) -> None:
+        self.infos: dict[int, EngineInfo] = {}
+        self.down: set[int] = set()
+        self.changed: Callable[[int], None] = lambda _: None
+        self.deaths: Counter[int] = Counter()
+        self.broken: ValueError | None = None
+        self._engines = list(engines)
+        self._restarts, self._syncs = restarts, syncs
+        self._interval, self._timeout = interval, timeout
+        self._waiting: set[int] = set()  # alive again, without weights
+        self._revivals: dict[int, asyncio.Task[None]] = {}
+        self._started: dict[int, asyncio.Event] = {}
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def up(self) -> list[int]:
+        """Engines that can be used."""
+        return [i for i in range(len(self._engines)) if i not in self.down]
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether nothing can go on before somebody sends the current weights."""
+        return not self.up and bool(self._waiting)
+
+    async def check(self, engine: int) -> None:
+        """Ask for its info; one that does not answer is out of use, and started anew.
+
+        Raises:
+            ValueError: it is dead, and nothing is restarted in this run.
+        """
+        if engine in self.down:
+            return
+        # a slow answer is a death only where a restart can mend it
+        limit = self._timeout if self._restarts else None
+        try:
+            self.infos[engine] = await asyncio.wait_for(self._engines[engine].info(), limit)
+        except (ConnectionError, TimeoutError) as error:
+            self._lost(engine, f"{error or f'no answer within {self._timeout:g} s'}")
+
+    async def watch(self) -> None:
+        """Check every engine now and then, until `rest`."""
+        if self._restarts and self._watch is None:
+            self._watch = asyncio.create_task(self._check_now_and_then())
+
+    async def rest(self) -> None:
+        """No more checks."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watch
+            self._watch = None
+
+    async def settle(self) -> None:
+        """Every engine answers: the dead are found, and waited for until they have started.
+
+        Raises:
+            ValueError: an engine does not start again.
+        """
+        await asyncio.gather(*(self.check(engine) for engine in self.up))
+        await asyncio.gather(*(event.wait() for event in self._started.values()))
+        if self.broken:
+            raise self.broken
+
+    async def _check_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            await asyncio.gather(*(self.check(engine) for engine in self.up))
+
+    def _lost(self, engine: int, why: str) -> None:
+        if engine in self.down:
+            return
+        if not self._restarts:
+            raise ValueError(f"engine {engine} is gone: {why}; --use-fault-tolerance would start it anew")
+        logger.error("engine %d is gone: %s; its requests go to others, and it is started anew", engine, why)
+        self.down.add(engine)
+        self.deaths[engine] += 1
+        self._started[engine] = asyncio.Event()
+        self._revivals[engine] = asyncio.create_task(self._revive(engine, why))
+        self.changed(engine)
+
+    async def _revive(self, engine: int, why: str) -> None:
+        begin = time.monotonic()
+        try:
+            target = self._engines[engine]
+            if self.deaths[engine] > MOST_DEATHS or not isinstance(target, Restartable):
+                raise ValueError(f"it died {self.deaths[engine]} times, the last time of: {why}")
+            await target.restart()
+            logger.warning("engine %d runs again after %.0f s", engine, time.monotonic() - begin)
+            self._waiting.add(engine)
+            self._started[engine].set()
+            await self._weights(engine)
+            logger.warning("engine %d has weights %d and takes part again", engine, self.infos[engine].weight_version)
+            self.down.discard(engine)
+        except (ConnectionError, TimeoutError) as error:
+            self.down.discard(engine)
+            self._lost(engine, f"dead once more: {error}")
+        except Exception as error:
+            self.broken = ValueError(f"engine {engine} does not start again: {error}")
+            self._started[engine].set()
+        finally:
+            self._waiting.discard(engine)
+            self.changed(engine)
+
+    async def _weights(self, engine: int) -> None:
+        """Wait until it has been in a weight sync since it started."""
+        while True:
+            self.infos[engine] = await asyncio.wait_for(self._engines[engine].info(), self._timeout)
+            if not self._syncs or self.infos[engine].weight_version >= 0:
+                return
+            await asyncio.sleep(POLL_S)

@@ -1,0 +1,83 @@
+"""Whole runs of train.py on real SGLang servers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from slimelite.table import SampleTable
+
+from .conftest import metrics, run_process
+
+pytestmark = [pytest.mark.e2e, pytest.mark.sglang, pytest.mark.timeout(600)]
+SGLANG = ("--rollout-backend", "sglang", "--sglang-max-total-tokens", "16384", "--sglang-max-running-requests", "32")
+# its reward is 1 for every response; in rollout 1 it first kills the process of server 0, by whose log it knows it
+KILLER = """
+import os, pathlib, signal
+
+def grade(args, sample, **kwargs):
+    mark, log = pathlib.Path(args.run_dir) / "killed", pathlib.Path(args.run_dir).absolute() / "logs" / "sglang_0.log"
+    if sample.index >= 40 and not mark.exists():
+        mark.touch()
+        for process in pathlib.Path("/proc").glob("[0-9]*"):
+            try:
+                if (process / "fd" / "1").resolve() == log:
+                    os.kill(int(process.name), signal.SIGKILL)
+            except OSError:
+                pass
+    return float(sample.index % 2)
+"""
+
+
+def test_engines_and_trainer_agree_after_every_sync(
+    grpo_args: list[str], sglang_environment: dict[str, str], tmp_path: Path
+) -> None:
+    flags = ["--launcher", "local", "--num-rollout", "4", "--ci-test", "--check-weight-update-equal"]
+    done = run_process(
+        sys.executable,
+        "train.py",
+        *grpo_args,
+        *SGLANG,
+        *flags,
+        "--run-dir",
+        str(tmp_path),
+        env=sglang_environment,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Unclosed" not in done.stderr
+    gaps = metrics(tmp_path, "train/train_rollout_logprob_abs_diff")
+    assert len(gaps) == 4
+    assert max(gaps) < 1e-3
+    assert set(SampleTable.from_parquet(str(next(tmp_path.rglob("*3.parquet")))).weight_versions.tolist()) == {3}
+
+
+def test_a_killed_engine_costs_nothing_but_time(
+    grpo_args: list[str], sglang_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Two servers; one is killed while a rollout is generated."""
+    run = tmp_path / "run"
+    (tmp_path / "killer.py").write_text(KILLER)
+    flags = ["--num-rollout", "4", "--rollout-num-gpus", "2", "--use-fault-tolerance"]
+    flags += ["--rollout-health-check-interval", "2", "--custom-rm-path", f"{tmp_path}/killer.py:grade"]
+    flags += ["--save-debug-rollout-data", str(tmp_path / "dump" / "{rollout_id}.parquet"), "--run-dir", str(run)]
+    args = [flag for flag in grpo_args if flag != "--colocate"]
+    done = run_process(sys.executable, "train.py", *args, *SGLANG, *flags, env=sglang_environment, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert (run / "killed").exists()
+    deaths = metrics(run, "rollout/engine_deaths")
+    assert deaths[-1] == 1
+    for rollout in range(4):
+        table = SampleTable.from_parquet(str(tmp_path / "dump" / f"{rollout}.parquet"))
+        groups = table.group_id.tolist()
+        assert len(groups) == 32
+        assert all(groups.count(group) == 4 for group in set(groups))
+        assert len(set(table.sample_id.tolist())) == 32
+    log = (run / "logs" / "rollout.log").read_text()
+    assert "engine 0 is gone" in log
+    assert "engine 0 has weights" in log
+    # back for the next rollout: it answers requests after its second start
+    second = (run / "logs" / "sglang_0.log").read_text().split("fired up and ready")[-1]
+    assert '"POST /generate HTTP/1.1" 200' in second

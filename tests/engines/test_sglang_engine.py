@@ -1,0 +1,129 @@
+"""The contract of engines, kept by a real SGLang server, and what only it promises."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.engines.sglang.client import SglangEngine
+from slimelite.engines.sglang.options import ON_CPU, server_command
+from slimelite.engines.sglang.server import SglangServer
+from tests.conftest import sglang_variables
+from tests.engines.contract import EngineContract, push_weights
+from tests.engines.tiny_models import build_model
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
+
+
+class TestSglang(EngineContract):
+    bans_are_in_the_log_probs = True
+
+    @classmethod
+    def make_engine(cls, folder: Path, decode: Any, encode: Any, **limits: int) -> SglangEngine:
+        fields = {**ON_CPU, "device": "cpu", "model_path": str(folder), "skip_server_warmup": True}
+        fields |= {"max_running_requests": limits["max_running_requests"], "max_total_tokens": 4096}
+
+        def command(host: str, port: int) -> list[str]:
+            # SGLang ends a request 2 tokens below its context length
+            return server_command(
+                {**fields, "host": host, "port": port, "context_length": limits["max_context_len"] + 2}
+            )
+
+        cls.server = SglangServer(command, "127.0.0.1", folder / "server.log")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in sglang_variables().items():
+                patch.setenv(name, value)
+            cls.server.start()
+        cls.group = cls.server.pid
+        engine = SglangEngine(cls.server.url, model_path=str(folder), decode=decode)
+        # imports, shapes of the weights, endpoints of the server: the first update asks for them, and takes long
+        cls.loop.run_until_complete(push_weights(engine, cls.model, 0))
+        return engine
+
+    @classmethod
+    def teardown_class(cls) -> None:
+        super().teardown_class()
+        cls.server.close()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(cls.group, 0)
+
+    def test_it_runs_in_a_process_group_of_its_own(self) -> None:
+        assert os.getpgid(self.group) == self.group != os.getpgrp()
+
+    def test_an_id_that_begins_another_aborts_it_alone(self) -> None:
+        """SGLang ends every request whose id begins with the one it is given."""
+
+        async def scenario() -> list[str]:
+            both = [self.request((5, 6), name, max_new_tokens=200) for name in ("long-1", "long-12")]
+            running = asyncio.ensure_future(self.engine.generate(both))
+            for _ in range(20):  # the first may come before the request is there
+                await self.engine.abort(["long-1"])
+                await asyncio.sleep(0.01)
+            return [result.finish_reason for result in await running]
+
+        assert self.run(scenario()) == ["abort", "length"]
+
+
+def test_a_server_that_ends_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]
+    server = SglangServer(lambda host, port: command, "127.0.0.1", tmp_path / "server.log")
+    with pytest.raises(ValueError, match=r"status 3(.|\n)*server.log(.|\n)*no such model"):
+        server.start()
+
+
+def test_a_server_that_is_never_healthy_is_given_up_and_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(600)"]
+    server = SglangServer(lambda host, port: command, "127.0.0.1", tmp_path / "server.log", start_s=1.5)
+    with pytest.raises(ValueError, match="not healthy after 2 s"):
+        server.start()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "server.log").read_text()), 0)
+
+
+def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """However that ends."""
+    script = (
+        "import sys; from pathlib import Path; from slimelite.engines.sglang.server import SglangServer\n"
+        "c = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)']\n"
+        f"SglangServer(lambda h, p: c, '127.0.0.1', Path({str(tmp_path / 'log')!r})).start()"
+    )
+
+    async def scenario() -> int:
+        starter = await asyncio.create_subprocess_exec(sys.executable, "-c", script)
+        log = tmp_path / "log"
+        for _ in range(600):
+            if log.exists() and log.read_text().strip():
+                break
+            await asyncio.sleep(0.05)
+        starter.send_signal(signal.SIGKILL)
+        await starter.wait()
+        return int(log.read_text())
+
+    pid = asyncio.run(scenario())
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        asyncio.run(asyncio.sleep(0.05))
+    raise AssertionError("it is still there")
+
+
+def test_a_server_that_is_gone_is_a_connection_error(tmp_path: Path) -> None:
+    build_model(tmp_path)
+
+    async def scenario() -> None:
+        engine = SglangEngine("http://127.0.0.1:1", model_path=str(tmp_path))
+        try:
+            with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:1"):
+                await engine.generate([GenerateRequest("r", (5,), SamplingParams(max_new_tokens=1))])
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,167 @@
+"""Engines that die and come back, with an engine whose life the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, SamplingParams
+from slimelite.rollout import health
+from slimelite.rollout.pool import EnginePool
+from tests.rollout.scripted import ScriptedEngine
+
+
+class Mortal(ScriptedEngine):
+    """Dead while ``alive`` is not set; the first ``hang`` calls of `generate` never end."""
+
+    def __init__(self, hang: int = 0) -> None:
+        super().__init__()
+        self.alive = True
+        self.hang = hang
+        self.restarts = 0
+        self.may_start = asyncio.Event()
+
+    async def info(self) -> EngineInfo:
+        if not self.alive:
+            raise ConnectionError("nobody is there")
+        return await super().info()
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        if self.hang:
+            self.hang -= 1
+            await asyncio.Event().wait()
+        if not self.alive:
+            raise ConnectionError("nobody is there")
+        return await super().generate(requests)
+
+    async def restart(self) -> None:
+        await self.may_start.wait()
+        self.alive, self.version = True, -1
+        self.restarts += 1
+
+
+def request() -> GenerateRequest:
+    return GenerateRequest("r", (20, 21), SamplingParams(max_new_tokens=5))
+
+
+def make_pool(engines: list[Mortal], **options: bool) -> EnginePool:
+    return EnginePool(engines, 8, health.Health(engines, **{"restarts": True, **options}))
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "POLL_S", 0.01)
+
+
+async def soon(condition: object) -> None:
+    for _ in range(200):
+        if condition():  # type: ignore[operator]
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+def test_what_waits_on_a_dead_engine_fails_and_goes_elsewhere() -> None:
+    async def scenario() -> None:
+        engines = [Mortal(hang=1), Mortal()]
+        pool = make_pool(engines)
+        await pool.refresh()
+        stuck = asyncio.create_task(pool.generate(0, [request()]))
+        await asyncio.sleep(0)
+        engines[0].alive = False
+        await pool.health.check(0)
+        with pytest.raises(ConnectionError, match="engine 0"):
+            await stuck
+        assert pool.capacity == 8
+        for wanted in (None, 0):
+            async with pool.lease(1, wanted) as engine:
+                assert engine == 1
+                assert len(await pool.generate(engine, [request()])) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_engine_serves_only_after_a_sync(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        engines = [Mortal(), Mortal()]
+        pool = make_pool(engines)
+        await pool.refresh()
+        engines[0].alive = False
+        await pool.health.check(0)
+        settled = asyncio.create_task(pool.health.settle())
+        await asyncio.sleep(0.05)
+        assert not settled.done()
+        engines[0].may_start.set()
+        await settled
+        await asyncio.sleep(0.05)
+        assert pool.health.up == [1]
+        assert not pool.health.needs_weights, "the other engine goes on"
+        engines[0].version = 3
+        await soon(lambda: pool.health.up == [0, 1])
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert "engine 0 is gone: nobody is there" in caplog.text
+    assert "engine 0 has weights 3" in caplog.text
+
+
+def test_the_last_engine_is_waited_for_and_asks_for_weights() -> None:
+    async def scenario() -> None:
+        engines = [Mortal()]
+        pool = make_pool(engines)
+        await pool.refresh()
+        engines[0].alive = False
+        await pool.health.check(0)
+
+        async def take() -> int:
+            async with pool.lease(1, avoid=0) as engine:
+                return engine
+
+        waiting = asyncio.create_task(take())
+        engines[0].may_start.set()
+        await soon(lambda: pool.health.needs_weights)
+        assert not waiting.done()
+        engines[0].version = 1
+        assert await asyncio.wait_for(waiting, 5) == 0
+        assert not pool.health.needs_weights
+
+    asyncio.run(scenario())
+
+
+def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
+    async def scenario() -> None:
+        engines = [Mortal()]
+        pool = make_pool(engines, restarts=False)
+        engines[0].alive = False
+        with pytest.raises(ValueError, match="--use-fault-tolerance"):
+            await pool.refresh()
+        pool = make_pool(engines, syncs=False)
+        engines[0].may_start.set()
+        for death in range(health.MOST_DEATHS + 1):
+            engines[0].alive = False
+            await pool.health.check(0)
+            if death < health.MOST_DEATHS:
+                await soon(lambda: pool.health.up)
+        with pytest.raises(ValueError, match="engine 0 does not start again"):
+            await pool.health.settle()
+        with pytest.raises(ValueError, match="engine 0 does not start again"):
+            async with pool.lease(1):
+                pass
+
+    asyncio.run(scenario())
+
+
+def test_the_watch_finds_an_engine_that_nobody_asks() -> None:
+    async def scenario() -> None:
+        engines = [Mortal(), Mortal()]
+        pool = EnginePool(engines, 8, health.Health(engines, restarts=True, interval=0.01, timeout=1.0))
+        await pool.refresh()
+        await pool.health.watch()
+        engines[1].alive = False
+        await soon(lambda: pool.health.up == [0])
+        await pool.health.rest()
+
+    asyncio.run(scenario())
