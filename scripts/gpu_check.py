@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 # group of checks -> seconds it may take
-GROUPS = {"engine": 100, "kernels": 70, "trainer": 150, "loop": 170, "speed": 110}
+GROUPS = {"engine": 80, "kernels": 60, "trainer": 110, "loop": 130, "sglang": 140, "speed": 80}
 
 
 def run_groups(options: argparse.Namespace, work: Path, groups: list[str]) -> dict[str, Any]:

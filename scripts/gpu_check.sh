@@ -4,7 +4,8 @@
 #   bash scripts/gpu_check.sh [--out runs/gpu_check]     (PYTHON=... names the interpreter)
 #   bash scripts/gpu_check.sh --device cpu --tiny        (tries the checks themselves, without a GPU)
 #
-# Needs the packages of pyproject.toml, without Ray, and no downloads: weights are random. A line for each check and a
+# Needs the packages of pyproject.toml, without Ray, and no downloads: weights are random; with SGLang where it is
+# installed. A line for each check and a
 # table; results.json and logs in --out. Exit status 0: nothing failed. docs/gpu_status.md says what it proves.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

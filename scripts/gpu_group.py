@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,9 @@ from slimelite.training.lm_head import chunked_log_probs
 # dense bf16, from the data sheets
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312}
 NOT_RUN = "not run: no GPU"
-LOCAL = (
-    "--launcher local --rollout-backend embedded --use-dynamic-batch-size --max-tokens-per-gpu 16384 "
-    "--input-key messages --rollout-shuffle"
-)
+SGLANG = "SGLang colocated with FSDP2"
+COMMON = "--launcher local --use-dynamic-batch-size --max-tokens-per-gpu 16384 --input-key messages --rollout-shuffle"
+LOCAL = f"{COMMON} --rollout-backend embedded"
 RL = "--label-key label --apply-chat-template --n-samples-per-prompt 8 --colocate --ci-test"
 Result = dict[str, Any]
 
@@ -232,6 +232,33 @@ def takes_turns(lab: Lab) -> Numbers:
     return {f"GB after {verb}": Number(used, left.get(verb, math.inf)) for verb, used in watched.memory.items()}
 
 
+def sglang_takes_turns(lab: Lab) -> Numbers:
+    """Ten rollouts of a colocated SGLang server and the trainer: seconds and memory of each phase, and that they agree."""
+    run, rollouts = lab.work / "runs" / "sglang", lab.size(10, 2)
+    flags = (
+        f"{COMMON} {RL} --device {lab.device} --hf-checkpoint {lab.folder()} --run-dir {run} --rollout-backend sglang "
+        f"--prompt-data {lab.task()}/train.parquet --rm-type random --rollout-batch-size {lab.size(32, 4)} "
+        f"--num-rollout {rollouts} --rollout-max-response-len {lab.size(512, 16)} --sglang-context-length 2048 "
+        f"--sglang-max-running-requests {lab.size(256, 32)} --lr 1e-5 --offload --check-weight-update-equal "
+        + ("--sglang-mem-fraction-static 0.6" if lab.cuda else "--sglang-max-total-tokens 8192")
+    )
+    assert train.main(flags.split()) == 0, "train.py failed; the log says why"
+    records = read_metrics(run)
+
+    def values(name: str) -> list[float]:
+        return [record[name] for record in records if name in record]
+
+    times = [f"perf/{phase}_time" for phase in ("rollout", "train", "update_weights", "sleep", "wake_up")]
+    memory = sorted({name for record in records for name in record if name.startswith("perf/memory_")})
+    gaps = values("train/train_rollout_logprob_abs_diff")
+    return {
+        "rollouts": Number(len(gaps), rollouts, rollouts),
+        "largest train_rollout_logprob_abs_diff": Number(max(gaps), 0.02 if lab.cuda else 1e-3),
+        **{f"s, {name[5:-5]}": Number(float(np.mean(values(name)))) for name in times if values(name)},
+        **{f"GB, {name[12:]}": Number(values(name)[-1]) for name in memory},
+    }
+
+
 def training_speed(lab: Lab) -> Numbers:
     """A step on 16k-token packs; FLOPs are those of the model (nothing recomputed counts), MFU by the data sheet."""
     config, table = lab.config(), lab.table(lab.size(32, 4), lab.size(512, 8), lab.size(1536, 8), lab.size(1536, 8))
@@ -288,6 +315,7 @@ CHECKS: list[tuple[str, str, bool, Callable[[Lab], Numbers]]] = [
     ("trainer", "fsdp cpu offload", True, partial(variant_agrees, memory=0.95, fsdp_cpu_offload=True)),
     ("loop", "quickstart learns, and resumes", False, learns),
     ("loop", "colocate with --offload", True, takes_turns),
+    ("sglang", SGLANG, True, sglang_takes_turns),
     ("speed", "training", True, training_speed),
     ("speed", "decoding, 64 sequences", True, partial(decoding_speed, rows=64)),
     ("speed", "decoding, 256 sequences", True, partial(decoding_speed, rows=256)),
@@ -298,6 +326,9 @@ CHECKS: list[tuple[str, str, bool, Callable[[Lab], Numbers]]] = [
 def run_check(lab: Lab, name: str, needs_gpu: bool, check: Callable[[Lab], Numbers]) -> Result:
     """What the check found, whatever happens in it."""
     start, numbers, error = time.perf_counter(), {}, ""
+    if name == SGLANG and find_spec("sglang") is None:
+        shown = "SGLang is not installed (docs/install.md): what it proves is still unproven"
+        return {"name": name, "status": "not run: no SGLang", "shown": shown, "seconds": 0.0, "numbers": {}}
     try:
         numbers = check(lab)
     except (Exception, SystemExit) as problem:

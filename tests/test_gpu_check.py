@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -23,10 +22,13 @@ NEEDS_GPU = {name for _, name, needs_gpu, _ in gpu_group.CHECKS if needs_gpu}
 
 
 @pytest.mark.e2e
-def test_every_check_holds_on_a_cpu_or_says_that_it_needs_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.sglang
+def test_every_check_holds_on_a_cpu_or_says_that_it_needs_a_gpu(
+    sglang_environment: dict[str, str], tmp_path: Path
+) -> None:
     command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     done = subprocess.run(
-        command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=200
+        command, env={**sglang_environment, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = {check["name"]: check for check in json.loads((tmp_path / "results.json").read_text())["checks"]}
@@ -49,6 +51,13 @@ def test_a_wrong_attention_fails_though_no_gpu_is_there(tmp_path: Path, monkeypa
     wrong = gpu_group.run_check(lab, "attention", True, lambda lab: check(lab, 5))
     assert (right["status"], wrong["status"]) == ("not run: no GPU", "FAIL")
     assert wrong["numbers"]["values"] > 0.02
+
+
+def test_without_sglang_its_check_says_that_it_did_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_group, "find_spec", lambda name: None)
+    lab = Lab("cuda", True, tmp_path)
+    result = gpu_group.run_check(lab, gpu_group.SGLANG, True, gpu_group.sglang_takes_turns)
+    assert result["status"] == "not run: no SGLang"
 
 
 def test_an_error_is_a_failure_with_its_message(tmp_path: Path) -> None:
