@@ -233,7 +233,7 @@ def takes_turns(lab: Lab) -> Numbers:
 
 
 def sglang_takes_turns(lab: Lab) -> Numbers:
-    """Ten rollouts of a colocated SGLang server and the trainer: seconds and memory of each phase, and that they agree."""
+    """Ten rollouts of a colocated SGLang server and the trainer: seconds and memory by phase, and that they agree."""
     run, rollouts = lab.work / "runs" / "sglang", lab.size(10, 2)
     flags = (
         f"{COMMON} {RL} --device {lab.device} --hf-checkpoint {lab.folder()} --run-dir {run} --rollout-backend sglang "
