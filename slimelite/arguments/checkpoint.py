@@ -48,11 +48,12 @@ def find_checkpoint(load: str | Path, step: int | None = None) -> Path | None:
         ValueError: ``load`` holds something else, or the checkpoint asked for is not there.
     """
     root = Path(load)
-    if not root.is_dir() or not any(root.iterdir()):
-        return None
     marker = root / MARKER
     if not marker.is_file():
-        if any(root.glob("iter_*")):  # the first save was cut short
+        cut_short = any(root.glob("iter_*"))  # the first save
+        if cut_short or not root.is_dir() or not any(root.iterdir()):
+            if step is not None:
+                raise ValueError(f"{load}: holds no complete checkpoint, so not that of rollout {step} (--ckpt-step)")
             return None
         kind = (
             "a Hugging Face model; start from it with --hf-checkpoint"

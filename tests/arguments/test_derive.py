@@ -256,11 +256,14 @@ def test_load(make: Make, problems: Problems, tmp_path: Path) -> None:
     assert any("fresh start" in note for note in fresh.notes)
     (root / "iter_0000003").mkdir(parents=True)  # the first save was cut short
     assert make(f"--load {root}").resume_directory is None
+    for absent in (root, tmp_path / "nowhere"):
+        assert "not that of rollout 5 (--ckpt-step)" in problems(f"--load {absent} --ckpt-step 5")[0]
     _checkpoint(root, 5)
     _checkpoint(root, 9)
     assert make(f"--load {root}").resume_directory == str(root / "iter_0000009")
     assert make(f"--load {root} --ckpt-step 5").resume_directory == str(root / "iter_0000005")
     assert "iter_0000007 is not there" in problems(f"--load {root} --ckpt-step 7")[0]
+    assert problems("--ckpt-step 5") == ["--ckpt-step needs --load"]
 
 
 def test_load_of_something_else(problems: Problems, tmp_path: Path) -> None:

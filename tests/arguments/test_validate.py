@@ -135,7 +135,6 @@ RULES = [
         "both reduce the loss; take one",
         "--loss-aggregation token",
     ),
-    ("--ckpt-step 3", "--ckpt-step needs --load", "--load nowhere"),
 ]
 
 
