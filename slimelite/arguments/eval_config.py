@@ -11,7 +11,7 @@ from slimelite.arguments.base import group_flags
 from slimelite.arguments.eval_datasets import EvalDataset
 from slimelite.arguments.sources import load_yaml
 from slimelite.arguments.values import read_yaml
-from slimelite.arguments.vocabulary import Settings
+from slimelite.arguments.vocabulary import SIMILAR, Settings
 
 # keys of slime's eval config that it hands to code outside its repository, or that engines here cannot do
 UNSUPPORTED = {
@@ -114,7 +114,7 @@ def _read_entry(entry: dict[str, Any], where: str, settings: Settings) -> dict[s
         if name in UNSUPPORTED:
             settings.complain("--eval-config", f"{where}: {key} is not supported: {UNSUPPORTED[name]}")
         elif name not in flags:
-            near = difflib.get_close_matches(name, flags, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, flags, n=1, cutoff=SIMILAR)
             hint = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(flags)}"
             settings.complain("--eval-config", f"{where}: {key} is not a known key{hint}")
         elif value is not None:

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import NamedTuple
 
 from slimelite.arguments.sources import read_command_line
-from slimelite.arguments.vocabulary import Settings, Vocabulary
+from slimelite.arguments.vocabulary import SIMILAR, Settings, Vocabulary
 
 
 class Preset(NamedTuple):
@@ -71,7 +71,7 @@ def read_presets(
     settings, owner = Settings(), dict[str, str]()
     for name in names:
         if name not in PRESETS:
-            near = get_close_matches(name.lower().replace("-", "_"), PRESETS, n=1, cutoff=0.5)
+            near = get_close_matches(name.lower().replace("-", "_"), PRESETS, n=1, cutoff=SIMILAR)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(PRESETS)}"
             settings.complain("--preset", f"{name} is not known{hint}")
             continue

@@ -16,6 +16,8 @@ from slimelite.arguments.values import read_flag, read_words
 
 KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "json": dict}
 SWITCHES = {"bool": True, "switch": True, "off": False}
+# how alike (difflib's ratio) an unknown name and a known one are when the one was meant to be the other
+SIMILAR = 0.7
 
 
 @dataclass
@@ -121,14 +123,16 @@ class Vocabulary:
         into.values[flag.name] = value
 
     def _unknown(self, option: str, into: Settings) -> None:
-        known = [*self.switches_on, *self.switches_off, *NO_EFFECT, *REFUSED]
-        if option.startswith("--sglang-"):
-            known = [f"sglang-{name}" for name in self.sglang] + list(self.switches_on)
-        elif option.startswith("--router-"):
-            known = [f"router-{name}" for name in self.router]
-        near = difflib.get_close_matches(option[2:].replace("_", "-"), known, n=1, cutoff=0.5)
-        hint = f"; did you mean --{near[0]}?" if near else "; --help lists them all"
-        into.complain(option, "is not a known flag" + hint, *(f"--{name}" for name in near))
+        name = option[2:].replace("_", "-")
+        known, prefix = [*self.switches_on, *self.switches_off, *NO_EFFECT, *REFUSED], ""
+        if name.startswith("sglang-"):  # a prefix that they share does not make two names alike
+            prefix = "sglang-"
+            known = [*self.sglang, *(n.removeprefix(prefix) for n in self.switches_on if n.startswith(prefix))]
+        elif name.startswith("router-"):
+            known, prefix = list(self.router), "router-"
+        near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=SIMILAR)
+        hint = f"; did you mean --{prefix}{near[0]}?" if near else "; --help lists them all"
+        into.complain(option, "is not a known flag" + hint, *(f"--{prefix}{name}" for name in near))
 
 
 def _read_sglang(sglang: SglangOption, words: Sequence[str], into: Settings) -> None:

@@ -39,6 +39,11 @@ def test_unknown_flag_names_the_nearest(problems: Problems, typo: str, meant: st
     assert meant + "?" in problem
 
 
+@pytest.mark.parametrize("option", ["--no-such-thing", "--data", "--resume", "--sglang-nonsense", "--router-nonsense"])
+def test_what_is_like_no_flag_gets_no_hint(problems: Problems, option: str) -> None:
+    assert problems(option) == [f"{option} is not a known flag; --help lists them all"]
+
+
 def test_every_problem_is_reported_at_once(problems: Problems) -> None:
     found = problems(
         "--esp-clip 0.3 --lr fast --colocate yes --seed 1 2 --kl-coef 0.1 --optimizer sgd --eval-interval 5"

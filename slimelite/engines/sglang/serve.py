@@ -30,7 +30,7 @@ def check_fields(fields: Collection[str], installed: Collection[str]) -> list[st
     problems = []
     for name in fields:
         if name not in installed:
-            near = difflib.get_close_matches(name, installed, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, installed, n=1, cutoff=0.7)
             hint = f"; did you mean --sglang-{near[0].replace('_', '-')}?" if near else ""
             problems.append(f"--sglang-{name.replace('_', '-')} is not an option of the installed SGLang{hint}")
     return problems
