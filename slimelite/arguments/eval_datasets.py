@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from slimelite.arguments.base import flag
+
+# setting -> the lowest value that makes sense
+AT_LEAST = {
+    **dict.fromkeys(["n_samples_per_eval_prompt", "max_response_len", "max_prompt_len", "max_context_len"], 1),
+    **dict.fromkeys(["temperature", "min_new_tokens"], 0),
+}
 
 
 @dataclass(frozen=True)
@@ -38,3 +45,17 @@ class EvalDataset:
     stop: list[str] = flag([], "texts that end a response")
     stop_token_ids: list[int] = flag([], "token ids that end a response")
     skip_special_tokens: bool = flag(False, "leave special tokens out of the response's text")
+
+    def problems(self) -> Iterator[str]:
+        """What its settings, from whichever flag or file, cannot be."""
+        where = f"eval dataset {self.name}:"
+        if self.max_response_len is None:
+            yield f"{where} give --eval-max-response-len"
+        for name, low in AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                yield f"{where} {name} {value}: must be at least {low}"
+        if not 0 < self.top_p <= 1:
+            yield f"{where} top_p {self.top_p}: must be above 0 and at most 1"
+        if self.top_k == 0 or self.top_k < -1:
+            yield f"{where} top_k {self.top_k}: is -1 (all tokens) or at least 1"

@@ -195,6 +195,12 @@ def _check_tokenizer(args: Args, config: dict[str, Any], findings: Findings) -> 
     rows = config.get("text_config", config).get("vocab_size")
     if rows is not None and len(tokenizer) > rows:
         findings.problems.append(f"the tokenizer has {len(tokenizer)} tokens but the model's vocabulary has {rows}")
+    size = rows or len(tokenizer)
+    stops = {"--rollout-stop-token-ids": args.rollout_stop_token_ids}
+    stops |= {f"eval dataset {d.name}: stop_token_ids": d.stop_token_ids for d in args.eval_datasets}
+    for name, ids in stops.items():
+        if outside := [i for i in ids if not 0 <= i < size]:
+            findings.problems.append(f"{name} {outside}: token ids are 0 to {size - 1}, by the model's vocabulary")
     return tokenizer
 
 

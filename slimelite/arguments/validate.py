@@ -8,51 +8,10 @@ from typing import Any
 
 from slimelite.arguments.algorithm import GROUP_ESTIMATORS
 from slimelite.arguments.args import Args
+from slimelite.arguments.bounds import bound_problems
 from slimelite.arguments.correction import correction_problems
 from slimelite.arguments.distillation import distillation_problems
 
-# fields -> the lowest value that makes sense
-AT_LEAST: dict[str, float] = {
-    **dict.fromkeys(["actor_num_nodes", "actor_num_gpus_per_node", "cpu_threads"], 1),
-    **dict.fromkeys(["rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "micro_batch_size"], 1),
-    **dict.fromkeys(
-        [
-            "num_steps_per_rollout",
-            "update_weights_interval",
-            "max_tokens_per_gpu",
-            "log_probs_max_tokens_per_gpu",
-            "num_epoch",
-        ],
-        1,
-    ),
-    **dict.fromkeys(["n_samples_per_eval_prompt", "eval_interval", "save_interval", "ref_update_interval"], 1),
-    **dict.fromkeys(
-        ["rollout_max_prompt_len", "rollout_max_context_len", "eval_max_response_len", "dp_replicate_size"], 1
-    ),
-    **dict.fromkeys(["sglang_server_concurrency", "update_weight_buffer_size", "distributed_timeout_minutes"], 1),
-    **dict.fromkeys(["num_rollout", "start_rollout_id", "max_weight_staleness", "lr", "min_lr", "weight_decay"], 0),
-    **dict.fromkeys(
-        ["clip_grad", "eps_clip", "eps_clip_high", "kl_coef", "kl_loss_coef", "lr_warmup_iters", "muon_lr"], 0
-    ),
-    **dict.fromkeys(["critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "value_clip"], 0),
-    **dict.fromkeys(["tis_clip_low", "mis_lower_bound", "mis_rejection_lower_bound", "opsm_delta"], 0),
-    **dict.fromkeys(["adam_eps", "eval_temperature"], 0),
-    **dict.fromkeys(["generate_timeout", "rollout_health_check_interval", "rollout_health_check_timeout"], 1),
-    "code_memory_mb": 64,
-    "reward_model_batch_size": 1,
-    "overlong_buffer_len": 1,
-    "overlong_penalty_factor": 0,
-}
-IN_UNIT_INTERVAL = (
-    "gamma",
-    "lambd",
-    "adam_beta1",
-    "adam_beta2",
-    "muon_momentum",
-    "lr_warmup_fraction",
-    "rollout_top_p",
-    "eval_top_p",
-)
 # flag -> what it needs to mean anything; given without, it is listed under "no effect here"
 NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     **dict.fromkeys(
@@ -158,7 +117,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
 def validate(args: Args) -> list[str]:
     """Every problem of complete arguments, one line each."""
     checks = (
-        _bounds,
+        bound_problems,
         _modes,
         _engines,
         _lengths,
@@ -194,17 +153,6 @@ def idle_flags(args: Args, given: frozenset[str]) -> Iterator[tuple[str, str]]:
                 "partial_rollout",
             ):
                 yield "--" + name.replace("_", "-"), "no engine runs with --debug-train-only"
-
-
-def _bounds(args: Args) -> Iterator[str]:
-    for name, low in AT_LEAST.items():
-        value = getattr(args, name)
-        if value is not None and value < low:
-            yield f"--{name.replace('_', '-')} {value}: must be at least {low}"
-    for name in IN_UNIT_INTERVAL:
-        value = getattr(args, name)
-        if value is not None and not 0 <= value <= 1:
-            yield f"--{name.replace('_', '-')} {value}: must be between 0 and 1"
 
 
 def _modes(args: Args) -> Iterator[str]:
@@ -304,8 +252,7 @@ def _lengths(args: Args) -> Iterator[str]:
     if context is not None and prompt is not None and prompt > context - 1:
         yield f"--rollout-max-prompt-len {prompt} leaves no room in --rollout-max-context-len {context}"
     for dataset in args.eval_datasets:
-        if not dataset.max_response_len:
-            yield f"eval dataset {dataset.name}: give --eval-max-response-len"
+        yield from dataset.problems()
 
 
 def _sampling(args: Args) -> Iterator[str]:
@@ -390,8 +337,8 @@ def _rewards(args: Args) -> Iterator[str]:
         yield "--rm-type remote_rm needs --rm-url"
     if args.rm_type == "reward_model" and not args.reward_model_path:
         yield "--rm-type reward_model needs --reward-model-path"
-    if not 0 < args.code_timeout < args.reward_timeout:
-        yield f"--code-timeout {args.code_timeout}: is above 0 and below --reward-timeout {args.reward_timeout}"
+    if 0 < args.reward_timeout <= args.code_timeout:
+        yield f"--code-timeout {args.code_timeout}: must be below --reward-timeout {args.reward_timeout}"
     if args.code_memory_mb >= 4096:
         yield f"--code-memory-mb {args.code_memory_mb}: must be below 4096, the limit of a grading process"
     if args.overlong_buffer_len is not None and args.overlong_buffer_len > (args.rollout_max_response_len or 0):
@@ -411,8 +358,6 @@ def _rewards(args: Args) -> Iterator[str]:
 
 
 def _preferences(args: Args) -> Iterator[str]:
-    if args.dpo_beta <= 0:
-        yield f"--dpo-beta {args.dpo_beta}: must be above 0"
     if not 0 <= args.dpo_label_smoothing < 0.5:
         yield f"--dpo-label-smoothing {args.dpo_label_smoothing}: must be at least 0 and below 0.5"
     if args.loss_type != "dpo_loss":

@@ -82,6 +82,7 @@ def test_derivations_see_the_file(make: Make, config: Any) -> None:
         ("rollout_batchsize: 3", "did you mean --rollout-batch-size?"),
         ("esp_clip: false", "did you mean --eps-clip?"),
         ("lr: fast", "--lr takes a number, not 'fast'"),
+        ("lr: .inf", "--lr takes a finite number, not inf"),
         ("colocate: maybe", "--colocate is true or false, not 'maybe'"),
         ("tensor_model_parallel_size: 2", "--tensor-model-parallel-size is not supported"),
         ("- lr", "is not a mapping"),

@@ -100,6 +100,25 @@ def test_mistakes(problems: Problems, config: Any, text: str, says: str) -> None
     assert "eval" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("temperature: -1", "temperature -1.0: must be at least 0"),
+        ("top_k: 0", "top_k 0: is -1 (all tokens) or at least 1"),
+        ("top_p: 0", "top_p 0.0: must be above 0 and at most 1"),
+        ("max_response_len: 0", "max_response_len 0: must be at least 1"),
+        ("max_prompt_len: -3", "max_prompt_len -3: must be at least 1"),
+        ("n_samples_per_eval_prompt: 0", "n_samples_per_eval_prompt 0: must be at least 1"),
+        ("min_new_tokens: -1", "min_new_tokens -1: must be at least 0"),
+    ],
+)
+def test_values_that_mean_nothing(problems: Problems, config: Any, setting: str, says: str) -> None:
+    own = config(f"{{datasets: {{a: {{path: p, {setting}}}, b: {{path: p}}}}}}")
+    assert problems(f"{FLAGS} {own}") == [f"eval dataset a: {says}"]
+    flag = "--" + ("" if setting[:2] == "n_" else "eval-") + setting.replace("_", "-").replace(":", "")
+    assert says in problems(f"{FLAGS} --eval-prompt-data a p {flag}")[0]
+
+
 def test_odd_number_of_words(problems: Problems) -> None:
     assert "takes pairs of a name and a path, not 3 words" in problems("--eval-interval 1 --eval-prompt-data a b c")[0]
 

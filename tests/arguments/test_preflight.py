@@ -95,6 +95,8 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--rollout-sample-hook-path json.dumps --rollout-sample-hook-path nope.f", "--rollout-sample-hook-path: "),
         ("--load-debug-rollout-data r/{rollout_id}.parquet", "no saved rollout at r/0.parquet"),
         ("--rollout-max-prompt-len 3", "no prompts left"),
+        ("--rollout-stop-token-ids 511 512", "--rollout-stop-token-ids [512]: token ids are 0 to 511"),
+        ("--rollout-stop-token-ids -7", "eval dataset sums: stop_token_ids [-7]: token ids are 0 to 511"),
     ],
 )
 def test_each_mistake_is_named(run: str, words: str, says: str) -> None:
