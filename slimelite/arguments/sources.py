@@ -9,6 +9,9 @@ from typing import Any
 from slimelite.arguments.values import as_words, read_yaml
 from slimelite.arguments.vocabulary import Settings, Vocabulary
 
+# what names a file of arguments
+FILES = ("--config", "--custom-config-path")
+
 
 def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
     """Everything ``argv`` says.
@@ -28,6 +31,9 @@ def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
             settings.problems.append(f"{word} stands before the first flag; flags begin with --")
     for option, words in calls:
         vocabulary.read(option, words, settings)
+    for option in FILES:
+        if [option for option, _ in calls].count(option) > 1:
+            settings.complain(option, "is given twice: take one file, and flags on the command line over it")
     return settings
 
 
@@ -35,32 +41,57 @@ def read_config(path: str, option: str, vocabulary: Vocabulary) -> Settings:
     """Everything the YAML mapping at ``path`` says, keys with - or _; ``option``: the flag that named the file."""
     settings = Settings()
     content = load_yaml(path, option, settings)
+    if content is not None and not isinstance(content, dict):
+        settings.complain(option, f"{path}: is not a mapping of arguments")
     if not isinstance(content, dict):
-        if not settings.problems:
-            settings.complain(option, f"{path}: is not a mapping of arguments")
         return settings
     before = len(settings.problems)
-    for key, value in content.items():
-        if value is not None:  # null is "not given"
-            _read_key(str(key).replace("_", "-"), value, vocabulary, settings)
+    keys = [str(key).replace("_", "-") for key in content]
+    for name, value in zip(keys, content.values(), strict=True):
+        if keys.count(name) > 1:
+            settings.complain(f"--{name}", "is there twice, with - and with _")
+        elif value is not None:  # null is "not given"
+            _read_key(name, value, vocabulary, settings)
     settings.problems[before:] = [f"{path}: {problem}" for problem in settings.problems[before:]]
     return settings
 
 
 def load_yaml(path: str, option: str, settings: Settings) -> Any:
-    """The content of a YAML file; what is wrong with it becomes a problem of ``option``."""
+    """The content of a YAML file; what is wrong with it becomes a problem of ``option``, and the content None."""
     import yaml  # here, so that --help needs the standard library only
 
+    class Strict(yaml.SafeLoader):
+        """YAML forbids a key twice; PyYAML takes the last one without a word."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value]
+            for number, (key, _) in enumerate(node.value):
+                if key.value in keys[:number]:
+                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there a second time")
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Strict)
     except OSError as error:
         settings.complain(option, f"{path}: cannot be read: {error.strerror}")
     except yaml.YAMLError as error:
         settings.complain(option, f"{path}: is not YAML: {' '.join(str(error).split())}")
+    except ValueError as error:
+        settings.complain(option, f"{path}: {error}")
+    else:
+        if content is None:
+            settings.complain(option, f"{path}: is empty")
+        return content
     return None
 
 
 def _read_key(name: str, value: Any, vocabulary: Vocabulary, settings: Settings) -> None:
+    if f"--{name}" in FILES:
+        settings.complain(f"--{name}", "is for the command line; a file of arguments names no other")
+        return
+    if isinstance(value, dict) and not vocabulary.knows(name):
+        settings.complain(f"--{name}", "is not a flag but a section; a file has no sections: move its keys out of it")
+        return
     try:
         if name in vocabulary.switches_on:
             flag = vocabulary.switches_on[name]

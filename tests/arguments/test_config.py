@@ -86,7 +86,14 @@ def test_derivations_see_the_file(make: Make, config: Any) -> None:
         ("colocate: maybe", "--colocate is true or false, not 'maybe'"),
         ("tensor_model_parallel_size: 2", "--tensor-model-parallel-size is not supported"),
         ("- lr", "is not a mapping"),
+        ("# lr: 1", "is empty"),
         ("lr: [1", "is not YAML"),
+        ("lr: 1\nseed: 1\nlr: 2", "line 3: lr is there a second time"),
+        ("train_env_vars: {A: 1, B: 2, A: 3}", "line 1: A is there a second time"),
+        ("num-rollout: 1\nnum_rollout: 2", "--num-rollout is there twice, with - and with _"),
+        ("config: other.yaml", "--config is for the command line; a file of arguments names no other"),
+        ("custom_config_path: other.yaml", "--custom-config-path is for the command line"),
+        ("data: {input_key: x}", "--data is not a flag but a section; a file has no sections: move its keys out of it"),
     ],
 )
 def test_mistakes_in_a_file(problems: Problems, config: Any, text: str, says: str) -> None:
@@ -94,6 +101,12 @@ def test_mistakes_in_a_file(problems: Problems, config: Any, text: str, says: st
         (problem,) = problems(config(text, option))
         assert ".yaml" in problem
         assert says in problem
+
+
+def test_one_file_of_each_kind(problems: Problems, config: Any) -> None:
+    assert problems(config("lr: 1") + " " + config("lr: 1")) == [
+        "--config is given twice: take one file, and flags on the command line over it"
+    ]
 
 
 def test_missing_file(problems: Problems) -> None:
