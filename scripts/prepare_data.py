@@ -121,7 +121,7 @@ def converted(task: Task, original: str, split: str) -> Iterator[Row]:
         try:
             ours = task.convert(row.values, split, index)
         except KeyError as error:
-            raise ValueError(f"{row.place}: no column {error}; it has {sorted(row.values)}") from error
+            raise ValueError(f"{original}, {row.place}: no column {error}; it has {sorted(row.values)}") from error
         if ours is not None:
             yield ours
 

@@ -62,8 +62,9 @@ def inspect(args: Args, machine: Machine) -> Findings:
     _check_saved_rollouts(args, findings)
     tokenizer = _check_tokenizer(args, config, findings)
     _check_teacher(args, config, tokenizer, findings)
-    if tokenizer is not None:
-        _check_data(args, tokenizer, config, broken, findings)
+    if not (args.rollout_function_path or args.debug_train_only):  # else rewards come from elsewhere
+        broken |= _check_rules(args, findings)
+    _check_data(args, tokenizer, config, broken, findings)
     return findings
 
 
@@ -183,8 +184,8 @@ def _check_saved_rollouts(args: Args, findings: Findings) -> None:
 
 
 def _check_tokenizer(args: Args, config: dict[str, Any], findings: Findings) -> PreTrainedTokenizerBase | None:
-    if args.tokenizer is None:
-        return None
+    if args.tokenizer is None or (args.tokenizer == args.hf_checkpoint and not config):
+        return None  # what is wrong with the model is wrong with its tokenizer
     from slimelite.data.tokenizer import load_tokenizer
 
     try:
@@ -250,10 +251,28 @@ def _compare_vocabularies(
         raise ValueError(f"its vocabulary has {size} tokens, fewer than its tokenizer")
 
 
+def _check_rules(args: Args, findings: Findings) -> set[str]:
+    """Whether every reward rule exists; returns those that do not."""
+    from slimelite.rewards.registry import find_rule
+
+    named = [(args.rm_type, args.custom_rm_path), *((d.rm_type, d.custom_rm_path) for d in args.eval_datasets)]
+    missing: set[str] = set()
+    for rule in dict.fromkeys(rule for rule, plugin in named if rule and not plugin):
+        try:
+            find_rule(rule)
+        except ValueError as error:
+            missing.add(rule)
+            findings.problems.append(_one_line(error))
+    return missing
+
+
 def _check_data(
-    args: Args, tokenizer: PreTrainedTokenizerBase, config: dict[str, Any], broken: set[str], findings: Findings
+    args: Args, tokenizer: PreTrainedTokenizerBase | None, config: dict[str, Any], broken: set[str], findings: Findings
 ) -> None:
-    """Prompts and rewards of training and of every evaluation dataset."""
+    """Prompts and rewards of training and of every evaluation dataset; without a tokenizer, all but their lengths.
+
+    ``broken``: plugins and rules that are not tried again.
+    """
     from slimelite.data.preferences import load_pairs
     from slimelite.data.prompts import load_prompts
 
@@ -265,6 +284,7 @@ def _check_data(
     for name, columns, paths, limit in sources:
         rows = paths if args.dry_run else [path if "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in paths]
         kept: dict[str, Any] = {"max_prompt_len": limit, "skip_bad_rows": args.skip_bad_rows}
+        kept["warn"] = lambda text, name=name: findings.warnings.append(f"{name}: {text}")
         pairs = columns is args and args.loss_type == "dpo_loss"
         try:
             prompts = (
@@ -274,15 +294,17 @@ def _check_data(
             findings.problems.append(f"{name}: {_one_line(error)}")
             continue
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        if pairs:
-            findings.facts.append(f"{name}: {len(prompts)} pairs")
+        measured = f", the longest of {longest} tokens" if longest else ""
+        findings.facts.append(f"{name}: {len(prompts)} {'pairs' if pairs else 'prompts'}{measured}")
+        if pairs and tokenizer is not None:
             _check_pair(args, tokenizer, name, prompts[0], findings)
+        if pairs:
             continue
-        findings.facts.append(f"{name}: {len(prompts)} prompts, the longest of {longest} tokens")
         if args.loss_type != "sft_loss" or columns is not args:
             dataset = None if isinstance(columns, Args) else columns
             _check_lengths(args, dataset, name, longest, config, findings)
-            if (args if dataset is None else dataset).custom_rm_path not in broken:
+            rewarded = args if dataset is None else dataset
+            if not broken & {rewarded.custom_rm_path, rewarded.rm_type}:
                 _check_reward(args, dataset, name, prompts[0], findings)
 
 

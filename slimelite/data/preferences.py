@@ -33,29 +33,16 @@ SIDES = (("chosen", 1.0), ("rejected", 0.0))
 
 
 def load_pairs(
-    args: Args,
-    tokenizer: PreTrainedTokenizerBase,
-    paths: Sequence[str],
-    *,
-    max_prompt_len: int | None = None,
-    skip_bad_rows: bool = False,
+    args: Args, tokenizer: PreTrainedTokenizerBase | None, paths: Sequence[str], **settings: Any
 ) -> list[Prompt]:
     """As `load_prompts`, with the replies of ``--chosen-key`` and ``--rejected-key`` in ``metadata["pair"]``.
 
     A reply is text, the turns that follow the prompt, or the whole conversation from the prompt's first message on.
     Without a column for the prompt alone ``--input-key`` names that of the chosen conversation, and the prompt is what
-    stands before its first answer.
+    stands before its first answer. ``settings``: those of `load_prompts`.
     """
     keys = (args.chosen_key, args.rejected_key)
-    return load_prompts(
-        args,
-        tokenizer,
-        paths,
-        max_prompt_len=max_prompt_len,
-        skip_bad_rows=skip_bad_rows,
-        also=keys,
-        read=partial(_read_pair, keys=keys),
-    )
+    return load_prompts(args, tokenizer, paths, also=keys, read=partial(_read_pair, keys=keys), **settings)
 
 
 def pair_samples(
@@ -103,7 +90,7 @@ def pair_samples(
     return sides
 
 
-def _read_pair(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase, keys: tuple[str, str]) -> Prompt:
+def _read_pair(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None, keys: tuple[str, str]) -> Prompt:
     """One row; a pair is a chat as soon as its prompt or one of its replies is."""
     prompt = read_prompt(row, columns, tokenizer)
     cells = {key: row.values[key] for key in keys}

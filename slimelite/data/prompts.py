@@ -66,54 +66,61 @@ class BadCell(ValueError):
 
 def load_prompts(
     columns: Columns,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     paths: Sequence[str],
     *,
     max_prompt_len: int | None = None,
     skip_bad_rows: bool = False,
+    warn: Callable[[str], None] = logger.warning,
     also: Sequence[str] = (),
-    read: Callable[[Row, Columns, PreTrainedTokenizerBase], Prompt] | None = None,
+    read: Callable[[Row, Columns, PreTrainedTokenizerBase | None], Prompt] | None = None,
 ) -> list[Prompt]:
     """The prompts of ``paths`` one after the other, in file order.
 
-    ``also``: further columns that every row must have; ``read``: makes a prompt of a row in place of `read_prompt`.
-    ``max_prompt_len`` [tokens]: longer prompts are left out, counted and logged. The prompt of messages that end with
-    an answer is what stands before their first answer.
+    ``tokenizer`` None: without chat template and token ids, to check files. ``also``: further columns that every row
+    must have; ``read``: makes a prompt of a row in place of `read_prompt`. ``max_prompt_len`` [tokens]: longer prompts
+    are left out. ``warn`` is told what is left out. The prompt of messages that end with an answer is what stands
+    before their first answer.
 
     Raises:
-        ValueError: a file, a column or the chat template is missing, a row is malformed (unless ``skip_bad_rows``), or
+        ValueError: files, columns or the chat template are missing, rows are malformed (unless ``skip_bad_rows``), or
             no prompt is left.
     """
-    if columns.apply_chat_template and not tokenizer.chat_template:
+    if tokenizer is not None and columns.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(
             "--apply-chat-template: the tokenizer has no chat template; put a chat_template.jinja into the "
             "--hf-checkpoint folder, or leave the flag out when the prompts are plain text"
         )
     required = list(dict.fromkeys(c for c in (columns.input_key, columns.label_key, *also) if c is not None))
-    bad = BadRows(skip_bad_rows)
     prompts: list[Prompt] = []
     measured: list[str] = []
-    total = 0
+    problems: list[str] = []
+    left_out: list[str] = []
     for path in paths:
-        for row in read_rows(path, required, (columns.metadata_key, columns.tool_key), bad):
-            total += 1
-            try:
-                prompt = (read or read_prompt)(row, columns, tokenizer)
-                measured.append(prompt.text if max_prompt_len is None else _asked_text(prompt, columns, tokenizer))
-                prompts.append(prompt)
-            except BadCell as error:
-                bad.add(row.place, str(error))
-    bad.report(total)
-    lengths = _encode(prompts, measured, tokenizer)
+        bad = BadRows(skip_bad_rows, left_out.append)
+        try:
+            for row in read_rows(path, required, (columns.metadata_key, columns.tool_key), bad):
+                try:
+                    prompt = (read or read_prompt)(row, columns, tokenizer)
+                    measured.append(prompt.text if max_prompt_len is None else _asked_text(prompt, columns, tokenizer))
+                    prompts.append(prompt)
+                except BadCell as error:
+                    bad.add(row.place, str(error))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("; ".join(dict.fromkeys(problems)))
+    lengths = [0] * len(prompts) if tokenizer is None else _encode(prompts, measured, tokenizer)
     kept = [p for p, length in zip(prompts, lengths, strict=True) if max_prompt_len is None or length <= max_prompt_len]
     if dropped := len(prompts) - len(kept):
-        logger.warning("left out %d of %d prompts longer than %d tokens", dropped, len(prompts), max_prompt_len)
-    if not kept:
-        first = f"; the first bad one is {bad.problems[0]}" if bad.problems else ""
-        raise ValueError(
-            f"no prompts left of {list(paths)}: {len(bad.problems)} malformed rows, {dropped} prompts longer than "
-            f"{max_prompt_len} tokens (--rollout-max-prompt-len, --eval-max-prompt-len){first}"
+        left_out.append(
+            f"left out {dropped} of {len(prompts)} prompts longer than {max_prompt_len} tokens "
+            "(--rollout-max-prompt-len, --eval-max-prompt-len)"
         )
+    if not kept:
+        raise ValueError(f"no prompts left of {list(paths)}: {'; '.join(left_out)}")
+    for what in left_out:
+        warn(what)
     return kept
 
 
@@ -128,9 +135,9 @@ def _encode(prompts: list[Prompt], texts: list[str], tokenizer: PreTrainedTokeni
     return lengths
 
 
-def _asked_text(prompt: Prompt, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> str:
+def _asked_text(prompt: Prompt, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> str:
     """The text whose tokens ``max_prompt_len`` limits."""
-    if prompt.text or prompt.messages is None:
+    if prompt.text or prompt.messages is None or tokenizer is None:
         return prompt.text
     if not tokenizer.chat_template:
         raise ValueError("--rollout-max-prompt-len cannot measure messages: the tokenizer has no chat template")
@@ -144,8 +151,8 @@ def before_answers(messages: Messages) -> Messages:
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]
 
 
-def read_prompt(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase) -> Prompt:
-    """The prompt of one row, its ids still to be filled in.
+def read_prompt(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
+    """The prompt of one row, its ids still to be filled in; ``tokenizer`` None: without the chat template.
 
     Raises:
         BadCell: a column does not hold what it should.
@@ -165,7 +172,7 @@ def read_prompt(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase) 
         prompt.messages = [{"role": "user", "content": content}] if columns.apply_chat_template else None
     else:
         prompt.messages = checked_messages(content, columns.input_key)
-    if columns.apply_chat_template:
+    if columns.apply_chat_template and tokenizer is not None:
         assert prompt.messages is not None
         prompt.text = _render(tokenizer, prompt.messages, tools, columns)
     return prompt

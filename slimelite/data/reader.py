@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,41 +16,52 @@ import pyarrow.parquet as pq
 logger = logging.getLogger(__name__)
 
 KINDS = (".parquet", ".jsonl", ".json")
+# kinds of malformed rows that are shown of a file
+EXAMPLES = 3
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row; ``place`` says where it is ("train.jsonl, row 3 (line 4)", rows counted from 0)."""
+    """One row; ``place`` says where in its file it is ("row 3 (line 4)", rows counted from 0).
+
+    ``problem``: why it could not be read.
+    """
 
     values: dict[str, Any]
     place: str
+    problem: str = ""
 
 
 @dataclass
 class BadRows:
-    """What becomes of malformed rows: an error, or, when ``skip`` is set, a count and a report."""
+    """The malformed rows of one file: an error at its end or, when ``skip`` is set, a warning."""
 
     skip: bool = False
-    problems: list[str] = field(default_factory=list)
+    warn: Callable[[str], None] = logger.warning
+    rows: int = 0  # of the file, good and bad
+    count: int = 0
+    examples: dict[str, str] = field(default_factory=dict)  # what is wrong -> the first place of it, of the first few
 
     def add(self, place: str, problem: str) -> None:
-        """Take note of a malformed row.
+        """Take note of a malformed row."""
+        self.count += 1
+        if len(self.examples) < EXAMPLES:
+            self.examples.setdefault(problem, place)
+
+    def close(self, name: str) -> None:
+        """The end of the file.
 
         Raises:
-            ValueError: bad rows are not to be skipped.
+            ValueError: some are malformed, and not to be skipped.
         """
+        if not self.count:
+            return
+        what = f"{self.count} of {self.rows} rows {'are' if self.count > 1 else 'is'} malformed"
+        first = "; ".join(f"{place}: {problem}" for problem, place in self.examples.items())
         if not self.skip:
-            raise ValueError(f"{place}: {problem}; mend the row, or leave such rows out with --skip-bad-rows")
-        self.problems.append(f"{place}: {problem}")
-
-    def report(self, total: int) -> None:
-        """Log how many of ``total`` rows were skipped, and the first few."""
-        if self.problems:
-            first = "\n  ".join(self.problems[:3])
-            logger.warning(
-                "skipped %d malformed rows of %d, the first of them:\n  %s", len(self.problems), total, first
-            )
+            raise ValueError(f"{name}: {what}: {first}; mend them, or leave such rows out with --skip-bad-rows")
+        self.warn(f"{name}: {what} and left out: {first}")
 
 
 def split_path(spec: str) -> tuple[str, slice]:
@@ -78,17 +89,17 @@ def read_rows(spec: str, required: Sequence[str], optional: Sequence[str] | None
     ``train`` unless named); ``@[a:b]`` after it takes a slice.
 
     Raises:
-        ValueError: no such file, a kind that cannot be read, an empty slice, a column that is not there, a malformed
-            row (unless ``bad`` skips).
+        ValueError: no such file, a kind that cannot be read, an empty slice, a column that is not there; at the end,
+            malformed rows (unless ``bad`` skips), those that the caller added to ``bad`` among them.
     """
     name, part = split_path(spec)
     path = Path(name)
     if path.is_file() and path.suffix == ".parquet":
         rows = _parquet_rows(path, part, required, optional)
     elif path.is_file() and path.suffix == ".jsonl":
-        rows = _jsonl_rows(path, part, bad)
+        rows = _jsonl_rows(path, part)
     elif path.is_file() and path.suffix == ".json":
-        rows = _json_rows(path, part, bad)
+        rows = _json_rows(path, part)
     elif not path.exists() and path.suffix not in KINDS and HUB_ID.fullmatch(name):
         rows = _hub_rows(name, part, required)
     elif path.is_dir():
@@ -98,15 +109,17 @@ def read_rows(spec: str, required: Sequence[str], optional: Sequence[str] | None
     else:
         reason = f"cannot read {name}: not one of {', '.join(KINDS)}" if path.exists() else f"no such file: {name}"
         raise ValueError(f"{reason} (--prompt-data, --eval-prompt-data)")
-    empty, earlier = True, len(bad.problems)
     for row in rows:
-        empty = False
-        if missing := [c for c in required if c not in row.values]:
+        bad.rows += 1
+        if row.problem:
+            bad.add(row.place, row.problem)
+        elif missing := [c for c in required if c not in row.values]:
             bad.add(row.place, f"no column {missing[0]!r}; it has {sorted(row.values)}")
         else:
             yield row
-    if empty and len(bad.problems) == earlier:
+    if not bad.rows:
         raise ValueError(f"{spec!r} selects no rows")
+    bad.close(spec)
 
 
 def _parquet_rows(path: Path, part: slice, required: Sequence[str], optional: Sequence[str] | None) -> Iterator[Row]:
@@ -121,7 +134,7 @@ def _parquet_rows(path: Path, part: slice, required: Sequence[str], optional: Se
     for start in range(0, len(places), 4096):
         chunk = places[start : start + 4096]
         for number, values in zip(chunk, table.take(pa.array(chunk, pa.int64())).to_pylist(), strict=True):
-            yield Row({k: _without_nulls(v) for k, v in values.items()}, f"{path}, row {number}")
+            yield Row({k: _without_nulls(v) for k, v in values.items()}, f"row {number}")
 
 
 def _without_nulls(value: Any) -> Any:
@@ -134,20 +147,20 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _jsonl_rows(path: Path, part: slice, bad: BadRows) -> Iterator[Row]:
+def _jsonl_rows(path: Path, part: slice) -> Iterator[Row]:
     lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
     for index in range(len(lines))[part]:
         number, line = lines[index]
-        place = f"{path}, row {index} (line {number})"
+        place = f"row {index} (line {number})"
         try:
             values = json.loads(line)
         except ValueError as error:
-            bad.add(place, f"not JSON ({error})")
-            continue
-        yield from _object_row(values, place, bad)
+            yield Row({}, place, f"not JSON ({error})")
+        else:
+            yield _object_row(values, place)
 
 
-def _json_rows(path: Path, part: slice, bad: BadRows) -> Iterator[Row]:
+def _json_rows(path: Path, part: slice) -> Iterator[Row]:
     try:
         rows = json.loads(path.read_bytes())
     except ValueError as error:
@@ -155,14 +168,13 @@ def _json_rows(path: Path, part: slice, bad: BadRows) -> Iterator[Row]:
     if not isinstance(rows, list):
         raise ValueError(f"{path} holds one {type(rows).__name__}; a .json file of prompts is a list of objects")
     for index in range(len(rows))[part]:
-        yield from _object_row(rows[index], f"{path}, row {index}", bad)
+        yield _object_row(rows[index], f"row {index}")
 
 
-def _object_row(values: Any, place: str, bad: BadRows) -> Iterator[Row]:
+def _object_row(values: Any, place: str) -> Row:
     if isinstance(values, dict):
-        yield Row(values, place)
-    else:
-        bad.add(place, f"a row is an object with named columns, not {type(values).__name__}")
+        return Row(values, place)
+    return Row({}, place, f"a row is an object with named columns, not {type(values).__name__}")
 
 
 def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Row]:
@@ -181,7 +193,7 @@ def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Row]:
         ) from error
     _check_columns(name, dataset.column_names, required)
     for index in range(len(dataset))[part]:
-        yield Row({k: _without_nulls(v) for k, v in dataset[index].items()}, f"{name}, row {index}")
+        yield Row({k: _without_nulls(v) for k, v in dataset[index].items()}, f"row {index}")
 
 
 def _check_columns(name: str, columns: Sequence[str], required: Sequence[str]) -> None:

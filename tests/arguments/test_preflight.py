@@ -122,7 +122,10 @@ def test_pairs_are_checked_and_one_is_made(model: Path, tmp_path: Path) -> None:
     assert "column 'best'" in problem
     path.write_text(f'{asked}"rejected": "2"}}\n')
     (problem,) = problems(words)
-    assert "pairs.jsonl, row 0 (line 1): column 'rejected': the same as 'chosen'" in problem
+    assert (
+        "pairs.jsonl@[:64]: 1 of 1 rows is malformed: row 0 (line 1): column 'rejected': the same as 'chosen'"
+        in problem
+    )
     path.write_text('{"messages": "1+1=", "chosen": [{"role": "assistant", "content": "2"}], "rejected": "3"}')
     settings = model / "tokenizer_config.json"
     settings.write_text(settings.read_text().replace("{% for", "{{ raise_exception('no pairs') }}{% for"))
@@ -133,6 +136,37 @@ def test_pairs_are_checked_and_one_is_made(model: Path, tmp_path: Path) -> None:
 def test_all_mistakes_are_named_together(run: str) -> None:
     found = problems(f"{run} --label-key lable --num-layers 3 --add-qkv-bias --custom-rm-path nowhere.py:f")
     assert len(found) == 4  # plugin, layers, and the label column of both datasets
+
+
+def test_without_a_model_the_data_are_checked_too(run: str, data: Path) -> None:
+    found = problems(f"{run} --hf-checkpoint /no --prompt-data {data} gone.jsonl --rm-type maths")
+    assert [problem.split(";")[0] for problem in found] == [
+        "--hf-checkpoint /no: no such folder",
+        "no --rm-type 'maths'",
+        "--prompt-data: no such file: gone.jsonl (--prompt-data, --eval-prompt-data)",
+    ]
+    (_, label, again) = problems(f"{run} --hf-checkpoint /no --label-key lable")
+    assert "--prompt-data: " in label
+    assert "eval dataset sums: " in again
+    assert "no column 'lable'" in label
+    (_, reward, _) = problems(f"{run} --hf-checkpoint /no --rm-type dapo")
+    assert "--reward-key" in reward
+
+
+def test_rows_that_are_left_out_are_counted(run: str, tmp_path: Path) -> None:
+    data = tmp_path / "some.jsonl"
+    good = '{"messages": [{"role": "user", "content": "1+1="}], "label": "2"}'
+    data.write_text(f'{good}\n{{"messages"\n{{"messages": 3, "label": "1"}}\n[]\n')
+    words = f"{run} --dry-run --prompt-data {data}"
+    findings = inspect(parse(f"{words} --skip-bad-rows"), CPU)
+    assert findings.problems == []
+    warning = findings.warnings[-1]
+    assert warning.startswith(
+        f"--prompt-data: {data}: 3 of 4 rows are malformed and left out: row 1 (line 2): not JSON"
+    )
+    (problem,) = problems(words)
+    assert "3 of 4 rows are malformed: " in problem
+    assert all(row in problem for row in ("row 1 (line 2): ", "row 2 (line 3): ", "row 3 (line 4): "))
 
 
 def test_dry_run_names_misread_flags_and_missing_files_together(run: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,9 +248,8 @@ def test_too_few_gpus_warn_in_a_dry_run_and_stop_a_start(run: str, monkeypatch: 
 def test_report_of_problems(run: str) -> None:
     args = parse(f"{run} --dry-run --rm-type maths")
     text = format_report(args, inspect(args, CPU))
-    assert "problems\n  --prompt-data: " in text
-    assert "'maths'" in text
-    assert text.endswith("2 problem(s) found")
+    assert "problems\n  no --rm-type 'maths'" in text
+    assert text.endswith("1 problem(s) found")
 
 
 def test_train_py_dry_run(run: str, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ WHOLE = {"prompt": [USER], "chosen": "4", "rejected": "5"}
     ],
 )
 def test_bad_rows_are_named_or_skipped(load: Load, row: dict[str, Any], given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=rf"pairs.jsonl, row 0 \(line 1\): .*{says}"):
+    with pytest.raises(ValueError, match=rf"pairs.jsonl: 1 of 1 rows is malformed: row 0 \(line 1\): .*{says}"):
         load(row, **given)
     good = {"chosen": [USER, GOOD], "rejected": [USER, BAD]} if given else WHOLE
     assert len(load(good, row, good, skip=True, **given)) == 2

@@ -118,15 +118,28 @@ def test_a_malformed_row_is_named_or_skipped(
     picky = "{% if messages[0].role == 'robot' %}{{ raise_exception('who?') }}{% endif %}" + CHATML
     path = write(tmp_path / "rows.jsonl", [{"input": "ok", "y": 1}, {"y": 1, **row}, {"input": "ok", "y": 1}])
     args = DataArgs(label_key="y", apply_chat_template=True)
-    with pytest.raises(ValueError, match=rf"rows\.jsonl, row 1 \(line 2\): .*{message}"):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl: 1 of 3 rows is malformed: row 1 \(line 2\): .*{message}"):
         load_prompts(args, byte_tokenizer(picky), [path])
     with caplog.at_level(logging.WARNING):
         assert len(load_prompts(args, byte_tokenizer(picky), [path], skip_bad_rows=True)) == 2
-    assert "skipped 1 malformed rows of 3" in caplog.text
+    assert "1 of 3 rows is malformed and left out: row 1 (line 2): " in caplog.text
+
+
+def test_every_file_that_is_wrong_is_named(tmp_path: Path) -> None:
+    """Also those of which nothing but the columns can be checked, for want of a tokenizer."""
+    good, bad = write(tmp_path / "good.jsonl", [{"input": "x"}]), write(tmp_path / "bad.jsonl", [{"input": 1}])
+    columns = DataArgs(apply_chat_template=True)
+    for tokenizer in (TOKENIZER, None):
+        with pytest.raises(ValueError, match=r"bad\.jsonl: 1 of 1 rows.*; no such file: gone\.jsonl"):
+            load_prompts(columns, tokenizer, [good, bad, "gone.jsonl"])
+    (prompt,) = load_prompts(columns, None, [good], max_prompt_len=1)
+    assert (prompt.text, prompt.token_ids) == ("x", [])
 
 
 def test_nothing_left_says_why(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"1 malformed rows, 2 prompts longer than 1 tokens.*row 1 \(line 2\)"):
+    with pytest.raises(
+        ValueError, match=r"1 of 3 rows is malformed.* row 1 \(line 2\).* 2 of 2 prompts longer than 1 t"
+    ):
         load(tmp_path, [{"input": "long"}, {"input": 3}, {"input": "long"}], limit=1, skip=True)
 
 

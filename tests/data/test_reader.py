@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,22 @@ def test_keys_that_parquet_made_up_are_gone(tmp_path: Path) -> None:
 
 def test_a_malformed_line_is_named_with_file_row_and_line(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ['{"input": "a"}', "", '{"input": ', "[1]", '{"label": 1}', '{"input": "b"}'])
-    with pytest.raises(ValueError, match=r"a\.jsonl, row 1 \(line 3\): not JSON.*--skip-bad-rows"):
+    said: list[str] = []
+    assert [row.values["input"] for row in read_rows(path, ["input"], [], BadRows(True, said.append))] == ["a", "b"]
+    rows = (
+        "3 of 5 rows are malformed{}: row 1 (line 3): not JSON (Expecting value: line 1 column 11 (char 10)); row 2 "
+        "(line 4): a row is an object with named columns, not list; row 3 (line 5): no column 'input'; it has ['label']"
+    )
+    assert said == [f"{path}: {rows.format(' and left out')}"]
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {rows.format('')}; mend them, or leave such rows out")):
         inputs(path)
-    bad = BadRows(skip=True)
-    assert [row.values["input"] for row in read_rows(path, ["input"], [], bad)] == ["a", "b"]
-    assert [p.split(": ")[1].split(" (")[0] for p in bad.problems] == [
-        "not JSON",
-        "a row is an object with named columns, not list",
-        "no column 'input'; it has ['label']",
-    ]
+
+
+def test_many_bad_rows_are_counted_and_a_few_kinds_of_them_shown(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [f'{{"label{i // 100}": 1}}' for i in range(1000)])
+    with pytest.raises(ValueError, match=r"1000 of 1000 rows are malformed: row 0 .*; row 100 .*; row 200 ") as caught:
+        inputs(path)
+    assert "row 300 " not in str(caught.value)
 
 
 def test_wrong_columns_are_answered_with_those_there_are(file: str) -> None:
