@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
                 args = cluster.complete_args()
             tracker.banner(args)
             train(args, cluster, tracker)
-    except (ValueError, ClusterError, FloatingPointError, AssertionError) as error:
+    except (ValueError, ClusterError, FloatingPointError, AssertionError, OSError) as error:
         # the message is for the console; log.txt of the run folder has the traceback
         print(f"train.py: {error}", file=sys.stderr)
         return 1

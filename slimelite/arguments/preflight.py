@@ -19,6 +19,7 @@ from slimelite.arguments.args import Args
 from slimelite.arguments.base import all_flags
 from slimelite.arguments.checkpoint import STATE_FILE
 from slimelite.arguments.machine import Machine, this_machine
+from slimelite.arguments.outputs import fill, output_problems
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -60,6 +61,7 @@ def inspect(args: Args, machine: Machine) -> Findings:
     broken = _check_plugins(args, findings)
     config = _check_model(args, findings)
     _check_saved_rollouts(args, findings)
+    findings.problems += output_problems(args)
     tokenizer = _check_tokenizer(args, config, findings)
     _check_teacher(args, config, tokenizer, findings)
     if not (args.rollout_function_path or args.debug_train_only):  # else rewards come from elsewhere
@@ -177,8 +179,11 @@ def _has_weights(folder: Path) -> bool:
 def _check_saved_rollouts(args: Args, findings: Findings) -> None:
     if args.load_debug_rollout_data is None:
         return
-    first = args.start_rollout_id or 0
-    path = Path(args.load_debug_rollout_data.format(rollout_id=first))
+    try:
+        path = fill("--load-debug-rollout-data", args.load_debug_rollout_data, args.start_rollout_id or 0)
+    except ValueError as error:
+        findings.problems.append(str(error))
+        return
     if not path.is_file():
         findings.problems.append(f"--load-debug-rollout-data: no saved rollout at {path}")
 

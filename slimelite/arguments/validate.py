@@ -184,7 +184,7 @@ def _modes(args: Args) -> Iterator[str]:
     if args.eval_interval is not None and not (args.eval_datasets or args.debug_train_only):
         yield "--eval-interval needs --eval-prompt-data or --eval-config"
     template = args.save_debug_rollout_data
-    if template is not None and "{rollout_id}" not in template:
+    if template is not None and "{rollout_id" not in template:
         yield f"--save-debug-rollout-data {template}: needs {{rollout_id}} in it: one file for each rollout"
 
 

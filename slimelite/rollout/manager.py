@@ -137,7 +137,7 @@ class RolloutManager:
         metrics |= self._set_advantages(table, samples)
         version = self._context.version_trained_on(rollout_id) if self._context.engines.infos else None
         self._warn_of_old_weights(table, version)
-        self._save(table, str(rollout_id))
+        self._save(table, rollout_id)
         if self._log and self._log(rollout_id, self._plugin_args(), samples, metrics, seconds):
             return RolloutOutput(table, {})
         return RolloutOutput(
@@ -310,9 +310,9 @@ class RolloutManager:
             metrics["rollout/engine_deaths"] = float(self._context.engines.health.deaths.total())
         return {**metrics, **self._context.grader.metrics()}
 
-    def _save(self, table: SampleTable, name: str) -> None:
+    def _save(self, table: SampleTable, rollout_id: int | str) -> None:
         if self.args.save_debug_rollout_data is not None:
-            table.to_parquet(self.args.save_debug_rollout_data.format(rollout_id=name))
+            table.to_parquet(self.args.save_debug_rollout_data.format(rollout_id=rollout_id))
 
 
 def _silent(_done: int, _total: int, _note: str) -> None:

@@ -94,6 +94,24 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--dynamic-sampling-filter-path slimelite.rollout.filters.nothing", "--dynamic-sampling-filter-path: "),
         ("--rollout-sample-hook-path json.dumps --rollout-sample-hook-path nope.f", "--rollout-sample-hook-path: "),
         ("--load-debug-rollout-data r/{rollout_id}.parquet", "no saved rollout at r/0.parquet"),
+        (
+            "--load-debug-rollout-data r/{rollout}.parquet",
+            "--load-debug-rollout-data r/{rollout}.parquet: {rollout_id} is",
+        ),
+        (
+            "--save-hf out/{step}",
+            "--save-hf out/{step}: {rollout_id} is all that is replaced, here by 0 (KeyError: 'step')",
+        ),
+        ("--save-hf out/{", "--save-hf out/{: {rollout_id} is all that is replaced"),
+        ("--save-debug-rollout-data d/{rollout_id}{x}", "--save-debug-rollout-data d/{rollout_id}{x}: {rollout_id} is"),
+        ("--save-debug-rollout-data d/{rollout_id:03d}", "here by 'eval_0' (ValueError: Unknown format code 'd'"),
+        (
+            "--save-hf /proc/x/{rollout_id}",
+            "--save-hf: /proc/x cannot be written to: No such file or directory (/proc)",
+        ),
+        ("--save-debug-rollout-data /proc/x/{rollout_id}", "--save-debug-rollout-data: /proc/x cannot be written to"),
+        ("--save /proc/y/z --save-interval 1", "--save: /proc/y/z cannot be written to: No such file"),
+        (f"--run-dir {__file__}", f"--run-dir: {__file__} cannot be written to: Not a directory"),
         ("--rollout-max-prompt-len 3", "no prompts left"),
         ("--rollout-stop-token-ids 511 512", "--rollout-stop-token-ids [512]: token ids are 0 to 511"),
         ("--rollout-stop-token-ids -7", "eval dataset sums: stop_token_ids [-7]: token ids are 0 to 511"),
@@ -131,6 +149,13 @@ def test_pairs_are_checked_and_one_is_made(model: Path, tmp_path: Path) -> None:
     settings.write_text(settings.read_text().replace("{% for", "{{ raise_exception('no pairs') }}{% for"))
     (problem,) = problems(words)
     assert "no pairs" in problem
+
+
+def test_the_check_of_folders_leaves_nothing_behind(run: str, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    words = f"--run-dir {tmp_path}/a --save {tmp_path}/b/c --save-interval 1 --save-hf {tmp_path}/d/{{rollout_id:03d}}"
+    assert problems(f"{run} {words} --save-debug-rollout-data {tmp_path}/e/{{rollout_id}}.parquet") == []
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_all_mistakes_are_named_together(run: str) -> None:

@@ -128,7 +128,7 @@ def test_straight_equals_resumed_bit_for_bit(make_args: MakeArgs, make_manager: 
 def test_a_saved_rollout_replays_without_engines_or_prompts(
     make_args: MakeArgs, make_manager: MakeManager, tmp_path: Path
 ) -> None:
-    template = str(tmp_path / "rollout_{rollout_id}.parquet")
+    template = str(tmp_path / "rollout_{rollout_id:03d}.parquet")
     written = make_manager(make_args(save_debug_rollout_data=template)).generate(3)
     offline = make_args(load_debug_rollout_data=template, prompt_data=[])
     replayed = make_manager(offline, []).generate(3)
@@ -138,7 +138,7 @@ def test_a_saved_rollout_replays_without_engines_or_prompts(
 
     part = make_args(load_debug_rollout_data=template, load_debug_rollout_data_subsample=0.67)
     assert make_manager(part, []).generate(3).table.group_id.tolist() == [0] * 4 + [1] * 4
-    with pytest.raises(ValueError, match=r"rollout_4\.parquet"):
+    with pytest.raises(ValueError, match=r"rollout_004\.parquet"):
         make_manager(offline, []).generate(4)
 
 
