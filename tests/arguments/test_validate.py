@@ -44,7 +44,6 @@ RULES = [
     ("--value-clip -1", "--value-clip -1.0: must be at least 0", "--value-clip 0.2"),
     ("--use-dynamic-batch-size", "needs --max-tokens-per-gpu", "--max-tokens-per-gpu 64"),
     ("--eps-clip-c 0.5", "--eps-clip-c 0.5: dual clip must be above 1", "--eps-clip-c 3"),
-    ("--entropy-coef -1", "--entropy-coef -1.0: must be at least 0", "--entropy-coef 0"),
     ("--opsm-delta -1 --use-opsm", "--opsm-delta -1.0: must be at least 0", "--opsm-delta 0"),
     ("--reward-timeout -5", "--reward-timeout -5.0: must be above 0", "--reward-timeout 20"),
     ("--code-timeout 0", "--code-timeout 0.0: must be above 0", "--code-timeout 5"),
