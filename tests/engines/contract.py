@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -54,6 +54,7 @@ class EngineContract:
     """
 
     family = "qwen2"
+    shape: ClassVar[dict[str, int]] = {}
     tolerance = 1e-4
     bans_are_in_the_log_probs = False
 
@@ -66,9 +67,9 @@ class EngineContract:
     def setup_class(cls) -> None:
         cls.temporary = TemporaryDirectory()
         folder = Path(cls.temporary.name)
-        cls.model = build_model(folder / "model", cls.family)
+        cls.model = build_model(folder / "model", cls.family, **cls.shape)
         # of the same shape, to update the engine to
-        cls.other = build_model(folder / "other", cls.family, seed=1)
+        cls.other = build_model(folder / "other", cls.family, seed=1, **cls.shape)
         cls.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
         cls.loop = asyncio.new_event_loop()
         limits = {"max_running_requests": MAX_RUNNING, "max_context_len": MAX_CONTEXT}

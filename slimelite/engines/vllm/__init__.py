@@ -1,0 +1,1 @@
+"""vLLM behind the engine protocol."""

