@@ -99,6 +99,7 @@ def _check_packages(args: Args, findings: Findings) -> None:
     wanted = (
         ("ray", args.launcher == "ray", "use --launcher local"),
         ("sglang", servers, "docs/install.md says how; or take --rollout-backend embedded"),
+        ("vllm", args.rollout_backend == "vllm", "docs/install.md says how; or take --rollout-backend embedded"),
         ("wandb", args.use_wandb, "pip install wandb"),
         ("tensorboard", args.use_tensorboard, "pip install tensorboard"),
     )

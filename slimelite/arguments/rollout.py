@@ -12,7 +12,7 @@ from slimelite.arguments.base import flag
 class RolloutArgs:
     """Rollout."""
 
-    rollout_backend: Literal["auto", "embedded", "sglang"] = flag(
+    rollout_backend: Literal["auto", "embedded", "sglang", "vllm"] = flag(
         "auto", "inference engine", auto="sglang on GPUs where it is installed, else embedded"
     )
     rollout_temperature: float = flag(1.0, "sampling temperature; training divides the logits by it too")

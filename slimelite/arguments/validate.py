@@ -219,8 +219,13 @@ def _engines(args: Args) -> Iterator[str]:
         yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: on a CPU a server is one process"
     if runs_engines and args.rollout_num_gpus == 0 and not external:
         yield "--rollout-num-gpus 0 leaves no engine to generate"
-    if args.rollout_backend == "embedded" and args.rollout_num_gpus_per_engine > 1:
-        yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: an embedded engine runs on one device"
+    if args.rollout_backend in ("embedded", "vllm") and args.rollout_num_gpus_per_engine > 1:
+        name = args.rollout_backend
+        yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: the {name} engine runs on one device"
+    if args.rollout_backend == "vllm" and args.offload_rollout:
+        yield "--rollout-backend vllm with --offload-rollout (or --colocate): it keeps its memory; take embedded"
+    if args.rollout_backend == "vllm" and args.deterministic_mode:
+        yield "--rollout-backend vllm with --deterministic-mode: its samples do not repeat; take embedded"
     if ranks % max(args.dp_replicate_size, 1):
         yield f"--dp-replicate-size {args.dp_replicate_size} does not divide the {ranks} training ranks"
     at_once, batch = args.over_sampling_batch_size, args.rollout_batch_size

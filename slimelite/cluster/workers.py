@@ -85,18 +85,22 @@ class RolloutWorker:
 
 
 def build_engine(args: Args, index: int, http_host: str = "127.0.0.1") -> Engine:
-    """Embedded engine number ``index`` of the run; its HTTP front, if asked for, listens on ``http_host``."""
+    """Engine number ``index`` of the run, if not an SGLang server; its HTTP front, if asked for, listens on ``http_host``."""
+    tokenizer = load_tokenizer(args.tokenizer)
+    options: dict[str, Any] = {
+        "device": args.device,
+        "max_running_requests": args.sglang_max_running_requests or RUNNING_REQUESTS[args.device],
+        "max_context_len": args.sglang_context_length,
+        "decode": lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        "encode": lambda text: tokenizer.encode(text, add_special_tokens=False),
+        "eos_token_ids": stop_token_ids(args.tokenizer, tokenizer),
+        "seed": args.rollout_seed + index,
+        "http_host": http_host,
+    }
+    if args.rollout_backend == "vllm":
+        from slimelite.engines.vllm.engine import VllmEngine
+
+        return VllmEngine(str(args.hf_checkpoint), **options)
     from slimelite.engines.embedded.engine import EmbeddedEngine
 
-    tokenizer = load_tokenizer(args.tokenizer)
-    return EmbeddedEngine(
-        str(args.hf_checkpoint),
-        device=args.device,
-        max_running_requests=args.sglang_max_running_requests or RUNNING_REQUESTS[args.device],
-        max_context_len=args.sglang_context_length,
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-        eos_token_ids=stop_token_ids(args.tokenizer, tokenizer),
-        seed=args.rollout_seed + index,
-        http_host=http_host,
-    )
+    return EmbeddedEngine(str(args.hf_checkpoint), **options)

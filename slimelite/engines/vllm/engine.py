@@ -11,46 +11,22 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from vllm import SamplingParams as VllmParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from slimelite.engines.http_front import HttpFront
-from slimelite.engines.protocol import (
-    Capabilities,
-    EngineInfo,
-    FinishReason,
-    GenerateRequest,
-    GenerateResult,
-    WeightBucket,
-)
+from slimelite.engines.protocol import Capabilities, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
 from slimelite.engines.vllm import worker
+from slimelite.engines.vllm.requests import Running, check, sampling_params
 
 T = TypeVar("T")
 CPU_CACHE_BYTES = 1 << 30
-
-
-@dataclass(slots=True)
-class _Running:
-    """A request in vLLM, and what came out of it."""
-
-    request: GenerateRequest
-    future: Future[GenerateResult]
-    result: GenerateResult = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.result = GenerateResult(self.request.request_id, [], [], [], "abort")
-
-    def finish(self, reason: FinishReason) -> None:
-        self.result.finish_reason = reason
-        self.future.set_result(self.result)
 
 
 class VllmEngine:
@@ -67,12 +43,14 @@ class VllmEngine:
         self,
         model_path: str,
         *,
+        device: str = "cpu",
         decode: Callable[[list[int]], str],
         encode: Callable[[str], list[int]],
         eos_token_ids: Iterable[int],
         max_running_requests: int = 64,
         max_context_len: int | None = None,
         seed: int = 0,
+        http_host: str = "127.0.0.1",
     ) -> None:
         """Load the model and start the worker.
 
@@ -89,24 +67,26 @@ class VllmEngine:
         self._version, self._next_version = 0, 0
         # names that have come since begin_weight_update; None: no update is under way
         self._sent: set[str] | None = None
-        self._running: dict[str, _Running] = {}
-        self._front = HttpFront(self, encode, decode)
+        self._running: dict[str, Running] = {}
+        self._front = HttpFront(self, encode, decode, http_host)
         self._closed = False
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="vllm-engine", daemon=True)
         self._worker.start()
-        self._post(lambda: self._start(model_path, config, max_context_len, seed)).result()
+        self._post(lambda: self._start(model_path, config, device, max_context_len, seed)).result()
 
-    def _start(self, model_path: str, config: Any, max_context_len: int | None, seed: int) -> None:
-        on_gpu = torch.cuda.is_available()
+    def _start(self, model_path: str, config: Any, device: str, max_context_len: int | None, seed: int) -> None:
+        on_gpu = device == "cuda"
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if not on_gpu and head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
             raise ValueError(
                 f"vLLM on a CPU has no attention of head size {head}, only {sizes}; use the embedded engine"
             )
         if not on_gpu:
-            # the trainer computes in this process too: leave its threads on all cores
+            # as many threads as OMP_NUM_THREADS says, not one pinned to every core
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            # compiling the sampler's helpers takes longer than a short run
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         args = EngineArgs(
             model=model_path,
             skip_tokenizer_init=True,
@@ -136,8 +116,8 @@ class VllmEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """See `Engine.generate`. Cancelling it aborts the requests."""
         for request in requests:
-            self._check(request)
-        running = {r.request_id: _Running(r, Future()) for r in requests}
+            check(request, self._vocab_size, self._max_context_len)
+        running = {r.request_id: Running(r) for r in requests}
         try:
             await self._do(lambda: self._submit(running, len(requests)))
             return await asyncio.gather(*(asyncio.wrap_future(r.future) for r in running.values()))
@@ -212,50 +192,18 @@ class VllmEngine:
         await asyncio.to_thread(self._worker.join)
         await self._front.stop()
 
-    def _check(self, request: GenerateRequest) -> None:
-        """Raise ValueError for a request that can never be served."""
-        params, name, ids = request.params, f"request {request.request_id}", request.input_ids
-        if not ids or min(ids) < 0 or max(ids) >= self._vocab_size:
-            raise ValueError(f"{name}: input_ids must be one or more tokens from 0 to {self._vocab_size - 1}")
-        if not 0 <= request.position < len(ids) or "" in params.stop:
-            raise ValueError(f"{name}: needs a prompt before position {request.position}, and no empty stop string")
-        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
-            raise ValueError(f"{name}: needs max_new_tokens >= 1, temperature >= 0 and 0 < top_p <= 1, got {params}")
-        if len(ids) + params.max_new_tokens > self._max_context_len:
-            raise ValueError(
-                f"{name}: {len(ids)} input tokens and max_new_tokens {params.max_new_tokens} exceed the engine's "
-                f"context of {self._max_context_len} tokens; shorten either, or raise --rollout-max-context-len"
-            )
-
     def _updating(self) -> set[str]:
         if self._sent is None:
             raise ValueError("no weight update is under way; call begin_weight_update first")
         return self._sent
 
-    def _submit(self, running: dict[str, _Running], count: int) -> None:
+    def _submit(self, running: dict[str, Running], count: int) -> None:
         if len(running) < count or running.keys() & self._running.keys():
             raise ValueError("a request id is taken by another request; ids must be unique")
         for request_id, one in running.items():
             prompt = {"prompt_token_ids": list(one.request.input_ids)}
-            self._llm.add_request(request_id, prompt, self._sampling(one.request))
+            self._llm.add_request(request_id, prompt, sampling_params(one.request, self._eos, self._vocab_size))
             self._running[request_id] = one
-
-    def _sampling(self, request: GenerateRequest) -> VllmParams:
-        params = request.params
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-        return VllmParams(
-            max_tokens=params.max_new_tokens,
-            min_tokens=params.min_new_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            # a continued response must not draw again what it drew at the beginning
-            seed=None if params.seed is None else (params.seed + request.position) % 2**63,
-            stop_token_ids=[t for t in stops if 0 <= t < self._vocab_size],
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-        )
 
     def _abort(self, request_ids: Iterable[str]) -> None:
         known = [request_id for request_id in request_ids if request_id in self._running]
@@ -274,21 +222,10 @@ class VllmEngine:
                 result.log_probs.append(made.logprobs[position][token].logprob)
                 result.weight_versions.append(self._version)
             result.cached_tokens = output.num_cached_tokens or 0
-            stopped = made.finish_reason == "stop" or self._completes_stop_string(one)
+            stopped = made.finish_reason == "stop" or one.completes_stop_string(self._decode)
             if stopped or output.finished:
                 self._llm.abort_request([output.request_id])
                 self._running.pop(output.request_id).finish("stop" if stopped else "length")
-
-    def _completes_stop_string(self, one: _Running) -> bool:
-        """Whether the tail of the response, a continued one's older part included, holds one of its stop strings."""
-        params, request, output = one.request.params, one.request, one.result.output_ids
-        if not params.stop or len(output) < params.min_new_tokens:
-            return False
-        # a token brings at least one byte; one more keeps the first from being decoded as the start of a text
-        tail = max(len(stop.encode()) for stop in params.stop) + 1
-        response = [*request.input_ids[len(request.input_ids) - request.position :], *output]
-        text = self._decode(response[-tail:])
-        return any(stop in text for stop in params.stop)
 
     def _fail(self, error: Exception) -> None:
         running, self._running = self._running, {}
@@ -300,6 +237,7 @@ class VllmEngine:
         if self._closed:
             raise RuntimeError("the engine is closed")
         future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
         self._jobs.put((job, future))
         return future
 
