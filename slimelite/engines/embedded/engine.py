@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, GenerationConfig
 
+from slimelite.engines.checks import check_request
 from slimelite.engines.embedded import rows
 from slimelite.engines.embedded.decoder import Decoder
 from slimelite.engines.embedded.kv_cache import KVCache, round_up
@@ -125,7 +126,9 @@ class EmbeddedEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """See `Engine.generate`. Cancelling it aborts the requests."""
         for request in requests:
-            self._check(request)
+            check_request(request, self._weights.shape.vocab_size, self._max_context_len)
+            if request.params.stop and self._decode is None:
+                raise ValueError(f"request {request.request_id}: stop strings need an engine with a decode function")
         call = _Call(len(requests))
         try:
             await self._do(lambda: self._submit(requests, call))
@@ -137,7 +140,9 @@ class EmbeddedEngine:
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
         """See `Engine.score`. One sequence is scored between two decoding steps."""
-        self._check_tokens("score", input_ids)
+        vocab = self._weights.shape.vocab_size
+        if not input_ids or min(input_ids) < 0 or max(input_ids) >= vocab:
+            raise ValueError(f"score: input_ids must be one or more of the model's tokens 0 to {vocab - 1}")
         if not 0 < start < len(input_ids) or temperature <= 0:
             raise ValueError(
                 f"score: needs a temperature above 0 and 0 < start < {len(input_ids)} (the number of input_ids), "
@@ -229,28 +234,6 @@ class EmbeddedEngine:
             self._jobs.put(None)
         await asyncio.to_thread(self._worker.join)
         await self._front.stop()
-
-    def _check(self, request: GenerateRequest) -> None:
-        """Raise ValueError for a request that can never be served."""
-        params, name = request.params, f"request {request.request_id}"
-        length = len(request.input_ids)
-        self._check_tokens(name, request.input_ids)
-        if not 0 <= request.position < length:
-            raise ValueError(f"{name}: position {request.position} leaves no prompt in {length} input_ids")
-        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
-            raise ValueError(f"{name}: needs max_new_tokens >= 1, temperature >= 0 and 0 < top_p <= 1, got {params}")
-        if length + params.max_new_tokens > self._max_context_len:
-            raise ValueError(
-                f"{name}: {length} input tokens and max_new_tokens {params.max_new_tokens} exceed the engine's "
-                f"context of {self._max_context_len} tokens; shorten either, or raise --rollout-max-context-len"
-            )
-        if params.stop and (self._decode is None or "" in params.stop):
-            raise ValueError(f"{name}: stop strings must not be empty, and need an engine with a decode function")
-
-    def _check_tokens(self, name: str, input_ids: Sequence[int]) -> None:
-        vocab = self._weights.shape.vocab_size
-        if not input_ids or min(input_ids) < 0 or max(input_ids) >= vocab:
-            raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {vocab - 1}")
 
     def _check_tags(self, tags: Sequence[str]) -> None:
         if unknown := set(tags) - set(MEMORY_TAGS):

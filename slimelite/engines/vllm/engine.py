@@ -20,10 +20,11 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
+from slimelite.engines.checks import check_request
 from slimelite.engines.http_front import HttpFront
 from slimelite.engines.protocol import Capabilities, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
 from slimelite.engines.vllm import worker
-from slimelite.engines.vllm.requests import Running, check, sampling_params
+from slimelite.engines.vllm.requests import Running, sampling_params
 
 T = TypeVar("T")
 CPU_CACHE_BYTES = 1 << 30
@@ -35,8 +36,8 @@ class VllmEngine:
     As in the embedded engine one worker thread owns the model, and what callers ask for is done between two steps.
     Running requests live through a weight update: vLLM forgets their keys and values and computes them anew.
 
-    Not claimed: seeds (a request given one repeats alone, but a continued response starts a new stream), scoring
-    (vLLM's prompt log-probs know no temperature) and sleep.
+    Not claimed: seeds (vLLM would begin the stream anew in a continued response), scoring (its prompt log-probs know no
+    temperature) and sleep.
     """
 
     def __init__(
@@ -58,6 +59,11 @@ class VllmEngine:
             ValueError: attention heads that vLLM has no CPU kernel for.
         """
         config = AutoConfig.from_pretrained(model_path)
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if device == "cpu" and head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+            raise ValueError(
+                f"vLLM on a CPU has no attention of head size {head}, only {sizes}; take --rollout-backend embedded"
+            )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         self._shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
@@ -73,15 +79,10 @@ class VllmEngine:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="vllm-engine", daemon=True)
         self._worker.start()
-        self._post(lambda: self._start(model_path, config, device, max_context_len, seed)).result()
+        self._post(lambda: self._start(model_path, device, max_context_len, seed)).result()
 
-    def _start(self, model_path: str, config: Any, device: str, max_context_len: int | None, seed: int) -> None:
+    def _start(self, model_path: str, device: str, max_context_len: int | None, seed: int) -> None:
         on_gpu = device == "cuda"
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if not on_gpu and head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
-            raise ValueError(
-                f"vLLM on a CPU has no attention of head size {head}, only {sizes}; use the embedded engine"
-            )
         if not on_gpu:
             # as many threads as OMP_NUM_THREADS says, not one pinned to every core
             os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -116,7 +117,7 @@ class VllmEngine:
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """See `Engine.generate`. Cancelling it aborts the requests."""
         for request in requests:
-            check(request, self._vocab_size, self._max_context_len)
+            check_request(request, self._vocab_size, self._max_context_len)
         running = {r.request_id: Running(r) for r in requests}
         try:
             await self._do(lambda: self._submit(running, len(requests)))
@@ -174,7 +175,7 @@ class VllmEngine:
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Not claimed."""
-        raise ValueError(f"the vllm engine keeps its {' and '.join(tags)}; take --rollout-backend sglang")
+        raise ValueError(f"the vllm engine keeps its {' and '.join(tags)}; take another --rollout-backend")
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """Not claimed."""

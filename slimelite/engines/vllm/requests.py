@@ -10,24 +10,6 @@ from vllm import SamplingParams
 from slimelite.engines.protocol import FinishReason, GenerateRequest, GenerateResult
 
 
-def check(request: GenerateRequest, vocab_size: int, max_context_len: int) -> None:
-    """Raise ValueError for a request that can never be served."""
-    params, name, ids = request.params, f"request {request.request_id}", request.input_ids
-    if not ids or min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {vocab_size - 1}")
-    if not 0 <= request.position < len(ids):
-        raise ValueError(f"{name}: position {request.position} leaves no prompt in {len(ids)} input_ids")
-    if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
-        raise ValueError(
-            f"{name}: needs max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1 and no empty stop, got {params}"
-        )
-    if len(ids) + params.max_new_tokens > max_context_len:
-        raise ValueError(
-            f"{name}: {len(ids)} input tokens and max_new_tokens {params.max_new_tokens} exceed the engine's "
-            f"context of {max_context_len} tokens; shorten either, or raise --rollout-max-context-len"
-        )
-
-
 def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: int) -> SamplingParams:
     """Ours as vLLM's; stop strings are not passed on, see `Running.completes_stop_string`."""
     params = request.params
@@ -38,8 +20,6 @@ def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: 
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
-        # a continued response must not draw again what it drew at the beginning
-        seed=None if params.seed is None else (params.seed + request.position) % 2**63,
         stop_token_ids=[token for token in stops if 0 <= token < vocab_size],
         ignore_eos=True,
         logprobs=0,
