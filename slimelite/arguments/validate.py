@@ -222,8 +222,9 @@ def _engines(args: Args) -> Iterator[str]:
     if args.rollout_backend in ("embedded", "vllm") and args.rollout_num_gpus_per_engine > 1:
         name = args.rollout_backend
         yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: the {name} engine runs on one device"
-    if args.rollout_backend == "vllm" and (args.offload_rollout or (args.colocate and args.device == "cuda")):
-        yield "--rollout-backend vllm with --offload-rollout or --colocate: it keeps its memory; take embedded"
+    shares = args.device == "cuda" and (args.colocate or args.launcher == "local")
+    if args.rollout_backend == "vllm" and (args.offload_rollout or shares):
+        yield "--rollout-backend vllm keeps its memory: on GPUs without --colocate, --offload and --launcher local"
     if args.rollout_backend == "vllm" and args.deterministic_mode:
         yield "--rollout-backend vllm with --deterministic-mode: its samples do not repeat; take embedded"
     if ranks % max(args.dp_replicate_size, 1):

