@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up .venv and pass the tests: linter, type checker, test suite.   bash scripts/test.sh [pytest arguments]
-# The tests marked sglang start real SGLang servers, on the CPU where there is no GPU; -m 'not sglang' leaves them out.
+# The tests marked sglang start real SGLang servers, on the CPU where there is no GPU; -m 'not sglang and not vllm' leaves them out.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if compgen -G "/dev/nvidia[0-9]*" >/dev/null; then bash scripts/setup.sh --dev; else bash scripts/install_sglang_cpu.sh; fi

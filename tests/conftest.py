@@ -1,4 +1,4 @@
-"""Tests marked ``sglang`` need the real SGLang: without it they fail and say how to get it."""
+"""Tests marked ``sglang`` or ``vllm`` need the real one: without it they fail and say how to get it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SHIMS = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
+REMEDIES = {"sglang": "bash scripts/install_sglang_cpu.sh", "vllm": "docs/install.md has the commands"}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A skip could hide that nothing was tested."""
-    if item.get_closest_marker("sglang") and find_spec("sglang") is None:
-        pytest.fail(
-            "SGLang is not installed: bash scripts/install_sglang_cpu.sh; or leave it out: -m 'not sglang'", False
-        )
+    for package, remedy in REMEDIES.items():
+        if item.get_closest_marker(package) and find_spec(package) is None:
+            pytest.fail(f"{package} is not installed: {remedy}; -m 'not sglang and not vllm' does without", False)
 
 
 def sglang_variables() -> dict[str, str]:

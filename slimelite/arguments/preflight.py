@@ -95,11 +95,12 @@ def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def _check_packages(args: Args, findings: Findings) -> None:
-    servers = args.rollout_backend == "sglang" and not args.rollout_external_engine_addrs and not args.debug_train_only
+    engine = None if args.debug_train_only else args.rollout_backend
+    servers = engine == "sglang" and not args.rollout_external_engine_addrs
     wanted = (
         ("ray", args.launcher == "ray", "use --launcher local"),
         ("sglang", servers, "docs/install.md says how; or take --rollout-backend embedded"),
-        ("vllm", args.rollout_backend == "vllm", "docs/install.md says how; or take --rollout-backend embedded"),
+        ("vllm", engine == "vllm", "docs/install.md says how; or take --rollout-backend embedded"),
         ("wandb", args.use_wandb, "pip install wandb"),
         ("tensorboard", args.use_tensorboard, "pip install tensorboard"),
     )

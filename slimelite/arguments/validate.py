@@ -204,28 +204,24 @@ def _engines(args: Args) -> Iterator[str]:
         yield f"--launcher local is one process: {ranks} training ranks need --launcher ray"
     if args.launcher == "local" and runs_engines and args.num_engines > 1 and not args.rollout_external_engine_addrs:
         yield f"--launcher local is one process: {args.num_engines} engines need --launcher ray"
-    external = args.rollout_external_engine_addrs
-    if external and args.rollout_backend == "embedded":
-        yield "--rollout-external-engine-addrs are SGLang servers: --rollout-backend embedded runs none; take one"
+    external, backend = args.rollout_external_engine_addrs, args.rollout_backend
+    if external and backend != "sglang":
+        yield f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {backend} runs none; take one"
     if external and args.colocate:
         yield "--rollout-external-engine-addrs with --colocate: someone else's servers share no devices; take one"
-    if (
-        args.rollout_backend == "sglang"
-        and args.deterministic_mode
-        and not args.sglang_overrides.get("enable_deterministic_inference")
-    ):
+    repeats = args.sglang_overrides.get("enable_deterministic_inference")
+    if backend == "sglang" and args.deterministic_mode and not repeats:
         yield "--deterministic-mode with SGLang needs --sglang-enable-deterministic-inference (on GPUs)"
-    if args.rollout_backend == "sglang" and args.device == "cpu" and args.rollout_num_gpus_per_engine > 1:
+    if backend == "sglang" and args.device == "cpu" and args.rollout_num_gpus_per_engine > 1:
         yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: on a CPU a server is one process"
     if runs_engines and args.rollout_num_gpus == 0 and not external:
         yield "--rollout-num-gpus 0 leaves no engine to generate"
-    if args.rollout_backend in ("embedded", "vllm") and args.rollout_num_gpus_per_engine > 1:
-        name = args.rollout_backend
-        yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: the {name} engine runs on one device"
+    if backend != "sglang" and (size := args.rollout_num_gpus_per_engine) > 1:
+        yield f"--rollout-num-gpus-per-engine {size}: the {backend} engine runs on one device"
     shares = args.device == "cuda" and (args.colocate or args.launcher == "local")
-    if args.rollout_backend == "vllm" and (args.offload_rollout or shares):
-        yield "--rollout-backend vllm keeps its memory: on GPUs without --colocate, --offload and --launcher local"
-    if args.rollout_backend == "vllm" and args.deterministic_mode:
+    if backend == "vllm" and (args.offload_rollout or shares):
+        yield "--rollout-backend vllm keeps its memory: without --offload-rollout, --colocate, --launcher local on GPUs"
+    if backend == "vllm" and args.deterministic_mode:
         yield "--rollout-backend vllm with --deterministic-mode: its samples do not repeat; take embedded"
     if ranks % max(args.dp_replicate_size, 1):
         yield f"--dp-replicate-size {args.dp_replicate_size} does not divide the {ranks} training ranks"

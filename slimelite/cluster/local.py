@@ -99,7 +99,7 @@ def _engines(args: Args, trainer: Trainer | None, stack: ExitStack) -> tuple[lis
     """The engines, and the way of weights to them."""
     if args.debug_train_only:
         return [], None
-    if args.rollout_backend == "embedded":
+    if args.rollout_backend != "sglang":
         engine = build_engine(args, index=0)
         return [engine], LocalSink([engine])
     from slimelite.cluster.servers import build_server, connect, external_urls, weight_target

@@ -85,7 +85,7 @@ class RolloutWorker:
 
 
 def build_engine(args: Args, index: int, http_host: str = "127.0.0.1") -> Engine:
-    """Engine number ``index`` of the run, if not an SGLang server; its HTTP front, if asked for, listens on ``http_host``."""
+    """Embedded or vLLM engine number ``index`` of the run; ``http_host``: where its HTTP front would listen."""
     tokenizer = load_tokenizer(args.tokenizer)
     options: dict[str, Any] = {
         "device": args.device,

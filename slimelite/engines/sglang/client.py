@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from transformers import AutoConfig
 
+from slimelite.engines.checks import check_request
 from slimelite.engines.protocol import (
     Capabilities,
     EngineInfo,
@@ -113,7 +114,7 @@ class SglangEngine:
         """See `Engine.generate`; ConnectionError when the server is gone. Cancelling it ends the requests."""
         info = self._known or await self.info()
         for request in requests:
-            self._check(request, info.max_context_len)
+            check_request(request, self._vocab_size, info.max_context_len)
         for request in requests:
             if request.request_id in self._running:
                 raise ValueError(f"request id {request.request_id} is taken by a running request; ids must be unique")
@@ -240,23 +241,6 @@ class SglangEngine:
             end = min(ends)
             del ids[end:], result.log_probs[end:], result.weight_versions[end:]
             result.finish_reason = "stop"
-
-    def _check(self, request: GenerateRequest, max_context_len: int) -> None:
-        """Raise ValueError for a request that can never be served."""
-        params, name, length = request.params, f"request {request.request_id}", len(request.input_ids)
-        if length == 0 or min(request.input_ids) < 0 or max(request.input_ids) >= self._vocab_size:
-            raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {self._vocab_size - 1}")
-        if not 0 <= request.position < length:
-            raise ValueError(f"{name}: position {request.position} leaves no prompt in {length} input_ids")
-        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
-            raise ValueError(
-                f"{name}: needs max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1, no empty stop; got {params}"
-            )
-        if length + params.max_new_tokens > max_context_len:
-            raise ValueError(
-                f"{name}: {length} input tokens and max_new_tokens {params.max_new_tokens} exceed the engine's "
-                f"context of {max_context_len} tokens; shorten either, or raise --sglang-context-length"
-            )
 
     def _check_tags(self, tags: Sequence[str]) -> None:
         if unknown := set(tags) - set(MEMORY_TAGS):
