@@ -106,8 +106,8 @@ RULES = [
     ("--launcher local --rollout-num-gpus 2", "2 engines need --launcher ray", "--launcher ray"),
     ("--rollout-num-gpus 3 --rollout-num-gpus-per-engine 2", "3 is not a multiple", "--rollout-num-gpus-per-engine 1"),
     ("--rollout-num-gpus-per-engine 2", "the embedded engine runs on one device", "--rollout-num-gpus-per-engine 1"),
-    ("--rollout-backend vllm --deterministic-mode", "its samples do not repeat", "--rollout-backend vllm"),
-    ("--rollout-backend vllm --offload-rollout", "vllm keeps its memory", "--rollout-backend vllm"),
+    ("--rollout-backend vllm --deterministic-mode", "its samples do not repeat", "--rollout-backend embedded"),
+    ("--device cuda --colocate --rollout-backend vllm", "vllm keeps its memory", "--rollout-backend embedded"),
     ("--rollout-num-gpus 0", "leaves no engine", "--rollout-num-gpus 1"),
     (
         "--actor-num-gpus-per-node 3 --dp-replicate-size 2",
