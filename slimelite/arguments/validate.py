@@ -220,7 +220,7 @@ def _engines(args: Args) -> Iterator[str]:
         yield f"--rollout-num-gpus-per-engine {size}: the {backend} engine runs on one device"
     shares = args.device == "cuda" and (args.colocate or args.launcher == "local")
     if backend == "vllm" and (args.offload_rollout or shares):
-        yield "--rollout-backend vllm keeps its memory: on GPUs without --colocate, --offload-rollout and --launcher local"
+        yield "--rollout-backend vllm keeps its memory: no --colocate, --offload-rollout or --launcher local on GPUs"
     if backend == "vllm" and args.deterministic_mode:
         yield "--rollout-backend vllm with --deterministic-mode: its samples do not repeat; take embedded"
     if ranks % max(args.dp_replicate_size, 1):
