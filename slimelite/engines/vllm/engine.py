@@ -101,7 +101,7 @@ class VllmEngine:
         for name, value in (ENVIRONMENT if on_gpu else {**ENVIRONMENT, **CPU_ENVIRONMENT}).items():
             os.environ.setdefault(name, value)
         for handler in logging.getLogger("vllm").handlers:
-            if isinstance(handler, logging.StreamHandler):
+            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stdout:
                 handler.setStream(sys.stderr)
         args = EngineArgs(
             model=model_path,
