@@ -12,12 +12,13 @@ from transformers.utils import cached_file
 
 from slimelite.arguments import Args
 from slimelite.arguments.weight_sync import Transport
+from slimelite.engines.checks import weight_shapes
 from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server, ServerError
 from slimelite.engines.sglang.sync_disk import CONFIG, DiskSink
 from slimelite.engines.sglang.sync_group import GroupSink
 from slimelite.engines.sglang.sync_ipc import IpcSink
-from slimelite.engines.sglang.weights import HttpSink, ServerSink, WeightSyncError, weight_shapes
+from slimelite.engines.sglang.weights import HttpSink, ServerSink, WeightSyncError
 
 
 def choose_transport(args: Args, *, external: bool) -> Transport:

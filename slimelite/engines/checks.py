@@ -1,6 +1,9 @@
-"""What every engine refuses."""
+"""What engines check alike: requests, and whether a weight update is whole."""
 
 from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.engines.protocol import GenerateRequest
 
@@ -25,3 +28,10 @@ def check_request(request: GenerateRequest, vocab_size: int, max_context_len: in
             f"{name}: {len(ids)} input tokens and max_new_tokens {params.max_new_tokens} exceed the engine's "
             f"context of {max_context_len} tokens; shorten either, or raise --rollout-max-context-len"
         )
+
+
+def weight_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of each weight of the model at ``model_path``, tied ones once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

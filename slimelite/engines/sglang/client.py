@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from transformers import AutoConfig
 
-from slimelite.engines.checks import check_request
+from slimelite.engines.checks import check_request, weight_shapes
 from slimelite.engines.protocol import (
     Capabilities,
     EngineInfo,
@@ -22,7 +22,7 @@ from slimelite.engines.protocol import (
 )
 from slimelite.engines.sglang.control import Server
 from slimelite.engines.sglang.http import Http
-from slimelite.engines.sglang.weights import HttpSink, weight_shapes
+from slimelite.engines.sglang.weights import HttpSink
 
 MEMORY_TAGS = ("weights", "kv_cache")
 ATTEMPTS = 3

@@ -11,9 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server, ServerError, each
 from slimelite.engines.sglang.payload import pickled, update_request
@@ -23,13 +20,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 class WeightSyncError(RuntimeError):
     """A server did not take an update and stays paused: the run cannot go on with it."""
-
-
-def weight_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of each weight of the model at ``model_path``, tied ones once."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 class ServerSink(ABC):

@@ -21,10 +21,9 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
-from slimelite.engines.checks import check_request
+from slimelite.engines.checks import check_request, weight_shapes
 from slimelite.engines.http_front import HttpFront
 from slimelite.engines.protocol import Capabilities, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
-from slimelite.engines.sglang.weights import weight_shapes
 from slimelite.engines.vllm import worker
 from slimelite.engines.vllm.requests import Running, sampling_params
 
