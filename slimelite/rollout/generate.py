@@ -268,7 +268,7 @@ class Collection:
             metrics["rollout/prefix_cache_hit_rate"] = cached / prompts
             metrics["rollout/avg_cached_tokens_per_sample"] = cached / self.generator.requests
         metrics["rollout/retries"] = float(self.generator.retries)
-        return RolloutFnTrainOutput(self.accepted, metrics)
+        return RolloutFnTrainOutput(self.accepted, metrics, self.generator.generated)
 
 
 class Patience:

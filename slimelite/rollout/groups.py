@@ -14,7 +14,7 @@ from slimelite.compat import SlimeSample
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.plugins import load_function
 from slimelite.rollout.context import PluginArgs, RolloutContext
-from slimelite.rollout.outputs import flatten
+from slimelite.rollout.outputs import Generated, flatten
 from slimelite.rollout.requests import (
     FINISHED,
     add_result,
@@ -68,7 +68,8 @@ class GroupGenerator:
 
     ``stopping``: set it, and abort the engines, to get groups back as they are; a group of which a response was
     aborted comes back untouched, or with what it has under ``--partial-rollout``. Counts what the engines report:
-    ``requests``, their ``prompt_tokens``, and how many of these were ``cached_tokens``.
+    ``requests``, their ``prompt_tokens``, and how many of these were ``cached_tokens``; ``generated``: what came back
+    for each response, kept or not.
     """
 
     context: RolloutContext
@@ -78,6 +79,7 @@ class GroupGenerator:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     retries: int = 0
+    generated: list[Generated] = field(default_factory=list)
     _hooks: list[Callable[..., Any]] = field(init=False)
     _request_numbers: Iterator[int] = field(default_factory=count)
 
@@ -151,6 +153,7 @@ class GroupGenerator:
         self.requests += len(requests)
         self.prompt_tokens += sum(len(r.input_ids) for r in requests)
         self.cached_tokens += sum(r.cached_tokens for r in results)
+        self.generated += [Generated(len(r.output_ids), len(r.output_ids)) for r in results]
         aborted = {g.order for (g, _), r in zip(asked, results, strict=True) if r.finish_reason == "abort"}
         for (group, sample), result in zip(asked, results, strict=True):
             group.error = None
@@ -204,6 +207,7 @@ class GroupGenerator:
             s.status = Status.COMPLETED if s.status == Status.PENDING else s.status
             stamp_versions(s, self.context.engines.weight_version)
             s.check_aligned()
+        self.generated += [_added(sample, s) for s in made]
         if any(s.status == Status.ABORTED for s in made):
             # one unfinished response can go on; of a fan-out there is no telling where it was
             return made if self.context.args.partial_rollout and isinstance(returned, Sample) else [sample]
@@ -245,6 +249,14 @@ class GroupGenerator:
                 )
             sample = sample if result is None else result
         return sample
+
+
+def _added(before: Sample, after: Sample) -> Generated:
+    return Generated(
+        after.response_length - before.response_length,
+        after.effective_response_length - before.effective_response_length,
+        after.non_generation_time - before.non_generation_time,
+    )
 
 
 async def _within(seconds: float, answer: Awaitable[Any]) -> Any:

@@ -36,6 +36,9 @@ def test_a_slime_plugin_runs_over_http_unchanged(
         assert (log_probs[~mask] == 0).all()
     assert output.metrics["multi_turn/turns/mean"] == 2
     assert output.metrics["multi_turn/environment_tokens"] == len(tool)
+    assert output.metrics["perf/generated_tokens"] == len(table.response_tokens)
+    effective = output.metrics["perf/effective_tokens_per_gpu_per_sec"] / output.metrics["perf/tokens_per_gpu_per_sec"]
+    assert effective == pytest.approx(table.loss_mask.mean())
     assert output.metrics["rollout/weight_staleness/max"] == 0
 
 

@@ -95,6 +95,18 @@ def test_surplus_is_kept_and_comes_first(make_args: MakeArgs, make_manager: Make
     assert sorted(generated) == [0, 1, 2, 3, 4, 5, 6]
     assert second.metrics["rollout/weight_staleness/max"] == 1
     assert second.metrics["rollout/weight_staleness/mean"] == pytest.approx(2 / 3)
+    # 5 tokens a response: those of the surplus belong to the rollout that generated them
+    assert first.metrics["perf/generated_tokens"] == 5 * 4 * 5
+    assert second.metrics["perf/generated_tokens"] == 2 * 4 * 5
+
+
+def test_reused_groups_have_no_speed(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    manager = make_manager(make_args(over_sampling_batch_size=6), [ScriptedEngine()])
+    assert manager.generate(0).metrics["perf/tokens_per_gpu_per_sec"] > 0
+    second = manager.generate(1).metrics
+    assert second["rollout/submitted_groups"] == 0
+    assert second["perf/generated_tokens"] == 0
+    assert not [name for name in second if name.endswith("per_sec")]
 
 
 def test_unfinished_prompts_are_sampled_afresh(make_args: MakeArgs, make_manager: MakeManager) -> None:
@@ -141,6 +153,8 @@ def test_partial_rollouts_go_on_where_they_were(make_args: MakeArgs, make_manage
     engine.calls.clear()
     output = resumed.generate(1)
     assert output.metrics["rollout/resumed_groups"] == 1
+    others = [call for call in engine.calls if group_of(call[0]) != 1]
+    assert output.metrics["perf/generated_tokens"] == 2 * (9 - 3) + 4 * 9 * len(others)
     (again,) = [call for call in engine.calls if group_of(call[0]) == 1]
     assert [(r.position, r.params.max_new_tokens) for r in again] == [(3, 9), (3, 9)]
 
