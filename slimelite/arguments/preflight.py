@@ -359,10 +359,10 @@ def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Pr
     from slimelite.rewards import check_reward
     from slimelite.sample import Sample
 
-    settings = args
+    settings, group_size = args, args.n_samples_per_prompt
     if dataset is not None:
-        rule, path = dataset.rm_type, dataset.custom_rm_path
-        settings = replace(args, rm_type=rule, custom_rm_path=path, reward_key=args.eval_reward_key, group_rm=False)
+        rule, path, group_size = dataset.rm_type, dataset.custom_rm_path, dataset.n_samples_per_eval_prompt
+        settings = replace(args, rm_type=rule, custom_rm_path=path, reward_key=args.eval_reward_key)
     own_rollout = args.rollout_function_path if dataset is None else args.eval_function_path
     scored = settings.custom_rm_path or settings.rm_type or prompt.metadata.get("rm_type")
     if own_rollout or args.debug_train_only or (args.custom_generate_function_path and not scored):
@@ -372,7 +372,7 @@ def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Pr
     sample.metadata = prompt.sample_metadata(keep_messages=settings.reward_model_path is not None)
     sample.status = Sample.Status.COMPLETED
     try:
-        reward = check_reward(settings, sample)
+        reward = check_reward(settings, sample, group_size)
     except ValueError as error:
         findings.problems.append(f"{name}: {_one_line(error)}")
     else:

@@ -32,6 +32,7 @@ from slimelite.rollout.metrics import (
 )
 from slimelite.rollout.outputs import Generated, RolloutFnEvalOutput, train_output
 from slimelite.rollout.pool import EnginePool
+from slimelite.rollout.requests import check_scored
 from slimelite.rollout.source import build_source
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
@@ -117,7 +118,8 @@ class RolloutManager:
         """One rollout's table, advantages included, and its metrics.
 
         Raises:
-            ValueError: the rollout cannot succeed (see `generate.Collection`), or the saved one is not there.
+            ValueError: the rollout cannot succeed (see `generate.Collection`), every reward failed, or the saved one is
+                not there.
         """
         started = time.monotonic()
         if self.args.load_debug_rollout_data is not None:
@@ -130,6 +132,7 @@ class RolloutManager:
                 output = train_output(function(self._plugin_args(function), rollout_id, self.source))
             groups, metrics, generated = output.samples, output.metrics, output.generated
             reward_key = self.args.reward_key
+            check_scored([s for group in groups for s in group], f"rollout {rollout_id}")
             table = SampleTable.from_samples(groups, reward_key)
             metrics |= self._shape(table, [s for group in groups for s in group])
         seconds = time.monotonic() - started

@@ -72,6 +72,7 @@ class Column:
 
 
 COLUMNS = (
+    Column("errors", 6, ("errors",), "{:.0f}".format, 10),
     Column("reward", 6, ("rollout/raw_reward",), "{:.3f}".format, 9),
     Column("eval", 5, ("eval",), "{:.3f}".format, 8),
     Column("length", 6, ("rollout/response_len/mean",), count, 7),

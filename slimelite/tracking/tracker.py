@@ -222,6 +222,8 @@ class Tracker:
             # not by the phase: a rollout that ran ahead is only picked up there
             tokens = row.get("perf/generated_tokens", 0.0)
             row["tokens_per_sec"] = tokens / row["perf/rollout_time"] if tokens else 0.0
+        if failed := row.get("rollout/reward_errors"):
+            row["errors"] = failed  # the column comes with the first one
         self._step_times.append(seconds)
         count = self.args.num_rollout or rollout_id + 1
         if left := count - rollout_id - 1:

@@ -288,12 +288,13 @@ def test_a_group_that_keeps_failing_is_reported_and_replaced(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_when_everything_fails_the_cause_is_told(
-    make_args: MakeArgs, make_manager: MakeManager, deterministic: bool
+    make_args: MakeArgs, make_manager: MakeManager, caplog: pytest.LogCaptureFixture, deterministic: bool
 ) -> None:
     engine = ScriptedEngine(breaks=lambda request: ConnectionError("no route"))
     with pytest.raises(ValueError, match=r"4 groups in a row could not be generated.*no route") as caught:
         make_manager(make_args(deterministic_mode=deterministic), [engine]).generate(0)
     assert isinstance(caught.value.__cause__, ConnectionError)
+    assert len(caplog.records) == 2, "one attempt, and one prompt that was given up; no more of the same"
 
 
 def test_what_the_engine_refuses_is_not_tried_again(make_args: MakeArgs, make_manager: MakeManager) -> None:
@@ -324,6 +325,17 @@ def test_reward_errors(make_args: MakeArgs, make_manager: MakeManager, policy: s
     output = make_manager(args, [ScriptedEngine()]).generate(0)
     assert np.bincount(output.table.group_id).tolist() == sizes
     assert output.metrics["rollout/reward_errors"] == 6
+
+
+@pytest.mark.parametrize(
+    ("policy", "what"), [("zero", "rollout 0"), ("drop", "--reward-error drop left nothing of 4 groups in a row")]
+)
+def test_a_rollout_without_any_reward_ends_the_run(
+    make_args: MakeArgs, make_manager: MakeManager, policy: str, what: str
+) -> None:
+    args = make_args(custom_rm_path=plugin("rewards.py:of_one"), group_rm=True, reward_error=policy)
+    with pytest.raises(ValueError, match=f"{what}: the reward of every sample failed .* 4 samples at once need a list"):
+        make_manager(args, [ScriptedEngine()]).generate(0)
 
 
 def test_a_reward_error_may_end_the_run(make_args: MakeArgs, make_manager: MakeManager) -> None:
