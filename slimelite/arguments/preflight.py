@@ -58,6 +58,7 @@ def inspect(args: Args, machine: Machine) -> Findings:
     findings = Findings()
     _check_devices(args, machine, findings)
     _check_packages(args, findings)
+    _check_run_folder(args, findings)
     broken = _check_plugins(args, findings)
     config = _check_model(args, findings)
     _check_saved_rollouts(args, findings)
@@ -105,6 +106,21 @@ def _check_packages(args: Args, findings: Findings) -> None:
     for package, needed, remedy in wanted:
         if needed and importlib.util.find_spec(package) is None:
             findings.problems.append(f"{package} is not installed: {remedy}")
+
+
+def _check_run_folder(args: Args, findings: Findings) -> None:
+    """Two runs in one folder would be read as one; with --load it is the same run, even before its first checkpoint."""
+    from slimelite.tracking.metrics_file import FILE_NAME
+
+    metrics = Path(args.run_dir) / FILE_NAME
+    if (args.load and not args.finetune) or not metrics.is_file():
+        return
+    # one that failed before its first rollout left nothing to mix with
+    if any('"kind": "start"' not in line for line in metrics.read_text(encoding="utf-8").splitlines() if line):
+        findings.problems.append(
+            f"--run-dir {args.run_dir} holds another run: name a new folder, or remove this one; to go on with that "
+            "run, give its checkpoints as --load"
+        )
 
 
 def _check_plugins(args: Args, findings: Findings) -> set[str]:
