@@ -61,8 +61,10 @@ DISTILL_ARGS=(
 )
 
 if [[ ! -f "$TEACHER/config.json" ]]; then
+    rm -rf "$OUT/teacher"
     python train.py --hf-checkpoint "$STUDENT" "${TASK_ARGS[@]}" "${EVAL_ARGS[@]}" "${TEACHER_ARGS[@]}" \
         --run-dir "$OUT/teacher"
 fi
+rm -rf "$OUT/student"
 python train.py --hf-checkpoint "$STUDENT" "${TASK_ARGS[@]}" "${EVAL_ARGS[@]}" "${DISTILL_ARGS[@]}" \
     --run-dir "$OUT/student" "$@"

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -14,6 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from slimelite import compat
+
+PACKAGE = Path(compat.__file__).parent
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -42,6 +45,17 @@ def load_function(path: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{path!r} is a {type(function).__name__}, not a function")
     return function
+
+
+def own_traceback(error: BaseException) -> str:
+    """The traceback of what a plugin raised, from the plugin's first line on: how we came to call it is left out.
+
+    Whole, if none of its lines is in it: asyncio loses that of a TimeoutError from another thread.
+    """
+    first = error.__traceback__
+    while first is not None and Path(first.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
+        first = first.tb_next
+    return "".join(traceback.format_exception(type(error), error, first or error.__traceback__)).rstrip()
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -58,6 +58,7 @@ def inspect(args: Args, machine: Machine) -> Findings:
     findings = Findings()
     _check_devices(args, machine, findings)
     _check_packages(args, findings)
+    _check_run_folder(args, findings)
     broken = _check_plugins(args, findings)
     config = _check_model(args, findings)
     _check_saved_rollouts(args, findings)
@@ -107,6 +108,21 @@ def _check_packages(args: Args, findings: Findings) -> None:
     for package, needed, remedy in wanted:
         if needed and importlib.util.find_spec(package) is None:
             findings.problems.append(f"{package} is not installed: {remedy}")
+
+
+def _check_run_folder(args: Args, findings: Findings) -> None:
+    """Two runs in one folder would be read as one; with --load it is the same run, even before its first checkpoint."""
+    from slimelite.tracking.metrics_file import FILE_NAME
+
+    metrics = Path(args.run_dir) / FILE_NAME
+    if (args.load and not args.finetune) or not metrics.is_file():
+        return
+    # one that failed before its first rollout left nothing to mix with
+    if any('"kind": "start"' not in line for line in metrics.read_text(encoding="utf-8").splitlines() if line):
+        findings.problems.append(
+            f"--run-dir {args.run_dir} holds another run: name a new folder, or remove this one; to go on with that "
+            "run, give its checkpoints as --load"
+        )
 
 
 def _check_plugins(args: Args, findings: Findings) -> set[str]:
@@ -361,10 +377,10 @@ def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Pr
     from slimelite.rewards import check_reward
     from slimelite.sample import Sample
 
-    settings = args
+    settings, group_size = args, args.n_samples_per_prompt
     if dataset is not None:
-        rule, path = dataset.rm_type, dataset.custom_rm_path
-        settings = replace(args, rm_type=rule, custom_rm_path=path, reward_key=args.eval_reward_key, group_rm=False)
+        rule, path, group_size = dataset.rm_type, dataset.custom_rm_path, dataset.n_samples_per_eval_prompt
+        settings = replace(args, rm_type=rule, custom_rm_path=path, reward_key=args.eval_reward_key)
     own_rollout = args.rollout_function_path if dataset is None else args.eval_function_path
     scored = settings.custom_rm_path or settings.rm_type or prompt.metadata.get("rm_type")
     if own_rollout or args.debug_train_only or (args.custom_generate_function_path and not scored):
@@ -374,7 +390,7 @@ def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Pr
     sample.metadata = prompt.sample_metadata(keep_messages=settings.reward_model_path is not None)
     sample.status = Sample.Status.COMPLETED
     try:
-        reward = check_reward(settings, sample)
+        reward = check_reward(settings, sample, group_size)
     except ValueError as error:
         findings.problems.append(f"{name}: {_one_line(error)}")
     else:

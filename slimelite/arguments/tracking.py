@@ -13,7 +13,7 @@ class TrackingArgs:
     """Tracking."""
 
     run_dir: str = flag(
-        None, "folder of this run: config, metrics, rollouts, plots", metavar="DIR", auto="runs/<name>-<time>"
+        None, "folder of this run alone: config, metrics, rollouts, plots", metavar="DIR", auto="runs/<name>-<time>"
     )
     use_wandb: bool = flag(False, "send metrics to Weights & Biases")
     wandb_mode: Literal["online", "offline", "disabled"] | None = flag(

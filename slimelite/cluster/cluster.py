@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -141,12 +142,18 @@ class Cluster:
     def save(self, rollout_id: int) -> Path:
         """Checkpoint of trainers and rollout state, with what was generated ahead; the marker file is written last.
 
+        It gets its name when it is whole: one of an earlier run under that name is good until then.
+
         Returns:
             the checkpoint's folder.
         """
         root = Path(str(self.args.save)).absolute()
-        directory = root / f"iter_{rollout_id:07d}"
-        directory.mkdir(parents=True, exist_ok=True)
+        final = root / f"iter_{rollout_id:07d}"
+        directory, replaced = (final.with_name(final.name + end) for end in (".partial", ".replaced"))
+        for left in (directory, replaced):  # by a save that was cut short
+            if left.is_dir():
+                shutil.rmtree(left)
+        directory.mkdir(parents=True)
         self._finish_ahead()
         state = self._ask(self._rollout, "state_dict")
         for ahead, future in self._ahead.items():
@@ -154,8 +161,13 @@ class Cluster:
             state["ahead"] = {"rollout_id": ahead, "metrics": future.result().metrics}
         self._all("save", str(directory), rollout_id)
         write_atomically(directory / ROLLOUT_STATE, json.dumps(state))
+        if final.is_dir():
+            final.rename(replaced)
+        directory.rename(final)
         write_atomically(root / MARKER, str(rollout_id))
-        return directory
+        if replaced.is_dir():
+            shutil.rmtree(replaced)
+        return final
 
     def save_hf(self, rollout_id: int) -> Path:
         """A Hugging Face folder at the ``--save-hf`` template."""

@@ -6,23 +6,24 @@ import asyncio
 from dataclasses import replace
 
 from slimelite.arguments import RewardArgs
-from slimelite.rewards.grader import Grader, RewardError, answer_of, route_of
+from slimelite.rewards.grader import Grader, answer_of, route_of
 from slimelite.rewards.registry import BOXED, find_rule
 from slimelite.rewards.rule import Reward, Settings
 from slimelite.sample import Sample
 
 
-def check_reward(args: RewardArgs, sample: Sample) -> Reward:
+def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Reward:
     """Score one real row as the run will, and return its reward; ``sample`` itself is left alone.
 
     A sample without a response gets the one that its label deserves 1 for (a custom function or a server gets the
-    label itself), so that a label the rule cannot read is found too.
+    label itself), so that a label the rule cannot read is found too. Under --group-rm there are ``group_size`` of it.
+    --reward-error does not apply: what fails here would fail on every row.
 
     Raises:
         ValueError: the reward cannot be had, or even the right answer does not get 1.
     """
     trial = replace(sample, metadata=dict(sample.metadata or {}))
-    grader = Grader(replace(args, reward_error="fail"), workers=1, remote_attempts=2)
+    grader = Grader(replace(args, reward_error="zero"), workers=1, remote_attempts=2)
     try:
         route = route_of(trial, args.custom_rm_path, args.rm_type)
         rule = None if route.custom else find_rule(route.name)
@@ -32,11 +33,20 @@ def check_reward(args: RewardArgs, sample: Sample) -> Reward:
             trial.response = f"\\boxed{{{right}}}" if route.name.startswith(BOXED) else right
         elif not trial.response:
             trial.response = str(trial.label or "")
-        asyncio.run(grader.grade([trial]))
-    except RewardError as error:
-        raise ValueError(f"the reward fails on the first row: {error}") from error
+        siblings = (
+            [replace(trial, index=i, metadata=dict(trial.metadata)) for i in range(1, group_size)]
+            if args.group_rm
+            else []
+        )
+        asyncio.run(grader.grade([trial, *siblings]))
     finally:
         grader.close()
+    if grader.error_reports:
+        report = grader.error_reports[0]
+        raise ValueError(
+            f"the reward {report.reward} fails on the first row, which no --reward-error excuses: "
+            f"{report.failure.kind}: {report.failure.message} (label {report.label!r}, response {report.response!r})"
+        )
     if example is not None and trial.reward_value(args.reward_key) != 1.0:
         raise ValueError(
             f"--rm-type {route.name} gives the right answer to the first row {trial.reward}, not 1: check --label-key "

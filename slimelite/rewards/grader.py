@@ -6,14 +6,13 @@ import asyncio
 import logging
 import math
 import os
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from slimelite.arguments import RewardArgs
-from slimelite.plugins import load_function
+from slimelite.plugins import load_function, own_traceback
 from slimelite.rewards.custom import RewardLoop, RewardTimeout, call
 from slimelite.rewards.latex import extract_boxed_answer
 from slimelite.rewards.pool import WorkerPool
@@ -25,7 +24,7 @@ from slimelite.sample import Sample
 
 logger = logging.getLogger(__name__)
 
-# failures of one rollout that are kept and logged whole; the rest is counted
+# different failures of one rollout that are kept and logged whole; the rest is counted
 KEPT_REPORTS = 8
 SHOWN_CHARS = 300
 # a reward model of many gigabytes may come from a network disk
@@ -58,7 +57,7 @@ class ErrorReport:
         return (
             f"reward {self.reward} of sample {self.index} (group {self.group_index}): {self.failure.kind}: "
             f"{self.failure.message}; label {self.label!r}, response ends {self.response!r}\n{self.failure.traceback}"
-        )
+        ).rstrip()
 
 
 class Grader:
@@ -66,7 +65,7 @@ class Grader:
 
     Rules that are plain string work run in a thread; those that compute run in worker processes (`WorkerPool`), and so
     does the reward model; custom functions and remote_rm run on an event loop of their own (`RewardLoop`). The caller's
-    event loop never waits for the processor. Failures are counted by kind, the first few kept in ``error_reports``
+    event loop never waits for the processor. Failures are counted by kind, the first of each kept in ``error_reports``
     until `metrics` is called, noted in the sample's ``metadata["reward_error"]``, and settled by ``--reward-error``.
     """
 
@@ -255,7 +254,8 @@ class Grader:
             route.name, result, sample.index, sample.group_index, sample.label, sample.response[-SHOWN_CHARS:]
         )
         self._errors[result.kind] += 1
-        if len(self.error_reports) < KEPT_REPORTS:
+        known = any(kept.failure == result for kept in self.error_reports)
+        if not known and len(self.error_reports) < KEPT_REPORTS:
             self.error_reports.append(report)
             logger.warning("%s", report)
         if self.args.reward_error == "fail":
@@ -314,8 +314,7 @@ def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
 
 
 def _failure(error: BaseException) -> Failure:
-    text = "".join(traceback.format_exception(error))
-    return Failure("exception", f"{type(error).__name__}: {error}", text)
+    return Failure("exception", f"{type(error).__name__}: {error}", own_traceback(error))
 
 
 def _checked(reward: Any, key: str | None) -> Reward | Failure:

@@ -10,7 +10,7 @@ from slimelite.data.prompts import Prompt, load_prompts
 from slimelite.rollout.context import RolloutContext
 from slimelite.rollout.groups import Group, GroupGenerator, Work
 from slimelite.rollout.outputs import RolloutFnEvalOutput
-from slimelite.rollout.requests import eval_params, is_finished, without_dropped
+from slimelite.rollout.requests import check_scored, eval_params, is_finished, without_dropped
 from slimelite.sample import Sample
 
 
@@ -116,8 +116,10 @@ async def _evaluate(
         await asyncio.gather(*(generate(groups[i::engines], i) for i in range(engines)))
     else:
         await asyncio.gather(*(generate([group], None) for group in groups))
-    scored = [without_dropped(g.samples, context.args) for g in groups if is_finished(g.samples)]
-    finished = [samples for samples in scored if samples]
+    answered = [g.samples for g in groups if is_finished(g.samples)]
+    if answered:
+        check_scored([s for samples in answered for s in samples], f"eval dataset {dataset.name!r}")
+    finished = [samples for group in answered if (samples := without_dropped(group, context.args))]
     if not finished:
         cause = next((g.error for g in groups if g.error is not None), None)
         raise ValueError(

@@ -28,6 +28,7 @@ from slimelite.rollout.filters import DynamicFilterOutput, verdict
 from slimelite.rollout.groups import Group, GroupGenerator, Work
 from slimelite.rollout.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slimelite.rollout.requests import (
+    check_scored,
     is_finished,
     mask_off_policy,
     restart,
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 # what is in flight when the batch is full has this long to end [s]
 STOP_SECONDS = 600.0
+# why --reward-error drop leaves nothing of a group
+NO_REWARD = "no_reward"
 # logged by every rollout, as rollout/<name>
 COUNTS = (
     "submitted_groups",
@@ -182,20 +185,21 @@ class Collection:
                 self._judge(group)
                 continue
             self.counts["failed_groups"] += 1
-            logger.error("gave up on prompt %s: %r", group.samples[0].group_index, group.error)
+            level = logging.INFO if self.counts["failed_groups"] > 1 else logging.ERROR
+            logger.log(level, "gave up on prompt %s: %r", group.samples[0].group_index, group.error)
             self.patience.failed(group.error)
 
     def _judge(self, group: Group) -> None:
         """Into the batch, to the surplus, or out."""
         full = len(self.accepted) == self.target
-        group.samples = without_dropped(group.samples, self.args)
+        graded, group.samples = group.samples, without_dropped(group.samples, self.args)
         output = self._filter(group.samples)
         if not output.keep:
             if not output.keep_when_insufficient or len(self.accepted) + self.in_flight >= self.target:
                 self.counts["dropped_groups"] += 1
                 self.counts[f"dynamic_filter/drop_{output.reason}"] += 1
                 if not full:
-                    self.patience.dropped(group.samples, str(output.reason))
+                    self.patience.dropped(graded, str(output.reason))
                 self._report(f"dropped {self.counts['dropped_groups']} ({output.reason})")
                 return
             self.counts["kept_for_lack"] += 1
@@ -205,7 +209,7 @@ class Collection:
 
     def _filter(self, samples: list[Sample]) -> DynamicFilterOutput:
         if not samples:
-            return DynamicFilterOutput(False, "no_reward")
+            return DynamicFilterOutput(False, NO_REWARD)
         if self.filter is None:
             return DynamicFilterOutput(True)
         return verdict(self.filter(self.plugin_args, samples))
@@ -268,7 +272,7 @@ class Collection:
             metrics["rollout/prefix_cache_hit_rate"] = cached / prompts
             metrics["rollout/avg_cached_tokens_per_sample"] = cached / self.generator.requests
         metrics["rollout/retries"] = float(self.generator.retries)
-        return RolloutFnTrainOutput(self.accepted, metrics)
+        return RolloutFnTrainOutput(self.accepted, metrics, self.generator.generated)
 
 
 class Patience:
@@ -311,9 +315,11 @@ class Patience:
         """
         self.failures = 0
         self.reasons[reason] += 1
-        self.rewards += [s.reward_value(self.reward_key) for s in samples]
+        self.rewards += [s.reward_value(self.reward_key) for s in samples if "reward_error" not in s.metadata]
         self.lengths += [s.response_length for s in samples]
         drops = self.reasons.total()
+        if self.reasons[NO_REWARD] == drops >= self.most_failures:
+            check_scored(samples, f"--reward-error drop left nothing of {drops} groups in a row")
         if drops >= self.most_drops:
             count = max(len(self.rewards), 1)
             raise ValueError(

@@ -12,9 +12,9 @@ from typing import Any
 
 from slimelite.compat import SlimeSample
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
-from slimelite.plugins import load_function
+from slimelite.plugins import load_function, own_traceback
 from slimelite.rollout.context import PluginArgs, RolloutContext
-from slimelite.rollout.outputs import flatten
+from slimelite.rollout.outputs import Generated, flatten
 from slimelite.rollout.requests import (
     FINISHED,
     add_result,
@@ -68,7 +68,8 @@ class GroupGenerator:
 
     ``stopping``: set it, and abort the engines, to get groups back as they are; a group of which a response was
     aborted comes back untouched, or with what it has under ``--partial-rollout``. Counts what the engines report:
-    ``requests``, their ``prompt_tokens``, and how many of these were ``cached_tokens``.
+    ``requests``, their ``prompt_tokens``, and how many of these were ``cached_tokens``; ``generated``: what came back
+    for each response, kept or not.
     """
 
     context: RolloutContext
@@ -78,6 +79,8 @@ class GroupGenerator:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     retries: int = 0
+    generated: list[Generated] = field(default_factory=list)
+    _told: set[type[Exception]] = field(default_factory=set)
     _hooks: list[Callable[..., Any]] = field(init=False)
     _request_numbers: Iterator[int] = field(default_factory=count)
 
@@ -105,7 +108,7 @@ class GroupGenerator:
                 break
             await self.context.engines.health.check(used)
             self.retries += 1
-            logger.warning("attempt %d: %d of %d groups failed: %r", attempt, len(failed), len(todo), failed[0].error)
+            self._tell(failed[0], f"attempt {attempt}: {len(failed)} of {len(todo)} groups failed")
             if attempt < ATTEMPTS:
                 await asyncio.sleep(RETRY_SECONDS * attempt)
         finished = [g for g in batch if is_finished(g.samples)]
@@ -114,6 +117,15 @@ class GroupGenerator:
                 group.samples = group.original
         await asyncio.gather(*(self._finish(g) for g in finished))
         return batch
+
+    def _tell(self, group: Group, what: str) -> None:
+        """The first error of a kind is a warning, with the lines of the plugin that raised it; others go to the log."""
+        error = group.error
+        assert error is not None
+        level = logging.INFO if type(error) in self._told else logging.WARNING
+        self._told.add(type(error))
+        by_plugin = group.samples[0].generate_function_path or self.work.generate_path
+        logger.log(level, "%s: %s", what, own_traceback(error) if by_plugin else repr(error))
 
     async def _respond(self, groups: list[Group], engine: int) -> None:
         paths = [g.samples[0].generate_function_path or self.work.generate_path for g in groups]
@@ -151,6 +163,7 @@ class GroupGenerator:
         self.requests += len(requests)
         self.prompt_tokens += sum(len(r.input_ids) for r in requests)
         self.cached_tokens += sum(r.cached_tokens for r in results)
+        self.generated += [Generated(len(r.output_ids), len(r.output_ids)) for r in results]
         aborted = {g.order for (g, _), r in zip(asked, results, strict=True) if r.finish_reason == "abort"}
         for (group, sample), result in zip(asked, results, strict=True):
             group.error = None
@@ -176,9 +189,9 @@ class GroupGenerator:
         pending = [s for s in group.samples if s.status not in FINISHED]
         answers: dict[int, list[Sample] | Exception]
         if self.context.args.deterministic_mode:
-            answers = {id(s): await _caught(self._call(function, args, s)) for s in pending}
+            answers = {id(s): await self._attempt(function, args, s) for s in pending}
         else:
-            results = await asyncio.gather(*(_caught(self._call(function, args, s)) for s in pending))
+            results = await asyncio.gather(*(self._attempt(function, args, s) for s in pending))
             answers = {id(s): r for s, r in zip(pending, results, strict=True)}
         group.error = next((a for a in answers.values() if isinstance(a, Exception)), None)
         samples: list[Sample] = []
@@ -186,6 +199,14 @@ class GroupGenerator:
             answer = answers.get(id(sample), [sample])
             samples.extend(answer if isinstance(answer, list) else [sample])
         group.samples = samples
+
+    async def _attempt(
+        self, function: Callable[..., Any], args: PluginArgs, sample: Sample
+    ) -> list[Sample] | Exception:
+        try:
+            return await self._call(function, args, sample)
+        except Exception as error:
+            return error
 
     async def _call(self, function: Callable[..., Any], args: PluginArgs, sample: Sample) -> list[Sample]:
         # several requests of one seed would draw the same numbers, so plugins get one only where slime gives one
@@ -204,6 +225,7 @@ class GroupGenerator:
             s.status = Status.COMPLETED if s.status == Status.PENDING else s.status
             stamp_versions(s, self.context.engines.weight_version)
             s.check_aligned()
+        self.generated += [_added(sample, s) for s in made]
         if any(s.status == Status.ABORTED for s in made):
             # one unfinished response can go on; of a fan-out there is no telling where it was
             return made if self.context.args.partial_rollout and isinstance(returned, Sample) else [sample]
@@ -247,6 +269,14 @@ class GroupGenerator:
         return sample
 
 
+def _added(before: Sample, after: Sample) -> Generated:
+    return Generated(
+        after.response_length - before.response_length,
+        after.effective_response_length - before.effective_response_length,
+        after.non_generation_time - before.non_generation_time,
+    )
+
+
 async def _within(seconds: float, answer: Awaitable[Any]) -> Any:
     """The answer, or TimeoutError; unlike `asyncio.wait_for`, also where a coroutine ignores being cancelled."""
     task = asyncio.ensure_future(answer)
@@ -257,10 +287,3 @@ async def _within(seconds: float, answer: Awaitable[Any]) -> Any:
     if not done:
         raise TimeoutError(f"the custom generate function took longer than --generate-timeout {seconds:g} s")
     return task.result()
-
-
-async def _caught(answer: Awaitable[list[Sample]]) -> list[Sample] | Exception:
-    try:
-        return await answer
-    except Exception as error:
-        return error

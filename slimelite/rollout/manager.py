@@ -30,8 +30,9 @@ from slimelite.rollout.metrics import (
     sample_metrics,
     table_metrics,
 )
-from slimelite.rollout.outputs import RolloutFnEvalOutput, train_output
+from slimelite.rollout.outputs import Generated, RolloutFnEvalOutput, train_output
 from slimelite.rollout.pool import EnginePool
+from slimelite.rollout.requests import check_scored
 from slimelite.rollout.source import build_source
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
@@ -117,19 +118,21 @@ class RolloutManager:
         """One rollout's table, advantages included, and its metrics.
 
         Raises:
-            ValueError: the rollout cannot succeed (see `generate.Collection`), or the saved one is not there.
+            ValueError: the rollout cannot succeed (see `generate.Collection`), every reward failed, or the saved one is
+                not there.
         """
         started = time.monotonic()
         if self.args.load_debug_rollout_data is not None:
             table, metrics = self._saved(rollout_id)
             groups = table.to_samples()
-            reward_key = None
+            reward_key = generated = None
         else:
             function = self._rollout_function
             with self._watched():
                 output = train_output(function(self._plugin_args(function), rollout_id, self.source))
-            groups, metrics = output.samples, output.metrics
+            groups, metrics, generated = output.samples, output.metrics, output.generated
             reward_key = self.args.reward_key
+            check_scored([s for group in groups for s in group], f"rollout {rollout_id}")
             table = SampleTable.from_samples(groups, reward_key)
             metrics |= self._shape(table, [s for group in groups for s in group])
         seconds = time.monotonic() - started
@@ -140,9 +143,8 @@ class RolloutManager:
         self._save(table, rollout_id)
         if self._log and self._log(rollout_id, self._plugin_args(), samples, metrics, seconds):
             return RolloutOutput(table, {})
-        return RolloutOutput(
-            table, {**self._metrics(groups, reward_key, version, seconds), **table_metrics(table), **metrics}
-        )
+        found = self._metrics(groups, reward_key, version, seconds, generated)
+        return RolloutOutput(table, {**found, **table_metrics(table), **metrics})
 
     def evaluate(self, rollout_id: int) -> EvalOutput:
         """Every eval dataset under the engines' weights.
@@ -299,14 +301,22 @@ class RolloutManager:
             )
 
     def _metrics(
-        self, groups: list[list[Sample]], reward_key: str | None, version: int | None, seconds: float
+        self,
+        groups: list[list[Sample]],
+        reward_key: str | None,
+        version: int | None,
+        seconds: float,
+        generated: list[Generated] | None,
     ) -> dict[str, float]:
         samples = [s for group in groups for s in group]
         if self.args.supervised:
             return {**prefixed("rollout/", sample_metrics(samples)), "perf/rollout_time": seconds}
         metrics = rollout_metrics(self.args, groups, reward_key, version)
         if self.args.load_debug_rollout_data is None:
-            metrics |= perf_metrics(self.args, samples, seconds)
+            if generated is None:  # a rollout function of the user
+                lengths = [(s.response_length, s.effective_response_length, s.non_generation_time) for s in samples]
+                generated = [Generated(*length) for length in lengths]
+            metrics |= perf_metrics(self.args, generated, seconds)
             metrics["rollout/engine_deaths"] = float(self._context.engines.health.deaths.total())
         return {**metrics, **self._context.grader.metrics()}
 

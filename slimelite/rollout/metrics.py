@@ -13,6 +13,7 @@ import numpy as np
 
 from slimelite.arguments import Args
 from slimelite.rollout.filters import rollout_rewards
+from slimelite.rollout.outputs import Generated
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
 
@@ -93,19 +94,19 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
-def perf_metrics(args: Args, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    """``perf/*``: tokens per second, of the whole rollout on each GPU (engine, on a CPU) and of the longest sample.
+def perf_metrics(args: Args, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
+    """``perf/*``: tokens per second, of the whole rollout on each GPU (engine, on a CPU) and of the longest response.
 
-    ``effective``: of the tokens the loss sees.
+    ``generated``: by this rollout, which took ``seconds``; without any there is no speed. ``effective``: of the tokens
+    the loss sees.
     """
-    metrics = {"rollout_time": seconds}
-    waits = [s.non_generation_time for s in samples]
+    metrics = {"rollout_time": seconds, "generated_tokens": float(sum(g.tokens for g in generated))}
+    waits = [g.waited for g in generated]
     if any(waits):
         metrics |= prefixed("non_generation_time/", summary(waits))
-    for key, lengths in {
-        "": [s.response_length for s in samples],
-        "effective_": [s.effective_response_length for s in samples],
-    }.items():
+    if not metrics["generated_tokens"]:
+        return prefixed("perf/", metrics)
+    for key, lengths in {"": [g.tokens for g in generated], "effective_": [g.effective for g in generated]}.items():
         metrics[f"{key}tokens_per_gpu_per_sec"] = sum(lengths) / seconds / (args.rollout_num_gpus or 1)
         metrics[f"longest_{key}sample_tokens_per_sec"] = max(lengths) / seconds
         if any(waits):

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from slimelite.sample import Sample
 
 
+class Generated(NamedTuple):
+    """What a rollout added to one response: ``tokens``, those the loss sees, and seconds spent on tools."""
+
+    tokens: int
+    effective: int
+    waited: float = 0.0
+
+
 @dataclass
 class RolloutFnTrainOutput:
-    """Finished, scored groups (fan-out siblings side by side in their group), and metrics by their full names."""
+    """Finished, scored groups (fan-out siblings side by side in their group), and metrics by their full names.
+
+    ``generated``: all that this rollout generated, also what was not accepted; None: the samples from end to end.
+    """
 
     samples: list[list[Sample]]
     metrics: dict[str, Any] = field(default_factory=dict)
+    generated: list[Generated] | None = None
 
 
 @dataclass
@@ -32,6 +44,7 @@ def train_output(value: Any) -> RolloutFnTrainOutput:
     """
     samples = getattr(value, "samples", value)
     metrics = getattr(value, "metrics", None) or {}
+    generated = getattr(value, "generated", None)
     if not isinstance(samples, list) or not samples:
         raise ValueError(
             f"a rollout function returns a list of groups of samples, or an object with it, not {value!r:.200}"
@@ -41,7 +54,7 @@ def train_output(value: Any) -> RolloutFnTrainOutput:
         for sample in samples:
             by_group.setdefault(sample.group_index, []).append(sample)
         samples = list(by_group.values())
-    return RolloutFnTrainOutput([flatten(group) for group in samples], metrics)
+    return RolloutFnTrainOutput([flatten(group) for group in samples], metrics, generated)
 
 
 def flatten(group: list[Any]) -> list[Sample]:

@@ -111,6 +111,17 @@ def without_dropped(samples: Sequence[Sample], args: RewardArgs) -> list[Sample]
     return [s for s in samples if args.reward_error != "drop" or "reward_error" not in s.metadata]
 
 
+def check_scored(samples: Sequence[Sample], what: str) -> None:
+    """Whatever --reward-error says, a mean over failed rewards alone says nothing, and trains nothing.
+
+    Raises:
+        ValueError: the reward of every sample failed.
+    """
+    errors = [s.metadata["reward_error"] for s in samples if "reward_error" in s.metadata]
+    if len(errors) == len(samples):
+        raise ValueError(f"{what}: the reward of every sample failed ({len(errors)}), the last one with {errors[-1]}")
+
+
 def restart(sample: Sample) -> Sample:
     """The sample as it was before its first response token."""
     return replace(

@@ -43,6 +43,11 @@ def count(value: float) -> str:
     return f"{value:.0f}" if value < 10_000 else f"{value / 1000:.1f}k"
 
 
+def speed(value: float) -> str:
+    """Tokens a second; ``-`` where none were generated."""
+    return count(value) if value else "-"
+
+
 def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
     """``4.5s: gen 3.0s, train 1.5s``, without phases below a hundredth, in at most ``room`` characters."""
     kept = {label: s for label, s in phases.items() if s >= 0.01 * seconds}
@@ -67,6 +72,7 @@ class Column:
 
 
 COLUMNS = (
+    Column("errors", 6, ("errors",), "{:.0f}".format, 10),
     Column("reward", 6, ("rollout/raw_reward",), "{:.3f}".format, 9),
     Column("eval", 5, ("eval",), "{:.3f}".format, 8),
     Column("length", 6, ("rollout/response_len/mean",), count, 7),
@@ -74,7 +80,7 @@ COLUMNS = (
     Column("kl", 6, ("train/kl_loss", "rollout/kl"), small, 4),
     Column("entropy", 7, ("train/entropy_loss", "rollout/entropy"), "{:.3f}".format, 2),
     Column("grad", 6, ("train/grad_norm",), small, 1),
-    Column("tok/s", 5, ("tokens_per_sec", "perf/actor_train_tok_per_s"), count, 3),
+    Column("tok/s", 5, ("tokens_per_sec", "perf/actor_train_tok_per_s"), speed, 3),
     Column("eta", 5, ("eta",), duration, 6),
 )
 POSITION = 9  # characters of the first column

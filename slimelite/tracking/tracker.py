@@ -42,7 +42,6 @@ class _Rollout:
     row: dict[str, float] = field(default_factory=dict)  # every metric
     perf: dict[str, float] = field(default_factory=dict)  # those that are written when it is over
     table: SampleTable | None = None
-    tokens_generated: int = 0
     scores: list[str] = field(default_factory=list)  # names of the metrics that a new evaluation brought
     answers: dict[str, SampleTable] = field(default_factory=dict)
 
@@ -147,9 +146,6 @@ class Tracker:
         if self.args.supervised:
             del found["rollout/raw_reward"]  # there is no reward; zeros would look like a bad one
         self._write("rollout", found)
-        self._now.tokens_generated = (
-            0 if self.args.supervised or self.args.debug_train_only else int(table.response_lengths.sum())
-        )
 
     def log_train(
         self, rollout_id: int, metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]] = ()
@@ -222,8 +218,12 @@ class Tracker:
     def _print_row(self, rollout_id: int, times: Mapping[str, float]) -> None:
         row, seconds = dict(self._now.row), times["perf/step_time"]
         phases = {label: times[key] for name, label in LABELS.items() if (key := f"perf/{name}_time") in times}
-        if self._now.tokens_generated and phases.get("gen"):
-            row["tokens_per_sec"] = self._now.tokens_generated / phases["gen"]
+        if not (self.args.supervised or self.args.debug_train_only):
+            # not by the phase: a rollout that ran ahead is only picked up there
+            tokens = row.get("perf/generated_tokens", 0.0)
+            row["tokens_per_sec"] = tokens / row["perf/rollout_time"] if tokens else 0.0
+        if failed := row.get("rollout/reward_errors"):
+            row["errors"] = failed  # the column comes with the first one
         self._step_times.append(seconds)
         count = self.args.num_rollout or rollout_id + 1
         if left := count - rollout_id - 1:

@@ -13,6 +13,7 @@ from slimelite.arguments import Args, make_args, parse_args
 from slimelite.arguments.dry_run import format_report
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.preflight import inspect, preflight
+from slimelite.tracking.metrics_file import MetricsFile
 
 CPU = Machine(gpus=0)
 RUN = (
@@ -38,6 +39,20 @@ def problems(words: str) -> list[str]:
 def test_a_good_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert preflight(parse(run)) == 0
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_folder_is_for_one_run(run: str, tmp_path: Path) -> None:
+    words = f"{run} --run-dir {tmp_path}"
+    metrics = MetricsFile(tmp_path)
+    metrics.write("start", {"rollout/step": 0})
+    assert problems(words) == [], "that one failed before its first rollout"
+    metrics.write("rollout", {"rollout/step": 0, "rollout/raw_reward": 0.5})
+    metrics.close(False)
+    (problem,) = problems(words)
+    assert problem.startswith(f"--run-dir {tmp_path} holds another run: name a new folder")
+    # a script that resumes may be started again before its first checkpoint
+    assert problems(f"{words} --load {tmp_path / 'checkpoints'}") == []
+    assert problems(f"{words} --load {tmp_path / 'checkpoints'} --finetune") == [problem]
 
 
 def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:

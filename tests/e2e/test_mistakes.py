@@ -24,7 +24,10 @@ def empty_dataset(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def broken_reward(tmp_path: Path) -> str:
-    (tmp_path / "reward.py").write_text("async def grade(args, sample, **kwargs):\n    return 1 / 0\n")
+    (tmp_path / "reward.py").write_text(
+        "async def grade(args, sample, **kwargs):\n    return 1 / 0\n\n"
+        "async def grade_one(args, samples, **kwargs):\n    return [1.0]\n"
+    )
     return f"{tmp_path / 'reward.py'}:grade"
 
 
@@ -51,6 +54,7 @@ def test_each_mistake(
         "--hidden-size is 1024 but the model's config.json says 64": ["--hidden-size", "1024"],
         "empty.parquet": ["--prompt-data", str(empty_dataset)],
         "division by zero": ["--custom-rm-path", broken_reward],
+        "4 samples at once need a list": ["--custom-rm-path", f"{broken_reward}_one", "--group-rm"],
         "megatron": ["--train-backend", "megatron"],
     }
     for answer, flags in mistakes.items():

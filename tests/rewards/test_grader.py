@@ -37,6 +37,9 @@ async def no_list(args, samples):
 def raises(args, sample):
     raise KeyError("missing key")
 
+async def raises_each(args, sample):
+    raise KeyError(sample.index)
+
 def leaves(args, sample):
     sys.exit(3)
 
@@ -322,10 +325,12 @@ def test_a_group_call_that_fails_fails_for_the_whole_group(graders: list[Grader]
     assert graders[-1].metrics()["rollout/reward_errors"] == 2.0
 
 
-def test_only_the_first_reports_are_kept_but_all_are_counted(graders: list[Grader], plugin: str) -> None:
-    args = RewardArgs(custom_rm_path=f"{plugin}:raises")
-    rewards(graders, args, samples(*["x"] * 50))
-    assert len(graders[-1].error_reports) == 8
+@pytest.mark.parametrize(("name", "reports"), [("raises", 1), ("raises_each", 8)])
+def test_only_the_first_of_different_failures_are_kept_but_all_are_counted(
+    graders: list[Grader], plugin: str, name: str, reports: int
+) -> None:
+    rewards(graders, RewardArgs(custom_rm_path=f"{plugin}:{name}"), samples(*["x"] * 50))
+    assert len(graders[-1].error_reports) == reports
     assert graders[-1].metrics()["rollout/reward_errors"] == 50.0
 
 
@@ -409,7 +414,7 @@ def test_check_reward_grades_the_right_answer_to_a_real_row(plugin: str) -> None
         "pred": "42",
     }
     assert check_reward(RewardArgs(custom_rm_path=f"{plugin}:length"), row) == 2.0
-    assert check_reward(RewardArgs(custom_rm_path=f"{plugin}:group", group_rm=True), row) == 1.0
+    assert check_reward(RewardArgs(custom_rm_path=f"{plugin}:group", group_rm=True), row, group_size=3) == 3.0
     assert row.reward is None
     assert row.response == ""
 
@@ -431,8 +436,23 @@ def test_check_reward_finds_labels_that_cannot_work(args: RewardArgs, label: str
 
 
 def test_check_reward_reports_a_custom_function_that_raises(plugin: str) -> None:
-    with pytest.raises(ValueError, match=r"the reward fails on the first row.*missing key"):
-        check_reward(RewardArgs(custom_rm_path=f"{plugin}:raises"), Sample(index=0, group_index=0, label="42"))
+    args = RewardArgs(custom_rm_path=f"{plugin}:raises", reward_error="drop")
+    with pytest.raises(ValueError, match=r"fails on the first row, which no --reward-error excuses: .*missing key"):
+        check_reward(args, Sample(index=0, group_index=0, label="42"))
+
+
+def test_check_reward_tries_a_whole_group(plugin: str) -> None:
+    """One reward for a group of four would pass as the reward of a group of one."""
+    args, row = RewardArgs(custom_rm_path=f"{plugin}:too_short", group_rm=True), Sample(index=0, group_index=0)
+    with pytest.raises(ValueError, match="4 samples at once need a list of rewards as long, not 1 rewards"):
+        check_reward(args, row, group_size=4)
+
+
+@pytest.mark.parametrize("name", ["raises", "raises_each"])
+def test_a_traceback_begins_in_the_plugin(graders: list[Grader], plugin: str, name: str) -> None:
+    rewards(graders, RewardArgs(custom_rm_path=f"{plugin}:{name}"), samples("a"))
+    lines = graders[-1].error_reports[0].failure.traceback.splitlines()
+    assert [line.split('"')[1] for line in lines if line.startswith("  File")] == [plugin]
 
 
 def test_many_small_answers_are_cheap(graders: list[Grader]) -> None:

@@ -36,6 +36,9 @@ def test_a_slime_plugin_runs_over_http_unchanged(
         assert (log_probs[~mask] == 0).all()
     assert output.metrics["multi_turn/turns/mean"] == 2
     assert output.metrics["multi_turn/environment_tokens"] == len(tool)
+    assert output.metrics["perf/generated_tokens"] == len(table.response_tokens)
+    effective = output.metrics["perf/effective_tokens_per_gpu_per_sec"] / output.metrics["perf/tokens_per_gpu_per_sec"]
+    assert effective == pytest.approx(table.loss_mask.mean())
     assert output.metrics["rollout/weight_staleness/max"] == 0
 
 
@@ -110,10 +113,17 @@ def test_plugins_get_slimes_sampling_params(
     assert (table.weight_versions == 0).all()
 
 
-def test_only_the_samples_that_failed_are_tried_again(make_args: MakeArgs, make_manager: MakeManager) -> None:
+def test_only_the_samples_that_failed_are_tried_again(
+    make_args: MakeArgs, make_manager: MakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
     args = make_args(custom_generate_function_path=plugin("native.py:spoils_then_fails"))
-    output = make_manager(args, [ScriptedEngine()]).generate(0)
+    with caplog.at_level("INFO"):
+        output = make_manager(args, [ScriptedEngine()]).generate(0)
     assert output.metrics["rollout/retries"] == 3  # once a group
+    # all are in the log, one is on the console, from the plugin's line on
+    assert [r.levelname for r in caplog.records if "tool broke" in r.message] == ["WARNING", "INFO", "INFO"]
+    lines = next(r.message for r in caplog.records if "tool broke" in r.message).splitlines()
+    assert [line.split('"')[1] for line in lines if line.startswith("  File")] == [plugin("native.py")]
     assert output.metrics["rollout/failed_groups"] == 0
     # nothing of the failed attempt is left
     assert set(output.table.response_lengths.tolist()) == {1}

@@ -112,6 +112,15 @@ def test_failed_prompts_are_left_out_and_counted(
         manager.evaluate(1)
 
 
+def test_an_evaluation_without_any_reward_is_no_score_of_zero(
+    make_args: MakeArgs, make_manager: MakeManager, dataset: EvalDataset
+) -> None:
+    broken = EvalDataset(**{**vars(dataset), "rm_type": None, "custom_rm_path": plugin("rewards.py:of_one")})
+    args = make_args(eval_datasets=(broken,))
+    with pytest.raises(ValueError, match=r"eval dataset 'sums': the reward of every sample failed .* a number, not"):
+        make_manager(args, [ScriptedEngine()]).evaluate(0)
+
+
 def test_custom_functions_of_evaluation(make_args: MakeArgs, make_manager: MakeManager, dataset: EvalDataset) -> None:
     args = make_args(eval_datasets=(dataset,), eval_function_path=plugin("hooks.py:fixed_scores"))
     output = make_manager(args, [ScriptedEngine()]).evaluate(0)

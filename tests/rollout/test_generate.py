@@ -95,6 +95,18 @@ def test_surplus_is_kept_and_comes_first(make_args: MakeArgs, make_manager: Make
     assert sorted(generated) == [0, 1, 2, 3, 4, 5, 6]
     assert second.metrics["rollout/weight_staleness/max"] == 1
     assert second.metrics["rollout/weight_staleness/mean"] == pytest.approx(2 / 3)
+    # 5 tokens a response: those of the surplus belong to the rollout that generated them
+    assert first.metrics["perf/generated_tokens"] == 5 * 4 * 5
+    assert second.metrics["perf/generated_tokens"] == 2 * 4 * 5
+
+
+def test_reused_groups_have_no_speed(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    manager = make_manager(make_args(over_sampling_batch_size=6), [ScriptedEngine()])
+    assert manager.generate(0).metrics["perf/tokens_per_gpu_per_sec"] > 0
+    second = manager.generate(1).metrics
+    assert second["rollout/submitted_groups"] == 0
+    assert second["perf/generated_tokens"] == 0
+    assert not [name for name in second if name.endswith("per_sec")]
 
 
 def test_unfinished_prompts_are_sampled_afresh(make_args: MakeArgs, make_manager: MakeManager) -> None:
@@ -141,6 +153,8 @@ def test_partial_rollouts_go_on_where_they_were(make_args: MakeArgs, make_manage
     engine.calls.clear()
     output = resumed.generate(1)
     assert output.metrics["rollout/resumed_groups"] == 1
+    others = [call for call in engine.calls if group_of(call[0]) != 1]
+    assert output.metrics["perf/generated_tokens"] == 2 * (9 - 3) + 4 * 9 * len(others)
     (again,) = [call for call in engine.calls if group_of(call[0]) == 1]
     assert [(r.position, r.params.max_new_tokens) for r in again] == [(3, 9), (3, 9)]
 
@@ -274,12 +288,13 @@ def test_a_group_that_keeps_failing_is_reported_and_replaced(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_when_everything_fails_the_cause_is_told(
-    make_args: MakeArgs, make_manager: MakeManager, deterministic: bool
+    make_args: MakeArgs, make_manager: MakeManager, caplog: pytest.LogCaptureFixture, deterministic: bool
 ) -> None:
     engine = ScriptedEngine(breaks=lambda request: ConnectionError("no route"))
     with pytest.raises(ValueError, match=r"4 groups in a row could not be generated.*no route") as caught:
         make_manager(make_args(deterministic_mode=deterministic), [engine]).generate(0)
     assert isinstance(caught.value.__cause__, ConnectionError)
+    assert len(caplog.records) == 2, "one attempt, and one prompt that was given up; no more of the same"
 
 
 def test_what_the_engine_refuses_is_not_tried_again(make_args: MakeArgs, make_manager: MakeManager) -> None:
@@ -310,6 +325,17 @@ def test_reward_errors(make_args: MakeArgs, make_manager: MakeManager, policy: s
     output = make_manager(args, [ScriptedEngine()]).generate(0)
     assert np.bincount(output.table.group_id).tolist() == sizes
     assert output.metrics["rollout/reward_errors"] == 6
+
+
+@pytest.mark.parametrize(
+    ("policy", "what"), [("zero", "rollout 0"), ("drop", "--reward-error drop left nothing of 4 groups in a row")]
+)
+def test_a_rollout_without_any_reward_ends_the_run(
+    make_args: MakeArgs, make_manager: MakeManager, policy: str, what: str
+) -> None:
+    args = make_args(custom_rm_path=plugin("rewards.py:of_one"), group_rm=True, reward_error=policy)
+    with pytest.raises(ValueError, match=f"{what}: the reward of every sample failed .* 4 samples at once need a list"):
+        make_manager(args, [ScriptedEngine()]).generate(0)
 
 
 def test_a_reward_error_may_end_the_run(make_args: MakeArgs, make_manager: MakeManager) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slimelite.rollout import metrics
+from slimelite.rollout.outputs import Generated
 from slimelite.sample import Sample, Status
 
 from .conftest import MakeArgs
@@ -60,9 +61,10 @@ def test_rollout_metrics(make_args: MakeArgs) -> None:
 
 
 def test_perf_metrics(make_args: MakeArgs) -> None:
-    samples = [sample(0, 10, 0.0, non_generation_time=3.0), sample(1, 30, 0.0, loss_mask=[1] * 20 + [0] * 10)]
-    got = metrics.perf_metrics(make_args(rollout_num_gpus=2), samples, seconds=4.0)
+    generated = [Generated(10, 10, waited=3.0), Generated(30, 20)]
+    got = metrics.perf_metrics(make_args(rollout_num_gpus=2), generated, seconds=4.0)
     assert got["perf/rollout_time"] == 4
+    assert got["perf/generated_tokens"] == 40
     assert got["perf/tokens_per_gpu_per_sec"] == 5
     assert got["perf/effective_tokens_per_gpu_per_sec"] == 3.75
     assert got["perf/longest_sample_tokens_per_sec"] == 7.5

@@ -44,6 +44,18 @@ def test_small_numbers_do_not_vanish() -> None:
     ]
 
 
+def test_errors_have_a_column_from_the_first_one_on() -> None:
+    out = io.StringIO()
+    console = Console(out)
+    for errors in ({}, {"errors": 12.0}, {}):
+        console.row("3/40", METRICS | errors, 4.5, PHASES)
+    first, second = (line for line in out.getvalue().splitlines() if "reward" in line)
+    assert "errors" not in first
+    assert second.split()[1] == "errors"
+    rows = [line.split() for line in out.getvalue().splitlines() if "3/40" in line]
+    assert [row[1] for row in rows] == ["0.500", "12", "0.500"]
+
+
 def test_a_row_is_plain_aligned_text_in_a_file() -> None:
     out = io.StringIO()
     console = Console(out)

@@ -161,6 +161,22 @@ def test_what_the_trainer_measured_itself_wins(tmp_path: Path) -> None:
     assert series(read_metrics(tmp_path), "perf/train_time") == ([0], [123.0])
 
 
+def test_speed_and_errors_of_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rollout that ran ahead is only picked up in the loop's phase; one of reused groups alone has no speed."""
+    with Tracker(make_args(tmp_path, eval_datasets=())) as tracker:
+        for i, tokens in enumerate((3000, 0)):
+            with tracker.phase("generate"):
+                pass
+            speed = {"perf/rollout_time": 10.0, "perf/generated_tokens": tokens}
+            tracker.log_rollout(i, make_table(), speed | {"rollout/reward_errors": 3.0})
+            tracker.log_train(i, {"train/loss": 0.5, "perf/actor_train_tok_per_s": 7.0})
+            tracker.finish_rollout(i)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    header = next(line for line in lines if "tok/s" in line)
+    assert [line[header.index("tok/s")] for line in lines if line and line[0] in ("1/5", "2/5")] == ["300", "-"]
+    assert [line[header.index("errors")] for line in lines if line and line[0] in ("1/5", "2/5")] == ["3", "3"]
+
+
 def test_supervised_training_has_no_reward_and_generates_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,8 +10,10 @@ import numpy as np
 from slimelite.sample import Sample
 
 
-async def parity(args: Any, sample: Sample) -> float:
-    """1 where the sum of the response's tokens is odd."""
+async def parity(args: Any, sample: Any) -> Any:
+    """1 where the sum of the response's tokens is odd; the siblings of a fan-out come together."""
+    if isinstance(sample, list):
+        return [await parity(args, one) for one in sample]
     return float(sum(sample.tokens[sample.prompt_length :]) % 2)
 
 
@@ -23,6 +25,11 @@ async def fails_on_odd_index(args: Any, sample: Sample) -> float:
     if sample.index is not None and sample.index % 2:
         raise RuntimeError("odd")
     return float(sample.index or 0)
+
+
+async def of_one(args: Any, samples: list[Sample]) -> list[float]:
+    """Forgets all samples but one."""
+    return [1.0]
 
 
 async def two_parts(args: Any, sample: Sample) -> dict[str, Any]:

@@ -1,0 +1,74 @@
+"""Checkpoint folders through crashes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimelite.arguments import Args
+from slimelite.arguments.checkpoint import find_checkpoint
+from slimelite.cluster.cluster import Cluster
+
+
+class Host:
+    """Runs its own methods at once, as a worker of one process does."""
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(getattr(self, method)(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Rollout(Host):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+class Trainer(Host):
+    """Writes two files, and may die between them."""
+
+    def __init__(self, weights: str, *extra: str, dies: bool = False) -> None:
+        self.weights, self.extra, self.dies = weights, extra, dies
+
+    def save(self, directory: str, rollout_id: int) -> None:
+        (Path(directory) / "first").write_text(self.weights)
+        if self.dies:
+            raise RuntimeError("killed")
+        for name in ("second", *self.extra):
+            (Path(directory) / name).write_text(self.weights)
+
+
+def save(root: Path, trainer: Trainer) -> Path:
+    return Cluster(Args(save=str(root)), Rollout(), [trainer], None).save(3)
+
+
+def contents(root: Path) -> dict[str, str]:
+    """Of the checkpoint that a resumed run would take."""
+    found = find_checkpoint(root)
+    assert found is not None
+    return {path.name: path.read_text() for path in found.iterdir() if path.suffix != ".json"}
+
+
+def test_a_save_over_an_older_checkpoint_is_whole_or_not_there(tmp_path: Path) -> None:
+    old = {"first": "old", "second": "old", "third": "old"}
+    assert save(tmp_path, Trainer("old", "third")) == tmp_path / "iter_0000003"
+    assert contents(tmp_path) == old
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="killed"):
+            save(tmp_path, Trainer("new", dies=True))
+        assert contents(tmp_path) == old
+    save(tmp_path, Trainer("new"))
+    assert contents(tmp_path) == {"first": "new", "second": "new"}, "nothing of the older one is left"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_first_save_that_is_cut_short_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="killed"):
+        save(tmp_path, Trainer("new", dies=True))
+    assert find_checkpoint(tmp_path) is None
