@@ -5,6 +5,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 RESULTS=docs/estimators
+# two optimizer steps a rollout: in the first the ratio is 1, and grpo, gspo and cispo have the same gradient
+STEPS=(--global-batch-size 128)
 
 declare -A FLAGS=(
     [grpo]=""
@@ -25,7 +27,7 @@ for SEED in ${SEEDS:-0 1 2}; do
     for name in ${ESTIMATORS:-grpo dr_grpo gspo cispo rloo reinforce_plus_plus reinforce_plus_plus_baseline ppo}; do
         echo "$name, seed $SEED: ${FLAGS[$name]}"
         # shellcheck disable=SC2086 # flags are words
-        MODEL=$sft/sft-model OUT=runs/estimators/$name/seed-$SEED bash scripts/quickstart.sh ${FLAGS[$name]} "$@" |
+        MODEL=$sft/sft-model OUT=runs/estimators/$name/seed-$SEED bash scripts/quickstart.sh ${FLAGS[$name]} "${STEPS[@]}" "$@" |
             grep -E "^done|eval/heldout"
         mkdir -p "$RESULTS/$name/seed-$SEED"
         cp "runs/estimators/$name/seed-$SEED/grpo/metrics.jsonl" "$RESULTS/$name/seed-$SEED/"
