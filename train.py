@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 def train(args: Args, cluster: Cluster, tracker: Tracker) -> None:
     """Every rollout from the first to the last, in the order that colocation needs."""
     if not args.debug_train_only:
+        if args.offload_rollout and not args.debug_rollout_only:
+            cluster.release_engines("kv_cache", "weights")
         sync(args, cluster, tracker, version=args.start_rollout_id)
         if args.start_rollout_id == 0 and args.eval_interval and not args.skip_eval_before_train:
             evaluate(cluster, tracker, rollout_id=-1)

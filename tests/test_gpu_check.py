@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import gpu_check  # noqa: E402
 import gpu_group  # noqa: E402
 from gpu_lab import Lab, Number  # noqa: E402
+
+from slimelite.arguments import make_args  # noqa: E402
+from slimelite.arguments.machine import Machine  # noqa: E402
 
 NEEDS_GPU = {name for _, name, needs_gpu, _ in gpu_group.CHECKS if needs_gpu}
 
@@ -51,6 +55,25 @@ def test_a_wrong_attention_fails_though_no_gpu_is_there(tmp_path: Path, monkeypa
     wrong = gpu_group.run_check(lab, "attention", True, lambda lab: check(lab, 5))
     assert (right["status"], wrong["status"]) == ("not run: no GPU", "FAIL")
     assert wrong["numbers"]["values"] > 0.02
+
+
+@pytest.mark.parametrize("check", [gpu_group.learns, gpu_group.takes_turns, gpu_group.sglang_takes_turns])
+def test_the_command_lines_for_a_gpu_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[Lab], gpu_group.Numbers]
+) -> None:
+    seen = []
+
+    def parse(words: list[str]) -> Any:
+        seen.append(make_args(words, machine=Machine(gpus=1, sglang=True)))
+        raise InterruptedError
+
+    folder = Lab("cpu", True, tmp_path).folder()
+    monkeypatch.setattr(Lab, "folder", lambda lab: folder)
+    monkeypatch.setattr(gpu_group, "make_args", parse)
+    monkeypatch.setattr(gpu_group.train, "main", parse)
+    with pytest.raises(InterruptedError):
+        check(Lab("cuda", True, tmp_path))
+    assert seen[0].device == "cuda"
 
 
 def test_without_sglang_its_check_says_that_it_did_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

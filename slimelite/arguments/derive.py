@@ -139,8 +139,10 @@ def _devices(draft: Draft) -> None:
 
 
 def _engines(draft: Draft) -> None:
-    """Which inference engine, and how many."""
+    """Which inference engine, how many, and how often they get weights."""
     args = draft.args
+    if not args.async_rollout and args.update_weights_interval > 1:
+        draft.set("update_weights_interval", 1, "without --async-rollout every rollout is made with the newest weights")
     cuda = args.device == "cuda"
     if args.rollout_backend == "auto":
         if args.rollout_external_engine_addrs:

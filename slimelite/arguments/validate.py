@@ -192,6 +192,8 @@ def _engines(args: Args) -> Iterator[str]:
     yield from _weight_sync(args)
     if args.async_rollout and args.colocate:
         yield "--async-rollout with --colocate: engines that wait for the trainer's devices cannot run ahead; take one"
+    if args.async_rollout and (args.offload_rollout or args.offload_train):
+        yield "--async-rollout with --offload: a rollout made ahead and training need their memory at once; take one"
     oldest = args.update_weights_interval
     if args.async_rollout and args.max_weight_staleness is not None and args.max_weight_staleness < oldest:
         yield (

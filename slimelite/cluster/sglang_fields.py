@@ -18,7 +18,8 @@ def server_fields(args: Args, index: int, **placement: Any) -> dict[str, Any]:
         "mem_fraction_static": args.sglang_mem_fraction_static,
         "max_running_requests": args.sglang_max_running_requests,
         "context_length": args.sglang_context_length,
-        **(ON_CPU if args.device == "cpu" else {}),
+        # on a GPU the trainer computes in bf16 whatever the model's config says; SGLang would take fp16 for an fp32 one
+        **(ON_CPU if args.device == "cpu" else {"dtype": "bfloat16"}),
     }
     decided = {
         "model_path": str(args.hf_checkpoint),

@@ -69,6 +69,17 @@ def test_fault_tolerance_is_for_sglang(make: Make) -> None:
     assert "--use-fault-tolerance" in idle["--rollout-health-check-interval"]
 
 
+def test_weights_are_synced_after_every_rollout_unless_rollouts_run_ahead(make: Make) -> None:
+    assert make("--update-weights-interval 3").update_weights_interval == 1
+    assert make("--update-weights-interval 3 --async-rollout").update_weights_interval == 3
+
+
+def test_rollouts_that_run_ahead_cannot_take_turns(problems: Problems) -> None:
+    for flag in ("--offload", "--offload-rollout", "--offload-train"):
+        (problem,) = problems(f"--async-rollout {flag} --rollout-num-gpus 2", GPU8)
+        assert problem.startswith("--async-rollout with --offload: ")
+
+
 def test_offload_flags(make: Make) -> None:
     args = make("--colocate --no-offload-train", GPU8)
     assert (args.offload_train, args.offload_rollout) == (False, True)

@@ -70,6 +70,22 @@ class TestSglang(EngineContract):
 
         assert self.run(scenario()) == ["abort", "length"]
 
+    def test_memory_may_be_released_under_a_request_which_then_goes_on(self) -> None:
+        """SGLang dies when it is not idle, and of resuming what is not released."""
+
+        async def scenario() -> tuple[bool, int, str]:
+            running = asyncio.ensure_future(self.engine.generate([self.request((5, 6), "long", max_new_tokens=200)]))
+            await asyncio.sleep(0.1)
+            await self.engine.resume_memory(["weights"])
+            await self.engine.release_memory(["kv_cache", "weights"])
+            waits = not (await asyncio.wait([running], timeout=0.3))[0]
+            await self.engine.resume_memory(["weights"])
+            await self.engine.resume_memory(["kv_cache", "weights"])
+            (result,) = await running
+            return waits, len(result.output_ids), result.finish_reason
+
+        assert self.run(scenario()) == (True, 200, "length")
+
 
 def test_a_server_that_ends_is_an_error_with_the_end_of_its_log(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('no such model'); raise SystemExit(3)"]

@@ -24,8 +24,8 @@ RUN = (
 )
 
 
-def fields(words: str, index: int = 0, **placement: object) -> dict[str, object]:
-    args = make_args((RUN + words).split(), machine=Machine(gpus=0))
+def fields(words: str, index: int = 0, gpus: int = 0, **placement: object) -> dict[str, object]:
+    args = make_args((RUN + words).split(), machine=Machine(gpus=gpus))
     return server_fields(args, index, **{"host": "h", "port": 1, **placement})
 
 
@@ -35,6 +35,12 @@ def test_users_options_win_over_what_a_cpu_implies_and_lose_to_the_placement() -
     assert (found["max_running_requests"], found["log_level"], found["port"]) == (8, "warning", 5)
     assert (found["random_seed"], found["tp_size"], found["model_path"]) == (9, 1, "owner/model")
     assert "context_length" not in found
+
+
+def test_the_server_computes_in_what_the_trainer_computes_in() -> None:
+    assert fields("")["dtype"] == "float32"
+    assert fields("--colocate", gpus=1)["dtype"] == "bfloat16"
+    assert fields("--colocate --sglang-dtype float16", gpus=1)["dtype"] == "float16"
 
 
 def test_a_field_that_is_not_installed_names_the_nearest() -> None:

@@ -28,6 +28,8 @@ MEMORY_TAGS = ("weights", "kv_cache")
 ATTEMPTS = 3
 RETRY_S = 0.3
 POLL_S = 0.05
+# for aborted requests to end
+IDLE_S = 30.0
 # SGLang ends a request this much above its max_req_input_len [tokens]
 REQUEST_ROOM = 4
 
@@ -162,18 +164,23 @@ class SglangEngine:
         """See `Engine.release_memory`; requests wait on our side until all of it is back."""
         self._check_tags(tags)
         self._released.update(tags)
+        # the server dies of it while it decodes anything, a plugin's own requests too
+        await self._http.post("/abort_request", {"rid": "", "abort_all": True})
+        await self._http.post(f"/flush_cache?timeout={IDLE_S:g}", {})
         await self._http.post("/release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """See `Engine.resume_memory`."""
+        """See `Engine.resume_memory`; the server dies of a tag that is not released."""
         self._check_tags(tags)
-        await self._http.post("/resume_memory_occupation", {"tags": list(tags)})
-        self._released.difference_update(tags)
+        if released := [tag for tag in tags if tag in self._released]:
+            await self._http.post("/resume_memory_occupation", {"tags": released})
+            self._released.difference_update(released)
 
     async def restart(self) -> None:
         """See `Restartable.restart`; a server that someone else runs is waited for."""
         if self._owner is not None:
             await self._owner.restart()
+            self._released.clear()
         while True:
             try:
                 await self.info()
