@@ -30,7 +30,9 @@ class AlgorithmArgs:
         "grpo", "how rewards become advantages, and the policy loss that goes with it"
     )
     compute_advantages_and_returns: bool = flag(
-        True, "off: the loss needs no advantages (SFT)", negative="--disable-compute-advantages-and-returns"
+        True,
+        "off: the loss needs no advantages (sft_loss, custom_loss)",
+        negative="--disable-compute-advantages-and-returns",
     )
     rewards_normalization: bool = flag(
         True,

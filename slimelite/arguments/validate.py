@@ -295,12 +295,7 @@ def _groups(args: Args) -> Iterator[str]:
         yield "--n-samples-per-prompt 1: the filter check_reward_nonzero_std drops every group of one; raise it"
     compares = args.loss_type == "policy_loss" and args.advantage_estimator in GROUP_ESTIMATORS
     own_code = args.custom_reward_post_process_path or args.custom_advantage_function_path or args.rollout_function_path
-    if (
-        compares
-        and args.rewards_normalization
-        and args.compute_advantages_and_returns
-        and not (own_code or args.debug_rollout_only or args.use_opd)
-    ):
+    if compares and args.rewards_normalization and not (own_code or args.debug_rollout_only or args.use_opd):
         yield (
             f"--n-samples-per-prompt 1: {args.advantage_estimator} compares the responses to a prompt with each other; "
             "raise it, or take the reward as it is with --disable-rewards-normalization"
@@ -324,8 +319,10 @@ def _kl(args: Args) -> Iterator[str]:
 def _policy(args: Args) -> Iterator[str]:
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c}: dual clip must be above 1"
-    if args.use_critic and not args.compute_advantages_and_returns:
-        yield "--disable-compute-advantages-and-returns leaves the critic of ppo nothing to learn; leave it out"
+    learner = "the critic of ppo" if args.use_critic else "the policy loss"
+    learns = args.use_critic or (args.loss_type == "policy_loss" and not args.debug_rollout_only)
+    if learns and not args.compute_advantages_and_returns:
+        yield f"--disable-compute-advantages-and-returns leaves {learner} nothing to learn; leave it out"
     if args.calculate_per_token_loss and args.loss_aggregation != "token":
         yield f"--calculate-per-token-loss is --loss-aggregation token, not {args.loss_aggregation}"
     if args.custom_pg_loss_reducer_function_path and args.loss_aggregation == "constant":

@@ -32,8 +32,14 @@ RULES = [
     (
         "--advantage-estimator ppo --disable-compute-advantages-and-returns",
         "leaves the critic of ppo nothing to learn",
-        "--advantage-estimator grpo",
+        "--compute-advantages-and-returns",
     ),
+    (
+        "--disable-compute-advantages-and-returns",
+        "leaves the policy loss nothing to learn",
+        "--loss-type custom_loss --custom-loss-function-path my.loss",
+    ),
+    ("--disable-compute-advantages-and-returns", "leaves the policy loss nothing to learn", "--debug-rollout-only"),
     (
         "--advantage-estimator ppo --lr 2 --critic-lr 0.1 --min-lr 1 --lr-decay-style cosine",
         "--min-lr 1.0 is above --critic-lr 0.1",
