@@ -186,7 +186,6 @@ def _model(draft: Draft) -> None:
         Path(args.hf_checkpoint).is_dir() and not (Path(args.hf_checkpoint) / "config.json").is_file()
     ):
         _new_model(draft)
-    trains = args.loss_type == "policy_loss"
     wanted = [
         name
         for name, on in (
@@ -194,18 +193,20 @@ def _model(draft: Draft) -> None:
             ("--kl-loss-coef", args.use_kl_loss and args.kl_loss_coef != 0),
             ("--log-ref-kl", args.log_ref_kl),
         )
-        if on
+        if on and not args.supervised
     ]
-    if trains and wanted:
+    if wanted:
         draft.set("use_reference", True, f"{' and '.join(wanted)} compare with it")
     elif args.loss_type == "dpo_loss":
         draft.set("use_reference", True, "--loss-type dpo_loss compares with it")
     else:
-        draft.set("use_reference", False, "no KL coefficient is above 0, so no reference model is loaded")
-    if args.use_kl_loss and args.kl_loss_coef == 0 and not args.log_ref_kl:
+        draft.set("use_reference", False, "nothing compares with a reference model, so none is loaded")
+    if args.use_kl_loss and args.kl_loss_coef == 0 and not (args.log_ref_kl or args.supervised):
         draft.notes.append(
             "--use-kl-loss with --kl-loss-coef 0 loads no reference model; --log-ref-kl logs the KL anyway"
         )
+    if args.loss_type == "custom_loss" and "--kl-loss-coef" in wanted:
+        draft.notes.append("--loss-type custom_loss adds no KL by itself: your function does, from inputs.ref")
     if args.ref_load is None and draft.args.model_config is None:
         draft.default("ref_load", args.hf_checkpoint, "as --hf-checkpoint")
     elif args.ref_load is not None and (problem := _not_hugging_face(args.ref_load)) is not None:

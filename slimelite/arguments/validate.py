@@ -38,6 +38,10 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     "overlong_penalty_factor": (lambda a: a.overlong_buffer_len, "--overlong-buffer-len"),
     "opsm_delta": (lambda a: a.use_opsm, "--use-opsm"),
     **dict.fromkeys(
+        ["kl_coef", "use_kl_loss", "kl_loss_coef", "log_ref_kl"],
+        (lambda a: not a.supervised, "--loss-type policy_loss or custom_loss"),
+    ),
+    **dict.fromkeys(
         ["kl_loss_type", "use_unbiased_kl"],
         (lambda a: a.use_reference and not a.supervised, "a KL coefficient above 0, or --log-ref-kl"),
     ),
@@ -303,6 +307,10 @@ def _groups(args: Args) -> Iterator[str]:
 
 
 def _kl(args: Args) -> Iterator[str]:
+    if args.use_reference and not args.ref_load:
+        yield "--ref-load is missing: a KL term or DPO compares with a reference model"
+    if args.supervised:
+        return
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; take one"
     if args.kl_coef != 0 and args.advantage_estimator in ("grpo", "gspo", "cispo", "rloo"):
@@ -312,8 +320,6 @@ def _kl(args: Args) -> Iterator[str]:
         yield f"--kl-loss-coef {args.kl_loss_coef} needs --use-kl-loss"
     if args.use_kl_loss and args.kl_loss_coef != 0 and args.kl_loss_type == "k1" and not args.use_unbiased_kl:
         yield "--kl-loss-type k1 has no gradient on average: use low_var_kl, or add --use-unbiased-kl"
-    if args.use_reference and not args.ref_load:
-        yield "--ref-load is missing: a KL term or DPO compares with a reference model"
 
 
 def _policy(args: Args) -> Iterator[str]:

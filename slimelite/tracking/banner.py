@@ -48,6 +48,8 @@ def _method(args: Args) -> str:
 
 
 def _kl(args: Args) -> str:
+    if args.supervised:
+        return ""
     if args.use_kl_loss and args.kl_loss_coef:
         return f", KL loss {args.kl_loss_coef:g} ({args.kl_loss_type})"
     return f", KL reward {args.kl_coef:g}" if args.kl_coef else ""

@@ -280,6 +280,8 @@ class Trainer:
             self._flops[name] = flops.total(table.total_lengths[rows], table.response_lengths[rows])
 
     def _advantages_read_old(self) -> bool:
+        if self.args.supervised:
+            return False
         return self.args.kl_coef != 0 or self.args.use_opd or self.args.custom_advantage_function_path is not None
 
     def _needs_old(self, num_steps: int) -> bool:
@@ -346,7 +348,7 @@ class Trainer:
 
 def _check(args: Args) -> None:
     """Assert that the models which the loss compares with were derived."""
-    compares = args.kl_coef or (args.use_kl_loss and args.kl_loss_coef)
+    compares = not args.supervised and (args.kl_coef or (args.use_kl_loss and args.kl_loss_coef))
     assert args.use_reference or not compares, "a KL coefficient without a reference: use_reference was not derived"
     needs_critic = args.loss_type == "policy_loss" and args.advantage_estimator == "ppo"
     assert args.use_critic or not needs_critic, "ppo without a critic: use_critic was not derived"

@@ -139,8 +139,14 @@ def test_reference_model_only_when_something_compares_with_it(make: Make) -> Non
         "--log-ref-kl",
         "--kl-coef 0.1 --advantage-estimator reinforce_plus_plus",
     ):
+        custom = make(f"{words} --loss-type custom_loss --custom-loss-function-path my.loss")
         assert make(words).use_reference
-    assert not make("--log-ref-kl --loss-type sft_loss").use_reference
+        assert custom.use_reference
+        assert any("inputs.ref" in note for note in custom.notes) == ("--kl-loss-coef" in words)
+        for loss_type in ("sft_loss", "dpo_loss"):
+            idle = make(f"{words} --loss-type {loss_type}")
+            assert idle.use_reference == (loss_type == "dpo_loss")
+            assert dict(idle.no_effect).keys() >= {word for word in words.split() if "kl" in word}
 
 
 def test_the_kl_of_the_reward_is_k1_unless_a_type_was_given(make: Make) -> None:

@@ -18,9 +18,11 @@ def test_batch_identity_counts_the_step_that_is_not_full() -> None:
 
 def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
     run = Path("runs/x")
-    facts = run_facts(make_args(run, start_rollout_id=3, use_kl_loss=True, kl_loss_coef=0.001))
+    kl = {"use_kl_loss": True, "kl_loss_coef": 0.001}
+    facts = run_facts(make_args(run, start_rollout_id=3, **kl))
     assert facts["rollouts"] == "5, going on at 3"
     assert facts["method"] == "grpo, adam lr 1e-06, KL loss 0.001 (low_var_kl)"
+    assert run_facts(make_args(run, loss_type="sft_loss", **kl))["method"] == "sft, adam lr 1e-06"
     assert facts["device"] == "cpu, 1 training rank, 1 embedded engine, Ray"
     train_only = make_args(run, debug_train_only=True, launcher="local", eval_datasets=())
     assert run_facts(train_only)["device"] == "cpu, 1 training rank, in one process"

@@ -20,6 +20,14 @@ def twice_the_likelihood(
     return -2 * torch.where(inputs.mask, log_probs, 0.0), {"tokens": (inputs.mask.sum(), torch.tensor(1))}
 
 
+def half_squared_log_ratio(
+    args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    """The KL to the reference, as --kl-loss-type k2 estimates it, and no more."""
+    assert inputs.ref is not None
+    return args.kl_loss_coef * torch.where(inputs.mask, log_probs - inputs.ref, 0.0) ** 2 / 2, {}
+
+
 def all_ones(args: Args, table: SampleTable, columns: TokenColumns) -> None:
     assert columns.old is not None
     columns.advantages = torch.ones_like(columns.advantages)

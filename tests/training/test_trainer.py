@@ -345,6 +345,28 @@ def test_plugins(model: Path) -> None:
     assert norm(custom_advantage_function_path=f"{here}:all_ones") == pytest.approx(sft, rel=1e-5)
 
 
+def test_a_custom_loss_has_the_reference_and_adds_the_kl_itself(model: Path, tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path / "other", seed=1)
+    table, kl = random_table(zero_advantage=1.0), {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k2"}
+    plugin = f"{Path(__file__).parent / 'plugins.py'}:half_squared_log_ratio"
+    found = []
+    for given in ({}, {"loss_type": "custom_loss", "custom_loss_function_path": plugin}):
+        with one_rank(tiny_args(model, use_reference=True, ref_load=str(other), **kl, **given)) as trainer:
+            found.append(trainer.train(0, table))
+    ours, custom = found
+    assert custom["train/grad_norm"] == pytest.approx(ours["train/grad_norm"], rel=1e-5)
+    assert custom["rollout/kl"] == pytest.approx(ours["rollout/kl"], rel=1e-5)
+
+
+def test_sft_has_no_kl(model: Path) -> None:
+    found = []
+    for kl in ({}, {"use_kl_loss": True, "kl_loss_coef": 0.1}, {"kl_coef": 0.1}):
+        with one_rank(tiny_args(model, loss_type="sft_loss", **kl)) as trainer:
+            found.append(trainer.train(0, random_table()))
+    assert found[0]["train/loss"] == found[1]["train/loss"] == found[2]["train/loss"]
+    assert found[0].keys() == found[1].keys() == found[2].keys(), "no pass for log-probs that nothing reads"
+
+
 def test_what_cannot_be_trained_on_is_refused(model: Path) -> None:
     with pytest.raises(ValueError, match="init_method"):
         Trainer(tiny_args(model), world_size=2)
