@@ -99,7 +99,7 @@ class TokenColumns:
             self.advantages = adv.add_distillation(
                 self.advantages, self.old, self.teacher, self.mask, opd_kl_coef=args.opd_kl_coef
             )
-        if args.normalize_advantages and not args.custom_advantage_function_path:
+        if args.normalize_advantages:
             self.advantages = adv.whiten(self.advantages, self.mask)
 
     def _estimate_advantages(self, args: Args, table: SampleTable) -> None:

@@ -342,7 +342,9 @@ def test_plugins(model: Path) -> None:
         2 * sft
     )
     # with advantages of 1 the policy gradient is that of the likelihood
-    assert norm(custom_advantage_function_path=f"{here}:all_ones") == pytest.approx(sft, rel=1e-5)
+    ones = {"custom_advantage_function_path": f"{here}:all_ones"}
+    assert norm(**ones) == pytest.approx(sft, rel=1e-5)
+    assert norm(**ones, normalize_advantages=True) == 0, "equal advantages are whitened to nothing"
 
 
 def test_a_custom_loss_has_the_reference_and_adds_the_kl_itself(model: Path, tmp_path: Path) -> None:
