@@ -17,6 +17,11 @@ MISMATCH_WARNING = (
     "  --correction tis corrects small differences; --check-weight-update-equal tells whether the weights arrived."
 )
 
+SKIPPED_WARNING = (
+    "rollout {}: {:.0%} of its optimizer steps changed nothing, for their gradient was not finite ({}); "
+    "--nonfinite-grad fail stops at the first"
+)
+
 
 def eval_text(metrics: Mapping[str, float]) -> str:
     """``gsm8k 0.412 (length 120, truncated 2%, pass@4 0.710), svamp 0.300``."""

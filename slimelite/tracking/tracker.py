@@ -191,6 +191,9 @@ class Tracker:
         self._save_status("running")
         self._print_row(rollout_id, times)
         self._warn_of_mismatch(self._now.row.get(report.MISMATCH, 0.0))
+        for name in ("train/skipped_steps", "train/critic-skipped_steps"):
+            if share := self._now.row.get(name):
+                logger.warning(report.SKIPPED_WARNING.format(rollout_id + 1, share, name))
         if first or self._now.scores:
             self._show_samples(rollout_id)
         if self._now.scores and time.monotonic() - self._drawn_at > self._drawing_took / DRAWING_SHARE:

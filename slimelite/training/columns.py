@@ -88,6 +88,9 @@ class TokenColumns:
         """The advantage of every token: by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
         ``--custom-advantage-function-path``, ``fn(args, table, columns)``, which sets ``columns.advantages``, and with
         a critic ``columns.returns``.
+
+        Raises:
+            ValueError: an advantage or return of a trained token is not finite.
         """
         if args.custom_advantage_function_path:
             load_function(args.custom_advantage_function_path)(args, table, self)
@@ -99,11 +102,13 @@ class TokenColumns:
             self.advantages = adv.add_distillation(
                 self.advantages, self.old, self.teacher, self.mask, opd_kl_coef=args.opd_kl_coef
             )
+        self._check_finite(args, table, advantages=self.advantages, returns=self.returns)
         if args.normalize_advantages:
             self.advantages = adv.whiten(self.advantages, self.mask)
 
     def _estimate_advantages(self, args: Args, table: SampleTable) -> None:
         per_row = torch.tensor(table.advantage, dtype=torch.float32)
+        self._check_finite(args, table, advantages=per_row[self.segments])  # recurrences would spread it
         kl = torch.zeros(len(self.mask))
         if args.kl_coef:
             assert self.old is not None
@@ -125,6 +130,17 @@ class TokenColumns:
                 )
             case _:
                 self.advantages = per_row[self.segments]
+
+    def _check_finite(self, args: Args, table: SampleTable, **columns: Tensor | None) -> None:
+        source = "rewards and log-probs"
+        if args.custom_advantage_function_path:
+            source = f"what --custom-advantage-function-path {args.custom_advantage_function_path} sets"
+        elif args.custom_reward_post_process_path:
+            source = f"what --custom-reward-post-process-path {args.custom_reward_post_process_path} returns"
+        for name, column in columns.items():
+            if column is not None and (wrong := self.mask & ~column.isfinite()).any():
+                ids = self._ids_with(wrong, table)
+                raise ValueError(f"samples {ids} have {name} that are not finite; look at {source}")
 
     def rows_to_compute(self, args: Args, steps: list[np.ndarray]) -> np.ndarray:
         """[n] bool: rows that can have a gradient; of a step without one a few others, for they are measured too."""

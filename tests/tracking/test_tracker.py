@@ -135,6 +135,16 @@ def test_drift_between_trainer_and_engine_is_explained_once_then_said_when_it_do
     assert "drift further apart" in (tmp_path / "log.txt").read_text()
 
 
+def test_skipped_steps_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(make_args(tmp_path)) as tracker:
+        for i, skipped in enumerate((0.0, 0.5, 0.0)):
+            tracker.log_train(i, make_metrics(i) | {"train/skipped_steps": skipped, "train/critic-skipped_steps": 0.0})
+            tracker.finish_rollout(i)
+    out = capsys.readouterr().out
+    assert "rollout 2: 50% of its optimizer steps changed nothing" in out
+    assert out.count("changed nothing") == 1
+
+
 def test_what_came_before_the_first_rollout_is_not_in_its_times(tmp_path: Path) -> None:
     ticks = iter(range(0, 1000, 10))
     tracker = Tracker(make_args(tmp_path))

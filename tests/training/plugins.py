@@ -33,6 +33,10 @@ def all_ones(args: Args, table: SampleTable, columns: TokenColumns) -> None:
     columns.advantages = torch.ones_like(columns.advantages)
 
 
+def no_number(args: Args, table: SampleTable, columns: TokenColumns) -> None:
+    columns.advantages = columns.advantages / 0.0
+
+
 def tis_as_slime_does(
     args: Any,
     *,

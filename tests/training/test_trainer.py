@@ -199,7 +199,7 @@ def test_the_reference_is_the_initial_policy_until_it_is_updated(model: Path) ->
 
 def test_a_step_without_finite_gradient_is_left_out_or_fatal(model: Path) -> None:
     table = random_table()
-    table.advantage[0] = np.inf
+    table.advantage[0] = 1e38  # finite, and its gradient's norm is not
     with one_rank(tiny_args(model)) as trainer:
         before = weights_of(trainer)
         metrics = trainer.train(0, table)
@@ -211,6 +211,33 @@ def test_a_step_without_finite_gradient_is_left_out_or_fatal(model: Path) -> Non
         assert trainer.train(1, random_table())["train/skipped_steps"] == 0
     with one_rank(tiny_args(model, nonfinite_grad="fail")) as trainer, pytest.raises(FloatingPointError, match="skip"):
         trainer.train(0, table)
+
+
+@pytest.mark.parametrize(
+    ("given", "source"),
+    [
+        ({}, "rewards"),
+        ({"advantage_estimator": "reinforce_plus_plus", "normalize_advantages": True}, "rewards"),
+        (
+            {"custom_reward_post_process_path": "my.process"},
+            "what --custom-reward-post-process-path my.process returns",
+        ),
+        ({"advantage_estimator": "ppo", "use_critic": True, "critic_lr": 1e-2}, "rewards"),
+    ],
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_an_advantage_that_is_not_finite_is_refused(
+    model: Path, given: dict[str, Any], source: str, value: float
+) -> None:
+    table = random_table(masked=0.0)
+    table.advantage[[2, 5]] = value
+    with one_rank(tiny_args(model, **given)) as trainer:
+        with pytest.raises(
+            ValueError, match=rf"samples \[2, 5\] have advantages that are not finite; look at {source}"
+        ):
+            trainer.train(0, table)
+        table.removed[[2, 5]] = True  # what is not trained on does no harm
+        assert trainer.train(0, table)["train/skipped_steps"] == 0
 
 
 def test_mismatch_is_measured_against_the_engine(model: Path) -> None:
@@ -344,6 +371,10 @@ def test_plugins(model: Path) -> None:
     # with advantages of 1 the policy gradient is that of the likelihood
     ones = {"custom_advantage_function_path": f"{here}:all_ones"}
     assert norm(**ones) == pytest.approx(sft, rel=1e-5)
+    with pytest.raises(
+        ValueError, match="have advantages that are not finite; look at what --custom-advantage-function"
+    ):
+        norm(custom_advantage_function_path=f"{here}:no_number")
     assert norm(**ones, normalize_advantages=True) == 0, "equal advantages are whitened to nothing"
 
 
