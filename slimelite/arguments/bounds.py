@@ -42,7 +42,7 @@ AT_LEAST: dict[str, float] = {
     "overlong_buffer_len": 1,
     "overlong_penalty_factor": 0,
 }
-ABOVE_ZERO = ("code_timeout", "dpo_beta", "reward_timeout")
+ABOVE_ZERO = ("code_timeout", "dpo_beta", "reward_timeout", "tis_clip")
 IN_UNIT_INTERVAL = (
     "gamma",
     "lambd",

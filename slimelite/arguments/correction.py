@@ -59,7 +59,7 @@ def derive_correction(draft: Draft) -> None:
     args = draft.args
     if args.custom_tis_function_path is not None:
         _resolve_plugin(draft, args.custom_tis_function_path)
-    elif args.use_tis and "correction" not in draft.given:
+    elif args.use_tis and args.correction == "none" and "correction" not in draft.given:
         draft.set("correction", "tis", "--use-tis")
     if draft.args.correction != "mis":
         return

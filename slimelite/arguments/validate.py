@@ -8,9 +8,17 @@ from typing import Any
 
 from slimelite.arguments.algorithm import GROUP_ESTIMATORS
 from slimelite.arguments.args import Args
+from slimelite.arguments.base import all_flags
 from slimelite.arguments.bounds import bound_problems
 from slimelite.arguments.correction import correction_problems
 from slimelite.arguments.distillation import distillation_problems
+
+
+def _has_advantages(args: Args, *estimators: str) -> bool:
+    """Whether the loss has advantages, and one of ``estimators`` (none: any) makes them."""
+    reads = not args.supervised and args.compute_advantages_and_returns
+    return reads and (not estimators or args.advantage_estimator in estimators)
+
 
 # flag -> what it needs to mean anything; given without, it is listed under "no effect here"
 NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
@@ -38,8 +46,43 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     "overlong_penalty_factor": (lambda a: a.overlong_buffer_len, "--overlong-buffer-len"),
     "opsm_delta": (lambda a: a.use_opsm, "--use-opsm"),
     **dict.fromkeys(
-        ["kl_coef", "use_kl_loss", "kl_loss_coef", "log_ref_kl"],
+        ["kl_coef", "use_kl_loss", "kl_loss_coef", "log_ref_kl", "entropy_coef", "overlong_buffer_len"],
         (lambda a: not a.supervised, "--loss-type policy_loss or custom_loss"),
+    ),
+    **dict.fromkeys(
+        ["advantage_estimator", "eps_clip", "eps_clip_high", "use_rollout_logprobs", "format_reward_coef"],
+        (lambda a: not a.supervised, "--loss-type policy_loss or custom_loss"),
+    ),
+    "eps_clip_c": (
+        lambda a: not a.supervised and a.advantage_estimator != "cispo",
+        "--loss-type policy_loss and another --advantage-estimator than cispo",
+    ),
+    **dict.fromkeys(
+        ["normalize_advantages", "custom_advantage_function_path"],
+        (_has_advantages, "a loss with advantages"),
+    ),
+    "gamma": (
+        lambda a: _has_advantages(a, "ppo", "reinforce_plus_plus") or a.custom_advantage_function_path,
+        "--advantage-estimator ppo or reinforce_plus_plus",
+    ),
+    "rewards_normalization": (
+        lambda a: _has_advantages(a, *GROUP_ESTIMATORS) or a.custom_reward_post_process_path,
+        "an --advantage-estimator that compares the responses to a prompt",
+    ),
+    "grpo_std_normalization": (
+        lambda a: (
+            (_has_advantages(a, "grpo", "gspo", "cispo") and a.rewards_normalization)
+            or a.custom_reward_post_process_path
+        ),
+        "--advantage-estimator grpo, gspo or cispo, and rewards compared within their group",
+    ),
+    "custom_loss_function_path": (lambda a: a.loss_type == "custom_loss", "--loss-type custom_loss"),
+    # without --rm-type the samples say how to score them
+    "format_regex": (
+        lambda a: (
+            a.rm_type in (None, "format") or a.format_reward_coef or any(d.rm_type == "format" for d in a.eval_datasets)
+        ),
+        "--rm-type format, or --format-reward-coef",
     ),
     **dict.fromkeys(
         ["kl_loss_type", "use_unbiased_kl"],
@@ -58,7 +101,6 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         "--loss-type dpo_loss with --dpo-loss sigmoid",
     ),
     "n_samples_per_prompt": (lambda a: a.loss_type != "dpo_loss", "responses to generate; a row of pairs has its two"),
-    "entropy_coef": (lambda a: not a.supervised, "a policy loss"),
     **dict.fromkeys(
         ["value_clip", "lambd", "critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "critic_load"],
         (lambda a: a.use_critic, "--advantage-estimator ppo"),
@@ -143,9 +185,11 @@ def validate(args: Args) -> list[str]:
 
 def idle_flags(args: Args, given: frozenset[str]) -> Iterator[tuple[str, str]]:
     """(flag, why) for each flag that was given but has nothing to act on."""
+    flags = all_flags(type(args))
     for name, (needed, what) in NEEDS.items():
         if name in given and not needed(args):
-            yield "--" + name.replace("_", "-"), f"needs {what}"
+            flag = flags[name]
+            yield flag.negative if flag.negative and getattr(args, name) is False else flag.option, f"needs {what}"
     if args.rollout_backend != "sglang":
         for name in args.sglang_overrides:
             yield "--sglang-" + name.replace("_", "-"), f"the {args.rollout_backend} engine runs, not SGLang"

@@ -30,7 +30,7 @@ ICEPOP = "slime.backends.megatron_utils.loss.icepop_function"
         ("--use-tis --custom-tis-function-path my.weights", "custom", "my.weights"),
         ("--custom-tis-function-path my.weights", "custom", "my.weights"),
         ("--preset seq-mis", "mis", None),
-        ("--preset seq-mis --use-tis", "tis", None),
+        ("--preset token-tis --use-tis", "tis", None),
         ("--preset seq-mis --correction none", "none", None),
     ],
 )
@@ -61,6 +61,9 @@ def test_bounds_follow(make: Make) -> None:
 
 RULES = [
     ("--use-tis --correction icepop", "--use-tis is --correction tis, not icepop", "--no-use-tis"),
+    ("--use-tis --preset icepop", "--use-tis is --correction tis, not icepop", "--no-use-tis"),
+    ("--use-tis --preset seq-mis", "--use-tis is --correction tis, not mis", "--correction tis"),
+    ("--use-tis --tis-clip 0", "--tis-clip 0.0: must be above 0", "--tis-clip 1"),
     ("--use-tis --correction none", "--use-tis is --correction tis, not none", "--correction tis"),
     ("--correction tis --custom-tis-function-path my.fn", "a correction of its own", "--correction custom"),
     ("--correction custom", "needs --custom-tis-function-path", "--custom-tis-function-path my.fn"),

@@ -259,6 +259,39 @@ def test_flags_without_anything_to_act_on_are_listed(make: Make) -> None:
     assert make("--tis-clip 3 --use-tis --wandb-group g --use-wandb").no_effect == ()
 
 
+@pytest.mark.parametrize(
+    ("flag", "idle_with", "works_with"),
+    [
+        ("--eps-clip-c 3", "--advantage-estimator cispo", "--advantage-estimator gspo"),
+        ("--gamma 0.9", "", "--advantage-estimator reinforce_plus_plus"),
+        ("--gamma 0.9", "--advantage-estimator reinforce_plus_plus_baseline", "--advantage-estimator ppo"),
+        ("--gamma 0.9", "--advantage-estimator rloo", "--custom-advantage-function-path my.fn"),
+        ("--disable-grpo-std-normalization", "--advantage-estimator rloo", "--advantage-estimator gspo"),
+        ("--disable-grpo-std-normalization", "--advantage-estimator ppo", ""),
+        ("--disable-grpo-std-normalization", "--disable-rewards-normalization", ""),
+        ("--disable-rewards-normalization", "--advantage-estimator ppo", "--advantage-estimator rloo"),
+        ("--disable-rewards-normalization", "--advantage-estimator reinforce_plus_plus", "--advantage-estimator cispo"),
+        ("--eps-clip 0.1", "--loss-type sft_loss", ""),
+        ("--eps-clip-high 0.3", "--loss-type dpo_loss", ""),
+        ("--gamma 0.9", "--loss-type sft_loss --advantage-estimator ppo", "--advantage-estimator ppo"),
+        ("--normalize-advantages", "--loss-type sft_loss", ""),
+        ("--custom-advantage-function-path my.fn", "--loss-type sft_loss", ""),
+        ("--use-rollout-logprobs", "--loss-type sft_loss", ""),
+        ("--advantage-estimator ppo", "--loss-type sft_loss", ""),
+        ("--entropy-coef 0.1", "--loss-type dpo_loss", ""),
+        ("--overlong-buffer-len 4", "--loss-type sft_loss", ""),
+        ("--format-reward-coef 0.1", "--loss-type dpo_loss", ""),
+        ("--format-regex a", "--rm-type math", "--rm-type format"),
+        ("--format-regex a", "--rm-type math", "--rm-type math --format-reward-coef 0.1"),
+        ("--custom-loss-function-path my.fn", "", "--loss-type custom_loss"),
+    ],
+)
+def test_a_flag_of_another_algorithm_is_listed(make: Make, flag: str, idle_with: str, works_with: str) -> None:
+    option = flag.split()[0]
+    assert option in dict(make(f"{flag} {idle_with}").no_effect)
+    assert option not in dict(make(f"{flag} {works_with}").no_effect)
+
+
 def _checkpoint(root: Path, step: int) -> None:
     directory = root / f"iter_{step:07d}"
     directory.mkdir(parents=True)
