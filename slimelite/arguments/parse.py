@@ -11,10 +11,11 @@ from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.base import ArgumentError, all_flags
 from slimelite.arguments.derive import derive
 from slimelite.arguments.help import format_help
+from slimelite.arguments.idle import idle_flags
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.arguments.presets import read_presets
 from slimelite.arguments.sources import read_command_line, read_config
-from slimelite.arguments.validate import idle_flags, validate
+from slimelite.arguments.validate import validate
 from slimelite.arguments.vocabulary import Settings, Vocabulary
 
 

@@ -9,7 +9,7 @@ from slimelite.arguments import ArchitectureArgs, Args
 from slimelite.arguments.base import all_flags, group_flags
 
 ROOT = Path(__file__).parents[2]
-DECLARING = {"validate.py", "megatron.py", "refused.py"}
+DECLARING = {"idle.py", "validate.py", "megatron.py", "refused.py"}
 # read by checks alone
 CHECKED = {
     "train_backend": "there is one",
