@@ -125,7 +125,8 @@ class Trainer:
         checked = self.args.ci_test and self._fresh
         computed = columns.trained_rows() if checked else columns.rows_to_compute(self.args, steps)
         schedule = [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
-        if columns.old is None and self._needs_old(len(steps)):
+        # checked: those that advantages read are of other micro-batches
+        if (columns.old is None or checked) and self._needs_old(len(steps)):
             columns.old, columns.entropy = self._pass(
                 "log_probs", self.model, table, self._deal_old(table, computed, schedule)
             )
@@ -277,7 +278,8 @@ class Trainer:
     def _count_flops(self, name: str, model: LanguageModel, table: SampleTable, rows: np.ndarray) -> None:
         flops = ForwardFlops.of(model)
         if flops is not None:
-            self._flops[name] = flops.total(table.total_lengths[rows], table.response_lengths[rows])
+            total = flops.total(table.total_lengths[rows], table.response_lengths[rows])
+            self._flops[name] = self._flops.get(name, 0.0) + total
 
     def _advantages_read_old(self) -> bool:
         if self.args.supervised:

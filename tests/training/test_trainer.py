@@ -283,6 +283,26 @@ def test_first_step_truths_hold_and_their_breach_is_fatal(model: Path, tmp_path:
         trainer.train(0, random_table())
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"advantage_estimator": "reinforce_plus_plus", "kl_coef": 0.1, "use_reference": True},
+        {"custom_advantage_function_path": f"{Path(__file__).parent / 'plugins.py'}:all_ones"},
+        {"use_opd": True, "opd_type": "sglang"},
+        {},
+    ],
+)
+def test_the_check_compares_equal_micro_batches_whatever_reads_the_old_log_probs(
+    model: Path, given: dict[str, Any]
+) -> None:
+    args = tiny_args(model, ci_test=True, log_probs_max_tokens_per_gpu=30, max_tokens_per_gpu=200, **given)
+    table = random_table(masked=0.0)
+    with one_rank(args) as trainer:
+        table.rollout_log_probs = trainer.log_probs(table).astype(np.float32)
+        table.teacher_log_probs = table.rollout_log_probs - np.float32(1)
+        assert trainer.train(0, table)["train/logprob_abs_diff"] == 0
+
+
 def test_what_has_no_gradient_is_checked_all_the_same(model: Path) -> None:
     """Nothing to learn, nothing to train on: neither excuses an engine that disagrees."""
     table = random_table(zero_advantage=1.0)
