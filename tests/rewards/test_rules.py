@@ -81,6 +81,8 @@ def test_dapo_refuses_labels_that_are_no_integers() -> None:
 def test_dapo_normalisation() -> None:
     spelled = {"\\frac12": "\\frac{1}{2}", "\\sqrt3": "\\sqrt{3}", "an answer": "answer", "42<|im_end|>": "42"}
     assert {text: dapo.normalize_final_answer(text) for text in spelled} == spelled
+    nested = ("\\text{\\textbf{3}}", "\\textbf{\\text{3}}", "\\overline{\\text{3}}", "\\text{\\overline{\\textbf{3}}}")
+    assert [dapo.normalize_final_answer(text) for text in nested] == ["3"] * len(nested)
 
 
 def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
