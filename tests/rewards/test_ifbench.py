@@ -63,8 +63,8 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("instruction", "arguments", "good", "bad"), CASES)
 def test_each_instruction(instruction: str, arguments: dict[str, Any], good: list[str], bad: list[str]) -> None:
-    assert [ifeval.follows(instruction, text, {**arguments, "unused": None}) for text in good] == [True] * len(good)
-    assert [ifeval.follows(instruction, text, arguments) for text in bad] == [False] * len(bad)
+    assert [ifbench.follows(instruction, text, {**arguments, "unused": None}) for text in good] == [True] * len(good)
+    assert [ifbench.follows(instruction, text, arguments) for text in bad] == [False] * len(bad)
 
 
 LONG = 200_000
@@ -77,7 +77,7 @@ def test_the_checks_are_linear_in_whatever_a_model_writes(piece: str) -> None:
     for text in (piece * (LONG // len(piece)), f"a{piece * (LONG // len(piece))}a"):
         start = time.perf_counter()
         for instruction, arguments, _, _ in CASES:
-            ifeval.follows(instruction, text, arguments)
+            ifbench.follows(instruction, text, arguments)
         assert time.perf_counter() - start < 4.0
 
 
@@ -88,12 +88,12 @@ def test_every_instruction_has_a_case() -> None:
 def test_the_language_is_langdetects_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "langdetect", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'slimelite\[ifbench\]'"):
-        ifeval.follows("language:response_language", "hello", {"language": "en"})
+        ifbench.follows("language:response_language", "hello", {"language": "en"})
     said = ModuleType("langdetect")
     said.__dict__.update(detect=lambda text: "de", DetectorFactory=type("F", (), {}), LangDetectException=KeyError)
     monkeypatch.setitem(sys.modules, "langdetect", said)
-    assert ifeval.follows("language:response_language", "guten Tag", {"language": "de"})
-    assert not ifeval.follows("language:response_language", "guten Tag", {"language": "en"})
+    assert ifbench.follows("language:response_language", "guten Tag", {"language": "de"})
+    assert not ifbench.follows("language:response_language", "guten Tag", {"language": "en"})
 
 
 ROW = {
