@@ -79,6 +79,12 @@ def ends(text: str) -> tuple[int, int, int]:
     return last["."], last["?"], last["!"]
 
 
+def sentence_type(text: str) -> bool:
+    """Two statements for each question."""
+    statements, questions, _ = ends(text)
+    return statements == 2 * questions
+
+
 def stop_words(text: str, percentage: float) -> bool:
     """At most that percentage of the words are stop words."""
     words = re.findall(r"\w+", text.lower())
@@ -227,7 +233,7 @@ def newline(text: str) -> bool:
 def emoji(text: str) -> bool:
     """Each sentence ends with an emoji, or the next begins with one."""
     parts = [sentence.translate(NO_MARKS).strip() for sentence in sentences(text)]
-    following = [*parts[1:], ""]
+    following = [*parts, ""][1:]
     return all(
         part != "" and (any(map(is_emoji, part[-2:])) or is_emoji(after[:1]))
         for part, after in zip(parts, following, strict=True)
@@ -358,7 +364,7 @@ IFBENCH_CHECKS: dict[str, Check] = {
     "count:conjunctions": conjunctions,
     "count:keywords_multiple": keywords_multiple,
     "count:numbers": lambda text, N: len(re.findall(r"\d+", text.translate(NO_MARKS))) == N,
-    "count:person_names": lambda text, N: sum(bool(re.search(rf"\b{name}\b", text)) for name in NAMES) >= N,
+    "count:person_names": lambda text, N: len(NAMES.intersection(re.findall(r"\w+", text))) >= N,
     "count:pronouns": lambda text, N: sum(t in PRONOUNS for t in tokens(text.lower().replace("/", " "))) >= N,
     "count:punctuation": punctuation,
     "count:unique_word_count": lambda text, N: len({word.strip(EDGES) for word in text.lower().split()}) >= N,
@@ -366,7 +372,7 @@ IFBENCH_CHECKS: dict[str, Check] = {
     "count:words_japanese": words_japanese,
     "ratio:overlap": overlap,
     "ratio:sentence_balance": lambda text: len({*ends(text)}) == 1,
-    "ratio:sentence_type": lambda text: ends(text)[0] == 2 * ends(text)[1],
+    "ratio:sentence_type": sentence_type,
     "ratio:sentence_words": sentence_words,
     "ratio:stop_words": stop_words,
     "words:alphabet": alphabet,
