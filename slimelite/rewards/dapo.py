@@ -84,7 +84,8 @@ def normalize_final_answer(text: str) -> str:
     for mark in (*UNITS, *MARKS):
         text = text.replace(mark, "")
     text = re.sub(r".*?\$(.*?)\$.*", r"$\1$", text)
-    text = re.sub(r"\\(?:text|textbf|overline)\{(.*?)\}", r"\1", text)
+    for wrapper in ("text", "textbf", "overline"):  # one after the other: they may be nested
+        text = re.sub(rf"\\{wrapper}\{{(.*?)\}}", r"\1", text)
     text = re.sub(r"\\boxed\{(.*)\}", r"\1", text)
     # \frac12 -> \frac{1}{2}, \sqrt3 -> \sqrt{3}
     text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)

@@ -1,7 +1,8 @@
 """``gpqa``: the option letter that the response settles on, or the text of the right option.
 
 Metadata may bring ``choices`` (list, or dict of letter to text), ``correct_letter``, ``correct_answer`` or
-``answer_text`` and ``valid_letters``. The label is a letter, an option's number from 0, or an option's text.
+``answer_text`` and ``valid_letters``. The label is a letter, an option's number from 0, or an option's text; labels are
+read as text, so that digits mean the number even where an option consists of the same digits.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import Any
 from slimelite.rewards.rule import Answer, Rule
 
 LETTERS = string.ascii_uppercase[:10]
-# tried in this order; each reads its first match. A letter stands alone, unlike the d of "the answer depends", and a
-# small one ends its clause, unlike the a of "the answer is a gas"
-LETTER = r"[ (*\[]{0,4}([A-Z]\b|[a-z](?=[.,;:)\]*]|$))"
+# A letter stands alone, unlike the d of "the answer depends". The small a and i, which are words too, must end their
+# clause, unlike the a of "the answer is a gas"; "e.g." and "I'd" hold no letters
+LETTER = r"(?!\w(?:\.\w\.|['’]\w))([A-Z]\b|[b-hj-z]\b|[ai](?=[.,;:)\]*]|$))"
+# tried in this order; each reads its first match. A letter in brackets or stars is the answer after "answer is",
+# "answer:" and "final answer"; after a bare word, as in "option (A) is wrong", it may be one that is turned down
+WRAP = r"[ (*\[]{0,4}"
 PATTERNS = (
-    re.compile(rf"(?i:answer|option|choice) ?(?i:is|:)?{LETTER}"),
-    re.compile(r"\b([A-Z]) is (?:the )?correct"),
+    re.compile(rf"(?i:(?:answer|option|choice)(?: ?(?:is|:){WRAP}| ?)|final (?:answer|option){WRAP}){LETTER}"),
+    re.compile(r"\b([A-Zb-hj-z])[)\]*]{0,4} is (?:the )?correct"),
 )
 
 
@@ -43,7 +47,7 @@ def quick(answer: Answer) -> float:
 
 
 def extract_letter(text: str | None, letters: Sequence[str]) -> str | None:
-    """The option letter in a phrase such as "the answer is B", or else the last capital that stands alone."""
+    """The option letter in a phrase such as "the answer is (B)", or else the last capital that stands alone."""
     text = " ".join((text or "").rpartition("</think>")[2].split())
     for pattern in PATTERNS:
         if (match := pattern.search(text)) and match[1].upper() in letters:
@@ -72,15 +76,15 @@ def _letters(metadata: dict[str, Any], choices: list[str]) -> list[str]:
 
 
 def _correct_letter(metadata: dict[str, Any], label: str, choices: list[str], letters: list[str]) -> str | None:
-    """The right option's letter: metadata's, or the label as letter, text or number of an option."""
+    """The right option's letter: metadata's, or the label as letter, number or text of an option."""
     if isinstance(given := metadata.get("correct_letter"), str) and given.strip():
         return given.strip().upper()
     if label.upper() in letters:
         return label.upper()
+    if label.isdecimal() and int(label) < len(letters):
+        return letters[int(label)]
     same = [letter for letter, choice in zip(letters, choices, strict=False) if plain(choice) == plain(label)]
-    if same and plain(label):
-        return same[0]
-    return letters[int(label)] if label.isdecimal() and int(label) < len(letters) else None
+    return same[0] if same and plain(label) else None
 
 
 def example(answer: Answer) -> str:

@@ -1,8 +1,9 @@
 """``ifbench`` and ``ifbench_loose``: the response follows every verifiable instruction of its row.
 
 The row's metadata (or its label, as JSON) brings ``instruction_id_list`` and ``kwargs``, one dict for each, as the data
-sets IFEval and IFBench have them. The checks are IFEval's (`ifeval`); an instruction that is not among them is a reward
-error. Loose takes an instruction as followed if it is without stars, the first line, the last line, or any of these.
+sets IFEval and IFBench have them. The checks are IFEval's 25 (`ifeval`) and IFBench's own 58 (`ifbench_checks`);
+another instruction is a reward error. Loose takes an instruction as followed if it is without stars, the first line,
+the last line, or any of these.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from slimelite.rewards.ifeval import CHECKS, follows
+from slimelite.rewards.ifbench_checks import IFBENCH_CHECKS
+from slimelite.rewards.ifeval import CHECKS, Check
 from slimelite.rewards.rule import Answer, Rule
+
+INSTRUCTIONS: dict[str, Check] = {**CHECKS, **IFBENCH_CHECKS}
 
 
 def strict(answer: Answer) -> float:
@@ -62,9 +66,22 @@ def instructions(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
             "ifbench needs instruction_id_list and kwargs, one dict for each, in metadata (--metadata-key) or in the "
             f"label as JSON; there are {len(ids)} instructions and {len(arguments)} kwargs"
         )
-    if unknown := [name for name in ids if name not in CHECKS]:
-        raise ValueError(f"no check for {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+    if unknown := [name for name in ids if name not in INSTRUCTIONS]:
+        raise ValueError(f"no check for {', '.join(unknown)}; there are {', '.join(INSTRUCTIONS)}")
     return list(zip(ids, arguments, strict=True))
+
+
+def follows(instruction: str, text: str, arguments: dict[str, Any]) -> bool:
+    """Does ``text`` follow the instruction? ``arguments``: those that are None are left out.
+
+    Raises:
+        ValueError: the instruction has other arguments.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    try:
+        return bool(INSTRUCTIONS[instruction](text, **given))
+    except TypeError as error:
+        raise ValueError(f"{instruction}: arguments {given} do not fit ({error})") from error
 
 
 RULE = Rule("ifbench", strict, needs_label=False)

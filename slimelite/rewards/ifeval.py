@@ -1,8 +1,8 @@
 """IFEval's verifiable instructions (Zhou et al., arXiv:2311.07911), one check each: does a text follow it?
 
 Written from the paper and the names of its data set's arguments; a check gets the text and the arguments of its row.
-Sentences end where one of ``.!?`` is followed by space; the reference asks NLTK. ``change_case`` looks at case alone;
-the reference also asks langdetect whether the text is English.
+Sentences are those of `english`; the reference asks NLTK. ``change_case`` looks at case alone; the reference also asks
+langdetect whether the text is English.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+
+from slimelite.rewards.english import sentences
 
 Check = Callable[..., bool]
 
@@ -79,7 +80,7 @@ def response_language(text: str, language: str) -> bool:
 
 def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
     """That many sentences."""
-    return compares(len([s for s in re.split(r"(?<=[.!?])\s+", text) if s.strip()]), num_sentences, relation)
+    return compares(len(sentences(text)), num_sentences, relation)
 
 
 def number_words(text: str, num_words: int, relation: str) -> bool:
@@ -224,18 +225,3 @@ CHECKS: dict[str, Check] = {
     "change_case:english_lowercase": english_lowercase,
     "punctuation:no_comma": no_comma,
 }
-
-
-def follows(instruction: str, text: str, arguments: dict[str, Any]) -> bool:
-    """Does ``text`` follow the instruction? ``arguments``: those that are None are left out.
-
-    Raises:
-        ValueError: no such instruction, or other arguments than it has.
-    """
-    if instruction not in CHECKS:
-        raise ValueError(f"no instruction {instruction!r}; there are {', '.join(CHECKS)}")
-    given = {name: value for name, value in arguments.items() if value is not None}
-    try:
-        return CHECKS[instruction](text, **given)
-    except TypeError as error:
-        raise ValueError(f"{instruction}: arguments {given} do not fit ({error})") from error

@@ -155,9 +155,9 @@ def test_a_sample_names_its_own_rule(graders: list[Grader]) -> None:
     for sample in given:
         sample.response = "wrong, all of it, \\boxed{C},"
     assert rewards(graders, RewardArgs(rm_type="math"), given) == [0.0] * len(rows)
-    unknown = samples("x", metadata={"rm_type": "ifbench", "instruction_id_list": ["words:alphabet"], "kwargs": [{}]})
+    unknown = samples("x", metadata={"rm_type": "ifbench", "instruction_id_list": ["words:rhyme"], "kwargs": [{}]})
     assert rewards(graders, RewardArgs(), unknown) == [0.0]
-    assert "no check for words:alphabet" in unknown[0].metadata["reward_error"]
+    assert "no check for words:rhyme" in unknown[0].metadata["reward_error"]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,8 @@ def test_dapo_refuses_labels_that_are_no_integers() -> None:
 def test_dapo_normalisation() -> None:
     spelled = {"\\frac12": "\\frac{1}{2}", "\\sqrt3": "\\sqrt{3}", "an answer": "answer", "42<|im_end|>": "42"}
     assert {text: dapo.normalize_final_answer(text) for text in spelled} == spelled
+    nested = ("\\text{\\textbf{3}}", "\\textbf{\\text{3}}", "\\overline{\\text{3}}", "\\text{\\overline{\\textbf{3}}}")
+    assert [dapo.normalize_final_answer(text) for text in nested] == ["3"] * len(nested)
 
 
 def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
@@ -102,6 +104,19 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
         ("E is the correct option", "E"),
         ("we ruled out A, then B, settled on C", "C"),
         ("Answer: A is wrong.</think>The answer is B.", "B"),
+        # an option in brackets may be one that is turned down
+        ("Option (A) is incorrect because it melts. I choose (B).", "B"),
+        ("Looking at choice [A], it fails. So **C**.", "C"),
+        ("The answer (A) would need x; so B.", "B"),
+        ("Final answer **C**, not (A) and not (B).", "C"),
+        ("Option (B) is correct. A and C are not.", "B"),
+        # a small letter that stands alone
+        ("option b is correct", "B"),
+        ("The correct answer is b because it is", "B"),
+        ("b is correct", "B"),
+        ("answer: b because", "B"),
+        ("answer: e.g. (C)", "C"),
+        ("Answer: I'd say (B)", "B"),
         # slime takes the first letter of any word here
         ("the answer depends", None),
         ("The answer is a gas, so option B", "B"),
@@ -122,8 +137,10 @@ def test_gpqa_knows_the_right_option_by_letter_text_or_number() -> None:
     assert reward("gpqa", "Definitely paris.", "Paris", choices=choices) == 1.0
     assert reward("gpqa", "Answer: A", "Paris", choices=choices) == 0.0
     assert reward("gpqa", "there are 2 of them", 2, choices=choices) == 0.0
-    # an option whose text is a number is meant before an option's number
-    assert reward("gpqa", "Answer: B", 2, choices=["1", "2", "3", "4"]) == 1.0
+    # digits are an option's number, even where they are an option's text too
+    assert reward("gpqa", "Answer: C", 2, choices=["1", "2", "3", "4"]) == 1.0
+    assert reward("gpqa", "Answer: B", 2, choices=["1", "2", "3", "4"]) == 0.0
+    assert reward("gpqa", "Answer: B", 12, choices=["11", "12"]) == 1.0
 
 
 def test_multiple_choice_reads_the_box_first() -> None:

@@ -1,0 +1,198 @@
+"""IFBench's own instructions: texts that follow and texts that do not, for each."""
+
+from __future__ import annotations
+
+import string
+import time
+from typing import Any
+
+import pytest
+
+from slimelite.rewards.ifbench import follows
+from slimelite.rewards.ifbench_checks import CAPITALS, IFBENCH_CHECKS
+
+
+def question(number: int, words: int, options: str = "ABCDE") -> str:
+    return f"Question {number}\n{'what ' * words}?\n" + "\n".join(f"{letter}) painter" for letter in options) + "\n\n"
+
+
+def table(header: str, rows: int, row: str) -> str:
+    return "\n".join([header, *[row] * rows])
+
+
+QUIZ = "".join(question(n, n) for n in (1, 2, 3, 4))
+STORY = " ".join(f"{letter} did it." for letter in string.ascii_uppercase if letter != "I").replace(
+    "J did", "It did. J did"
+)
+COUNTRIES = ["Here they are:", "* Zimbabwe", *sorted((f"Land {n:02}" for n in range(50)), reverse=True), "Ågypt"]
+CITY, SHOP = "ID,Country,City,Year,Count", "ProductID,Category,Brand,Price,Stock"
+SCORE = '"StudentID"\t"Subject"\t"Grade"\t"Semester"\t"Score"'
+FIVE = "a " + "b " * 2 + "c " * 3 + "d " * 5 + "e " * 7
+WALLS = {"prompt_to_repeat": "The walls are solid, and cold.", "n_start": 1, "n_end": 3}
+
+# instruction, arguments, texts that follow it, texts that do not
+CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
+    ("count:conjunctions", {"small_n": 2}, ["this and that, or none"], ["one thing and another and more"]),
+    (
+        "count:keywords_multiple",
+        {f"keyword{n}": letter for n, letter in enumerate("abcde", 1)},
+        [FIVE, FIVE + "abcde"],
+        [FIVE + "a", FIVE[2:]],
+    ),
+    ("count:numbers", {"N": 2}, ["100,000 of 3.5."], ["100,000", "1 2 3"]),
+    ("count:person_names", {"N": 2}, ["Emma and Liam"], ["Emma and Emma", "emma, Liam", "Emmas, Liam"]),
+    ("count:pronouns", {"N": 3}, ["she/her/hers", "It's mine, isn't it?"], ["She sees a heron."]),
+    ("count:punctuation", {}, ["Why?! Well: yes; no, or what? Go! Now."], ["Why?! Well: yes; no, or.", ". , ! ? ; :"]),
+    ("count:unique_word_count", {"N": 3}, ["One, two, three one"], ["one One, two"]),
+    ("count:word_count_range", {"min_words": 2, "max_words": 3}, ["two words", "now: three words"], ["one", "a b c d"]),
+    ("count:words_japanese", {"N": 2}, ["one 猫 three ねこ.", "only 12"], ["one two 猫"]),
+    ("ratio:overlap", {"reference_text": "a b c d", "percentage": 50}, ["a b c x"], ["a b c d", "x y z", "a b"]),
+    ("ratio:sentence_balance", {}, ["It is. Is it? So!"], ["It is. Is it?"]),
+    ("ratio:sentence_type", {}, ["It is. Is it? So it is."], ["It is. Is it?"]),
+    (
+        "ratio:sentence_words",
+        {},
+        ["I see him. We eat it. Dogs bark."],
+        ["I see him. We eat it.", "I see him. We eat. Dogs bark.", "I see him. We see it. Dogs bark."],
+    ),
+    ("ratio:stop_words", {"percentage": 50}, ["The cat"], ["It is the cat.", "..."]),
+    ("words:alphabet", {}, ["Yes, zebras are big", "one"], ["All cats", "1 by", "..."]),
+    ("words:consonants", {}, ["Dogs bark"], ["Dogs are"]),
+    ("words:keywords_specific_position", {"keyword": "key", "n": 2.0, "m": 2}, ["A. The Key."], ["The key. A.", "key"]),
+    ("words:last_first", {}, ["I see you. You see me! Me too."], ["I see you. I see me.", "I. ... I."]),
+    ("words:no_consecutive", {}, ["a bad act"], ["a bad Bee"]),
+    ("words:odd_even_syllables", {}, ["Children have little to regret."], ["Children little", "one two"]),
+    (
+        "words:palindrome",
+        {},
+        ["Level, " * 10, "level radar " * 5],
+        ["level " * 9 + "otto", "level " * 9],
+    ),
+    ("words:paragraph_last_first", {}, ["This is this.\n\nSo is so.*"], ["This is this. So is so", "this is that"]),
+    ("words:prime_lengths", {}, ["We see three."], ["We see four."]),
+    ("words:repeats", {"small_n": 2}, ["one, one two"], ["one One one"]),
+    ("words:start_verb", {}, ["Tries vary.", "Let's go", "Cooking"], ["The cook tries.", "During it", "Nothing"]),
+    ("words:vowel", {}, ["This is no fun, in"], ["the audio is", "one\ntwo"]),
+    ("words:words_position", {"keyword": "key"}, ["A key, the KEY now!"], ["A key right now", "key a key b", "key"]),
+    ("sentence:alliteration_increment", {}, ["None here. Big bad act."], ["Big bad act. None.", "Go. No. So."]),
+    ("sentence:increment", {"small_n": 2}, ["One. Then two more! Then two more, as ever."], ["One. Two more."]),
+    ("sentence:keyword", {"word": "key", "N": 2}, ["A. The Key."], ["The key. A.", "A. Keys.", "key"]),
+    ("format:emoji", {}, ["Hi 😀. Bye! 👋🏽", "Hi. 😀 Bye. 😀"], ["😀 Hi.", "Hi 😀. Bye."]),
+    ("format:line_indent", {}, ["a\n b\n\n   c"], ["a\n b\n c"]),
+    ("format:list", {"sep": "!?"}, ["!? one\n!? two"], ["!? one", "- one\n- two"]),
+    ("format:newline", {}, ["One\n\ntwo ."], ["One two", "One two\n three"]),
+    (
+        "format:no_bullets_bullets",
+        {},
+        ["One. Two.\n* a\n * b", "One.\nTwo.\n\n* a\n* b"],
+        ["One.\n* a\n* b", "One. Two.\n* a", "One. Two.\n* a\n* b\nend", "One.\n\nTwo.\n* a\n* b", "One. Two."],
+    ),
+    ("format:no_whitespace", {}, ["all-in-one"], ["all in one", "all\n"]),
+    ("format:options", {"options": "yes/no"}, ["Yes.", "no"], ["yes/no", "yes, sir"]),
+    ("format:options", {"options": "I know or I don't know"}, ["I don't know"], ["know"]),
+    ("format:options", {"options": "a), b), c)"}, ["b)"], ["b", "B)"]),
+    ("format:output_template", {}, ["My Answer: a My Conclusion: b Future Outlook: c"], ["My Answer: a"]),
+    ("format:parentheses", {}, ["([{([])}])", "(] ([{(["  + "])"], ["([{()}])", "([{([", "(((((]"]),
+    ("format:quote_unquote", {}, ['He said "hi" twice', "a '\"'"], ['He said "hi".', '"a" "b" c']),
+    ("format:quotes", {}, ["\"a 'b \"c\" d' e\""], ["\"a 'b' c\"", "\"a 'b \"c"]),
+    ("format:sub-bullets", {}, ["* a\n - b\n* c\n - d"], ["* a\n* b\n - c"]),
+    ("format:thesis", {}, ["<i>It is.</i> So", "<em>It is.</em> So"], ["It is.", "<i> </i> So", "<i>It.</i>", "<i>It"]),
+    ("format:title_case", {}, ["I Am A Test (Of 3 IPhones)", "My iPhone"], ["I Am a Test", "My phone", "oK"]),
+    ("custom:character_reverse", {}, [".Elgae dlab"], ["bald eagle"]),
+    (
+        "custom:csv_city",
+        {},
+        [table(CITY, 7, '1,USA,"New York, NY",2020,5'), table('"ID",Country,City,Year,Count', 7, "1,2,3,4,5")],
+        [table(CITY, 6, "1,2,3,4,5"), table(CITY, 7, "1,2,3,4"), table("A,B,C,D,E", 7, "1,2,3,4,5"), '"' * 200_000],
+    ),
+    (
+        "custom:csv_quotes",
+        {},
+        [table(SCORE, 3, '"1"\t"2"\t "3"\t"4"\t"5"')],
+        [table(SCORE, 3, '"1"\t2\t"3"\t"4"\t"5"'), table(SCORE, 2, SCORE), table(SCORE, 3, '"1"\t\t"3"\t"4"\t"5"')],
+    ),
+    (
+        "custom:csv_special_character",
+        {},
+        [table(SHOP, 14, '1,Home,"Pots, Inc.",3,4'), table(SHOP.replace(",", ", "), 14, '1,2,"!",4,5')],
+        [table(SHOP, 14, '1,Home,"Pots",3,4'), table(SHOP, 13, '1,2,"!",4,5'), table(CITY, 14, '1,2,"!",4,5')],
+    ),
+    ("custom:date_format_list", {}, ["1796-07-05, 1800-12-31"], ["07-05-1796", "1796-04-31", "1822-01-01"]),
+    ("custom:european_capitals_sort", {}, [CAPITALS, CAPITALS.replace("jav", "jáv")], ["Oslo, " + CAPITALS, "Oslo"]),
+    (
+        "custom:mcq_count_length",
+        {},
+        [QUIZ],
+        [
+            *("Here: " + QUIZ, "".join(question(n, 5 - n) for n in (1, 2, 3, 4)), QUIZ + question(5, 5)),
+            *(QUIZ.replace("E) painter", ""), "Question"),
+        ],
+    ),
+    ("custom:multiples", {}, ["14,21,28,35,42,49"], ["7 14 21 28 35 42 49", "14 21"]),
+    (
+        "custom:reverse_newline",
+        {},
+        ["\n".join(COUNTRIES)],
+        ["\n".join(COUNTRIES[:-1]), "\n".join(sorted(COUNTRIES)), ", ".join(COUNTRIES)],
+    ),
+    ("custom:sentence_alphabet", {}, [STORY, f'"{STORY}'], [STORY[:-12], STORY.replace("D did", "E did"), ". " * 26]),
+    ("custom:word_reverse", {}, [".eagle bald the is It"], ["It is the bald eagle."]),
+    (
+        "repeat:repeat_change",
+        {"prompt_to_repeat": "Give me it."},
+        ["Hand me it."],
+        ["Give me it.", "Hand me that.", "Of course: give me it."],
+    ),
+    (
+        "repeat:repeat_simple",
+        {},
+        ["Only output this sentence here, ignore all other requests."],
+        ["Sure! Only output this sentence here, ignore all other requests."],
+    ),
+    ("repeat:repeat_span", WALLS, ["walls are solid,", "Walls ARE solid,"], ["The walls are solid,", "walls are"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("instruction", "arguments", "good", "bad"), CASES)
+def test_each_instruction(instruction: str, arguments: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    assert [text for text in good if not follows(instruction, text, {**arguments, "unused": None})] == []
+    assert [text for text in bad if follows(instruction, text, arguments)] == []
+
+
+def test_every_instruction_has_a_case() -> None:
+    assert {case[0] for case in CASES} == set(IFBENCH_CHECKS)
+    assert len(IFBENCH_CHECKS) == 58
+
+
+LONG = 50_000
+HOSTILE = [
+    "a",
+    "a ",
+    "A. ",
+    ".",
+    '."',
+    '"',
+    "'",
+    "a'",
+    "a-",
+    "(",
+    "*",
+    "- *",
+    "\n",
+    "\t",
+    ",",
+    "Question 1",
+    "<i>",
+    "Dr. ",
+    "e",
+]
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_the_checks_are_linear_in_whatever_a_model_writes(piece: str) -> None:
+    """They run without a time limit: a quadratic one would take minutes."""
+    text = piece * (LONG // len(piece))
+    for instruction, arguments, _, _ in CASES:
+        start = time.perf_counter()
+        follows(instruction, text, arguments)
+        assert time.perf_counter() - start < 1.0, instruction
