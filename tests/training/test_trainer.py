@@ -279,6 +279,10 @@ def test_first_step_truths_hold_and_their_breach_is_fatal(model: Path, tmp_path:
         trainer.reference = type(trainer.reference)(tiny_args(other), trainer.world, str(other))
         with pytest.raises(AssertionError, match="KL to the initial policy"):
             trainer.train(0, table)
+    for excused in ({"ci_disable_kl_checker": True}, {"ref_load": str(other)}):
+        with one_rank(tiny_args(model, **given | excused)) as trainer:
+            trainer.reference = type(trainer.reference)(tiny_args(other), trainer.world, str(other))
+            assert trainer.train(0, table)["train/kl_loss"] > 0.1
     with one_rank(tiny_args(model, **given)) as trainer, pytest.raises(AssertionError, match="trainer and engine"):
         trainer.train(0, random_table())
 
