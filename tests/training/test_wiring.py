@@ -238,6 +238,7 @@ ELSEWHERE = {
     "dpo_label_smoothing": "test_pairs.py",
     "custom_tis_function_path": "test_correction.py",
     "custom_pg_loss_reducer_function_path": "test_correction.py",
+    "custom_reward_post_process_path": "named by an error alone; tests/rollout/test_manager.py",
 }
 
 
