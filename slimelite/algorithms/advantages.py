@@ -83,7 +83,7 @@ def group_advantages(
     if not normalize or estimator in REWARD_ESTIMATORS:
         return rewards, metrics
     if estimator == "rloo":
-        scale = (size / others).to(rewards.dtype)
+        scale = size.to(rewards.dtype) / others  # of two int64 it would be fp32
     elif estimator != "reinforce_plus_plus_baseline" and std_normalization:
         scale = 1 / (std + 1e-6)
     else:

@@ -12,7 +12,7 @@ import torch
 
 import train
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.training import trainer
+from slimelite.training import loss, trainer
 from slimelite.training.trainer import Trainer
 
 from .conftest import metrics
@@ -97,11 +97,22 @@ def moved_policy(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Trainer, "train", wrong)
 
 
+def bound_on_the_wrong_side(patch: pytest.MonkeyPatch) -> None:
+    """The lower bound of the ratio is above 1."""
+    ppo_clip_loss = loss.ppo_clip_loss
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        return ppo_clip_loss(*args, **kwargs | {"eps_clip": -1e-3})
+
+    patch.setattr(loss, "ppo_clip_loss", wrong)
+
+
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
     shifted_engine: "--ci-test: trainer and engine log-probs differ by 1.0",
     another_temperature: "--ci-test: trainer and engine log-probs differ by",
     shifted_old: "--ci-test: mean |log-prob - old| is 1.0",
     moved_policy: "--ci-test: the KL to the initial policy is",
+    bound_on_the_wrong_side: "of tokens were clipped on the first step",
 }
 
 

@@ -115,3 +115,15 @@ def assert_same_gradient(mine: Gradient, theirs: Gradient, limit: float = 1e-9) 
         scale = theirs[name].norm()
         assert scale > 0, name
         assert (mine[name] - theirs[name]).norm() / scale < limit, name
+
+
+def assert_same_run(mine: Gradient, theirs: Gradient, start: Gradient, limit: float = 1e-5) -> None:
+    """The weights of two fp32 runs, by how far they went: next to that, not to the weights, a wrong step is large.
+
+    All tensors together: Adam makes a full step of a gradient that is nothing but rounding, as those of a key's bias.
+    """
+    assert mine.keys() == theirs.keys() == start.keys()
+    gap = sum(float((mine[name] - theirs[name]).square().sum()) for name in mine) ** 0.5
+    way = sum(float((theirs[name] - start[name]).square().sum()) for name in mine) ** 0.5
+    assert way > 0
+    assert gap / way < limit, f"{gap / way:.1e} of the way"

@@ -7,8 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from exact import ACTS, CORRECTIONS, ESTIMATORS, Gradient, MicroBatches, assert_same_gradient, awkward_table, exact_step
-from tiny import one_rank, save_tiny_model, tiny_args
+from exact import (
+    ACTS,
+    CORRECTIONS,
+    ESTIMATORS,
+    Gradient,
+    MicroBatches,
+    assert_same_gradient,
+    assert_same_run,
+    awkward_table,
+    exact_step,
+)
+from tiny import one_rank, save_tiny_model, tiny_args, weights_of
 
 AGGREGATIONS = ("rollout", "token", "constant")
 # every estimator with every aggregation; every correction with every aggregation
@@ -58,6 +68,30 @@ def test_micro_batches_do_not_matter(model: Path, estimator: str, aggregation: s
         again, means_again = step(packing, arrange)
         assert_same_gradient(again, gradient)
         assert means_again == pytest.approx(means, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        OTHER_TERMS,
+        {"advantage_estimator": "gspo", "loss_aggregation": "token", "optimizer": "muon"},
+        {"advantage_estimator": "ppo", **ESTIMATORS["ppo"], "use_reference": True, "loss_aggregation": "constant"},
+        {"loss_type": "sft_loss"},
+    ],
+    ids=["grpo, every term", "gspo, muon", "ppo", "sft"],
+)
+def test_fp32_runs_end_at_the_same_weights(model: Path, given: dict[str, Any]) -> None:
+    """Twelve optimizer steps, three a rollout."""
+    found = []
+    for packing in ({"max_tokens_per_gpu": 10_000}, {"max_tokens_per_gpu": 70}, {"use_dynamic_batch_size": False}):
+        with one_rank(tiny_args(model, **given | packing, global_batch_size=8, lr=1e-3)) as trainer:
+            start = weights_of(trainer)
+            losses = [trainer.train(i, awkward_table())["train/loss"] for i in range(4)]
+            assert trainer.progress.steps == 12
+            found.append((losses, weights_of(trainer)))
+    for losses, weights in found[1:]:
+        assert losses == pytest.approx(found[0][0], rel=1e-5, abs=1e-5)
+        assert_same_run(weights, found[0][1], start)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
