@@ -64,11 +64,14 @@ class Health:
         return not self.up and bool(self._waiting)
 
     async def check(self, engine: int) -> None:
-        """Ask for its info; one that does not answer is out of use, and started anew.
+        """Ask for its info; one that does not answer is out of use and started anew, one that has weights again is back.
 
         Raises:
             ValueError: it is dead, and nothing is restarted in this run.
         """
+        if engine in self._waiting:
+            with suppress(ConnectionError, TimeoutError):  # its revival notices too
+                await self._take_back(engine)
         if engine in self.down:
             return
         # a slow answer is a death only where a restart can mend it
@@ -116,6 +119,9 @@ class Health:
         self.down.add(engine)
         self.deaths[engine] += 1
         self._started[engine] = asyncio.Event()
+        earlier = self._revivals.get(engine)
+        if earlier is not None and earlier is not asyncio.current_task():
+            earlier.cancel()
         self._revivals[engine] = asyncio.create_task(self._revive(engine, why))
         self.changed(engine)
 
@@ -129,9 +135,8 @@ class Health:
             logger.warning("engine %d runs again after %.0f s", engine, time.monotonic() - begin)
             self._waiting.add(engine)
             self._started[engine].set()
-            await self._weights(engine)
-            logger.warning("engine %d has weights %d and takes part again", engine, self.infos[engine].weight_version)
-            self.down.discard(engine)
+            while not await self._take_back(engine):
+                await asyncio.sleep(POLL_S)
         except (ConnectionError, TimeoutError) as error:
             self.down.discard(engine)
             self._lost(engine, f"dead once more: {error}")
@@ -142,10 +147,15 @@ class Health:
             self._waiting.discard(engine)
             self.changed(engine)
 
-    async def _weights(self, engine: int) -> None:
-        """Wait until it has been in a weight sync since it started."""
-        while True:
-            self.infos[engine] = await asyncio.wait_for(self._engines[engine].info(), self._timeout)
-            if not self._syncs or self.infos[engine].weight_version >= 0:
-                return
-            await asyncio.sleep(POLL_S)
+    async def _take_back(self, engine: int) -> bool:
+        """Whether it takes part again, as it does when it has been in a weight sync since it started."""
+        info = await asyncio.wait_for(self._engines[engine].info(), self._timeout)
+        if self._syncs and info.weight_version < 0:
+            return False
+        if engine in self._waiting:
+            logger.warning("engine %d has weights %d and takes part again", engine, info.weight_version)
+            self.infos[engine] = info
+            self._waiting.discard(engine)
+            self.down.discard(engine)
+            self.changed(engine)
+        return True

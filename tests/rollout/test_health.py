@@ -108,6 +108,27 @@ def test_a_restarted_engine_serves_only_after_a_sync(caplog: pytest.LogCaptureFi
     assert "engine 0 has weights 3" in caplog.text
 
 
+def test_an_engine_with_weights_is_back_for_the_very_next_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "POLL_S", 1000.0)
+
+    async def scenario() -> None:
+        engines = [Mortal(), Mortal()]
+        pool = make_pool(engines)
+        await pool.refresh()
+        engines[0].may_start.set()
+        for restarts in (1, 2):
+            engines[0].alive = False
+            await pool.health.check(0)
+            await pool.health.settle()
+            engines[0].version = restarts
+            assert pool.health.up == [1]
+            await pool.refresh()
+            assert pool.health.up == [0, 1]
+            assert pool.infos[0].weight_version == engines[0].restarts == restarts
+
+    asyncio.run(scenario())
+
+
 def test_the_last_engine_is_waited_for_and_asks_for_weights() -> None:
     async def scenario() -> None:
         engines = [Mortal()]
