@@ -64,7 +64,7 @@ class Health:
         return not self.up and bool(self._waiting)
 
     async def check(self, engine: int) -> None:
-        """Ask for its info; one that does not answer is out of use and started anew, one that has weights again is back.
+        """Ask for its info; without an answer it is out of use and started anew, with weights again it takes part.
 
         Raises:
             ValueError: it is dead, and nothing is restarted in this run.
