@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,12 +50,10 @@ def update_request(blobs: list[bytes]) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        # a tensor in host memory goes torch's own way, one of the few that SGLang 0.5.23 unpickles
+        if not (isinstance(value, Tensor) and value.is_cuda):
             return NotImplemented
-        if value.is_cuda:
-            rebuild, arguments = reduce_tensor(value)
-            # two processes may number the same GPU differently: SGLang finds it by its UUID
-            uuid = str(torch.cuda.get_device_properties(value.device).uuid)
-            return rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
-        # one copy, where torch's own pickling of a tensor makes several
-        return partial(torch.frombuffer, dtype=value.dtype), (bytearray(value.numpy().data),)
+        rebuild, arguments = reduce_tensor(value)
+        # two processes may number the same GPU differently: SGLang finds it by its UUID
+        uuid = str(torch.cuda.get_device_properties(value.device).uuid)
+        return rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
