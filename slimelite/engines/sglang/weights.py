@@ -135,7 +135,13 @@ def resume(server: Server, version: int | None) -> None:
 
 def _open(server: Server) -> None:
     pause(server)
-    if server.brackets_updates:
+    if not server.brackets_updates:
+        return
+    try:
+        server.post("/begin_weight_update")
+    except ServerError:
+        # an update that broke off left it open
+        server.post("/end_weight_update")
         server.post("/begin_weight_update")
 
 
