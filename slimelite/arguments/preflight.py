@@ -73,7 +73,7 @@ def inspect(args: Args, machine: Machine) -> Findings:
 
 def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
     ranks = 0 if args.debug_rollout_only else args.actor_num_gpus_per_node * args.actor_num_nodes
-    engines = args.num_engines * args.rollout_num_gpus_per_engine
+    engines = 0 if args.debug_train_only else args.rollout_num_gpus
     needed = max(ranks, engines) if args.colocate else ranks + engines
     shared = "shared by" if args.colocate else "for"
     findings.facts.append(

@@ -133,7 +133,7 @@ class RolloutActor:
         if args.rollout_backend == "sglang":
             from slimelite.cluster.servers import connect
 
-            reached += [connect(args, url, RayOwner(handle) if handle else None) for url, handle in engines]
+            reached += [connect(args, server, RayOwner(handle) if handle else None) for server, handle in engines]
         else:
             reached += [RayEngine(handle) for handle in engines]
         self.worker = RolloutWorker(args, reached)

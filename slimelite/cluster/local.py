@@ -102,20 +102,19 @@ def _engines(args: Args, trainer: Trainer | None, stack: ExitStack) -> tuple[lis
     if args.rollout_backend != "sglang":
         engine = build_engine(args, index=0)
         return [engine], LocalSink([engine])
-    from slimelite.cluster.servers import build_server, connect, external_urls, weight_target
+    from slimelite.cluster.servers import build_server, connect, external_servers
     from slimelite.cluster.weight_sync import SglangSync
+    from slimelite.engines.sglang.control import Server
 
-    engines: list[Engine] = []
     external = bool(args.rollout_external_engine_addrs)
+    owner = None
     if external:
-        urls = external_urls(args)
-        engines += [connect(args, url, None) for url in urls]
+        servers = external_servers(args)
     else:
-        server = build_server(args, 0, "127.0.0.1")
-        stack.callback(server.close)
-        urls = [server.start()]
-        engines += [connect(args, urls[0], LocalOwner(server))]
+        child = build_server(args, 0, "127.0.0.1")
+        stack.callback(child.close)
+        servers, owner = [Server(child.start(), args.rollout_num_gpus_per_engine)], LocalOwner(child)
+    engines: list[Engine] = [connect(args, server, owner) for server in servers]
     if trainer is None:
         return engines, None
-    sync = SglangSync(args, trainer.world.device, "127.0.0.1", external=external)
-    return engines, sync.to([weight_target(args, url) for url in urls])
+    return engines, SglangSync(args, trainer.world.device, "127.0.0.1", external=external).to(servers)

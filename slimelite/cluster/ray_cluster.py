@@ -26,7 +26,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slimelite.arguments import Args
 from slimelite.cluster.actors import EngineActor, RolloutActor, ServerActor, TrainerActor
 from slimelite.cluster.cluster import Cluster, ClusterError
-from slimelite.cluster.servers import external_urls, weight_target
+from slimelite.cluster.servers import external_servers
+from slimelite.engines.sglang.control import Server
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +120,9 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
             handles: list[Any] = [worker.handle for worker in pool]
             targets = handles
             if sglang:
-                urls = external_urls(args) if external else [worker.submit("url").result() for worker in pool]
-                targets = [weight_target(args, url) for url in urls]
-                handles = list(zip_longest(urls, handles))
+                started = [Server(worker.submit("url").result(), width) for worker in pool]
+                targets = external_servers(args) if external else started
+                handles = list(zip_longest(targets, handles))
             threaded = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
             rollout = start(RolloutActor, "rollout", threaded, args, handles)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
 from transformers import AutoConfig
 
 from slimelite.arguments import Args
 from slimelite.cluster.sglang_fields import server_fields
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
+from slimelite.engines.checks import weight_shapes
 from slimelite.engines.sglang.client import ServerOwner, SglangEngine
 from slimelite.engines.sglang.control import Server
 from slimelite.engines.sglang.options import server_command
@@ -39,45 +42,61 @@ def build_server(args: Args, index: int, host: str) -> SglangServer:
     return SglangServer(command, host, Path(args.run_dir).absolute() / "logs" / f"sglang_{index}.log")
 
 
-def connect(args: Args, url: str, owner: ServerOwner | None) -> SglangEngine:
-    """The engine behind the server at ``url``."""
+def connect(args: Args, server: Server, owner: ServerOwner | None) -> SglangEngine:
+    """The engine behind ``server``."""
     tokenizer = load_tokenizer(args.tokenizer)
     return SglangEngine(
-        url,
+        server.url,
         model_path=str(args.hf_checkpoint),
         eos_token_ids=stop_token_ids(args.tokenizer, tokenizer),
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        tp_size=args.rollout_num_gpus_per_engine,
+        tp_size=server.tp_size,
         owner=owner,
     )
 
 
-def weight_target(args: Args, url: str) -> Server:
-    """The server as the trainers' weight sync knows it."""
-    return Server(url, args.rollout_num_gpus_per_engine)
-
-
-def external_urls(args: Args) -> list[str]:
-    """Base URLs of ``--rollout-external-engine-addrs``, each of a server that runs a model like ours.
+def external_servers(args: Args) -> list[Server]:
+    """The servers at ``--rollout-external-engine-addrs``, as wide as they say.
 
     Raises:
-        ValueError: one does not answer, or runs another kind of model.
+        ValueError: one does not answer, or see `check_model`.
     """
-    ours = AutoConfig.from_pretrained(str(args.hf_checkpoint)).model_type
-    urls = []
+    servers = []
     for address in args.rollout_external_engine_addrs:
         url = (address if "://" in address else f"http://{address}").rstrip("/")
         try:
-            with urllib.request.urlopen(f"{url}/model_info", timeout=10) as answer:
-                info = json.load(answer)
+            server, model = (json.load(urlopen(f"{url}/{path}", timeout=10)) for path in ("server_info", "model_info"))
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"--rollout-external-engine-addrs {address}: no SGLang server answers there ({error})"
             ) from error
-        if info["model_type"] != ours:
-            raise ValueError(
-                f"--rollout-external-engine-addrs {address}: runs {info['model_path']}, a {info['model_type']} model; "
-                f"--hf-checkpoint {args.hf_checkpoint} is {ours}"
-            )
-        urls.append(url)
-    return urls
+        check_model(url, model, args)
+        servers.append(Server(url, server["tp_size"]))
+    return servers
+
+
+def check_model(url: str, info: Mapping[str, Any], args: Args) -> None:
+    """Whether the server at ``url`` has the weights that are trained: SGLang dies of one in another shape.
+
+    Args:
+        info: what it answers to ``/model_info``.
+
+    Raises:
+        ValueError: it runs another model, or one that cannot be looked at from here.
+    """
+    path, ours = info["model_path"], str(args.hf_checkpoint)
+    try:
+        theirs = weight_shapes(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{url} runs {path}, which cannot be read here, so that nothing tells whether it is --hf-checkpoint "
+            f"{ours}: start it with a folder that both machines see, or with a name on the Hugging Face hub"
+        ) from error
+    different = sorted(name for name, _ in theirs.items() ^ weight_shapes(ours).items())
+    if info["model_type"] != AutoConfig.from_pretrained(ours).model_type:
+        different = ["model_type"]
+    if different:
+        raise ValueError(
+            f"{url} runs {path}, whose {different[0]} is not that of --hf-checkpoint {ours}: start it with the model "
+            "that is trained"
+        )

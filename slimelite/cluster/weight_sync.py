@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import cached_file
 
 from slimelite.arguments import Args
 from slimelite.arguments.weight_sync import Transport
+from slimelite.cluster.servers import check_model
 from slimelite.engines.checks import weight_shapes
 from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server, ServerError
@@ -77,7 +78,7 @@ class SglangSync:
             infos = [json.loads(server.get("/model_info")) for server in self.servers]
             last = None if self._sink is None else str(self._sink.delivered)
             if self.servers != self._known or any(info["weight_version"] != last for info in infos):
-                self._meet([info["model_path"] for info in infos])
+                self._meet(infos)
         except ServerError as error:
             raise WeightSyncError(f"weights {version} reached no engine: {error}") from error
         self._current().begin(version)
@@ -100,10 +101,10 @@ class SglangSync:
         assert self._sink is not None, "begin comes first"
         return self._sink
 
-    def _meet(self, model_paths: Sequence[str]) -> None:
+    def _meet(self, infos: Sequence[Mapping[str, Any]]) -> None:
         self.close()
-        for server, path in zip(self.servers, model_paths, strict=True):
-            self._check_model(server, path)
+        for server, info in zip(self.servers, infos, strict=True):
+            check_model(server.url, info, self._args)
             # started without a warm-up request it has not done so yet, and every flush of the cache takes a second
             server.post("/freeze_gc")
         self._sink, self._known = self._make(self.servers), self.servers
@@ -120,14 +121,3 @@ class SglangSync:
             config = Path(str(cached_file(args.hf_checkpoint, CONFIG)))
             return DiskSink(servers, shapes, directory, config, keep=args.update_weight_disk_keep_files)
         return HttpSink(servers, shapes)
-
-    def _check_model(self, server: Server, path: str) -> None:
-        # the folder may be one of the server's machine
-        if os.path.isfile(os.path.join(path, CONFIG)):
-            theirs = weight_shapes(path)
-            different = sorted(dict(theirs.items() ^ self._shapes.items()))
-            if different:
-                raise ValueError(
-                    f"{server.url} runs {path}, whose {different[0]} is not that of --hf-checkpoint "
-                    f"{self._args.hf_checkpoint}: start it with the model that is trained"
-                )

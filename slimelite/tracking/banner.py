@@ -35,7 +35,7 @@ def _device(args: Args) -> str:
     if not args.debug_rollout_only:
         parts.append(f"{ranks} training rank{'s' if ranks > 1 else ''}")
     if not args.debug_train_only:
-        engines = max(args.rollout_num_gpus // args.rollout_num_gpus_per_engine, 1)
+        engines = args.num_engines
         parts.append(f"{engines} {args.rollout_backend} engine{'s' if engines > 1 else ''}")
     parts.append("in one process" if args.launcher == "local" else "Ray")
     return ", ".join(parts)
