@@ -63,11 +63,17 @@ class TrainerActor:
         sink = RaySink(engines) if self.sink is None else self.sink.to(engines)
         return self.trainer.push_weights(sink, version)
 
+    def close(self) -> None:
+        """Leave the process groups."""
+        if self.sink is not None:
+            self.sink.close()
+        self.trainer.close()
+
     def call(self, method: str, *args: Any) -> Any:
         """A method of this actor, or of its trainer."""
         if method == "cpu_seconds":
             return time.process_time()
-        target = self if method in ("rendezvous", "start", "push_weights") else self.trainer
+        target = self if method in ("rendezvous", "start", "push_weights", "close") else self.trainer
         return getattr(target, method)(*args)
 
 

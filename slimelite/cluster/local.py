@@ -77,22 +77,20 @@ def local_cluster(args: Args) -> Iterator[Cluster]:
     """Trainer, engine and rollout manager in this process (one rank, one engine)."""
     if args.device == "cpu":
         torch.set_num_threads(args.cpu_threads)
-    trainer = None if args.debug_rollout_only else Trainer(args)
     with ExitStack() as stack:
+        trainer = None if args.debug_rollout_only else Trainer(args)
+        if trainer:
+            stack.callback(trainer.close)
         engines, sink = _engines(args, trainer, stack)
+        for engine in engines:
+            stack.callback(asyncio.run, engine.close())
         rollout = RolloutWorker(args, engines)
+        stack.callback(rollout.close)
         # the rollout has threads, so that its progress can be asked for; training stays where a debugger is
-        threads = ThreadPoolExecutor(3, "rollout-worker")
-        try:
-            trainers = [LocalWorker(trainer)] if trainer else []
-            yield Cluster(args, LocalWorker(rollout, threads), trainers, sink)
-        finally:
-            threads.shutdown()
-            rollout.close()
-            for engine in engines:
-                asyncio.run(engine.close())
-            if trainer:
-                trainer.close()
+        threads = stack.enter_context(ThreadPoolExecutor(3, "rollout-worker"))
+        # after Ctrl-C or an error in training nobody waits for the rest of a rollout
+        stack.callback(rollout.cancel)
+        yield Cluster(args, LocalWorker(rollout, threads), [LocalWorker(trainer)] if trainer else [], sink)
 
 
 def _engines(args: Args, trainer: Trainer | None, stack: ExitStack) -> tuple[list[Engine], WeightSink | None]:
@@ -117,4 +115,6 @@ def _engines(args: Args, trainer: Trainer | None, stack: ExitStack) -> tuple[lis
     engines: list[Engine] = [connect(args, server, owner) for server in servers]
     if trainer is None:
         return engines, None
-    return engines, SglangSync(args, trainer.world.device, "127.0.0.1", external=external).to(servers)
+    sync = SglangSync(args, trainer.world.device, "127.0.0.1", external=external)
+    stack.callback(sync.close)
+    return engines, sync.to(servers)

@@ -79,6 +79,10 @@ class RolloutWorker:
         """See `RolloutManager.needs_weights`."""
         return self.manager.needs_weights()
 
+    def cancel(self) -> None:
+        """See `RolloutManager.cancel`."""
+        self.manager.cancel()
+
     def close(self) -> None:
         """See `RolloutManager.close`."""
         self.manager.close()

@@ -191,6 +191,17 @@ class RolloutManager:
         """Prompts in the data source; 0 without one."""
         return 0 if self.source is None else len(self.source)
 
+    def cancel(self) -> None:
+        """End what is being generated, at the engines too; who waits for it gets a ``CancelledError``."""
+
+        async def cancel() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        self._run(cancel())
+
     def close(self) -> None:
         """End the grader's workers and the event loop; the engines belong to the caller."""
         self._context.grader.close()

@@ -28,7 +28,13 @@ class Server:
     url: str
     tp_size: int = 1
 
-    def post(self, path: str, body: dict[str, Any] | bytes | None = None, attempts: int = ATTEMPTS) -> str:
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any] | bytes | None = None,
+        attempts: int = ATTEMPTS,
+        timeout_s: float = TIMEOUT_S,
+    ) -> str:
         """The answer to a POST of ``body`` as JSON (bytes are JSON already).
 
         A lost connection is tried again up to ``attempts`` times, so the request must be one that may come twice.
@@ -36,13 +42,12 @@ class Server:
         Raises:
             ServerError: the server said no, or cannot be reached.
         """
-        return self._request(
-            "POST", path, body if isinstance(body, bytes) else json.dumps(body or {}).encode(), attempts
-        )
+        encoded = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        return self._request("POST", path, encoded, attempts, timeout_s)
 
     def get(self, path: str) -> str:
         """The answer to a GET; raises as `post` does."""
-        return self._request("GET", path, None, ATTEMPTS)
+        return self._request("GET", path, None, ATTEMPTS, TIMEOUT_S)
 
     @cached_property
     def paths(self) -> frozenset[str]:
@@ -54,10 +59,10 @@ class Server:
         """Whether tensors go between ``begin_weight_update`` and ``end_weight_update`` (SGLang 0.5.23; not 0.5.20)."""
         return "/begin_weight_update" in self.paths
 
-    def _request(self, method: str, path: str, body: bytes | None, attempts: int) -> str:
+    def _request(self, method: str, path: str, body: bytes | None, attempts: int, timeout_s: float) -> str:
         address = urlsplit(self.url)
         for attempt in range(1, attempts + 1):
-            connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=TIMEOUT_S)
+            connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
             try:
                 connection.request(method, path, body, {"Content-Type": "application/json"})
                 response = connection.getresponse()

@@ -20,6 +20,7 @@ from slimelite.engines.sglang.weights import ServerSink, Shapes
 
 logger = logging.getLogger(__name__)
 JOIN_S = 120
+LEAVE_S = 10.0
 
 
 class GroupSink(ServerSink):
@@ -90,7 +91,8 @@ class GroupSink(ServerSink):
         """Servers and this process leave the group."""
         for server in self.servers:
             try:
-                server.post("/destroy_weights_update_group", {"group_name": self.name}, 1)
+                # one that still waits for a broadcast that failed does not answer
+                server.post("/destroy_weights_update_group", {"group_name": self.name}, 1, LEAVE_S)
             except ServerError as error:
                 logger.warning("%s did not leave the process group of weight updates: %s", server.url, error)
         dist.destroy_process_group(self._group)

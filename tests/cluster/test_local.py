@@ -1,0 +1,34 @@
+"""`--launcher local`: everything in this process ends with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from slimelite.arguments import parse_args
+from slimelite.cluster import launch
+from tests.engines.tiny_models import build_model
+
+
+def test_an_interrupt_does_not_wait_for_the_rollout(tmp_path: Path) -> None:
+    build_model(tmp_path / "model")
+    prompts = [{"prompt": " ".join(f"w{n + m:02}" for m in range(8)), "label": ""} for n in range(20, 60)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    args = parse_args(
+        [
+            *("--launcher", "local", "--device", "cpu", "--rollout-backend", "embedded", "--debug-rollout-only"),
+            *("--hf-checkpoint", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run"), "--num-rollout", "1"),
+            *("--prompt-data", str(tmp_path / "prompts.jsonl"), "--input-key", "prompt", "--label-key", "label"),
+            *("--rm-type", "zero", "--rollout-batch-size", "500", "--n-samples-per-prompt", "8"),
+            *("--rollout-max-response-len", "1500"),
+        ]
+    )
+    with suppress(KeyboardInterrupt), launch(args) as cluster:
+        cluster.complete_args()
+        cluster.start_generate(0)
+        time.sleep(1.0)
+        interrupted = time.monotonic()
+        raise KeyboardInterrupt
+    assert time.monotonic() - interrupted < 10
