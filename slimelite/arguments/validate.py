@@ -94,6 +94,11 @@ def _engines(args: Args) -> Iterator[str]:
     repeats = args.sglang_overrides.get("enable_deterministic_inference")
     if backend == "sglang" and args.deterministic_mode and not repeats:
         yield "--deterministic-mode with SGLang needs --sglang-enable-deterministic-inference (on GPUs)"
+    if args.sglang_overrides.get("dp_size", 1) > 1 and not args.sglang_overrides.get("enable_dp_attention"):
+        yield (
+            "--sglang-dp-size: SGLang takes new weights into its own replicas only with --sglang-enable-dp-attention; "
+            "for more engines raise --rollout-num-gpus"
+        )
     if backend == "sglang" and args.device == "cpu" and args.rollout_num_gpus_per_engine > 1:
         yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: on a CPU a server is one process"
     if runs_engines and args.rollout_num_gpus == 0 and not external:
@@ -120,6 +125,14 @@ def _weight_sync(args: Args) -> Iterator[str]:
         yield f"--update-weight-disk-dir with --update-weight-transport {way}: weights go one way; take disk"
     if way == "ipc" and not args.colocate:
         yield "--update-weight-transport ipc is for engines on the trainer's GPUs: add --colocate, or take nccl"
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    shared = args.rollout_backend == "sglang" and args.colocate and (args.device == "cuda" or way == "ipc")
+    syncs = not (args.debug_rollout_only or args.debug_train_only)
+    if shared and syncs and args.rollout_num_gpus > ranks:
+        yield (
+            f"--rollout-num-gpus {args.rollout_num_gpus} with --colocate: the engines share the GPUs of {ranks} "
+            f"training rank(s); lower it to {ranks}, or leave it out"
+        )
     if args.check_weight_update_equal and args.offload_rollout:
         yield (
             "--check-weight-update-equal with --offload-rollout: no engine can decode right after a sync, before its "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers.utils import cached_file
@@ -18,7 +17,7 @@ from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server, ServerError
 from slimelite.engines.sglang.sync_disk import CONFIG, DiskSink
 from slimelite.engines.sglang.sync_group import GroupSink
-from slimelite.engines.sglang.sync_ipc import IpcSink
+from slimelite.engines.sglang.sync_ipc import IpcSink, from_all
 from slimelite.engines.sglang.weights import HttpSink, ServerSink, WeightSyncError
 
 
@@ -74,13 +73,17 @@ class SglangSync:
             ValueError: a server runs another model.
             WeightSyncError: a server cannot be reached, or does not join the process group.
         """
+        failure: Exception | None = None
         try:
-            infos = [json.loads(server.get("/model_info")) for server in self.servers]
-            last = None if self._sink is None else str(self._sink.delivered)
-            if self.servers != self._known or any(info["weight_version"] != last for info in infos):
-                self._meet(infos)
+            self._meet_the_new()
         except ServerError as error:
-            raise WeightSyncError(f"weights {version} reached no engine: {error}") from error
+            failure = WeightSyncError(f"weights {version} reached no engine: {error}")
+        except ValueError as error:
+            failure = error
+        # of the ranks that talk to servers all go on, or none: the others would wait for one that did not
+        for each_failure in from_all(failure) if self.every_rank else [failure]:
+            if each_failure is not None:
+                raise each_failure
         self._current().begin(version)
 
     def send(self, bucket: WeightBucket) -> None:
@@ -101,7 +104,11 @@ class SglangSync:
         assert self._sink is not None, "begin comes first"
         return self._sink
 
-    def _meet(self, infos: Sequence[Mapping[str, Any]]) -> None:
+    def _meet_the_new(self) -> None:
+        infos = [json.loads(server.get("/model_info")) for server in self.servers]
+        last = None if self._sink is None else str(self._sink.delivered)
+        if self.servers == self._known and all(info["weight_version"] == last for info in infos):
+            return
         self.close()
         for server, info in zip(self.servers, infos, strict=True):
             check_model(server.url, info, self._args)

@@ -115,7 +115,7 @@ class Health:
             return
         if not self._restarts:
             raise ValueError(f"engine {engine} is gone: {why}; --use-fault-tolerance would start it anew")
-        logger.error("engine %d is gone: %s; its requests go to others, and it is started anew", engine, why)
+        logger.error("engine %d is gone: %s; its requests go to others until it runs again", engine, why)
         self.down.add(engine)
         self.deaths[engine] += 1
         self._started[engine] = asyncio.Event()

@@ -52,6 +52,17 @@ def test_which_engine(make: Make, problems: Problems) -> None:
     assert "on a CPU a server is one process" in problem
 
 
+def test_gpus_of_sglang_engines(make: Make, problems: Problems) -> None:
+    gpus = Machine(gpus=8, sglang=True)
+    for fewer in ("", "--rollout-num-gpus 4", "--rollout-num-gpus 8 --rollout-num-gpus-per-engine 4"):
+        make(f"--colocate --actor-num-gpus-per-node 8 {fewer}", gpus)
+    (problem,) = problems("--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus 16", gpus)
+    assert "lower it to 8" in problem
+    (problem,) = problems("--colocate --sglang-dp-size 2", gpus)
+    assert "--sglang-enable-dp-attention" in problem
+    make("--colocate --sglang-dp-size 2 --sglang-enable-dp-attention", gpus)
+
+
 def test_servers_of_someone_else(make: Make, problems: Problems) -> None:
     args = make("--rollout-external-engine-addrs a:1 b:2")
     assert (args.rollout_backend, args.num_engines, args.rollout_num_gpus) == ("sglang", 2, 0)

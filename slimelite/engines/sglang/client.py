@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -22,7 +24,10 @@ from slimelite.engines.protocol import (
 )
 from slimelite.engines.sglang.control import Server
 from slimelite.engines.sglang.http import Http
+from slimelite.engines.sglang.server import REPORT_S, START_S
 from slimelite.engines.sglang.weights import HttpSink
+
+logger = logging.getLogger(__name__)
 
 MEMORY_TAGS = ("weights", "kv_cache")
 ATTEMPTS = 3
@@ -68,6 +73,7 @@ class SglangEngine:
         decode: Callable[[list[int]], str] | None = None,
         tp_size: int = 1,
         owner: ServerOwner | None = None,
+        wait_s: float = START_S,
     ) -> None:
         """Nothing is asked of the server yet; the model's config is read.
 
@@ -77,6 +83,7 @@ class SglangEngine:
             decode: tokens to text, special tokens included; without it the server alone looks for stop strings.
             tp_size: GPUs of the server.
             owner: can restart it; None: someone else's server.
+            wait_s: for an answer after a restart, or for someone else's [s].
         """
         self.url = url.rstrip("/")
         self._http = Http(url)
@@ -86,6 +93,7 @@ class SglangEngine:
         self._decode = decode
         self._tp_size = tp_size
         self._owner = owner
+        self._wait_s = wait_s
         self._running: dict[str, _Running] = {}
         self._released: set[str] = set()
         self._sink: HttpSink | None = None
@@ -117,18 +125,18 @@ class SglangEngine:
         info = self._known or await self.info()
         for request in requests:
             check_request(request, self._vocab_size, info.max_context_len)
-        for request in requests:
-            if request.request_id in self._running:
-                raise ValueError(f"request id {request.request_id} is taken by a running request; ids must be unique")
-            self._running[request.request_id] = _Running()
+        running = {request.request_id: _Running() for request in requests}
+        if len(running) < len(requests) or running.keys() & self._running.keys():
+            raise ValueError("a request id is taken by another request; ids must be unique")
+        self._running |= running
         tasks = [asyncio.ensure_future(self._complete(r, info.capabilities.seeds)) for r in requests]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
-            for request in requests:
-                del self._running[request.request_id]
+            for request_id in running:
+                del self._running[request_id]
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
         """Not claimed: SGLang gives a prompt's log-probs at temperature 1 alone."""
@@ -177,16 +185,19 @@ class SglangEngine:
             self._released.difference_update(released)
 
     async def restart(self) -> None:
-        """See `Restartable.restart`; a server that someone else runs is waited for."""
+        """See `Restartable.restart`; a server that someone else runs is waited for.
+
+        Raises:
+            ValueError: it does not answer in time.
+        """
         if self._owner is not None:
             await self._owner.restart()
             self._released.clear()
-        while True:
-            try:
-                await self.info()
-                return
-            except (ConnectionError, RuntimeError):
-                await asyncio.sleep(1.0)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._until_it_answers()
+        except TimeoutError:
+            raise ValueError(f"{self.url} has not answered for {self._wait_s:.0f} s; start that server again") from None
 
     async def start_http(self) -> str:
         """The server's own address."""
@@ -195,6 +206,21 @@ class SglangEngine:
     async def close(self) -> None:
         """Close the connections; the server belongs to whoever started it."""
         await self._http.close()
+
+    async def _until_it_answers(self) -> None:
+        begin = reported = time.monotonic()
+        while True:
+            try:
+                await self.info()
+                return
+            except (ConnectionError, RuntimeError) as error:
+                now = time.monotonic()
+                if now - reported >= REPORT_S:
+                    reported = now
+                    logger.warning(
+                        "waiting for the SGLang server of %s, %.0f s so far: %s", self.url, now - begin, error
+                    )
+            await asyncio.sleep(1.0)
 
     async def _complete(self, request: GenerateRequest, seeds: bool) -> GenerateResult:
         """The whole response, over weight updates and lost connections."""

@@ -31,12 +31,13 @@ class IpcSink(ServerSink):
 
     def __init__(self, servers: Sequence[Server], shapes: Shapes) -> None:
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        *first_ranks, end = accumulate((server.tp_size for server in servers), initial=0)
-        assert end <= world, f"{end} ranks of colocated engines on {world} trainer ranks"
+        *first_ranks, self.end_rank = accumulate((server.tp_size for server in servers), initial=0)
+        assert self.end_rank <= world, f"{self.end_rank} ranks of colocated engines on {world} trainer ranks"
         super().__init__([s for s, rank in zip(servers, first_ranks, strict=True) if rank == self.rank], shapes)
 
     def _transfer(self, bucket: WeightBucket) -> None:
-        blobs = _from_all(pickled(bucket))
+        # the memory behind a handle that nobody opens would never be free again
+        blobs = from_all(pickled(bucket) if self.rank < self.end_rank else b"")
         for server in self.servers:
             server.post("/update_weights_from_tensor", update_request(blobs[self.rank : self.rank + server.tp_size]))
 
@@ -47,14 +48,15 @@ class IpcSink(ServerSink):
         except ServerError as error:
             failure = str(error)
         # all wait here, holding their memory, until every server has copied it; and all fail together
-        failures = [text for text in _from_all(failure) if text]
+        failures = [text for text in from_all(failure) if text]
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
         if failures:
             raise self._failed("; ".join(failures))
 
 
-def _from_all(value: T) -> list[T]:
+def from_all(value: T) -> list[T]:
+    """``value`` of every trainer rank, in their order (collective)."""
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -2,8 +2,8 @@
 
 Every way is a `slimelite.training.weights.WeightSink` over the same servers: `begin` ends what they are decoding,
 `send` delivers a bucket, `end` flushes the KV cache, stamps the version and lets them decode again. An update that
-fails raises `WeightSyncError` and leaves them paused, so that nothing is ever sampled from half-new weights; a whole
-update later makes them good again.
+fails raises `WeightSyncError` and leaves every server paused that does not have all of it, so that nothing is ever
+sampled from half-new weights; a whole update later makes them good again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class WeightSyncError(RuntimeError):
-    """A server did not take an update and stays paused: the run cannot go on with it."""
+    """A server did not take an update and stays paused: nothing can go on before a whole one."""
 
 
 class ServerSink(ABC):
@@ -100,8 +100,8 @@ class ServerSink(ABC):
 
     def _failed(self, why: str) -> WeightSyncError:
         return WeightSyncError(
-            f"weights {self.version} did not reach every engine: {why}. An engine may have some new weights and some "
-            "old ones; all stay paused, nothing is sampled from them. Start again from the last checkpoint with --load"
+            f"weights {self.version} did not reach every engine: {why}. One that failed may have some new weights and "
+            "some old ones: it stays paused, nothing is sampled from it. Go on from the last checkpoint with --load"
         )
 
 
