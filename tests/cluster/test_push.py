@@ -1,0 +1,131 @@
+"""Weight pushes that fail: one more try under fault tolerance, and no rank that waits for another."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slimelite.arguments import Args
+from slimelite.cluster.cluster import Cluster, ClusterError
+from slimelite.cluster.weight_sync import SglangSync
+from slimelite.engines.protocol import WeightBucket
+from slimelite.engines.sglang.control import Server
+from slimelite.engines.sglang.weights import WeightSyncError
+from slimelite.training.weights import buckets
+from tests.engines.bracketing import Bracketing, bracketing_server
+from tests.engines.tiny_models import build_model
+
+CPU = torch.device("cpu")
+NOBODY = Server("http://127.0.0.1:9")
+
+
+class Worker:
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(getattr(self, method)(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Trainer(Worker):
+    def __init__(self, folder: Path) -> None:
+        self.weights = weights_of(folder)
+
+    def push_weights(self, sink: SglangSync, version: int) -> dict[str, float]:
+        push(sink, version, self.weights)
+        return {}
+
+    def memory_used(self) -> float:
+        return 0.0
+
+
+class Rollout(Worker):
+    """Mends the server each time that engines are to settle, if it can."""
+
+    def __init__(self, server: Bracketing, room: list[int]) -> None:
+        self.server, self.room = server, room
+
+    def settle_engines(self) -> None:
+        self.server.full = self.room.pop(0)
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def push(sink: SglangSync, version: int, weights: dict[str, Tensor]) -> None:
+    sink.begin(version)
+    for bucket in buckets(iter(weights.items()), 10_000):
+        sink.send(bucket)
+    sink.end()
+
+
+def has(server: Bracketing, weights: dict[str, Tensor], version: int) -> bool:
+    whole = all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
+    return whole and (server.version, server.open, server.paused) == (str(version), False, False)
+
+
+@pytest.mark.parametrize(
+    ("tolerant", "room", "works"),
+    [(True, [2, 1000], True), (True, [2, 2], False), (False, [2, 1000], False)],
+)
+def test_a_push_is_tried_once_more_where_faults_are_tolerated(
+    tolerant: bool, room: list[int], works: bool, tmp_path: Path
+) -> None:
+    build_model(tmp_path)
+    args = Args(
+        hf_checkpoint=str(tmp_path),
+        device="cpu",
+        rollout_backend="sglang",
+        update_weight_transport="http",
+        use_fault_tolerance=tolerant,
+    )
+    with bracketing_server() as server:
+        server.model_path = str(tmp_path)
+        sync = SglangSync(args, CPU, "127.0.0.1").to([Server(server.url)])
+        trainer, rollout = Trainer(tmp_path), Rollout(server, list(room))
+        cluster = Cluster(args, rollout, [trainer], sync)
+        if works:
+            cluster.sync(7)
+            assert has(server, trainer.weights, 7)
+        else:
+            with pytest.raises(ClusterError, match=r"weights 7 did not reach every engine: .*out of memory"):
+                cluster.sync(7)
+            assert (server.version, server.paused) == ("default", True)
+        assert len(rollout.room) == (1 if not tolerant else 0)
+
+
+def test_ranks_that_share_gpus_with_engines_fail_together_and_only_those_with_an_engine_offer_weights(
+    tmp_path: Path,
+) -> None:
+    build_model(tmp_path)
+    with bracketing_server() as server:
+        server.model_path = str(tmp_path)
+        mp.spawn(two_ranks, (str(tmp_path), server.url), nprocs=2)
+        assert has(server, weights_of(tmp_path), 2)
+
+
+def two_ranks(rank: int, folder: str, url: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    args = Args(hf_checkpoint=folder, device="cpu", colocate=True, update_weight_transport="ipc")
+    sync = SglangSync(args, CPU, "127.0.0.1")
+    # the second rank alone does not reach the server
+    with pytest.raises(WeightSyncError, match="weights 1 reached no engine"):
+        sync.to([NOBODY if rank else Server(url)]).begin(1)
+    sync.to([Server(url)]).begin(2)
+    for bucket in buckets(iter(weights_of(Path(folder)).items()), 10_000):
+        # there is no server on the second rank's GPU: what it has is not even looked at
+        sync.send(WeightBucket(bucket.names, bucket.shapes, torch.zeros(1).expand(4)) if rank else bucket)
+    sync.end()
+    dist.destroy_process_group()
