@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -10,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.engines.sglang import client
 from slimelite.engines.sglang.client import SglangEngine
+from slimelite.engines.sglang.control import Server
 from slimelite.engines.sglang.options import ON_CPU, server_command
 from slimelite.engines.sglang.server import SglangServer
+from slimelite.engines.sglang.sync_group import GroupSink
 from tests.conftest import sglang_variables
-from tests.engines.contract import EngineContract, push_weights
-from tests.engines.tiny_models import build_model
+from tests.engines.contract import PROMPTS, EngineContract, as_buckets, push_weights
+from tests.engines.tiny_models import build_model, greedy
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
 
@@ -56,6 +61,32 @@ class TestSglang(EngineContract):
 
     def test_it_runs_in_a_process_group_of_its_own(self) -> None:
         assert os.getpgid(self.group) == self.group != os.getpgrp()
+
+    def test_a_call_that_is_refused_leaves_its_ids_free(self) -> None:
+        twice = [self.request((5, 6), name) for name in ("first", "again", "again")]
+        with pytest.raises(ValueError, match="unique"):
+            self.generate(*twice)
+        assert [result.finish_reason for result in self.generate(*twice[:2])] == ["length", "length"]
+
+    def test_two_servers_in_one_process_group(self, sglang_url: str) -> None:
+        """The other one runs a model of the same shape."""
+        servers = [Server(self.server.url), Server(sglang_url)]
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        sink = GroupSink(servers, shapes, torch.device("cpu"), "127.0.0.1")
+        question = {"input_ids": list(PROMPTS[2]), "sampling_params": {"max_new_tokens": 12, "temperature": 0.0}}
+        question["sampling_params"]["ignore_eos"] = True
+        try:
+            for version, model in ((901, self.other), (902, self.model)):
+                sink.begin(version)
+                for bucket in as_buckets(model):
+                    sink.send(bucket)
+                sink.end()
+                for server in servers:
+                    answer = json.loads(server.post("/generate", question))
+                    assert answer["output_ids"] == greedy(model, PROMPTS[2], 12)
+                    assert answer["meta_info"]["weight_version"] == str(version)
+        finally:
+            sink.close()
 
     def test_an_id_that_begins_another_aborts_it_alone(self) -> None:
         """SGLang ends every request whose id begins with the one it is given."""
@@ -129,6 +160,24 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
             return
         asyncio.run(asyncio.sleep(0.05))
     raise AssertionError("it is still there")
+
+
+def test_a_server_of_someone_else_is_waited_for_not_forever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_model(tmp_path)
+    monkeypatch.setattr(client, "REPORT_S", 1.0)
+
+    async def scenario() -> None:
+        engine = SglangEngine("http://127.0.0.1:1", model_path=str(tmp_path), wait_s=1.5)
+        try:
+            with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 has not answered for 2 s"):
+                await engine.restart()
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+    assert "waiting for the SGLang server of http://127.0.0.1:1, 1 s so far" in caplog.text
 
 
 def test_a_server_that_is_gone_is_a_connection_error(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from slimelite.cluster.weight_sync import SglangSync, choose_transport
 from slimelite.engines.checks import weight_shapes
 from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server, ServerError
+from slimelite.engines.sglang.sync_disk import CONFIG, DiskSink
 from slimelite.engines.sglang.weights import HttpSink, WeightSyncError
 from slimelite.training.weights import WeightSink, buckets
 from tests.engines.tiny_models import build_model, greedy, log_probs
@@ -168,6 +169,34 @@ def test_a_server_that_is_gone_or_says_no_stops_the_update(server: Server, model
         server.post("/update_weights_from_disk", {"model_path": "/nowhere"})
     push(HttpSink([server], weight_shapes(models[0].name_or_path)), models[0], 52)
     check(server, models[0], 52)
+
+
+@pytest.mark.parametrize("transport", ["http", "disk"])
+def test_an_update_that_broke_off_is_repaired_by_the_next(
+    transport: Any, server: Server, models: tuple[PreTrainedModel, ...], tmp_path: Path
+) -> None:
+    args = Args(
+        hf_checkpoint=models[0].name_or_path,
+        device="cpu",
+        update_weight_transport=transport,
+        update_weight_disk_dir=str(tmp_path) if transport == "disk" else None,
+    )
+    broken = SglangSync(args, CPU, "127.0.0.1").to([server])
+    broken.begin(61)
+    broken.send(next(buckets(((n, p.detach()) for n, p in models[1].named_parameters()), 10_000)))
+    sync = SglangSync(args, CPU, "127.0.0.1").to([server])
+    push(sync, models[1], 62)
+    check(server, models[1], 62)
+
+
+def test_a_server_that_loaded_a_folder_goes_on_when_another_failed(
+    server: Server, models: tuple[PreTrainedModel, ...], tmp_path: Path
+) -> None:
+    folder = Path(models[0].name_or_path)
+    sink = DiskSink([server, Server("http://127.0.0.1:9")], weight_shapes(str(folder)), tmp_path, folder / CONFIG, True)
+    with pytest.raises(WeightSyncError, match=r"127\.0\.0\.1:9/pause.*One that failed .*stays paused"):
+        push(sink, models[1], 71)
+    check(server, models[1], 71)
 
 
 def test_the_way_fits_the_place() -> None:
