@@ -116,7 +116,7 @@ def ray_sink(args: Args, log: Path) -> Iterator[WeightSink]:
     from slimelite.cluster.actors import EngineActor, RaySink
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    engine = ray.remote(EngineActor).options(num_cpus=1).remote(args, 0, os.getcwd(), str(log))
+    engine = ray.remote(EngineActor).options(num_cpus=1).remote(args, 0, False, os.getcwd(), str(log))
     try:
         yield RaySink([engine])
     finally:

@@ -281,6 +281,8 @@ def test_too_few_gpus_warn_in_a_dry_run_and_stop_a_start(run: str, monkeypatch: 
     assert any("8 GPUs are needed" in problem and "has 2" in problem for problem in start.problems)
     shared = inspect(make_args([*words.split(), "--colocate"], machine=two), two)
     assert any("4 GPUs are needed" in problem for problem in shared.problems)
+    theirs = inspect(make_args([*run.split(), "--rollout-external-engine-addrs", "there:1"], machine=two), two)
+    assert any("2 cuda device(s) for 2 training rank(s) and 1 engine(s)" in fact for fact in theirs.facts)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # the GPUs may be on other nodes
     assert inspect(make_args(words.split(), machine=two), two).problems == []
 
