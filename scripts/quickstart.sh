@@ -6,7 +6,7 @@
 #   3. SFT on a mix of worked answers (35 %) and bare guesses (65 %)
 #   4. GRPO: reward 1 for the right number. Bare guesses are nearly always wrong, so the policy finds out that
 #      writing the steps pays
-#   5. runs/quickstart/*/: metrics, rollouts, plots; runs/quickstart/curve.png
+#   5. runs/quickstart/seed-N/{sft,grpo}/: metrics, every rollout, curves.png
 #
 # SEED=3 bash scripts/quickstart.sh --num-rollout 80     (flags go to the GRPO run and win)
 # MODEL=an/SFT/model bash scripts/quickstart.sh          (no SFT: starts at step 4)
