@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import fields
 
 from slimelite.arguments.args import Args
 
@@ -55,8 +57,17 @@ IN_UNIT_INTERVAL = (
 )
 
 
+# infinity is "no bound"
+UNBOUNDED = {"clip_grad", "eps_clip", "eps_clip_high", "eps_clip_c", "tis_clip", "value_clip"}
+UNBOUNDED |= {"mis_upper_bound", "mis_rejection_upper_bound"}
+
+
 def bound_problems(args: Args) -> Iterator[str]:
     """Every number that means nothing."""
+    for field in fields(args):
+        value = getattr(args, field.name)
+        if isinstance(value, float) and math.isinf(value) and field.name not in UNBOUNDED:
+            yield f"--{field.name.replace('_', '-')} {value}: must be finite"
     for name, low in AT_LEAST.items():
         value = getattr(args, name)
         if value is not None and value < low:

@@ -63,8 +63,10 @@ def find_checkpoint(load: str | Path, step: int | None = None) -> Path | None:
         raise ValueError(f"{load}: has no {MARKER}: it is {kind}")
     word = str(step) if step is not None else marker.read_text().strip()
     directory = root.absolute() / f"iter_{word:0>7}"
-    if (directory / ROLLOUT_STATE).is_file():
-        return directory
+    # a save that was cut short while it took the place of an earlier one leaves that under the second name
+    for found in (directory, directory.with_name(directory.name + ".replaced")):
+        if (found / ROLLOUT_STATE).is_file():
+            return found
     if any(root.glob(f"iter_*/{ROLLOUT_STATE}")):
         raise ValueError(f"{load}: {directory.name} is not there, or not complete")
     raise ValueError(

@@ -144,9 +144,12 @@ def _engines(draft: Draft) -> None:
     if not args.async_rollout and args.update_weights_interval > 1:
         draft.set("update_weights_interval", 1, "without --async-rollout every rollout is made with the newest weights")
     cuda = args.device == "cuda"
+    repeats = draft.settings.sglang.get("enable_deterministic_inference")
     if args.rollout_backend == "auto":
         if args.rollout_external_engine_addrs:
             draft.set("rollout_backend", "sglang", "--rollout-external-engine-addrs")
+        elif cuda and draft.machine.sglang and args.deterministic_mode and not repeats:
+            draft.set("rollout_backend", "embedded", "SGLang repeats with --sglang-enable-deterministic-inference only")
         elif cuda and draft.machine.sglang:
             draft.set("rollout_backend", "sglang", "GPUs, and SGLang is installed")
         else:
@@ -158,6 +161,8 @@ def _engines(draft: Draft) -> None:
         return
     if args.colocate:
         draft.default("rollout_num_gpus", ranks, "--colocate: the GPUs of training")
+        if cuda and draft.args.rollout_backend == "sglang" and draft.args.rollout_num_gpus > ranks:
+            draft.set("rollout_num_gpus", ranks, f"--colocate: the engines share the GPUs of {ranks} training rank(s)")
     elif args.debug_train_only:
         draft.default("rollout_num_gpus", 0, "no engine runs")
     elif not cuda:

@@ -115,7 +115,6 @@ REFUSED: dict[str, Refusal] = {
         1, "training data goes through Ray's object store; leave it out", ("object-store",)
     ),
     # engines
-    "rollout-external": Refusal(0, "--rollout-external-engine-addrs says so, and where the servers are"),
     "sglang-config": Refusal(1, _FLEET),
     "prefill-num-servers": Refusal(1, _FLEET),
     "eval-num-gpus": Refusal(1, _FLEET),

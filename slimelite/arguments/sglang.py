@@ -26,6 +26,7 @@ class SglangArgs:
         auto="--rollout-max-context-len, or the model's, within its cache",
     )
 
+    rollout_external: bool = flag(False, "as --rollout-external-engine-addrs says, which it needs")
     rollout_external_engine_addrs: list[str] = flag(
         [], "host:port of SGLang servers that someone else runs, instead of starting any"
     )

@@ -60,18 +60,11 @@ def load_yaml(path: str, option: str, settings: Settings) -> Any:
     """The content of a YAML file; what is wrong with it becomes a problem of ``option``, and the content None."""
     import yaml  # here, so that --help needs the standard library only
 
-    class Strict(yaml.SafeLoader):
-        """YAML forbids a key twice; PyYAML takes the last one without a word."""
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            keys = [key.value for key, _ in node.value]
-            for number, (key, _) in enumerate(node.value):
-                if key.value in keys[:number]:
-                    raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there a second time")
-            return super().construct_mapping(node, deep)
-
     try:
-        content = yaml.load(Path(path).read_text(encoding="utf-8"), Strict)
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        _check_keys(node)
+        content = None if node is None else loader.construct_document(node)
     except OSError as error:
         settings.complain(option, f"{path}: cannot be read: {error.strerror}")
     except yaml.YAMLError as error:
@@ -83,6 +76,25 @@ def load_yaml(path: str, option: str, settings: Settings) -> Any:
             settings.complain(option, f"{path}: is empty")
         return content
     return None
+
+
+def _check_keys(root: Any) -> None:
+    """YAML forbids a key twice; PyYAML takes the last one without a word. What ``<<`` merges may be said again."""
+    ahead, walked = [root], set()
+    while ahead:
+        node = ahead.pop()
+        if node is None or id(node) in walked or not isinstance(node.value, list):
+            continue
+        walked.add(id(node))
+        keys: set[str] = set()
+        for item in node.value:
+            ahead.append(item[1] if isinstance(item, tuple) else item)
+            if not isinstance(item, tuple):
+                continue
+            key = item[0]
+            if str(key.value) in keys:
+                raise ValueError(f"line {key.start_mark.line + 1}: {key.value} is there a second time")
+            keys.add(str(key.value))
 
 
 def _read_key(name: str, value: Any, vocabulary: Vocabulary, settings: Settings) -> None:

@@ -89,6 +89,8 @@ def _engines(args: Args) -> Iterator[str]:
     external, backend = args.rollout_external_engine_addrs, args.rollout_backend
     if external and backend != "sglang":
         yield f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {backend} runs none; take one"
+    if args.rollout_external and not external:
+        yield "--rollout-external needs --rollout-external-engine-addrs: host:port of each server"
     if external and args.colocate:
         yield "--rollout-external-engine-addrs with --colocate: someone else's servers share no devices; take one"
     repeats = args.sglang_overrides.get("enable_deterministic_inference")
@@ -126,7 +128,7 @@ def _weight_sync(args: Args) -> Iterator[str]:
     if way == "ipc" and not args.colocate:
         yield "--update-weight-transport ipc is for engines on the trainer's GPUs: add --colocate, or take nccl"
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-    shared = args.rollout_backend == "sglang" and args.colocate and (args.device == "cuda" or way == "ipc")
+    shared = args.rollout_backend == "sglang" and args.colocate and way == "ipc"
     syncs = not (args.debug_rollout_only or args.debug_train_only)
     if shared and syncs and args.rollout_num_gpus > ranks:
         yield (

@@ -65,8 +65,8 @@ def _read_word(kind: type, word: str) -> Any:
         value = kind(word)
     except ValueError:
         raise ValueError(f"takes {'a whole number' if kind is int else 'a number'}, not {word!r}") from None
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"takes a finite number, not {word}")
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"takes a number, not {word}")
     return value
 
 

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int, str], None]
 
+MOVED_ON = (
+    "every engine died while a rollout was generated ahead of training, whose weights have moved on: go on from the "
+    "last checkpoint with --load"
+)
 # in a checkpoint: the table of the rollout that was generated ahead
 AHEAD = "ahead.parquet"
 
@@ -66,6 +70,7 @@ class Cluster:
         # rollouts that are generated ahead of their turn
         self._ahead: dict[int, Future[RolloutOutput]] = {}
         self._version = 0  # of the engines' weights
+        self._moved = False  # whether the trainers' weights are newer
         self._memory: dict[str, float] = {}
 
     def complete_args(self) -> Args:
@@ -104,6 +109,7 @@ class Cluster:
         Returns:
             metrics of the rollout, reduced over ranks, and ``train/*`` of each optimizer step.
         """
+        self._moved = True
         with self._memory_of("train"):
             metrics = self._all("train", rollout_id, self._share(table.without_text()))[0]
         return metrics, self._ask(self._trainers[0], "step_metrics")
@@ -121,7 +127,7 @@ class Cluster:
 
     def _push(self, version: int) -> dict[str, float]:
         """Weights into every engine; once more when one died of it and has started anew."""
-        self._version = version
+        self._version, self._moved = version, False
         if self.args.rollout_backend != "sglang":
             return self._all("push_weights", self._engines, version)[0]
         from slimelite.engines.sglang.weights import WeightSyncError
@@ -150,7 +156,10 @@ class Cluster:
         root = Path(str(self.args.save)).absolute()
         final = root / f"iter_{rollout_id:07d}"
         directory, replaced = (final.with_name(final.name + end) for end in (".partial", ".replaced"))
-        for left in (directory, replaced):  # by a save that was cut short
+        # a save that was cut short leaves the first, and just before its end also the second
+        if replaced.is_dir() and not final.is_dir():
+            replaced.rename(final)
+        for left in (directory, replaced):
             if left.is_dir():
                 shutil.rmtree(left)
         directory.mkdir(parents=True)
@@ -255,10 +264,7 @@ class Cluster:
             while self.args.use_fault_tolerance and not future.done():
                 wait([future], timeout=0.5)
                 if not future.done() and self._ask(self._rollout, "needs_weights"):
-                    raise ClusterError(
-                        "every engine died while a rollout was generated ahead of training, whose weights have moved "
-                        "on: go on from the last checkpoint with --load"
-                    )
+                    raise ClusterError(MOVED_ON)
             future.result()
 
     def _all(self, method: str, *args: Any) -> list[Any]:
@@ -285,6 +291,8 @@ class Cluster:
         """When every engine died and was started anew, generation waits for the weights that it began with."""
         if not (self.args.use_fault_tolerance and self._ask(self._rollout, "needs_weights")):
             return
+        if self._moved:
+            raise ClusterError(MOVED_ON)
         if self.args.offload_train:
             raise ClusterError(
                 "every engine died, and the trainers, who have the weights, are offloaded: go on from the last "

@@ -118,7 +118,8 @@ class Health:
         logger.error("engine %d is gone: %s; its requests go to others until it runs again", engine, why)
         self.down.add(engine)
         self.deaths[engine] += 1
-        self._started[engine] = asyncio.Event()
+        if engine not in self._started or self._started[engine].is_set():  # else somebody may wait for it
+            self._started[engine] = asyncio.Event()
         earlier = self._revivals.get(engine)
         if earlier is not None and earlier is not asyncio.current_task():
             earlier.cancel()

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+# for cancelled requests to end
+CANCEL_S = 5.0
 
 BUILT_IN = (generate.generate_rollout, sft.generate_rollout, dpo.generate_rollout)
 
@@ -198,7 +200,8 @@ class RolloutManager:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if tasks:  # a plugin's may not obey
+                await asyncio.wait(tasks, timeout=CANCEL_S)
 
         self._run(cancel())
 

@@ -11,6 +11,8 @@ from conftest import COMPLETE, CPU, Make, Problems
 
 from slimelite.arguments import Args, make_args
 from slimelite.arguments.base import all_flags
+from slimelite.arguments.sources import load_yaml
+from slimelite.arguments.vocabulary import Settings
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def test_derivations_see_the_file(make: Make, config: Any) -> None:
         ("rollout_batchsize: 3", "did you mean --rollout-batch-size?"),
         ("esp_clip: false", "did you mean --eps-clip?"),
         ("lr: fast", "--lr takes a number, not 'fast'"),
-        ("lr: .inf", "--lr takes a finite number, not inf"),
+        ("lr: .nan", "--lr takes a number, not nan"),
         ("colocate: maybe", "--colocate is true or false, not 'maybe'"),
         ("tensor_model_parallel_size: 2", "--tensor-model-parallel-size is not supported"),
         ("- lr", "is not a mapping"),
@@ -132,3 +134,12 @@ def test_resolved_arguments_read_back_the_same(make: Make, tmp_path: Path, words
     changed = [n for n in values if getattr(again, n) != values[n] and n != "config"]
     assert changed == []
     assert COMPLETE.split()[1] == again.hf_checkpoint
+
+
+def test_what_a_mapping_merges_may_be_said_again(tmp_path: Path) -> None:
+    path = tmp_path / "merges.yaml"
+    path.write_text("deep: {deeper: {base: &b {<<: {p: 1}, p: 2}}}\nother: {<<: *b}\nself: &s [*s]\n")
+    settings = Settings()
+    content = load_yaml(str(path), "--config", settings)
+    assert settings.problems == []
+    assert (content["other"], content["deep"]["deeper"]["base"]) == ({"p": 2}, {"p": 2})

@@ -46,6 +46,9 @@ def test_which_engine(make: Make, problems: Problems) -> None:
     assert make("", Machine(gpus=0, sglang=True)).rollout_backend == "embedded"
     assert make("--rollout-backend sglang").rollout_backend == "sglang"
     assert make("--colocate --rollout-backend embedded", both).rollout_backend == "embedded"
+    assert make("--colocate --deterministic-mode", both).rollout_backend == "embedded"
+    repeats = "--deterministic-mode --sglang-enable-deterministic-inference"
+    assert make(f"--colocate {repeats}", both).rollout_backend == "sglang"
     (problem,) = problems("--rollout-backend sglang --deterministic-mode")
     assert "--sglang-enable-deterministic-inference" in problem
     (problem,) = problems("--rollout-backend sglang --rollout-num-gpus-per-engine 2")
@@ -56,11 +59,18 @@ def test_gpus_of_sglang_engines(make: Make, problems: Problems) -> None:
     gpus = Machine(gpus=8, sglang=True)
     for fewer in ("", "--rollout-num-gpus 4", "--rollout-num-gpus 8 --rollout-num-gpus-per-engine 4"):
         make(f"--colocate --actor-num-gpus-per-node 8 {fewer}", gpus)
-    (problem,) = problems("--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus 16", gpus)
-    assert "lower it to 8" in problem
+    args = make("--colocate --actor-num-gpus-per-node 4 --rollout-num-gpus 8", gpus)
+    assert (args.rollout_backend, args.rollout_num_gpus, args.num_engines) == ("sglang", 4, 4)
+    (problem,) = problems("--rollout-backend sglang --colocate --update-weight-transport ipc --rollout-num-gpus 2")
+    assert "lower it to 1" in problem
     (problem,) = problems("--colocate --sglang-dp-size 2", gpus)
     assert "--sglang-enable-dp-attention" in problem
     make("--colocate --sglang-dp-size 2 --sglang-enable-dp-attention", gpus)
+
+
+def test_infinity_is_no_bound(make: Make) -> None:
+    args = make("--clip-grad inf --eps-clip-high inf --use-tis --tis-clip inf")
+    assert args.clip_grad == args.eps_clip_high == args.tis_clip == float("inf")
 
 
 def test_servers_of_someone_else(make: Make, problems: Problems) -> None:

@@ -14,6 +14,7 @@ DECLARING = {"idle.py", "validate.py", "megatron.py", "refused.py"}
 CHECKED = {
     "train_backend": "there is one",
     "allow_truncated_sampling": "a permission",
+    "rollout_external": "rollout_external_engine_addrs says so too",
     "preset": "read by name, before there are arguments",
     "custom_config_path": "read by name, with config, before there are arguments",
     "sglang_mem_fraction_static": "listed under no effect while the embedded engine runs",

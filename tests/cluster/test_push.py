@@ -19,6 +19,8 @@ from slimelite.cluster.weight_sync import SglangSync
 from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server
 from slimelite.engines.sglang.weights import WeightSyncError
+from slimelite.sample import Sample
+from slimelite.table import SampleTable
 from slimelite.training.weights import buckets
 from tests.engines.bracketing import Bracketing, bracketing_server
 from tests.engines.tiny_models import build_model
@@ -74,6 +76,57 @@ def push(sink: SglangSync, version: int, weights: dict[str, Tensor]) -> None:
 def has(server: Bracketing, weights: dict[str, Tensor], version: int) -> bool:
     whole = all(torch.equal(server.weights[name], tensor) for name, tensor in weights.items())
     return whole and (server.version, server.open, server.paused) == (str(version), False, False)
+
+
+class Mortals(Worker):
+    """Engines that all die when a rollout has been generated ahead, in a trainer that has gone on."""
+
+    def __init__(self) -> None:
+        self.dead, self.pushed, self.rollout = False, 0, Future[Any]()
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        return self.rollout if method == "generate" else super().submit(method, *args)
+
+    def settle_engines(self) -> None: ...
+
+    def needs_weights(self) -> bool:
+        return self.dead
+
+    def progress(self) -> tuple[int, int, str]:
+        return 0, 1, ""
+
+    def train(self, *_: Any) -> dict[str, float]:
+        return {}
+
+    def step_metrics(self) -> list[dict[str, float]]:
+        return []
+
+    def memory_used(self) -> float:
+        return 0.0
+
+    def push_weights(self, *_: Any) -> dict[str, float]:
+        self.pushed, self.dead = self.pushed + 1, False
+        if self.pushed > 1:
+            self.rollout.set_result("rollout")
+        return {}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_engines_that_lost_all_weights_get_those_that_the_rollout_began_with_or_none(trained: bool) -> None:
+    args = Args(rollout_backend="sglang", use_fault_tolerance=True)
+    both = Mortals()
+    cluster = Cluster(args, both, [both], ["engine"])
+    cluster.sync(0)
+    cluster.start_generate(1)
+    if trained:
+        cluster.train(0, SampleTable.from_samples([[Sample(0, 0, tokens=[1, 2], response_length=1, reward=0.0)]]))
+    both.dead = True
+    if trained:
+        with pytest.raises(ClusterError, match="weights have moved on"):
+            cluster.generate(1, lambda *_: None)
+    else:
+        assert cluster.generate(1, lambda *_: None) == "rollout"
+    assert both.pushed == 2 - trained
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,30 @@ def test_a_save_over_an_older_checkpoint_is_whole_or_not_there(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
 
 
+def test_between_the_two_names_the_older_checkpoint_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, Trainer("old"))
+    rename = Path.rename
+
+    def dies(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial"):
+            raise RuntimeError("killed")
+        return rename(path, target)
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", dies)
+            with pytest.raises(RuntimeError, match="killed"):
+                save(tmp_path, Trainer("new"))
+        assert not (tmp_path / "iter_0000003").exists()
+        assert contents(tmp_path) == {"first": "old", "second": "old"}
+    with pytest.raises(RuntimeError, match="killed"):
+        save(tmp_path, Trainer("new", dies=True))
+    assert contents(tmp_path) == {"first": "old", "second": "old"}
+    save(tmp_path, Trainer("new"))
+    assert contents(tmp_path) == {"first": "new", "second": "new"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
 def test_a_first_save_that_is_cut_short_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="killed"):
         save(tmp_path, Trainer("new", dies=True))

@@ -129,6 +129,27 @@ def test_an_engine_with_weights_is_back_for_the_very_next_rollout(monkeypatch: p
     asyncio.run(scenario())
 
 
+def test_a_restart_that_fails_once_is_tried_again() -> None:
+    class Shaky(Mortal):
+        async def restart(self) -> None:
+            if self.restarts == 0:
+                self.restarts += 1
+                raise ConnectionResetError("died while it started")
+            await super().restart()
+
+    async def scenario() -> None:
+        engines = [Shaky(), Shaky()]
+        pool = make_pool(list(engines))
+        await pool.refresh()
+        engines[0].alive = False
+        engines[0].may_start.set()
+        await pool.health.check(0)
+        await asyncio.wait_for(pool.health.settle(), 5)
+        assert pool.health.deaths[0] == 2
+
+    asyncio.run(scenario())
+
+
 def test_the_last_engine_is_waited_for_and_asks_for_weights() -> None:
     async def scenario() -> None:
         engines = [Mortal()]
