@@ -132,18 +132,16 @@ class Cluster:
             return self._all("push_weights", self._engines, version)[0]
         from slimelite.engines.sglang.weights import WeightSyncError
 
-        self._ask(self._rollout, "settle_engines")
-        try:
-            return self._all("push_weights", self._engines, version)[0]
-        except WeightSyncError as error:
-            if not self.args.use_fault_tolerance:
-                raise ClusterError(str(error)) from error
-            logger.warning("%s; once more, with every engine alive", error)
-        self._ask(self._rollout, "settle_engines")
-        try:
-            return self._all("push_weights", self._engines, version)[0]
-        except WeightSyncError as error:
-            raise ClusterError(str(error)) from error
+        retries = int(self.args.use_fault_tolerance)
+        while True:
+            self._ask(self._rollout, "settle_engines")
+            try:
+                return self._all("push_weights", self._engines, version)[0]
+            except WeightSyncError as error:
+                if not retries:
+                    raise ClusterError(str(error)) from error
+                retries -= 1
+                logger.warning("%s; once more, with every engine alive", error)
 
     def save(self, rollout_id: int) -> Path:
         """Checkpoint of trainers and rollout state, with what was generated ahead; the marker file is written last.
@@ -216,11 +214,13 @@ class Cluster:
 
     @contextmanager
     def _memory_of(self, phase: str) -> Iterator[None]:
-        for when in ("before", "after"):
-            if self._trainers:
-                self._memory[f"perf/memory_{phase}_{when}"] = self._ask(self._trainers[0], "memory_used")
-            if when == "before":
-                yield
+        self._note_memory(f"{phase}_before")
+        yield
+        self._note_memory(f"{phase}_after")
+
+    def _note_memory(self, moment: str) -> None:
+        if self._trainers:
+            self._memory[f"perf/memory_{moment}"] = self._ask(self._trainers[0], "memory_used")
 
     def _check_engines(self, version: int) -> float:
         from slimelite.cluster.agreement import disagreement

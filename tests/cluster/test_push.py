@@ -22,21 +22,12 @@ from slimelite.engines.sglang.weights import WeightSyncError
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
 from slimelite.training.weights import buckets
+from tests.cluster.workers import Worker
 from tests.engines.bracketing import Bracketing, bracketing_server
 from tests.engines.tiny_models import build_model
 
 CPU = torch.device("cpu")
 NOBODY = Server("http://127.0.0.1:9")
-
-
-class Worker:
-    def submit(self, method: str, *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(getattr(self, method)(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
 
 
 class Trainer(Worker):

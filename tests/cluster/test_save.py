@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,15 @@ import pytest
 from slimelite.arguments import Args
 from slimelite.arguments.checkpoint import find_checkpoint
 from slimelite.cluster.cluster import Cluster
+from tests.cluster.workers import Worker
 
 
-class Host:
-    """Runs its own methods at once, as a worker of one process does."""
-
-    def submit(self, method: str, *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(getattr(self, method)(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-class Rollout(Host):
+class Rollout(Worker):
     def state_dict(self) -> dict[str, Any]:
         return {}
 
 
-class Trainer(Host):
+class Trainer(Worker):
     """Writes two files, and may die between them."""
 
     def __init__(self, weights: str, *extra: str, dies: bool = False) -> None:
