@@ -21,10 +21,11 @@ def kl_estimate(log_probs: Tensor, base: Tensor, mask: Tensor, kind: str, *, old
     ============  ==========================
 
     ``old`` given: the unbiased variant (``--use-unbiased-kl``, DeepSeek-V3.2, arXiv:2512.02556): the estimate times
-    exp(log_probs − old), gradient through both factors, clamped (if at all) last.
+    w = exp(log_probs − old), gradient through both factors, clamped (if at all) last.
 
-    As a loss k1 has zero expected gradient unless ``old`` is given; low_var_kl is the default (slime's is k1).
-    Beyond |d| = 20 the exponential of k3 is constant, so values and gradients stay finite.
+    As a loss k1 has zero expected gradient unless ``old`` is given; low_var_kl is the default (slime's is k1), and a
+    token whose k3 is above 10 has no gradient under it. Beyond |d| = 20 k3 goes on as its tangent there, so that it
+    stays finite and its gradient keeps pulling towards the reference. The gradient of w·k3 is w·d at every d.
 
     Args:
         log_probs: [T] of the policy.
@@ -40,15 +41,22 @@ def kl_estimate(log_probs: Tensor, base: Tensor, mask: Tensor, kind: str, *, old
         ValueError: an unknown kind.
     """
     d = select(log_probs, mask) - select(base, mask)
+    now = d.detach()
     if kind == "k1":
-        kl = d
+        kl, slope = now, torch.ones_like(now)
     elif kind == "k2":
-        kl = d.square() / 2
+        kl, slope = now.square() / 2, now
     elif kind in ("k3", "low_var_kl"):
+        near = now.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         # expm1, not exp − 1: near d = 0 the difference would be rounding noise
-        kl = torch.expm1(-d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) + d
+        slope = -torch.expm1(-near)
+        kl = near - slope + slope * (now - near)
     else:
         raise ValueError(f"unknown KL estimator {kind!r}; --kl-loss-type takes {', '.join(KL_KINDS)}")
     if old is not None:
-        kl = kl * bounded_exp(select(log_probs, mask) - select(old, mask))
+        weight = bounded_exp(select(log_probs.detach(), mask) - select(old, mask))
+        # (w·f)′ = w·(f + f′); the exponentials of k3 and of its slope cancel
+        slope = weight * (now if kind in ("k3", "low_var_kl") else kl + slope)
+        kl = weight * kl
+    kl = kl + slope * (d - now)  # d − now is 0: it carries the slope
     return kl.clamp(-10.0, 10.0) if kind == "low_var_kl" else kl

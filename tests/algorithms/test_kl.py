@@ -17,7 +17,7 @@ def naive_kl(d: torch.Tensor, kind: str, ratio: torch.Tensor | float) -> torch.T
         return d * ratio
     if kind == "k2":
         return d * d / 2 * ratio
-    k3 = (bounded_exp(-d) - 1 + d) * ratio
+    k3 = (torch.exp(-d) - 1 + d) * ratio
     return clip(k3, -10.0, 10.0) if kind == "low_var_kl" else k3
 
 
@@ -36,15 +36,73 @@ def test_every_kind_equals_the_loop(batch: Batch, kind: str, unbiased: bool) -> 
     check(lambda lp: kl_estimate(lp, base, batch.mask, kind, old=old if unbiased else None), naive, leaf, batch)
 
 
-@pytest.mark.parametrize("kind", KL_KINDS)
-@pytest.mark.parametrize("difference", [-1e3, 1e3])
-def test_extreme_log_ratios_stay_finite(kind: str, difference: float) -> None:
-    lp = torch.tensor([difference], requires_grad=True)
-    kl = kl_estimate(lp, torch.zeros(1), ONE, kind, old=torch.zeros(1))
+def value_and_slope(
+    kind: str, lp: list[float], base: float = 0.0, old: list[float] | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T] estimates of one policy log-prob each, and their derivatives with respect to it, in float64."""
+    leaf = torch.tensor(lp, dtype=dtype, requires_grad=True)
+    mask = torch.ones(len(lp), dtype=torch.bool)
+    sampled = None if old is None else torch.tensor(old, dtype=dtype)
+    kl = kl_estimate(leaf, torch.full((len(lp),), base, dtype=dtype), mask, kind, old=sampled)
     kl.sum().backward()
-    assert kl.isfinite().all()
-    assert lp.grad is not None
-    assert lp.grad.isfinite().all()
+    assert leaf.grad is not None
+    return kl.detach().double(), leaf.grad.double()
+
+
+# both sides of ±20, where the exponential of k3 is clamped
+DIFFERENCES = [-1e4, -100.0, -25.0, -20.01, -20.0, -19.99, -10.0, -1.0, 0.0, 1.0, 10.0, 19.99, 20.0, 20.01, 25.0, 1e4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_falls_to_zero_and_rises_from_it_at_every_distance(dtype: torch.dtype) -> None:
+    """e^(−d) − 1 + d is convex; its clamp must not turn the pull to the reference around, nor end it."""
+    value, slope = value_and_slope("k3", DIFFERENCES, dtype=dtype)
+    d = torch.tensor(DIFFERENCES, dtype=torch.float64)
+    assert value.isfinite().all()
+    assert (value.diff()[d[1:] <= 0] < 0).all()
+    assert (value.diff()[d[:-1] >= 0] > 0).all()
+    assert (slope.sign() == d.sign()).all()
+    assert (slope.diff() >= 0).all(), "a convex function has a growing slope"
+    near = d.abs() <= 20
+    torch.testing.assert_close(slope[near], 1 - torch.exp(-d[near]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_slope_of_unbiased_k3_is_the_weighted_difference(dtype: torch.dtype) -> None:
+    """Two exponentials cancel in the derivative of w·(e^(−d) − 1 + d), w = e^(lp − old): w·d is left, which is exact
+    also where the sum of the two would be rounding noise, or of the wrong sign where one is clamped.
+    """
+    _, slope = value_and_slope("k3", DIFFERENCES, old=DIFFERENCES, dtype=dtype)  # w is 1
+    torch.testing.assert_close(slope, torch.tensor(DIFFERENCES, dtype=torch.float64), rtol=1e-6, atol=0)
+    # a weight beyond its own clamp is large, and leaves the sign alone
+    _, slope = value_and_slope("k3", [-25.0, 25.0], old=[-50.0, 0.0], dtype=dtype)
+    torch.testing.assert_close(slope, 25 * torch.tensor([-1, 1]) * torch.tensor(20.0).double().exp(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_values_are_what_slopes_add_up_to(kind: str, unbiased: bool) -> None:
+    """Numerical derivatives in float64, on both sides of every clamp."""
+    lp = [-30.0, -21.0, -19.0, -12.0, -5.0, -1.0, 0.5, 5.0, 12.0, 19.0, 21.0, 30.0]
+    old = [x - 0.3 for x in lp] if unbiased else None
+    _, slope = value_and_slope(kind, lp, old=old, dtype=torch.float64)
+    step = 1e-6
+    high, low = (value_and_slope(kind, [x + e for x in lp], old=old, dtype=torch.float64)[0] for e in (step, -step))
+    numerical = (high - low) / (2 * step)
+    if unbiased and kind == "k3":
+        # the difference of two large numbers tells nothing; the test above has these slopes
+        kept = torch.tensor(lp) > -10
+        slope, numerical = slope[kept], numerical[kept]
+    torch.testing.assert_close(slope, numerical, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+@pytest.mark.parametrize("difference", [-1e4, 1e4])
+def test_extreme_log_ratios_stay_finite(kind: str, difference: float) -> None:
+    for old in (None, [0.0], [2 * difference]):
+        value, slope = value_and_slope(kind, [difference], old=old)
+        assert value.isfinite().all()
+        assert slope.isfinite().all()
 
 
 def test_low_var_kl_is_bounded_and_k3_is_precise_near_zero() -> None:
