@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from slimelite.sample import FINISH_STATUS, Sample, Status
+from slimelite.sample import FINISH_STATUS, UNSTAMPED, Sample, Status
 
 if TYPE_CHECKING:
     from slimelite.rollout.context import PluginArgs, RolloutContext
@@ -131,17 +131,30 @@ class SlimeSample(Sample):
     ) -> None:
         """Ours, where ``first`` is the tokens, or slime's ``(args, *, tokens, log_probs, trainable, meta_info, text)``.
 
-        ``meta_info``: the engine's answer, which has the weight version and the reason it finished.
+        ``meta_info``: the engine's answer, which has the weight versions and the reason it finished.
         """
-        if meta_info is not None and "weight_version" in meta_info:
-            named.setdefault("weight_version", int(meta_info["weight_version"]))
-        super().append_response_tokens(first if tokens is None else tokens, log_probs, text=text or "", **named)
+        added = first if tokens is None else tokens
+        if meta_info is not None and not named.keys() & {"weight_version", "weight_versions"}:
+            named["weight_versions"] = versions_of(meta_info, len(added))
+        super().append_response_tokens(added, log_probs, text=text or "", **named)
         if meta_info is not None and update_terminal_info:
             self.update_from_meta_info(first, meta_info)
 
     def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:  # noqa: ARG002
         """Status from the engine's finish reason."""
         self.status = FINISH_STATUS.get(meta_info["finish_reason"]["type"], Status.COMPLETED)
+
+
+def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
+    """The weight version of each of ``count`` tokens, from the ``meta_info`` of the answer that has them."""
+    spans = meta_info.get("weight_versions") or [{"version": meta_info.get("weight_version", ""), "start": 0}]
+    ends = [*(span["start"] for span in spans[1:]), count]
+    versions: list[int] = []
+    for span, end in zip(spans, ends, strict=True):
+        # SGLang says "default" until the first update
+        version = int(span["version"]) if str(span["version"]).isdecimal() else UNSTAMPED
+        versions += [version] * (end - span["start"])
+    return versions
 
 
 def generate_state(args: PluginArgs) -> RolloutContext:

@@ -20,6 +20,9 @@ class SampleStatus(StrEnum):
 
 Status = SampleStatus
 
+# weight version of a token until somebody says it; -1 is that of the weights that an engine was started with
+UNSTAMPED = -2
+
 # finish reason of an engine -> status of the sample
 FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
@@ -80,13 +83,14 @@ class Sample:
         *,
         text: str = "",
         trainable: bool = True,
-        weight_version: int = 0,
+        weight_version: int | None = None,
         weight_versions: Sequence[int] | None = None,
     ) -> None:
         """Append ``tokens`` to the response and keep every per-token list aligned.
 
         ``log_probs``: the engine's, one a token; tokens of a tool or environment (``trainable=False``)
-        get mask 0 and log-prob 0. ``weight_versions``: one a token, instead of one for all.
+        get mask 0 and log-prob 0. ``weight_version``: of the weights that wrote the tokens (``weight_versions``: one
+        a token); without either they get the version that the engine had when the generate function was called.
 
         Raises:
             ValueError: trainable tokens without log-probs, or lists of different lengths.
@@ -96,7 +100,8 @@ class Sample:
             if trainable and count:
                 raise ValueError(f"{count} trainable tokens came without log-probs; pass log_probs, or trainable=False")
             log_probs = [0.0] * count
-        versions = [weight_version] * count if weight_versions is None else list(weight_versions)
+        version = UNSTAMPED if weight_version is None else weight_version
+        versions = [version] * count if weight_versions is None else list(weight_versions)
         for name, values in (("log_probs", log_probs), ("weight_versions", versions)):
             if len(values) != count:
                 raise ValueError(f"{count} response tokens but {len(values)} {name}; they must be one to one")
@@ -109,6 +114,12 @@ class Sample:
         self.weight_versions = [*self.weight_versions, *versions]
         self.response_length += count
         self.response += text
+
+    @property
+    def trained_versions(self) -> list[int]:
+        """Weight versions of the response tokens that the loss sees; those of a tool have no age."""
+        mask = self.loss_mask if self.loss_mask is not None else [1] * len(self.weight_versions)
+        return [version for version, kept in zip(self.weight_versions, mask, strict=False) if kept]
 
     def check_aligned(self) -> None:
         """Raise ValueError unless every per-token list has ``response_length`` entries."""

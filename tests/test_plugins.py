@@ -15,7 +15,7 @@ from slimelite import compat
 from slimelite.compat import SLIME_NAMES, SlimeSample
 from slimelite.plugins import load_function
 from slimelite.rollout import filters
-from slimelite.sample import Sample, Status
+from slimelite.sample import UNSTAMPED, Sample, Status
 
 PLUGIN = """
 import neighbour
@@ -140,7 +140,7 @@ def test_both_ways_to_append_tokens() -> None:
     assert sample.tokens == [7, 8, 9, 10, 11]
     assert sample.rollout_log_probs == [-0.5, -1.0, -2.0, 0.0]
     assert sample.loss_mask == [1, 1, 1, 0]
-    assert sample.weight_versions == [0, 4, 4, 0]
+    assert sample.weight_versions == [UNSTAMPED, 4, 4, UNSTAMPED]
     assert (sample.response, sample.status) == ("abc", Status.TRUNCATED)
     with pytest.raises(ValueError, match="without log-probs"):
         sample.append_response_tokens(None, tokens=[12])

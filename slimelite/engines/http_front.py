@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -189,6 +189,7 @@ class HttpFront:
             "cached_tokens": result.cached_tokens,
             # of the last token: SGLang's is a string too
             "weight_version": str(result.weight_versions[-1] if result.weight_versions else version),
+            "weight_versions": _spans(result.weight_versions),
         }
         if log_probs:
             pairs = zip(result.log_probs, result.output_ids, strict=True)
@@ -220,6 +221,12 @@ class HttpFront:
         info = await self._engine.info()
         reply = {"is_generation": True, "weight_version": str(info.weight_version), **info.extra}
         return web.json_response(reply)
+
+
+def _spans(versions: Sequence[int]) -> list[dict[str, Any]]:
+    """Runs of tokens of one version, as SGLang tells them: the version and the first token."""
+    starts = [i for i, version in enumerate(versions) if not i or version != versions[i - 1]]
+    return [{"version": str(versions[start]), "start": start} for start in starts]
 
 
 @web.middleware

@@ -223,7 +223,7 @@ class GroupGenerator:
             s.group_index = sample.group_index
             s.index = sample.index if s.index is None else s.index
             s.status = Status.COMPLETED if s.status == Status.PENDING else s.status
-            stamp_versions(s, self.context.engines.weight_version)
+            stamp_versions(s, self.context.engines.weight_version, sample)
             s.check_aligned()
         self.generated += [_added(sample, s) for s in made]
         if any(s.status == Status.ABORTED for s in made):

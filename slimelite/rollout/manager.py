@@ -32,7 +32,7 @@ from slimelite.rollout.metrics import (
 )
 from slimelite.rollout.outputs import Generated, RolloutFnEvalOutput, train_output
 from slimelite.rollout.pool import EnginePool
-from slimelite.rollout.requests import check_scored
+from slimelite.rollout.requests import check_scored, stamp_versions
 from slimelite.rollout.source import build_source
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
@@ -131,8 +131,13 @@ class RolloutManager:
         else:
             function = self._rollout_function
             with self._watched():
+                if function not in BUILT_IN and self._context.engines.engines:
+                    self._run(self._context.engines.refresh())  # ours do so themselves
                 output = train_output(function(self._plugin_args(function), rollout_id, self.source))
             groups, metrics, generated = output.samples, output.metrics, output.generated
+            if self._context.engines.infos and not self.args.supervised:
+                for sample in (s for group in groups for s in group):
+                    stamp_versions(sample, self._context.engines.weight_version)
             reward_key = self.args.reward_key
             check_scored([s for group in groups for s in group], f"rollout {rollout_id}")
             table = SampleTable.from_samples(groups, reward_key)

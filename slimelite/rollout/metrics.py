@@ -153,7 +153,7 @@ def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    ages = [version - v for s in samples for v in s.weight_versions]
+    ages = [version - v for s in samples for v in s.trained_versions]
     if not ages:
         return {}
     return {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimelite.arguments import EvalDataset, RewardArgs, RolloutArgs
 from slimelite.engines.protocol import GenerateResult, SamplingParams
-from slimelite.sample import FINISH_STATUS, Sample, Status
+from slimelite.sample import FINISH_STATUS, UNSTAMPED, Sample, Status
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -88,17 +88,23 @@ def mask_off_policy(sample: Sample, version: int) -> None:
     sample.loss_mask = [m if v == version else 0 for m, v in zip(mask, sample.weight_versions, strict=True)]
 
 
-def stamp_versions(sample: Sample, version: int) -> None:
-    """One weight version a token, for a sample whose generate function did not keep them (slime's keep one a call)."""
-    if len(sample.weight_versions) == sample.response_length:
-        sample.weight_versions = [int(v) for v in sample.weight_versions]
-    else:
-        sample.weight_versions = [version] * sample.response_length
+def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -> None:
+    """Give the tokens without a weight version that of the engine, ``version``.
+
+    A generate function may have kept none, or one a call as slime's do; ``before``: the sample that it went on with,
+    whose tokens keep theirs.
+    """
+    stamps = sample.weight_versions
+    if len(stamps) != sample.response_length:
+        goes_on = before is not None and sample.tokens[: len(before.tokens)] == before.tokens
+        known = before.weight_versions if before is not None and goes_on else []
+        stamps = [*known, *[UNSTAMPED] * (sample.response_length - len(known))]
+    sample.weight_versions = [version if v == UNSTAMPED else int(v) for v in stamps]
 
 
 def staleness(samples: Sequence[Sample], version: int) -> int:
     """How many weight updates the oldest token of ``samples`` is behind ``version``."""
-    return max((version - min(s.weight_versions) for s in samples if s.weight_versions), default=0)
+    return max((version - oldest for s in samples for oldest in s.trained_versions), default=0)
 
 
 def is_finished(samples: Sequence[Sample]) -> bool:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from tests.engines.contract import as_buckets
 from tests.engines.tiny_models import build_model, greedy, log_probs
 
 Post = Callable[[str, dict[str, Any]], Awaitable[tuple[int, Any]]]
@@ -81,6 +82,7 @@ def test_generate_answers_as_sglang_does(folder: Path, model: PreTrainedModel) -
         assert meta["finish_reason"] == {"type": "length", "length": 12}
         assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 12, 0)
         assert meta["weight_version"] == "0"
+        assert meta["weight_versions"] == [{"version": "0", "start": 0}]
         assert [token for _, token, _ in meta["output_token_logprobs"]] == ids
         expected = log_probs(model, PROMPT, ids, 0.8).tolist()
         assert [lp for lp, _, _ in meta["output_token_logprobs"]] == pytest.approx(expected, abs=1e-4)
@@ -106,6 +108,24 @@ def test_prompt_scoring_answers_as_sglang_does(folder: Path, model: PreTrainedMo
             assert [lp for lp, _, _ in scored] == pytest.approx(expected, abs=1e-4)
             assert reply["meta_info"]["input_logprob_temperature"] == temperature
             assert (reply["output_ids"], reply["meta_info"]["completion_tokens"]) == ([], 0)
+
+    served(folder, scenario)
+
+
+def test_an_answer_across_a_weight_update_says_which_token_is_whose(folder: Path, model: PreTrainedModel) -> None:
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        params = {"max_new_tokens": 1500, "ignore_eos": True}
+        call = asyncio.ensure_future(post("/generate", {"input_ids": PROMPT, "sampling_params": params}))
+        while not engine._scheduler.rows.sequences or engine._scheduler.rows.state["length"][0] < 10:
+            await asyncio.sleep(0.01)
+        await engine.begin_weight_update(7)
+        for bucket in as_buckets(model):
+            await engine.load_weights(bucket)
+        await engine.end_weight_update()
+        (first, second) = (await call)[1]["meta_info"]["weight_versions"]
+        assert first == {"version": "0", "start": 0}
+        assert second["version"] == "7"
+        assert 7 <= second["start"] < 1500
 
     served(folder, scenario)
 

@@ -113,6 +113,60 @@ def test_plugins_get_slimes_sampling_params(
     assert (table.weight_versions == 0).all()
 
 
+def test_tokens_are_of_the_weights_that_the_engine_has(
+    make_args: MakeArgs, make_manager: MakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plugin that says nothing of weights: nothing is stale, warned of, masked or dropped."""
+    engine = ScriptedEngine()
+    args = make_args(
+        custom_generate_function_path=plugin("native.py:uses_a_tool"),
+        over_sampling_batch_size=4,
+        mask_offpolicy_in_partial_rollout=True,
+        max_weight_staleness=1,
+    )
+    manager = make_manager(args, [engine])
+    for version in (3, 4):
+        engine.version = version
+        output = manager.generate(version)
+        masks, versions = (getattr(output.table, name).reshape(12, 5) for name in ("loss_mask", "weight_versions"))
+        fresh = masks.any(axis=1)
+        assert masks[fresh].tolist() == [[True, True, False, False, True]] * fresh.sum()
+        assert (versions[fresh] == version).all()
+        assert output.metrics["rollout/stale_groups"] == 0
+        # only the surplus of rollout 3, which comes first in rollout 4, is masked
+        assert fresh.tolist() == [version == 3] * 4 + [True] * 8
+    assert "older weights" not in caplog.text
+
+
+def test_a_tools_tokens_are_never_stale(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    engine = ScriptedEngine()
+    engine.version = 5
+    args = make_args(
+        custom_generate_function_path=plugin("native.py:tool_speaks_first"),
+        over_sampling_batch_size=4,
+        max_weight_staleness=1,
+    )
+    manager = make_manager(args, [engine])
+    assert manager.generate(5).metrics["rollout/weight_staleness/max"] == 0
+    assert manager.generate(6).metrics["rollout/stale_groups"] == 0
+
+
+def test_the_engines_answer_says_which_weights(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    engine = ScriptedEngine()
+    engine.version = 3
+    args = make_args(custom_generate_function_path=plugin("native.py:answers_with_meta_info"), rollout_batch_size=1)
+    table = make_manager(args, [engine]).generate(3).table
+    assert table.weight_versions.reshape(4, 2).tolist() == [[2, 3], [3, 3], [2, 3], [3, 3]]
+
+
+def test_a_rollout_function_need_not_know_the_weights(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    engine = ScriptedEngine()
+    engine.version = 3
+    output = make_manager(make_args(rollout_function_path=plugin("hooks.py:echo_rollout")), [engine]).generate(3)
+    assert (output.table.weight_versions == 3).all()
+    assert output.metrics["rollout/weight_staleness/max"] == 0
+
+
 def test_only_the_samples_that_failed_are_tried_again(
     make_args: MakeArgs, make_manager: MakeManager, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,7 +18,7 @@ from .conftest import MakeArgs
 
 def sample(index: int, length: int, reward: float, **fields: object) -> Sample:
     made = Sample(index=index, group_index=index // 2, tokens=[1], reward=reward, status=Status.COMPLETED)
-    made.append_response_tokens([5] * length, [-1.0] * length)
+    made.append_response_tokens([5] * length, [-1.0] * length, weight_version=0)
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -56,7 +56,7 @@ def test_rollout_metrics(make_args: MakeArgs) -> None:
     assert "rollout/zero_std/count_0.0" not in got
     assert got["rollout/raw_reward"] == statistics.fmean([1, 1, 0, 5])
     assert got["rollout/weight_staleness/max"] == 4
-    assert got["rollout/weight_staleness/mean"] == pytest.approx((18 * 4 + 1) / 20)
+    assert got["rollout/weight_staleness/mean"] == pytest.approx((16 * 4 + 1) / 18)  # what the loss sees
     assert got["passrate/pass@1"] == 0.75
 
 

@@ -16,13 +16,39 @@ async def twins(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> l
     for made, length in ((first, 2), (second, 3)):
         made.append_response_tokens([40 + (sample.index or 0)] * length, [-0.5] * length, text="x")
         made.status = Status.COMPLETED
-        made.weight_versions = []  # the caller knows which weights these are
     return [first, second]
 
 
 async def sees_params(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
     sample.append_response_tokens([50], [-1.0], text="5")
     sample.metadata |= {"params": sampling_params, "evaluation": evaluation, "session": sample.session_id}
+    return sample
+
+
+async def uses_a_tool(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Says nothing of weights: two tokens of its own, two of a tool, one of its own."""
+    made = Sample.from_dict(sample.to_dict()) if (sample.index or 0) % 2 else sample
+    made.append_response_tokens([50, 51], [-1.0, -1.0], text="5")
+    made.append_response_tokens([60, 61], trainable=False, text="6")
+    made.append_response_tokens([52], [-1.0], text="7")
+    return made
+
+
+async def tool_speaks_first(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """The tool's tokens are stamped with weights that are long gone."""
+    sample.append_response_tokens([60, 61], trainable=False, text="6", weight_version=0)
+    sample.append_response_tokens([52], [-1.0], text="7")
+    return sample
+
+
+async def answers_with_meta_info(args: Any, sample: Any, sampling_params: dict[str, Any]) -> Sample:
+    """What the engine answered knows which weights wrote which token; odd samples get SGLang's one version a call."""
+    meta: dict[str, Any] = {"finish_reason": {"type": "stop"}, "weight_version": "3"}
+    if sample.index % 2 == 0:
+        meta["weight_versions"] = [{"version": "2", "start": 0}, {"version": "3", "start": 1}]
+    if sample.index == 3:
+        meta["weight_version"] = "default"
+    sample.append_response_tokens(args, tokens=[50, 51], log_probs=[-1.0, -1.0], meta_info=meta, text="5")
     return sample
 
 
