@@ -17,7 +17,9 @@ class WeightSyncArgs:
     From the trainer into the engines, after every rollout.
     """
 
-    update_weight_buffer_size: int = flag(512 * 1024**2, "weights sent to the engines at a time [bytes]")
+    update_weight_buffer_size: int = flag(
+        512 * 1024**2, "bucket of weights sent to the engines at a time, rounded up to whole tensors [bytes]"
+    )
     update_weight_transport: Transport | None = flag(
         None,
         "the way into SGLang: CUDA IPC, a process group (gloo on a CPU), bodies of HTTP requests, or a folder",

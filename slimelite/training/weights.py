@@ -40,29 +40,41 @@ class WeightSink(Protocol):
 def full_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor in ``dtype``), tied weights once; every rank runs it to the end (collective).
 
-    A tensor may share memory with the parameter: read it before the next step.
+    A tensor may share memory with the parameter: read it before the next step. Shards are cast before they are
+    gathered: in bf16 half as much travels between ranks.
     """
     for name, parameter in model.named_weights():
-        yield name, whole(parameter.detach()).to(dtype)
+        yield name, whole(parameter.detach().to(dtype))
 
 
-def buckets(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[WeightBucket]:
-    """Weights of one dtype, flattened together up to ``max_bytes``; a larger tensor has a bucket to itself."""
-    names: list[str] = []
-    tensors: list[Tensor] = []
-    size = 0
+@torch.no_grad()
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], size: int, dtype: torch.dtype | None = None
+) -> Iterator[WeightBucket]:
+    """Whole weights, sharded or not, flattened together (collective); a bucket ends with the tensor that brings it to
+    ``size`` bytes. ``dtype``: of all of them; None: they have one dtype.
+
+    A tensor is never cut: the loaders of SGLang and vLLM take whole ones. Nor does one that does not fit wait for the
+    next bucket: of a 32B model, whose larger matrices are just over half of 512 MiB, each would then travel alone.
+    """
+    layout: list[list[tuple[str, Tensor]]] = [[]]
     for name, tensor in weights:
-        if tensors and size + tensor.nbytes > max_bytes:
-            yield _flatten(names, tensors)
-            names, tensors, size = [], [], 0
-        names.append(name)
-        tensors.append(tensor)
-        size += tensor.nbytes
-    if tensors:
-        yield _flatten(names, tensors)
+        if sum(t.numel() for _, t in layout[-1]) * (dtype or tensor.dtype).itemsize >= size:
+            layout.append([])
+        layout[-1].append((name, tensor))
+    for part in filter(None, layout):
+        shapes, first = [tuple(t.shape) for _, t in part], part[0][1]
+        flat = torch.empty(sum(t.numel() for _, t in part), dtype=dtype or first.dtype, device=first.device)
+        bucket = WeightBucket([name for name, _ in part], shapes, flat)
+        # beside the bucket there is only the tensor that is being gathered
+        for (_, place), (_, tensor) in zip(bucket.tensors(), part, strict=True):
+            place.copy_(whole(tensor.detach().to(flat.dtype)))
+        yield bucket
 
 
-def push(model: PolicyModel, world: World, sink: WeightSink | None, version: int, max_bytes: int) -> dict[str, float]:
+def push(
+    model: PolicyModel, world: World, sink: WeightSink | None, version: int, bucket_bytes: int
+) -> dict[str, float]:
     """Send all weights, in the dtype that the trainer computes in, through ``sink`` (collective).
 
     Only ranks that call their sink (see `WeightSink`) need one.
@@ -77,7 +89,7 @@ def push(model: PolicyModel, world: World, sink: WeightSink | None, version: int
     if sink is not None:
         failure = _failure(sink.begin, version)
     sent = count = 0
-    for bucket in buckets(full_weights(model, world.compute_dtype), max_bytes):
+    for bucket in buckets(model.named_weights(), bucket_bytes, world.compute_dtype):
         if sink is not None and failure is None:
             failure = _failure(sink.send, bucket)
         sent += bucket.flat.nbytes
@@ -95,7 +107,3 @@ def _failure(call: Callable[[T], None], argument: T) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _flatten(names: list[str], tensors: list[Tensor]) -> WeightBucket:
-    return WeightBucket(names, [tuple(t.shape) for t in tensors], torch.cat([t.flatten() for t in tensors]))

@@ -20,9 +20,11 @@ from exact import (
     exact_step,
 )
 from tiny import Recorder, on_ranks, one_rank, save_tiny_model, tiny_args, weights_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimelite.table import SampleTable
 from slimelite.training.trainer import Trainer
+from slimelite.training.weights import buckets, full_weights
 
 # every term of the loss at once; fan-out siblings, a removed sample and an empty row are in the table
 EVERYTHING = {
@@ -44,6 +46,29 @@ def five_steps(trainer: Trainer, table: SampleTable) -> list[dict[str, float]]:
     return [trainer.train(i, table) for i in range(5)]
 
 
+class Gathers(TorchDispatchMode):
+    """Notes the dtypes of what ranks gather from each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_gather_into_tensor" in str(func):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def in_half(trainer: Trainer) -> tuple[list[torch.dtype], dict[str, torch.Tensor]]:
+    """Dtypes that travel when the weights are asked for in bf16, and what arrives, in buckets and one by one."""
+    with Gathers() as gathers:
+        found = dict(full_weights(trainer.model, torch.bfloat16))
+        for bucket in buckets(trainer.model.named_weights(), 10_000, torch.bfloat16):
+            for name, tensor in bucket.tensors():
+                assert torch.equal(tensor, found[name])
+    return gathers.dtypes, found
+
+
 def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> dict[str, Any]:
     """All that is compared with one rank, in one go: starting processes is what takes time."""
     before = trainer.log_probs(table)
@@ -63,6 +88,7 @@ def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> di
         "log_probs": before,
         "history": history,
         "pushed": sink.tensors,
+        "in_half": in_half(trainer),
         "weights": weights_of(trainer),
         "exact": [exact_step(another(**case), table) for case in CASES],
         "exact_of_replicas": exact_step(another(**CASES[0], dp_replicate_size=size), table),
@@ -106,6 +132,14 @@ def test_ranks_do_not_matter(
     for (gradient, means), (expected, expected_means) in zip(theirs, [exact[0], *exact], strict=True):
         assert_same_gradient(gradient, expected)
         assert means == pytest.approx(expected_means, rel=1e-9, abs=1e-12)
+
+    # what engines get in bf16 travels between ranks in bf16, and is the weight rounded once
+    dtypes, half = many["in_half"]
+    assert len(dtypes) == 2 * len(many["weights"])
+    assert set(dtypes) == {torch.bfloat16}
+    assert half.keys() == many["weights"].keys()
+    for name, weight in many["weights"].items():
+        assert torch.equal(half[name], weight.bfloat16()), name
 
     # weights sent to engines, saved for others and saved for ourselves are those weights
     assert many["pushed"].keys() == many["weights"].keys()
