@@ -37,7 +37,9 @@ COLUMNS: dict[str, tuple[str, str | None]] = {
     "weight_versions": ("int32", "response_offsets"),
     "teacher_log_probs": ("float32", "response_offsets"),  # NaN where no teacher scored the token
 }
-TEXT_COLUMNS = ("status", "label", "prompt", "response", "metadata")
+TEXT_COLUMNS = ("status", "label", "prompt", "response", "metadata", "reward_components")
+# columns that older files lack -> what stands in for them
+ABSENT = {"reward_components": "{}"}
 
 
 @dataclass(slots=True)
@@ -64,6 +66,7 @@ class SampleTable:
     prompt: list[str]
     response: list[str]
     metadata: list[str]  # JSON
+    reward_components: list[str]  # JSON: a reward that is a dict, of which ``reward`` has one entry; else {}
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -84,6 +87,11 @@ class SampleTable:
         ends = np.concatenate([[0], np.cumsum(self.loss_mask, dtype=np.int64)])
         sums = ends[self.response_offsets[1:]] - ends[self.response_offsets[:-1]]
         return np.where(self.removed, 0, sums)
+
+    def numeric_components(self) -> list[dict[str, float]]:
+        """[rows] the numbers of each row's reward components; True counts as 1."""
+        rows = [json.loads(row or "{}") for row in self.reward_components]
+        return [{k: float(v) for k, v in row.items() if isinstance(v, bool | int | float)} for row in rows]
 
     def row_slice(self, name: str, row: int) -> np.ndarray:
         """The part of ragged column ``name`` that belongs to ``row`` (a view)."""
@@ -130,6 +138,7 @@ class SampleTable:
             prompt=[s.prompt if isinstance(s.prompt, str) else json.dumps(s.prompt) for s in samples],
             response=[s.response for s in samples],
             metadata=[json.dumps(plain(s.metadata)) for s in samples],
+            reward_components=[json.dumps(plain(s.reward)) if isinstance(s.reward, dict) else "{}" for s in samples],
         )
 
     def to_samples(self) -> list[list[Sample]]:
@@ -215,7 +224,7 @@ class SampleTable:
         Raises:
             ValueError: columns are missing.
         """
-        if missing := [n for n in (*COLUMNS, *TEXT_COLUMNS) if n not in table.column_names]:
+        if missing := [n for n in (*COLUMNS, *TEXT_COLUMNS) if n not in (*table.column_names, *ABSENT)]:
             raise ValueError(
                 f"not a table of samples: columns {missing} are missing; write it with --save-debug-rollout-data"
             )
@@ -228,7 +237,8 @@ class SampleTable:
             values[name] = column.flatten().to_numpy(zero_copy_only=False).astype(dtype)
             values[offsets] = _offsets(column.value_lengths().to_numpy(zero_copy_only=False))
         for name in TEXT_COLUMNS:
-            values[name] = table.column(name).to_pylist()
+            there = name in table.column_names
+            values[name] = table.column(name).to_pylist() if there else [ABSENT[name]] * len(table)
         return cls(**values)
 
     def to_parquet(self, path: str | Path) -> None:

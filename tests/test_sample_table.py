@@ -67,6 +67,19 @@ def test_round_trips(groups: list[list[Sample]], way: str, tmp_path: Path) -> No
     assert_equal(table, again)
 
 
+def test_a_table_of_an_older_version_has_no_components(groups: list[list[Sample]], tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    groups[0][0].reward = {"a": 0.0, "b": 1.0}
+    table = SampleTable.from_samples(groups, "a")
+    assert table.numeric_components() == [{"a": 0, "b": 1}, {}, {}, {}]
+    pq.write_table(table.to_arrow().drop_columns("reward_components"), tmp_path / "old.parquet")
+    old = SampleTable.from_parquet(tmp_path / "old.parquet")
+    assert old.numeric_components() == [{}] * 4
+    assert old.reward.tolist() == table.reward.tolist()
+    assert table.without_text().numeric_components() == [{}] * 4
+
+
 def test_a_table_of_no_rows(tmp_path: Path) -> None:
     table = SampleTable.from_samples([])
     table.to_parquet(tmp_path / "t.parquet")

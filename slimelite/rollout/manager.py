@@ -23,6 +23,7 @@ from slimelite.rollout import dpo, generate, sft
 from slimelite.rollout.context import Progress, RolloutContext
 from slimelite.rollout.health import Health
 from slimelite.rollout.metrics import (
+    component_means,
     eval_metrics,
     perf_metrics,
     prefixed,
@@ -175,6 +176,8 @@ class RolloutManager:
             return EvalOutput({}, tables)
         for name, results in output.data.items():
             metrics |= eval_metrics(name, results, key)
+            if name in tables:
+                metrics |= prefixed(f"eval/{name}/", component_means(tables[name]))
         errors = self._context.grader.metrics()
         metrics |= {name.replace("rollout/", "eval/"): value for name, value in errors.items()}
         metrics["perf/eval_time"] = time.monotonic() - started

@@ -74,7 +74,7 @@ def eval_metrics(name: str, results: Mapping[str, Any], reward_key: str | None) 
 
 
 def table_metrics(table: SampleTable) -> dict[str, float]:
-    """What slime's trainer logs of its batch: means over the samples."""
+    """Means over the samples: what slime's trainer logs of its batch, and the components of the reward."""
     if not len(table):
         return {}
     return {
@@ -82,7 +82,17 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
         "rollout/response_lengths": float(table.response_lengths.mean()),
         "rollout/total_lengths": float(table.total_lengths.mean()),
         "rollout/truncated": float(np.mean([status == Status.TRUNCATED for status in table.status])),
+        **prefixed("rollout/", component_means(table)),
     }
+
+
+def component_means(table: SampleTable) -> dict[str, float]:
+    """``reward/{component}``: mean of each number in rewards that are dicts, over the samples that have it."""
+    values: dict[str, list[float]] = {}
+    for row in table.numeric_components():
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {f"reward/{name}": sum(found) / len(found) for name, found in values.items()}
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:

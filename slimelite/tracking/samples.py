@@ -25,17 +25,20 @@ def spread(rewards: np.ndarray, count: int) -> list[int]:
 
 
 def samples_table(title: str, table: SampleTable, count: int = 4) -> Table:
-    """Prompt (its end), response, reward and label of ``count`` rows; they go to the log too."""
+    """Prompt (its end), response, reward, its components and label of ``count`` rows; they go to the log too."""
     shown = Table(title="\n" + title, box=box.SIMPLE, title_justify="left", title_style="bold", show_edge=False)
     shown.add_column("reward", justify="right", no_wrap=True)
     shown.add_column("label", max_width=20)
     shown.add_column("prompt", ratio=2, style="dim")
     shown.add_column("response", ratio=3)
+    components = table.numeric_components()
     for row in spread(table.reward, count):
         prompt, response = tail(one_line(table.prompt[row])), middle_out(one_line(table.response[row]))
         label = one_line(table.label[row] or "")
-        shown.add_row(f"{table.reward[row]:.3g}", Text(label[:60]), Text(prompt), Text(response))
-        logger.info("%s: reward %.4g, label %s\n  %s\n  -> %s", title, table.reward[row], label, prompt, response)
+        parts = "".join(f"\n{one_line(name)[:16]} {value:.3g}" for name, value in list(components[row].items())[:8])
+        shown.add_row(Text(f"{table.reward[row]:.3g}{parts}"), Text(label[:60]), Text(prompt), Text(response))
+        named = f"{table.reward[row]:.4g}" + "".join(f", {one_line(n)} {v:.4g}" for n, v in components[row].items())
+        logger.info("%s: reward %s, label %s\n  %s\n  -> %s", title, named, label, prompt, response)
     return shown
 
 

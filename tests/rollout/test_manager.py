@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from slimelite.arguments import EvalDataset
 from slimelite.table import COLUMNS, TEXT_COLUMNS, SampleTable
 
 from .conftest import MakeArgs, MakeManager, plugin
+from .scripted import ScriptedEngine
 
 FLOATS = [name for name, (dtype, _) in COLUMNS.items() if dtype.startswith("float")]
 NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
@@ -254,3 +257,32 @@ def test_interrupted_responses_are_those_of_no_interruption(make_args: MakeArgs,
             tokens, log_probs = expected[sample_id]
             np.testing.assert_array_equal(table.row_slice("response_tokens", row), tokens)
             np.testing.assert_allclose(table.row_slice("rollout_log_probs", row), log_probs, atol=1e-4)
+
+
+def test_every_component_of_a_reward_is_kept(
+    make_args: MakeArgs, make_manager: MakeManager, prompt_file: str, tmp_path: Path
+) -> None:
+    args = make_args(
+        custom_rm_path=plugin("rewards.py:correctness_and_brevity"),
+        reward_key="total",
+        eval_datasets=(
+            EvalDataset("quiz", prompt_file + "@[:4]", input_key="messages", label_key="label", max_response_len=9),
+        ),
+        eval_interval=1,
+        save_debug_rollout_data=str(tmp_path / "{rollout_id}.parquet"),
+    )
+    manager = make_manager(args, [ScriptedEngine()])
+    output = manager.generate(0)
+    found = {name: value for name, value in output.metrics.items() if name.startswith("rollout/reward/")}
+    # a mean over the samples that have the component; True counts as 1
+    means = {"total": 5.0, "correct": 0.5, "brevity": 0.25, "polite": 2.0}
+    assert found == {f"rollout/reward/{name}": value for name, value in means.items()}
+    saved = SampleTable.from_parquet(tmp_path / "0.parquet")
+    first, second = (json.loads(row) for row in saved.reward_components[:2])
+    assert first == {"total": 5.0, "correct": True, "brevity": 0.25, "polite": 2, "comment": "fine"}
+    assert second == {"total": 5.0, "correct": False, "brevity": 0.25, "comment": "fine"}
+    scores = manager.evaluate(0).metrics
+    assert {scores[f"eval/quiz/reward/{name}"] for name in ("total", "brevity")} == {5.0, 0.25}
+    # a run on the saved rollout has them too
+    replayed = make_manager(replace(args, load_debug_rollout_data=args.save_debug_rollout_data, reward_key=None), [])
+    assert replayed.generate(0).metrics["rollout/reward/correct"] == 0.5

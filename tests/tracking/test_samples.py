@@ -42,3 +42,13 @@ def test_the_table_shows_text_as_it_is(caplog: pytest.LogCaptureFixture) -> None
     assert "0 + 0 = 0↵so \\boxed{0}" in text
     assert "\x1b" not in text
     assert "0 + 0 = 0↵so" in caplog.text
+
+
+def test_components_of_a_reward_stand_below_it(caplog: pytest.LogCaptureFixture) -> None:
+    out, table = io.StringIO(), make_table(prompts=1, samples=1)
+    table.reward_components = ['{"total": 0.5, "correct": true, "\\u001b[31mred": 2, "comment": "fine"}']
+    with caplog.at_level(logging.INFO, "slimelite.console"):
+        Console(out).block(samples_table("samples", table))
+    assert all(part in out.getvalue() for part in ("total 0.5", "correct 1", "\\x1b[31mred 2"))
+    assert "fine" not in out.getvalue()
+    assert "reward 1, total 0.5, correct 1" in caplog.text

@@ -36,6 +36,18 @@ async def two_parts(args: Any, sample: Sample) -> dict[str, Any]:
     return {"score": float(sample.response_length), "kind": "even" if sample.response_length % 2 == 0 else "odd"}
 
 
+async def correctness_and_brevity(args: Any, sample: Sample) -> dict[str, Any]:
+    """Numbers of several kinds; only the even samples are polite."""
+    odd = sample.index is not None and sample.index % 2
+    return {
+        "total": float(sample.response_length),
+        "correct": not odd,
+        "brevity": np.float32(0.25),
+        **({} if odd else {"polite": 2}),
+        "comment": "fine",
+    }
+
+
 async def numpy_and_dates(args: Any, sample: Sample) -> dict[str, Any]:
     """Scores 0.5 and leaves what JSON does not know."""
     sample.metadata |= {
