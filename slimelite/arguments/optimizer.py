@@ -23,7 +23,9 @@ class OptimizerArgs:
     muon_lr: float = flag(0.02, "peak learning rate of the matrices under Muon")
     muon_momentum: float = flag(0.95, "momentum of Muon")
     clip_grad: float = flag(1.0, "longest gradient (2-norm); 0: no clipping")
-    nonfinite_grad: Literal["skip", "fail"] = flag("skip", "a gradient with inf or nan: leave the step out, or stop")
+    nonfinite_grad: Literal["skip", "fail"] = flag(
+        "skip", "a loss or gradient with inf or nan: leave the step out, or stop"
+    )
     reset_optimizer_states: bool = flag(False, "forget the optimizer's moments at the start of every rollout")
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(

@@ -18,7 +18,7 @@ MISMATCH_WARNING = (
 )
 
 SKIPPED_WARNING = (
-    "rollout {}: {:.0%} of its optimizer steps changed nothing, for their gradient was not finite ({}); "
+    "rollout {}: {:.0%} of its optimizer steps changed nothing, for their loss or gradient was not finite ({}); "
     "--nonfinite-grad fail stops at the first"
 )
 

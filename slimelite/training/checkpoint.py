@@ -71,7 +71,7 @@ def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
     on, with a warning where the flags of this run differ; ``--override-lr-scheduler`` keeps that of ``progress``.
 
     Raises:
-        ValueError: no checkpoint there, one of another model, or one without optimizer state.
+        ValueError: no checkpoint there, one of another model or optimizer, or one without optimizer state.
     """
     if not (directory / STATE_FILE).is_file():
         raise ValueError(f"no trainer state in {directory}; --load needs a checkpoint that --save wrote")
@@ -84,6 +84,7 @@ def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
         # before its first step (a policy that waits for its critic) an optimizer has no state
         if read["steps"] and not any(name.startswith("optimizer.") for name in saved):
             raise ValueError(f"{directory} was saved with --no-save-optim; resume it with --no-load-optim")
+        _check_optimizer(directory, saved, parts.optimizers.args.optimizer)
         state["optimizer"] = _optimizer_slots(saved, state["model"])
     if not (args.no_load_rng or args.finetune):
         state["rng"] = {k: v for k, v in _random_states(parts.world).items() if f"rng.{k}" in saved}
@@ -102,6 +103,17 @@ def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
             )
     steps = 0 if args.finetune else read["steps"]
     return Progress(read["rollout_id"], steps, read["weight_version"], schedule)
+
+
+def _check_optimizer(directory: Path, saved: Mapping[str, Any], name: str) -> None:
+    """Refuse optimizer state of another kind: Muon keeps a momentum, which AdamW does not have."""
+    kept = {path.rpartition(".")[2] for path in saved if path.startswith("optimizer.")}
+    before = "muon" if "momentum" in kept else "adam"
+    if kept and (before == "muon") != (name == "muon"):
+        raise ValueError(
+            f"{directory} was saved with --optimizer {before}, not {name}; resume with --optimizer {before}, or add "
+            f"--no-load-optim, with which {name} starts without moments"
+        )
 
 
 def _optimizer_tensors(parts: Parts) -> dict[str, Tensor]:

@@ -121,19 +121,20 @@ class Critic:
             self.optimizers.reset()
         for sums.step, step in enumerate(schedule):
             checked = self.args.ci_test and self._fresh
-            self.forward_backward(table, columns, step, sums, checked=checked)
-            rates[sums.step] |= self.optim_step(sums)
+            loss = self.forward_backward(table, columns, step, sums, checked=checked)
+            rates[sums.step] |= self.optim_step(sums, loss)
             self._fresh = self._fresh and not columns.trained_rows()[step.rows].any()
 
     def forward_backward(
         self, table: SampleTable, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False
-    ) -> None:
+    ) -> Tensor:
         """Gradients of one optimizer step, weighted as the policy's are; see `Trainer.forward_backward`.
 
         ``checked``: raise AssertionError where values differ from what they were a moment ago.
         """
         assert columns.values is not None
         assert columns.returns is not None
+        loss = torch.zeros((), device=self.world.device)
         batches = step.micro_batches[self.world.rank]
         for i, rows in enumerate(batches):
             set_last_micro_batch(self.model, self.world, last=i + 1 == len(batches))
@@ -148,16 +149,20 @@ class Critic:
             total = weighted_sum(losses, batch.take(columns.weights))
             # FSDP averages over ranks; the weights already divide by the whole step
             (total * self.world.size).backward()
+            loss = loss + total.detach()
             sums.add_all({f"critic-{name}": pair for name, pair in metrics.items()})
             sums.add("critic-value_loss", total, 0.0)
         sums.add("critic-value_loss", 0.0, 1 / self.world.size)
         in_step = columns.mask & torch.isin(columns.segments, torch.from_numpy(step.rows))
         sums.add("critic-explained_variance", *explained_variance(columns.values, columns.returns, in_step))
+        return loss
 
-    def optim_step(self, sums: MetricSums) -> dict[str, float]:
-        """Clip, update the weights, advance the schedule; returns the step's learning rates by metric."""
+    def optim_step(self, sums: MetricSums, loss: Tensor) -> dict[str, float]:
+        """See `Trainer.optim_step`."""
         schedule = self.progress.schedule
-        norm, finite = self.optimizers.step(schedule.at(self.progress.steps, self.run_steps), schedule.peak)
+        norm, finite = self.optimizers.step(
+            schedule.at(self.progress.steps, self.run_steps), schedule.peak, self.world.all_reduce(loss.cpu())
+        )
         self.progress.steps += finite
         sums.add("critic-grad_norm", norm if finite else 0.0, float(finite))
         sums.add("critic-skipped_steps", float(not finite), 1.0)

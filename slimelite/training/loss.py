@@ -76,6 +76,9 @@ def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy:
 
     The plugin of ``custom_loss`` is ``fn(args, inputs, log_probs, entropy) -> (losses [R], metrics)``; its per-token
     losses are reduced like any other's.
+
+    Raises:
+        ValueError: the plugin's losses are of another shape, or have no gradient.
     """
     if args.loss_type == "policy_loss":
         return _policy_loss(args, inputs, log_probs, entropy)
@@ -83,7 +86,14 @@ def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy:
         return _preference_loss(args, inputs, log_probs, entropy)
     metrics: Metrics = {}
     if args.loss_type == "custom_loss":
-        losses, metrics = load_function(str(args.custom_loss_function_path))(args, inputs, log_probs, entropy)
+        path = args.custom_loss_function_path
+        losses, metrics = load_function(str(path))(args, inputs, log_probs, entropy)
+        if losses.shape != log_probs.shape or not losses.requires_grad:
+            raise ValueError(
+                f"--custom-loss-function-path {path} must return a loss for each of the {len(log_probs)} tokens of "
+                f"log_probs, computed from them, not {list(losses.shape)} "
+                f"{'with' if losses.requires_grad else 'without'} a gradient"
+            )
     else:
         losses = sft_loss(log_probs, inputs.mask)
     total = weighted_sum(losses, inputs.weights)

@@ -28,22 +28,26 @@ class Optimizers:
         """Everything that is trained."""
         return [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
 
-    def step(self, lr: float, peak: float) -> tuple[float, bool]:
+    def step(self, lr: float, peak: float, loss: Tensor) -> tuple[float, bool]:
         """Clip the gradients, update at learning rate ``lr`` and forget the gradients.
+
+        ``loss``: 0-d, of the step, over all ranks; a loss that is no number may have a gradient that is one.
 
         Muon's rate is to ``--muon-lr`` what ``lr`` is to ``peak``, that of the schedule (a checkpoint's, not ``--lr``).
 
         Returns:
-            the norm of the gradient before clipping, and whether it was finite; a step without finite gradient
-            changes nothing.
+            the norm of the gradient before clipping, and whether it and the loss were finite; a step where one was
+            not changes nothing.
 
         Raises:
-            FloatingPointError: the gradient is not finite, under ``--nonfinite-grad fail``.
+            FloatingPointError: loss or gradient is not finite, under ``--nonfinite-grad fail``.
         """
         norm = self._clip()
-        finite = bool(norm.isfinite())
+        finite = bool(norm.isfinite()) and bool(loss.isfinite())
         if not finite and self.args.nonfinite_grad == "fail":
-            raise FloatingPointError(f"the gradient's norm is {norm}; --nonfinite-grad skip leaves such steps out")
+            raise FloatingPointError(
+                f"the step's loss is {loss}, its gradient's norm {norm}; --nonfinite-grad skip leaves such steps out"
+            )
         self._set_lr(lr, peak)
         for optimizer in self.all:
             if finite:

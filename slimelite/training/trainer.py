@@ -135,8 +135,8 @@ class Trainer:
         scores = Scores(len(table.response_tokens), self.world) if alone else None
         with self.timer("actor_train"):
             for sums.step, step in enumerate(schedule):
-                self.forward_backward(table, columns, step, sums, scores, checked=checked and sums.step == 0)
-                rates[sums.step] |= self.optim_step(sums)
+                loss = self.forward_backward(table, columns, step, sums, scores, checked=checked and sums.step == 0)
+                rates[sums.step] |= self.optim_step(sums, loss)
         self._count_flops("actor_train", self.model, table, computed)
         if scores is not None:
             columns.old, columns.entropy = scores.gather()
@@ -157,12 +157,16 @@ class Trainer:
         scores: Scores | None = None,
         *,
         checked: bool = False,
-    ) -> None:
+    ) -> Tensor:
         """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks.
 
         ``sums`` and ``scores`` are added to. ``checked``: raise AssertionError where a first-step truth does not hold,
         see `first_step.check`.
+
+        Returns:
+            0-d, this rank's share of the step's loss.
         """
+        total = torch.zeros((), device=self.world.device)
         batches = step.micro_batches[self.world.rank]
         for i, rows in enumerate(batches):
             set_last_micro_batch(self.model, self.world, last=i + 1 == len(batches))
@@ -174,6 +178,7 @@ class Trainer:
             loss = micro_batch_loss(self.args, inputs, log_probs, entropy)
             # FSDP averages over ranks; the weights already divide by the whole step
             (loss.total * self.world.size).backward()
+            total = total + loss.total.detach()
             sums.add_all(loss.metrics)
             for name, share in loss.shares.items():
                 sums.add(name, share, 0.0)
@@ -182,11 +187,18 @@ class Trainer:
         for name in loss.shares:
             sums.add(name, 0.0, 1 / self.world.size)
         sums.add("global_batch_size", len(np.unique(table.rollout_id[step.rows])), 1)
+        return total
 
-    def optim_step(self, sums: MetricSums) -> dict[str, float]:
-        """Clip, update the weights, advance the schedule; returns the step's learning rates by metric."""
+    def optim_step(self, sums: MetricSums, loss: Tensor) -> dict[str, float]:
+        """Clip, update the weights, advance the schedule; ``loss`` is what `forward_backward` returned.
+
+        Returns:
+            the step's learning rates by metric.
+        """
         schedule = self.progress.schedule
-        norm, finite = self.optimizers.step(schedule.at(self.progress.steps, self.run_steps), schedule.peak)
+        norm, finite = self.optimizers.step(
+            schedule.at(self.progress.steps, self.run_steps), schedule.peak, self.world.all_reduce(loss.cpu())
+        )
         self.progress.steps += finite
         sums.add("grad_norm", norm if finite else 0.0, float(finite))
         sums.add("skipped_steps", float(not finite), 1.0)

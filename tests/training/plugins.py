@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slimelite.arguments import Args
@@ -18,6 +19,30 @@ def twice_the_likelihood(
     args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
     return -2 * torch.where(inputs.mask, log_probs, 0.0), {"tokens": (inputs.mask.sum(), torch.tensor(1))}
+
+
+def nan_without_a_gradient(
+    args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    """Its value is NaN and its gradient 0, as when a clamp or a ``where`` stands between the two."""
+    return log_probs.nan_to_num() * 0 + torch.nan, {}
+
+
+def nan_on_the_last_rank(
+    args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    last = dist.get_rank() == dist.get_world_size() - 1
+    return log_probs * 0 + (torch.nan if last else 0.0), {}
+
+
+def without_gradient(
+    args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor
+) -> tuple[Tensor, dict[str, Any]]:
+    return torch.ones_like(log_probs), {}
+
+
+def one_number(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    return -log_probs.mean(), {}
 
 
 def half_squared_log_ratio(

@@ -103,3 +103,21 @@ def test_what_is_no_checkpoint_of_this_model_is_refused(model: Path, tmp_path: P
         trainer.save(str(tmp_path / "saved"), 0)
     with one_rank(tiny_args(other)) as trainer, pytest.raises(ValueError, match="another model"):
         trainer.load(str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize(("saved", "other"), [("adam", "muon"), ("muon", "adamw")])
+def test_another_optimizer_is_refused_before_anything_is_restored(
+    model: Path, tmp_path: Path, saved: str, other: str
+) -> None:
+    with one_rank(tiny_args(model, optimizer=saved)) as trainer:
+        trainer.train(0, random_table())
+        trainer.save(str(tmp_path), 0)
+    with one_rank(tiny_args(model, optimizer=other)) as trainer:
+        before = weights_of(trainer)
+        with pytest.raises(ValueError, match=rf"--optimizer {saved}, not {other}; .* --no-load-optim") as refusal:
+            trainer.load(str(tmp_path))
+        assert f"resume with --optimizer {saved}" in str(refusal.value)
+        assert all(torch.equal(weight, before[name]) for name, weight in weights_of(trainer).items())
+    with one_rank(tiny_args(model, optimizer=other, no_load_optim=True)) as trainer:
+        trainer.load(str(tmp_path))
+        assert trainer.train(1, random_table())["train/grad_norm"] > 0

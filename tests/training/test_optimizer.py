@@ -36,11 +36,11 @@ def test_adamw_is_torch_adamw(model: Path) -> None:
         adam = torch.optim.AdamW(expected.values(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
         step = trainer.optimizers.step
 
-        def watched(lr: float, peak: float) -> tuple[float, bool]:
+        def watched(*given: float | torch.Tensor) -> tuple[float, bool]:
             for name, gradient in gradients(trainer).items():
                 expected[name].grad = gradient
             adam.step()
-            return step(lr, peak)
+            return step(*given)
 
         trainer.optimizers.step = watched
         for i in range(3):

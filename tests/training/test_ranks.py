@@ -83,8 +83,11 @@ def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> di
         return Trainer(replace(trainer.args, **changes), rank=rank, world_size=size, init_method="met")
 
     muon_history = five_steps(another(optimizer="muon"), table)
+    plugin = f"{Path(__file__).parent / 'plugins.py'}:nan_on_the_last_rank"
+    broken = another(loss_type="custom_loss", custom_loss_function_path=plugin).train(0, table)
     return {
         "muon_history": muon_history,
+        "skipped_steps": broken["train/skipped_steps"],
         "log_probs": before,
         "history": history,
         "pushed": sink.tensors,
@@ -128,6 +131,7 @@ def test_ranks_do_not_matter(
     with one_rank(tiny_args(model, **given, optimizer="muon")) as trainer:
         for mine, theirs in zip(five_steps(trainer, table), many["muon_history"], strict=True):
             assert theirs["train/loss"] == pytest.approx(mine["train/loss"], rel=1e-4, abs=1e-5)
+    assert many["skipped_steps"] == 1, "what is wrong on one rank is left out on all"
     theirs = [many["exact_of_replicas"], *many["exact"]]
     for (gradient, means), (expected, expected_means) in zip(theirs, [exact[0], *exact], strict=True):
         assert_same_gradient(gradient, expected)

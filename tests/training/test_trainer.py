@@ -212,6 +212,34 @@ def test_a_step_without_finite_gradient_is_left_out_or_fatal(model: Path) -> Non
         trainer.train(0, table)
 
 
+def test_a_loss_that_is_no_number_is_left_out_or_fatal(model: Path) -> None:
+    """Also where its gradient is finite, so that nothing but the loss tells."""
+    plugin = f"{Path(__file__).parent / 'plugins.py'}:nan_without_a_gradient"
+    given = {"loss_type": "custom_loss", "custom_loss_function_path": plugin, "max_tokens_per_gpu": 70}
+    with one_rank(tiny_args(model, **given)) as trainer:
+        before = weights_of(trainer)
+        metrics = trainer.train(0, random_table())
+        assert metrics["train/skipped_steps"] == 1
+        assert trainer.progress.steps == 0
+        for name, weight in weights_of(trainer).items():
+            assert torch.equal(weight, before[name]), name
+    with (
+        one_rank(tiny_args(model, **given, nonfinite_grad="fail")) as trainer,
+        pytest.raises(FloatingPointError, match="the step's loss is nan"),
+    ):
+        trainer.train(0, random_table())
+
+
+@pytest.mark.parametrize("name", ["without_gradient", "one_number"])
+def test_a_custom_loss_that_cannot_be_trained_on_is_refused(model: Path, name: str) -> None:
+    plugin = f"{Path(__file__).parent / 'plugins.py'}:{name}"
+    with (
+        one_rank(tiny_args(model, loss_type="custom_loss", custom_loss_function_path=plugin)) as trainer,
+        pytest.raises(ValueError, match=rf"{name} must return a loss for each of the \d+ tokens"),
+    ):
+        trainer.train(0, random_table())
+
+
 @pytest.mark.parametrize(
     ("given", "source"),
     [
