@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slimelite.arguments.algorithm import AlgorithmArgs
 from slimelite.arguments.base import resolved
@@ -59,5 +59,16 @@ class Args(
 
     derivations: tuple[Derivation, ...] = resolved(())
     notes: tuple[str, ...] = resolved(())
+    # keys of --custom-config-path that are no flags; a plugin reads them as attributes
+    custom_config: dict[str, Any] = resolved({})
     # flags that were given and change nothing here -> why
     no_effect: tuple[tuple[str, str], ...] = resolved(())
+
+    if not TYPE_CHECKING:  # a type checker would then take every misspelt field for a key of the user's
+
+        def __getattr__(self, name: str) -> Any:
+            """A key of ``--custom-config-path``, as slime's plugins read it: ``args.key``."""
+            try:
+                return self.__dict__["custom_config"][name]
+            except KeyError:
+                raise AttributeError(f"there is no argument {name}") from None

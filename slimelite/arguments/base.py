@@ -46,6 +46,7 @@ def flag(
     metavar: str | None = None,
     repeat: bool = False,
     auto: str | None = None,
+    aliases: tuple[str, ...] = (),
 ) -> Any:
     """A dataclass field that is also a command-line flag.
 
@@ -56,8 +57,16 @@ def flag(
         metavar: what the value is called in ``--help``.
         repeat: a list that grows each time the flag is given, instead of the last one winning.
         auto: how the value is found when nothing is given, for ``--help``.
+        aliases: other spellings of the option, such as slime's ``--tis-level`` for ``--mis-level``.
     """
-    metadata = {"help": help, "negative": negative, "metavar": metavar, "repeat": repeat, "auto": auto}
+    metadata = {
+        "help": help,
+        "negative": negative,
+        "metavar": metavar,
+        "repeat": repeat,
+        "auto": auto,
+        "aliases": aliases,
+    }
     return _field(default, metadata)
 
 
@@ -87,6 +96,7 @@ class Flag:
     metavar: str | None
     repeat: bool
     auto: str | None
+    aliases: tuple[str, ...]
 
     @property
     def option(self) -> str:

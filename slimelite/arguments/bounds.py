@@ -39,6 +39,7 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(["adam_eps", "lr_warmup_init", "rollout_num_gpus"], 0),
     **dict.fromkeys(["lr_decay_iters", "lr_wsd_decay_iters"], 1),
     "ci_train_rollout_logprob_abs_diff_threshold": 0,
+    "save_retain_interval": 1,
     "code_memory_mb": 64,
     "reward_model_batch_size": 1,
     "overlong_buffer_len": 1,

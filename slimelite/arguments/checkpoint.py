@@ -19,10 +19,17 @@ class CheckpointArgs:
     """Checkpoints."""
 
     load: str | None = flag(
-        None, "resume from the newest checkpoint in this folder; without one, start afresh", metavar="DIR"
+        None,
+        "resume from the newest checkpoint in this folder; without one start afresh, in a Hugging Face folder with its "
+        "weights",
+        metavar="DIR",
     )
     save: str | None = flag(None, "folder for checkpoints", metavar="DIR")
     save_interval: int | None = flag(None, "save every this many rollouts, and after the last one")
+    save_retain_interval: int | None = flag(
+        None,
+        "keep the checkpoints of every this many rollouts; any other is deleted when the next one is complete",
+    )
     save_hf: str | None = flag(
         None, "also write the model in Hugging Face format here; {rollout_id} is replaced", metavar="TEMPLATE"
     )
@@ -36,6 +43,11 @@ class CheckpointArgs:
 
     # the checkpoint under --load to resume from; None: a fresh start
     resume_directory: str | None = resolved(None)
+
+
+def holds_model(folder: str | Path) -> bool:
+    """Whether ``folder`` is a Hugging Face model's, and no folder of checkpoints."""
+    return (Path(folder) / "config.json").is_file() and not (Path(folder) / MARKER).is_file()
 
 
 def find_checkpoint(load: str | Path, step: int | None = None) -> Path | None:
@@ -55,11 +67,7 @@ def find_checkpoint(load: str | Path, step: int | None = None) -> Path | None:
             if step is not None:
                 raise ValueError(f"{load}: holds no complete checkpoint, so not that of rollout {step} (--ckpt-step)")
             return None
-        kind = (
-            "a Hugging Face model; start from it with --hf-checkpoint"
-            if (root / "config.json").is_file()
-            else "not a checkpoint"
-        )
+        kind = "a Hugging Face model, without rollouts to choose from" if holds_model(root) else "not a checkpoint"
         raise ValueError(f"{load}: has no {MARKER}: it is {kind}")
     word = str(step) if step is not None else marker.read_text().strip()
     directory = root.absolute() / f"iter_{word:0>7}"

@@ -15,7 +15,9 @@ class ClusterArgs:
     A "GPU" here is a training rank or an engine on a machine without GPUs, where every count defaults to 1.
     """
 
-    train_backend: str = flag("fsdp", "the trainer: FSDP2 over Hugging Face models is the only one")
+    train_backend: Literal["fsdp", "megatron"] = flag(
+        "fsdp", "the trainer is FSDP2 over Hugging Face models; megatron, as slime's scripts say, means it too"
+    )
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "what to compute on", auto="cuda where a GPU is found, else cpu"
     )

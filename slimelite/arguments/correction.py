@@ -35,20 +35,39 @@ class CorrectionArgs:
     use_tis: bool = flag(False, "--correction tis")
     tis_clip: float = flag(2.0, "tis, icepop: upper bound of the ratio")
     tis_clip_low: float = flag(0.0, "tis, icepop: lower bound of the ratio")
-    mis_level: Level = flag("token", "ratio of a token, or of its response as the product or geometric mean")
+    mis_level: Level = flag(
+        "token", "ratio of a token, or of its response as the product or geometric mean", aliases=("--tis-level",)
+    )
     mis_mode: Literal["truncate", "mask", "clip", "none"] = flag(
-        "truncate", "weight: min(ratio, upper), the ratio inside the bounds else 0, clamped into them, or always 1"
+        "truncate",
+        "weight: min(ratio, upper), the ratio inside the bounds else 0, clamped into them, or always 1",
+        aliases=("--tis-mode",),
     )
-    mis_upper_bound: float = flag(2.0, "largest ratio")
+    mis_upper_bound: float = flag(2.0, "largest ratio", aliases=("--tis-upper-bound",))
     mis_lower_bound: float | None = flag(
-        None, "smallest ratio of the modes mask and clip", auto="1 / --mis-upper-bound"
+        None,
+        "smallest ratio of the modes mask and clip",
+        auto="1 / --mis-upper-bound",
+        aliases=("--tis-lower-bound",),
     )
-    mis_rejection_level: Level | None = flag(None, "also drop what is outside the rejection bounds at this level")
-    mis_rejection_upper_bound: float | None = flag(None, "largest ratio that is kept", auto="--mis-upper-bound")
+    mis_rejection_level: Level | None = flag(
+        None, "also drop what is outside the rejection bounds at this level", aliases=("--rs-level",)
+    )
+    mis_rejection_upper_bound: float | None = flag(
+        None, "largest ratio that is kept", auto="--mis-upper-bound", aliases=("--rs-upper-bound",)
+    )
     mis_rejection_lower_bound: float | None = flag(
-        None, "smallest ratio that is kept", auto="1 / --mis-rejection-upper-bound"
+        None,
+        "smallest ratio that is kept",
+        auto="--mis-lower-bound where that is given, else 1 / --mis-rejection-upper-bound",
+        aliases=("--rs-lower-bound",),
     )
-    mis_veto_threshold: float | None = flag(None, "drop a response that has a token with a ratio below this")
+    mis_veto_threshold: float | None = flag(
+        None, "drop a response that has a token with a ratio below this", aliases=("--rs-veto-threshold",)
+    )
+    use_rs: bool | None = flag(
+        None, "slime's switch: on rejects at --mis-rejection-level (token, if none is given), off rejects nothing"
+    )
     custom_tis_function_path: str | None = flag(None, "plugin: a correction of your own", metavar="PLUGIN")
     use_opsm: bool = flag(False, "drop off-policy responses with a negative advantage")
     opsm_delta: float = flag(1e-4, "mean log-ratio above which a response is off-policy")
@@ -63,9 +82,16 @@ def derive_correction(draft: Draft) -> None:
         draft.set("correction", "tis", "--use-tis")
     if draft.args.correction != "mis":
         return
+    if args.use_rs:
+        draft.default("mis_rejection_level", "token", "--use-rs")
+    elif args.use_rs is False and args.mis_rejection_level is not None:
+        draft.set("mis_rejection_level", None, "--no-use-rs")
+    args = draft.args
     if args.mis_mode in ("mask", "clip"):
         draft.default("mis_lower_bound", _inverse(args.mis_upper_bound), "1 / --mis-upper-bound")
     if args.mis_rejection_level is not None:
+        if args.mis_rejection_upper_bound is None and "mis_lower_bound" in draft.given:
+            draft.default("mis_rejection_lower_bound", args.mis_lower_bound, "as --mis-lower-bound")
         draft.default("mis_rejection_upper_bound", args.mis_upper_bound, "as --mis-upper-bound")
         upper = draft.args.mis_rejection_upper_bound
         draft.default("mis_rejection_lower_bound", _inverse(upper), "1 / --mis-rejection-upper-bound")

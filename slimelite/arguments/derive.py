@@ -11,7 +11,7 @@ from typing import Any
 
 from slimelite.arguments.architecture import model_config_from_flags
 from slimelite.arguments.args import Args, Derivation
-from slimelite.arguments.checkpoint import find_checkpoint
+from slimelite.arguments.checkpoint import find_checkpoint, holds_model
 from slimelite.arguments.correction import derive_correction
 from slimelite.arguments.distillation import derive_distillation
 from slimelite.arguments.eval_config import resolve_eval_datasets
@@ -66,6 +66,7 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     _modes(draft)
     _devices(draft)
     _engines(draft)
+    _initial_weights(draft)
     _model(draft)
     _batches(draft)
     _lengths(draft)
@@ -87,6 +88,8 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
 def _modes(draft: Draft) -> None:
     """Which halves of the loop run, what is dumped, and whose code runs."""
     args = draft.args
+    if args.train_backend == "megatron":
+        draft.set("train_backend", "fsdp", "--train-backend megatron: FSDP2 trains the Hugging Face model instead")
     for name, path in SLIME_DEFAULTS.items():
         if getattr(args, name) == path:
             draft.set(name, None, f"{path} is what runs anyway")
@@ -106,6 +109,12 @@ def _modes(draft: Draft) -> None:
     if args.dump_details:
         folder = args.dump_details.rstrip("/")
         draft.default("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.parquet", "--dump-details")
+    template = draft.args.save_debug_rollout_data
+    if template is not None and "{rollout_id" not in template:
+        draft.notes.append(
+            f"--save-debug-rollout-data {template} has no {{rollout_id}}: each rollout replaces the one before it, and "
+            "evaluations are not written there"
+        )
 
 
 def _devices(draft: Draft) -> None:
@@ -180,6 +189,17 @@ def _engines(draft: Draft) -> None:
         draft.complain("--rollout-num-gpus", f"{total} is not a multiple of --rollout-num-gpus-per-engine {width}")
         return
     draft.set("num_engines", 0 if args.debug_train_only else total // width, f"{total} / {width} of one engine")
+
+
+def _initial_weights(draft: Draft) -> None:
+    """``--load`` with a Hugging Face folder: tokenizer and reference stay those of ``--hf-checkpoint``."""
+    load, named = draft.args.load, draft.args.hf_checkpoint
+    if load is None or not holds_model(load):
+        return
+    if named is not None:
+        draft.default("tokenizer", named, "as --hf-checkpoint")
+        draft.default("ref_load", named, "as --hf-checkpoint")
+    draft.set("hf_checkpoint", load, "--load is a Hugging Face model: training starts from its weights")
 
 
 def _model(draft: Draft) -> None:
@@ -340,7 +360,7 @@ def _algorithm(draft: Draft) -> None:
 def _checkpoints(draft: Draft) -> None:
     """Whether there is something to resume."""
     args = draft.args
-    if args.load is None:
+    if args.load is None or (holds_model(args.load) and args.ckpt_step is None):
         return
     try:
         found = find_checkpoint(args.load, args.ckpt_step)

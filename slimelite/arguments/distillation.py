@@ -37,6 +37,9 @@ def derive_distillation(draft: Draft) -> None:
         draft.set("opd_type", "trainer", "--opd-type megatron: the teacher is a Hugging Face model beside the trainer")
     if args.rm_type is None and args.custom_rm_path is None:
         draft.set("rm_type", "zero", "--use-opd without a reward: pure distillation")
+    elif args.custom_rm_path is None and args.label_key is None:
+        reason = "--use-opd without --label-key: where the reward needs a label it is 0, and the teacher alone trains"
+        draft.set("unlabelled_is_zero", True, reason)
     if compares_groups_of_one(args):
         draft.notes.append(
             f"--use-opd with --n-samples-per-prompt 1: {args.advantage_estimator} has nothing to compare, so the "

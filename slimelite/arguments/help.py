@@ -41,12 +41,13 @@ def _names(title: str, names: Iterable[str], width: int) -> str:
 
 
 def usage(flag: Flag) -> str:
-    """How the flag is written: ``--lr FLOAT``."""
+    """How the flag is written: ``--lr FLOAT``, or ``--mis-level, --tis-level TEXT`` where it has an alias."""
+    option = ", ".join((flag.option, *flag.aliases))
     if flag.kind is bool:
         both = flag.default is not False and flag.negative is None
-        return f"{flag.option} / {flag.off_option}" if both else (flag.negative or flag.option)
+        return f"{option} / {flag.off_option}" if both else (flag.negative or option)
     value = "{" + ",".join(flag.choices) + "}" if flag.choices else flag.metavar or PLACEHOLDERS[flag.kind]
-    return f"{flag.option} {value}" + (" ..." if flag.many else "")
+    return f"{option} {value}" + (" ..." if flag.many else "")
 
 
 def shown_default(flag: Flag) -> str:

@@ -27,12 +27,12 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         (lambda a: a.correction in ("tis", "icepop", "custom"), "--correction tis or icepop"),
     ),
     **dict.fromkeys(
-        ["mis_level", "mis_mode", "mis_upper_bound", "mis_rejection_level", "mis_veto_threshold"],
+        ["mis_level", "mis_mode", "mis_upper_bound", "mis_rejection_level", "mis_veto_threshold", "use_rs"],
         (lambda a: a.correction == "mis", "--correction mis"),
     ),
     "mis_lower_bound": (
-        lambda a: a.correction == "mis" and a.mis_mode in ("mask", "clip"),
-        "--correction mis --mis-mode mask or clip",
+        lambda a: a.correction == "mis" and (a.mis_mode in ("mask", "clip") or a.mis_rejection_level),
+        "--correction mis with --mis-mode mask or clip, or with --mis-rejection-level",
     ),
     **dict.fromkeys(
         ["mis_rejection_upper_bound", "mis_rejection_lower_bound"],
@@ -110,7 +110,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     **dict.fromkeys(
         ["finetune", "no_load_optim", "no_load_rng", "override_lr_scheduler"], (lambda a: a.load, "--load")
     ),
-    "no_save_optim": (lambda a: a.save, "--save"),
+    **dict.fromkeys(["no_save_optim", "save_retain_interval"], (lambda a: a.save, "--save")),
     "recompute_granularity": (lambda a: a.recompute_granularity == "full", "full; no attention scores are kept anyway"),
     "group_query_attention": (lambda a: a.num_query_groups, "--num-query-groups"),
     "muon_lr": (lambda a: a.optimizer == "muon", "--optimizer muon"),
@@ -151,6 +151,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         ["update_weight_transport", "update_weight_disk_dir", "update_weight_disk_keep_files"],
         (lambda a: a.rollout_backend == "sglang", "--rollout-backend sglang"),
     ),
+    **dict.fromkeys(["ci_save_grad_norm", "ci_load_grad_norm"], (lambda a: not a.debug_rollout_only, "a trainer")),
     "check_weight_update_equal": (lambda a: not a.debug_rollout_only, "a trainer"),
     "num_epoch": (lambda a: a.num_rollout is None, "no --num-rollout, which wins"),
 }

@@ -7,6 +7,7 @@ Megatron's flags that do something here are fields of the groups: the model's sh
 from __future__ import annotations
 
 _FSDP = "FSDP2 shards parameters, gradients and optimizer state over all ranks"
+_LAYOUT = "FSDP2 shards over all ranks instead: results are the same, and the longest sequence must fit one rank"
 _CONFIG = "the model's config.json says it"
 _KERNEL = "a choice among Megatron's kernels"
 _PIPELINE = "there are no pipeline stages"
@@ -22,6 +23,10 @@ _UNPADDED = "samples are packed without padding"
 # flag -> (number of values, why it changes nothing)
 NO_EFFECT: dict[str, tuple[int, str]] = {
     # parallelism and memory
+    **dict.fromkeys(["tensor-model-parallel-size", "pipeline-model-parallel-size"], (1, _LAYOUT)),
+    **dict.fromkeys(["context-parallel-size", "cp-comm-type"], (1, _LAYOUT)),
+    **dict.fromkeys(["expert-model-parallel-size", "expert-tensor-parallel-size"], (1, _LAYOUT)),
+    "allgather-cp": (0, _LAYOUT),
     "sequence-parallel": (0, "it belongs to tensor parallelism, which is not used"),
     "decoder-first-pipeline-num-layers": (1, _PIPELINE),
     "decoder-last-pipeline-num-layers": (1, _PIPELINE),
@@ -94,11 +99,16 @@ NO_EFFECT: dict[str, tuple[int, str]] = {
     "index-use-torch-topk": (0, _CONFIG),
     "mtp-loss-scaling-factor": (1, _NO_MTP),
     **dict.fromkeys(["critic-num-gpus-per-node", "critic-num-nodes"], (1, _CRITIC)),
+    "rs-tr-threshold": (1, "it belongs to --rs-trust-region"),
     # engines and the way to them
     "num-gpus-per-node": (1, "Ray knows the GPUs of each node"),
     **dict.fromkeys(["sglang-router-ip", "sglang-router-port", "sglang-router-request-timeout-secs"], (1, ROUTER)),
     **dict.fromkeys(["use-slime-router", "use-distributed-post", "use-http2"], (0, ROUTER)),
     "http-proxy": (1, ROUTER),
+    "sglang-disable-piecewise-cuda-graph": (
+        0,
+        "an option of older SGLang; --sglang-cuda-graph-backend-prefill disabled says it today",
+    ),
     "slime-router-middleware-paths": (-1, ROUTER),
     **dict.fromkeys(["slime-router-timeout", "slime-router-max-connections"], (1, ROUTER)),
     "slime-router-health-check-failure-threshold": (1, ROUTER),

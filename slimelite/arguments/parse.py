@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from slimelite.arguments.args import Args, Derivation
@@ -68,6 +68,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     misread, blamed = list(settings.problems), set(settings.blamed)
     draft = args_type(**settings.values, derivations=tuple(chosen))
     args = derive(draft, given, machine or this_machine(), settings)
+    args = replace(args, custom_config=settings.custom, notes=(*args.notes, *_own_keys(settings, vocabulary)))
     found = settings.problems[len(misread) :] + validate(args)
     # a flag that could not be read has its default now; what follows from that is no news
     problems = misread + [p for p in found if not blamed.intersection(re.split(r"[\s:,;]+", p))]
@@ -85,15 +86,24 @@ def compose(groups: Sequence[type]) -> type[Args]:
     """
     if not groups:
         return Args
-    taken = [flag.option for flags in (all_flags(Args), *map(all_flags, groups)) for flag in flags.values()]
+    flags = [flag for group in (Args, *groups) for flag in all_flags(group).values()]
+    taken = [option for flag in flags for option in (flag.option, *flag.aliases)]
     if twice := {option for option in taken if taken.count(option) > 1}:
         raise ValueError(f"{', '.join(sorted(twice))}: two groups have this flag; call yours something else")
     return dataclass(frozen=True)(type("Args", (*reversed(groups), Args), {"__doc__": Args.__doc__}))
+
+
+def _own_keys(settings: Settings, vocabulary: Vocabulary) -> Iterator[str]:
+    """What is said of keys of ``--custom-config-path`` that are no flags: one of them may be a flag misspelt."""
+    if settings.custom:
+        near = {key: vocabulary.nearest("--" + key) for key in settings.custom}
+        listed = ", ".join(f"{key} (the nearest flag is {flag})" if flag else key for key, flag in near.items())
+        yield f"--custom-config-path: no flags of ours, plugins read them as args.<key>: {listed}"
 
 
 def _merge_sources(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
     merged = read_command_line(argv, vocabulary)
     for name, option in (("config", "--config"), ("custom_config_path", "--custom-config-path")):
         if path := merged.values.get(name):
-            merged = merged.over(read_config(path, option, vocabulary))
+            merged = merged.over(read_config(path, option, vocabulary, own_keys=option == "--custom-config-path"))
     return merged

@@ -13,7 +13,6 @@ class Refusal(NamedTuple):
     harmless: tuple[str, ...] = ()
 
 
-_TP = "models are sharded by FSDP over all ranks; leave it out or at 1"
 _FP8 = "training is in bfloat16 or float32; for an fp8 engine use --sglang-quantization fp8"
 _MOE = "experts are trained as the Hugging Face model defines them, without this; leave it out"
 _DELTA = "weights are sent whole, straight to the engines; leave it out"
@@ -27,17 +26,9 @@ _PROFILE = "no profiler is built in; perf/* metrics time every phase, and py-spy
 _LOGGERS = "metrics go to metrics.jsonl in the run folder, --use-wandb and --use-tensorboard"
 _BUFFER = "write a --rollout-function-path or --data-source-path of your own"
 _IMAGES = "prompts are text; images, video and audio are not here yet"
-_MIS = ("level", "mode", "lower-bound", "upper-bound")
 _FLEET = "all engines are alike and start with the run; --rollout-num-gpus says how many"
 
 REFUSED: dict[str, Refusal] = {
-    # parallelism
-    "tensor-model-parallel-size": Refusal(1, _TP, ("1",)),
-    "pipeline-model-parallel-size": Refusal(1, _TP, ("1",)),
-    "context-parallel-size": Refusal(1, _TP, ("1",)),
-    "expert-model-parallel-size": Refusal(1, _TP, ("1",)),
-    "expert-tensor-parallel-size": Refusal(1, _TP, ("1",)),
-    "allgather-cp": Refusal(0, "there is no context parallelism; leave it out"),
     # numerics
     "fp16": Refusal(0, "there is no loss scaler; GPUs train in bfloat16"),
     "no-keep-fp32-master": Refusal(0, "bfloat16 weights would lose small updates; weights are kept in fp32"),
@@ -75,12 +66,8 @@ REFUSED: dict[str, Refusal] = {
     "critic-train-only": Refusal(0, "--num-critic-only-steps as large as --num-rollout trains the critic alone"),
     "megatron-config-path": Refusal(1, "what differs for the critic: --critic-lr, --critic-lr-warmup-iters"),
     "opd-teacher-ckpt-step": Refusal(1, "--opd-teacher-load takes a Hugging Face folder: name the one you want"),
-    # keys of slime's mis.yaml
-    **{f"tis-{name}": Refusal(1, f"it is called --mis-{name} here") for name in _MIS},
-    "use-rs": Refusal(0, "--mis-rejection-level says that and where"),
-    **{f"rs-{name}": Refusal(1, f"it is called --mis-rejection-{name} here") for name in _MIS if name != "mode"},
-    "rs-veto-threshold": Refusal(1, "it is called --mis-veto-threshold here"),
     "tis-batch-normalize": Refusal(0, "weights are not divided by their mean, which would depend on the batch"),
+    "rs-trust-region": Refusal(1, "--mis-rejection-level sequence or geometric rejects whole responses by their ratio"),
     "rollout-data-postprocess-path": Refusal(
         1, "--rollout-sample-filter-path masks samples and --custom-advantage-function-path edits advantages"
     ),
@@ -127,11 +114,7 @@ REFUSED: dict[str, Refusal] = {
     "record-memory-history": Refusal(0, _PROFILE),
     "use-pytorch-profiler": Refusal(0, _PROFILE),
     "save-debug-train-data": Refusal(1, "--save-debug-rollout-data writes the table that training reads"),
-    "ci-save-grad-norm": Refusal(1, "train/grad_norm of every step is in metrics.jsonl"),
-    "ci-load-grad-norm": Refusal(1, "train/grad_norm of every step is in metrics.jsonl"),
     "log-correct-samples": Refusal(0, "the run folder keeps every rollout with its rewards, as parquet"),
-    "ci-metric-checker-key": Refusal(1, "read metrics.jsonl in the run folder instead"),
-    "ci-metric-checker-threshold": Refusal(1, "read metrics.jsonl in the run folder instead"),
     "debug-exit-after-rollout": Refusal(1, "--num-rollout says how many rollouts there are"),
     "use-mlflow": Refusal(0, _LOGGERS),
     "use-prometheus": Refusal(0, _LOGGERS),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slimelite.arguments.base import flag
+from slimelite.arguments.base import flag, resolved
 
 
 @dataclass(frozen=True)
@@ -47,3 +47,6 @@ class RewardArgs:
         None, "in training, punish responses that end within this distance of --rollout-max-response-len [tokens]"
     )
     overlong_penalty_factor: float = flag(1.0, "the punishment at the very end of the buffer; linear before")
+
+    # whether a sample without a label gets the rule's 0, where it would be an error otherwise
+    unlabelled_is_zero: bool = resolved(False)

@@ -37,8 +37,11 @@ def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
     return settings
 
 
-def read_config(path: str, option: str, vocabulary: Vocabulary) -> Settings:
-    """Everything the YAML mapping at ``path`` says, keys with - or _; ``option``: the flag that named the file."""
+def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: bool = False) -> Settings:
+    """Everything the YAML mapping at ``path`` says, keys with - or _; ``option``: the flag that named the file.
+
+    With ``own_keys`` a key that is no flag is not a mistake: it goes to the user's plugins as ``args.key``.
+    """
     settings = Settings()
     content = load_yaml(path, option, settings)
     if content is not None and not isinstance(content, dict):
@@ -50,6 +53,8 @@ def read_config(path: str, option: str, vocabulary: Vocabulary) -> Settings:
     for name, value in zip(keys, content.values(), strict=True):
         if keys.count(name) > 1:
             settings.complain(f"--{name}", "is there twice, with - and with _")
+        elif own_keys and not vocabulary.knows(name):
+            settings.custom[name.replace("-", "_")] = value
         elif value is not None:  # null is "not given"
             _read_key(name, value, vocabulary, settings)
     settings.problems[before:] = [f"{path}: {problem}" for problem in settings.problems[before:]]

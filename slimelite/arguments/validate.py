@@ -36,11 +36,6 @@ def validate(args: Args) -> list[str]:
 
 
 def _modes(args: Args) -> Iterator[str]:
-    if args.train_backend != "fsdp":
-        yield (
-            f"--train-backend {args.train_backend}: models are Hugging Face's and train under FSDP2, "
-            "without Megatron and its checkpoint conversion; take fsdp, or leave it out"
-        )
     if args.debug_rollout_only and args.debug_train_only:
         other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
         yield f"--debug-rollout-only and {other} leave nothing to run; take one"
@@ -63,9 +58,6 @@ def _modes(args: Args) -> Iterator[str]:
         yield "--loss-type custom_loss needs --custom-loss-function-path"
     if args.eval_interval is not None and not (args.eval_datasets or args.debug_train_only):
         yield "--eval-interval needs --eval-prompt-data or --eval-config"
-    template = args.save_debug_rollout_data
-    if template is not None and "{rollout_id" not in template:
-        yield f"--save-debug-rollout-data {template}: needs {{rollout_id}} in it: one file for each rollout"
 
 
 def _engines(args: Args) -> Iterator[str]:
@@ -291,5 +283,7 @@ def _tracking(args: Args) -> Iterator[str]:
     share = args.load_debug_rollout_data_subsample
     if share is not None and not 0 < share <= 1:
         yield f"--load-debug-rollout-data-subsample {share}: is a share, above 0 and at most 1"
+    if (args.ci_metric_checker_key is None) != (args.ci_metric_checker_threshold is None):
+        yield "--ci-metric-checker-key and --ci-metric-checker-threshold come together: which metric reaches how much?"
     if share is not None and not args.load_debug_rollout_data:
         yield "--load-debug-rollout-data-subsample needs --load-debug-rollout-data"

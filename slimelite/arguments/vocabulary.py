@@ -27,6 +27,8 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
     sglang: dict[str, Any] = field(default_factory=dict)
     no_effect: dict[str, str] = field(default_factory=dict)
+    # keys of --custom-config-path that are no flags: for the user's plugins
+    custom: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     # options that a problem is about: a later check that trips over one of them says nothing new
     blamed: set[str] = field(default_factory=set)
@@ -42,6 +44,7 @@ class Settings:
             {**below.values, **self.values},
             {**below.sglang, **self.sglang},
             {**below.no_effect, **self.no_effect},
+            {**below.custom, **self.custom},
             [*self.problems, *below.problems],
             self.blamed | below.blamed,
         )
@@ -61,7 +64,7 @@ class Vocabulary:
 
     def __init__(self, args_type: type) -> None:
         self.flags = all_flags(args_type)
-        self.switches_on = {f.option[2:]: f for f in self.flags.values()}
+        self.switches_on = {o.removeprefix("--"): f for f in self.flags.values() for o in (f.option, *f.aliases)}
         self.switches_off = {f.off_option[2:]: f for f in self.flags.values() if f.off_option}
 
     @cached_property
@@ -122,7 +125,8 @@ class Vocabulary:
             value = [*into.values.get(flag.name, []), *value]
         into.values[flag.name] = value
 
-    def _unknown(self, option: str, into: Settings) -> None:
+    def nearest(self, option: str) -> str | None:
+        """The known option that is most like ``option``, or None where none is."""
         name = option[2:].replace("_", "-")
         known, prefix = [*self.switches_on, *self.switches_off, *NO_EFFECT, *REFUSED], ""
         if name.startswith("sglang-"):  # a prefix that they share does not make two names alike
@@ -131,8 +135,12 @@ class Vocabulary:
         elif name.startswith("router-"):
             known, prefix = list(self.router), "router-"
         near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=SIMILAR)
-        hint = f"; did you mean --{prefix}{near[0]}?" if near else "; --help lists them all"
-        into.complain(option, "is not a known flag" + hint, *(f"--{prefix}{name}" for name in near))
+        return f"--{prefix}{near[0]}" if near else None
+
+    def _unknown(self, option: str, into: Settings) -> None:
+        near = self.nearest(option)
+        hint = f"; did you mean {near}?" if near else "; --help lists them all"
+        into.complain(option, "is not a known flag" + hint, *([near] if near else []))
 
 
 def _read_sglang(sglang: SglangOption, words: Sequence[str], into: Settings) -> None:

@@ -171,7 +171,11 @@ class Cluster:
         if final.is_dir():
             final.rename(replaced)
         directory.rename(final)
+        before = (root / MARKER).read_text().strip() if (root / MARKER).is_file() else ""
         write_atomically(root / MARKER, str(rollout_id))
+        keep = self.args.save_retain_interval
+        if keep is not None and before.isdigit() and int(before) < rollout_id and (int(before) + 1) % keep:
+            shutil.rmtree(root / f"iter_{int(before):07d}", ignore_errors=True)
         if replaced.is_dir():
             shutil.rmtree(replaced)
         return final

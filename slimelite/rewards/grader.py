@@ -199,7 +199,8 @@ class Grader:
         if rule is None:
             return await self._remote(samples, texts)
         answers = [answer_of(s, text, self._settings) for s, text in zip(samples, texts, strict=True)]
-        unlabelled = Failure("invalid", f"{rm_type} compares with a label, and the sample has none; set --label-key")
+        missing = Failure("invalid", f"{rm_type} compares with a label, and the sample has none; set --label-key")
+        unlabelled = rule.zero if self.args.unlabelled_is_zero else missing
         results: list[Any] = await asyncio.to_thread(lambda: [_quick(rule, a) for a in answers])
         if rule.needs_label:
             results = [unlabelled if s.label is None else r for s, r in zip(samples, results, strict=True)]

@@ -68,7 +68,7 @@ class RolloutContext:
     async def plugin_args(self, engine: int | None = None) -> PluginArgs:
         """A fresh copy of the arguments for a plugin, with the address of ``engine`` (None: of no engine)."""
         values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}
-        args = PluginArgs(**values, rollout_context=self)
+        args = PluginArgs(**self.args.custom_config, **values, rollout_context=self)
         if engine is not None:
             address = urlsplit(await self.engines.url(engine))
             args.sglang_router_ip, args.sglang_router_port = address.hostname, address.port

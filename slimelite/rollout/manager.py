@@ -343,8 +343,10 @@ class RolloutManager:
         return {**metrics, **self._context.grader.metrics()}
 
     def _save(self, table: SampleTable, rollout_id: int | str) -> None:
-        if self.args.save_debug_rollout_data is not None:
-            table.to_parquet(self.args.save_debug_rollout_data.format(rollout_id=rollout_id))
+        template = self.args.save_debug_rollout_data
+        # one file for all rollouts is not for evaluations as well
+        if template is not None and ("{rollout_id" in template or isinstance(rollout_id, int)):
+            table.to_parquet(template.format(rollout_id=rollout_id))
 
 
 def _silent(_done: int, _total: int, _note: str) -> None:

@@ -19,6 +19,7 @@ from slimelite.arguments import Args
 from slimelite.table import SampleTable
 from slimelite.tracking import report
 from slimelite.tracking.banner import run_facts
+from slimelite.tracking.ci import RunChecks
 from slimelite.tracking.console import Console, duration
 from slimelite.tracking.metrics_file import Kind, axis_of, eval_metrics, read_metrics
 from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
@@ -76,6 +77,7 @@ class Tracker:
         self._best = float("-inf")
         self._step_times: deque[float] = deque(maxlen=20)
         self._mismatch = 0.0  # the largest that was warned about
+        self._checks = RunChecks(args)
         self._drawn_at, self._drawing_took = time.monotonic(), 1.0
 
     def __enter__(self) -> Tracker:
@@ -155,6 +157,8 @@ class Tracker:
         last = first + (len(steps) or self.args.num_steps_per_rollout) - 1
         for i, step in enumerate(steps):
             self._write("train", {"rollout/step": rollout_id, "train/step": first + i, **step})
+            if "train/grad_norm" in step:
+                self._checks.note_grad_norm(rollout_id, i, step["train/grad_norm"])
         whole = {k: v for k, v in metrics.items() if not (steps and k.startswith("train/"))}
         self._write("train", {"rollout/step": rollout_id, "train/step": last, **whole})
         self._now.row |= metrics
@@ -199,6 +203,8 @@ class Tracker:
         if self._now.scores and time.monotonic() - self._drawn_at > self._drawing_took / DRAWING_SHARE:
             self._draw()
         self._now = _Rollout()
+        if rollout_id + 1 == self.args.num_rollout:
+            self._checks.finish()
 
     def _open(self) -> None:
         self._save_status("running")
@@ -215,6 +221,7 @@ class Tracker:
     def _write(self, kind: Kind, metrics: Mapping[str, Any]) -> None:
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         self._now.row |= numbers
+        self._checks.note(numbers)
         for writer in self._writers:
             writer.write(kind, numbers)
 

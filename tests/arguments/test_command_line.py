@@ -72,7 +72,7 @@ def test_consequences_of_a_misread_flag_are_not_reported(problems: Problems) -> 
         ("--kl-loss-type k4", "is one of k1, k2, k3, low_var_kl, not 'k4'"),
         ("--train-env-vars {", "takes JSON"),
         ("--train-env-vars [1]", "takes a JSON object"),
-        ("--train-backend megatron", "without Megatron"),
+        ("--train-backend deepspeed", "is one of fsdp, megatron"),
         ("--no-colocate now", "takes no value"),
         ("--spec one", "needs 2 values"),
         ("--vocab-size", "needs a value"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +83,10 @@ def test_derivations_see_the_file(make: Make, config: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("rollout_batchsize: 3", "did you mean --rollout-batch-size?"),
-        ("esp_clip: false", "did you mean --eps-clip?"),
         ("lr: fast", "--lr takes a number, not 'fast'"),
         ("lr: .nan", "--lr takes a number, not nan"),
         ("colocate: maybe", "--colocate is true or false, not 'maybe'"),
-        ("tensor_model_parallel_size: 2", "--tensor-model-parallel-size is not supported"),
+        ("mtp_num_layers: 1", "--mtp-num-layers is not supported"),
         ("- lr", "is not a mapping"),
         ("# lr: 1", "is empty"),
         ("lr: [1", "is not YAML"),
@@ -95,7 +95,6 @@ def test_derivations_see_the_file(make: Make, config: Any) -> None:
         ("num-rollout: 1\nnum_rollout: 2", "--num-rollout is there twice, with - and with _"),
         ("config: other.yaml", "--config is for the command line; a file of arguments names no other"),
         ("custom_config_path: other.yaml", "--custom-config-path is for the command line"),
-        ("data: {input_key: x}", "--data is not a flag but a section; a file has no sections: move its keys out of it"),
     ],
 )
 def test_mistakes_in_a_file(problems: Problems, config: Any, text: str, says: str) -> None:
@@ -103,6 +102,33 @@ def test_mistakes_in_a_file(problems: Problems, config: Any, text: str, says: st
         (problem,) = problems(config(text, option))
         assert ".yaml" in problem
         assert says in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rollout_batchsize: 3", "did you mean --rollout-batch-size?"),
+        ("esp_clip: false", "did you mean --eps-clip?"),
+        ("data: {input_key: x}", "--data is not a flag but a section; a file has no sections: move its keys out of it"),
+    ],
+)
+def test_unknown_keys_are_mistakes_in_config_alone(problems: Problems, config: Any, text: str, says: str) -> None:
+    (problem,) = problems(config(text))
+    assert says in problem
+    assert problems(config(text, "--custom-config-path")) == []
+
+
+def test_keys_of_a_custom_config_that_are_no_flags(make: Make, config: Any) -> None:
+    """slime sets any key on its args: its plugins read their own settings there."""
+    text = "lr: 1e-4\nmax_turns: 3\nsearch-url: 'http://x'\nrollout_batchsize: 5\ntools: {a: [1, 2]}\nnothing: null"
+    args: Any = make(config(text, "--custom-config-path"))
+    own = (args.lr, args.max_turns, args.search_url, args.tools, args.nothing)
+    assert own == (1e-4, 3, "http://x", {"a": [1, 2]}, None)
+    assert not hasattr(args, "max_turn")
+    (note,) = [n for n in args.notes if "--custom-config-path" in n]
+    assert "rollout_batchsize (the nearest flag is --rollout-batch-size)" in note
+    copy = pickle.loads(pickle.dumps(args))
+    assert (copy.max_turns, replace(copy, lr=1.0).max_turns) == (3, 3)
 
 
 def test_one_file_of_each_kind(problems: Problems, config: Any) -> None:

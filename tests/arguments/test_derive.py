@@ -340,7 +340,7 @@ def test_load(make: Make, problems: Problems, tmp_path: Path) -> None:
 def test_load_of_something_else(problems: Problems, tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "config.json").write_text("{}")
-    assert "--hf-checkpoint" in problems(f"--load {tmp_path / 'hf'}")[0]
+    assert "without rollouts to choose from" in problems(f"--load {tmp_path / 'hf'} --ckpt-step 3")[0]
     (tmp_path / "megatron" / "iter_0000004").mkdir(parents=True)
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("4")
     assert "Megatron" in problems(f"--load {tmp_path / 'megatron'}")[0]
@@ -348,6 +348,32 @@ def test_load_of_something_else(problems: Problems, tmp_path: Path) -> None:
     (tmp_path / "junk" / "a.txt").touch()
     with pytest.raises(ValueError, match="not a checkpoint"):
         find_checkpoint(tmp_path / "junk")
+
+
+def test_load_of_a_hugging_face_folder_gives_the_weights(make: Make, tmp_path: Path) -> None:
+    """As in slime's FSDP scripts; tokenizer and reference stay those of --hf-checkpoint."""
+    (tmp_path / "config.json").write_text("{}")
+    args = make(f"--load {tmp_path} --kl-loss-coef 0.1 --use-kl-loss")
+    assert (args.hf_checkpoint, args.tokenizer, args.ref_load) == (str(tmp_path), "owner/model", "owner/model")
+    assert args.resume_directory is None
+    _checkpoint(tmp_path, 3)  # its own --save
+    args = make(f"--load {tmp_path}")
+    assert (args.hf_checkpoint, args.resume_directory) == ("owner/model", str(tmp_path / "iter_0000003"))
+
+
+def test_megatrons_layout_changes_nothing(make: Make) -> None:
+    sizes = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 3 --context-parallel-size 2"
+    words = f"{sizes} --sequence-parallel"
+    args, plain = make(f"--train-backend megatron {words}"), make()
+    assert args.train_backend == "fsdp"
+    assert {word for word in words.split() if word.startswith("--")} == set(dict(args.no_effect))
+    assert args.actor_num_gpus_per_node == plain.actor_num_gpus_per_node
+    assert args.global_batch_size == plain.global_batch_size
+
+
+def test_one_file_for_all_saved_rollouts(make: Make) -> None:
+    assert any("replaces the one before it" in n for n in make("--save-debug-rollout-data all.pt").notes)
+    assert not any("replaces" in n for n in make("--save-debug-rollout-data {rollout_id}.pt").notes)
 
 
 def test_a_new_model_from_flags(tmp_path: Path) -> None:

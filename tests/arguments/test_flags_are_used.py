@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 DECLARING = {"idle.py", "validate.py", "megatron.py", "refused.py"}
 # read by checks alone
 CHECKED = {
-    "train_backend": "there is one",
+    "train_backend": "whichever is named, there is one",
     "allow_truncated_sampling": "a permission",
     "rollout_external": "rollout_external_engine_addrs says so too",
     "preset": "read by name, before there are arguments",

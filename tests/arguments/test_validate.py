@@ -94,7 +94,7 @@ RULES = [
         "--no-debug-train-only",
     ),
     ("--loss-type custom_loss", "needs --custom-loss-function-path", "--custom-loss-function-path my.loss"),
-    ("--save-debug-rollout-data x.parquet", "needs {rollout_id}", "--save-debug-rollout-data x{rollout_id}.parquet"),
+    ("--ci-metric-checker-key eval/x", "come together", "--ci-metric-checker-threshold 0.5"),
     ("--load-debug-rollout-data-subsample 0.5", "needs --load-debug-rollout-data", "--load-debug-rollout-data x"),
     ("--group-rm", "--group-rm hands whole groups to --custom-rm-path", "--custom-rm-path my.rm"),
     ("--rm-type reward_model", "--rm-type reward_model needs --reward-model-path", "--reward-model-path model"),

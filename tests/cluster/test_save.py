@@ -32,8 +32,9 @@ class Trainer(Worker):
             (Path(directory) / name).write_text(self.weights)
 
 
-def save(root: Path, trainer: Trainer) -> Path:
-    return Cluster(Args(save=str(root)), Rollout(), [trainer], None).save(3)
+def save(root: Path, trainer: Trainer, rollout_id: int = 3, retain: int | None = None) -> Path:
+    args = Args(save=str(root), save_retain_interval=retain)
+    return Cluster(args, Rollout(), [trainer], None).save(rollout_id)
 
 
 def contents(root: Path) -> dict[str, str]:
@@ -84,3 +85,15 @@ def test_a_first_save_that_is_cut_short_is_no_checkpoint(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="killed"):
         save(tmp_path, Trainer("new", dies=True))
     assert find_checkpoint(tmp_path) is None
+
+
+def test_only_checkpoints_of_the_retained_rollouts_stay(tmp_path: Path) -> None:
+    """Every second rollout is saved, every fourth is kept; the newest is always there."""
+    kept = []
+    for rollout_id in range(1, 12, 2):
+        save(tmp_path, Trainer("w"), rollout_id, retain=4)
+        kept.append(sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")))
+    assert kept == [[1], [3], [3, 5], [3, 7], [3, 7, 9], [3, 7, 11]]
+    with pytest.raises(RuntimeError, match="killed"):
+        save(tmp_path, Trainer("w", dies=True), 13, retain=5)
+    assert (tmp_path / "iter_0000011").is_dir(), "the last whole one outlives a save that fails"

@@ -1,0 +1,63 @@
+"""Checks of a run's own metrics that end it with an error: ``--ci-metric-checker-…`` and ``--ci-…-grad-norm``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from slimelite.arguments import DebugArgs
+
+# slime's: runs of other layouts must have the gradient norms of the recorded one
+GRAD_NORM_TOLERANCE = 0.03
+
+
+class RunChecks:
+    """Collects what the checks need while a run goes on.
+
+    A grad-norm file is a JSON object, ``{"rollout/step": norm}``, steps counted within their rollout.
+    """
+
+    def __init__(self, args: DebugArgs) -> None:
+        self._key, self._threshold = args.ci_metric_checker_key, args.ci_metric_checker_threshold
+        self._best: float | None = None
+        self._save = args.ci_save_grad_norm
+        self._norms: dict[str, float] = {}
+        self._expected: dict[str, float] = {}
+        if args.ci_load_grad_norm is not None:
+            self._expected = json.loads(Path(args.ci_load_grad_norm).read_text(encoding="utf-8"))
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Look for the checked metric among ``metrics``."""
+        if self._key is not None and self._key in metrics:
+            self._best = max(metrics[self._key], -math.inf if self._best is None else self._best)
+
+    def note_grad_norm(self, rollout_id: int, step: int, norm: float) -> None:
+        """Write the gradient norm of an optimizer step down, and compare it with the recorded one.
+
+        Raises:
+            AssertionError: it differs by more than 3 %, or the record lacks the step.
+        """
+        name = f"{rollout_id}/{step}"
+        if self._save is not None:
+            self._norms[name] = norm
+            Path(self._save).write_text(json.dumps(self._norms), encoding="utf-8")
+        if not self._expected:
+            return
+        recorded = self._expected.get(name)
+        if recorded is None or not math.isclose(norm, recorded, rel_tol=GRAD_NORM_TOLERANCE):
+            raise AssertionError(
+                f"--ci-load-grad-norm: step {name} (rollout/step) has the gradient norm {norm:.6g}, and "
+                f"{'none' if recorded is None else f'{recorded:.6g}'} was recorded"
+            )
+
+    def finish(self) -> None:
+        """The last rollout is over.
+
+        Raises:
+            AssertionError: the checked metric never reached its threshold.
+        """
+        if self._key is not None and (self._best is None or self._best < (self._threshold or 0.0)):
+            reached = "was never logged" if self._best is None else f"reached {self._best:g} at most"
+            raise AssertionError(f"--ci-metric-checker-key {self._key} {reached}, not {self._threshold}")
