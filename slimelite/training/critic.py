@@ -22,7 +22,6 @@ from slimelite.training.columns import TokenColumns
 from slimelite.training.lr_schedule import CRITIC_FLAGS, LrSchedule
 from slimelite.training.metrics import MetricSums
 from slimelite.training.model import LanguageModel, build_model
-from slimelite.training.offload import move
 from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import World, reshard, set_last_micro_batch
 from slimelite.training.passes import Scores
@@ -186,10 +185,6 @@ class Critic:
                 "from that folder with --hf-checkpoint"
             )
         self.progress = checkpoint.load(folder, self.args, self._parts(), self.progress)
-
-    def move(self, device: torch.device) -> None:
-        """Weights and optimizer state to ``device``."""
-        move(self.model, self.optimizers, device)
 
     def _parts(self) -> checkpoint.Parts:
         return checkpoint.Parts(self.world, self.model, None, self.optimizers, CRITIC_FLAGS)

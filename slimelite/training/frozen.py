@@ -9,7 +9,8 @@ import torch
 
 from slimelite.arguments import Args
 from slimelite.training.model import PolicyModel, build_policy
-from slimelite.training.parallel import World
+from slimelite.training.offload import HostMemory
+from slimelite.training.parallel import World, reshard
 
 
 class FrozenPolicy:
@@ -19,27 +20,26 @@ class FrozenPolicy:
     """
 
     def __init__(self, args: Args, world: World, path: str | None) -> None:
-        self._world = world
         self.model = build_policy(args, world, path, trainable=False)
-        self._rest()
+        self._memory = HostMemory(self.model.parameters, world.device) if world.device.type == "cuda" else None
+        if self._memory is not None:
+            self._memory.offload()
 
     @contextmanager
-    def weights(self) -> Iterator[PolicyModel]:
-        """The policy as a model to call, for the length of the context."""
-        self.model.to(self._world.device)
+    def weights(self, *, unchanged: bool = True) -> Iterator[PolicyModel]:
+        """The policy as a model to call, for the length of the context; ``unchanged``: nobody writes to it there."""
+        if self._memory is not None:
+            self._memory.onload()
         try:
             yield self.model
         finally:
-            self._rest()
+            if self._memory is not None:
+                reshard(self.model)
+                self._memory.offload(unchanged=unchanged)
 
     @torch.no_grad()
     def copy_from(self, policy: PolicyModel) -> None:
         """Become what ``policy`` is now (``--ref-update-interval``)."""
-        with self.weights() as model:
+        with self.weights(unchanged=False) as model:
             for (_, mine), (_, theirs) in zip(model.named_weights(), policy.named_weights(), strict=True):
                 mine.copy_(theirs)
-
-    def _rest(self) -> None:
-        if self._world.device.type == "cuda":
-            self.model.cpu()
-            torch.cuda.empty_cache()

@@ -4,24 +4,118 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import psutil
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import Optimizers
+from slimelite.training.parallel import reshard
+
+# a power of two: torch rounds other sizes of pinned memory up to the next
+BLOCK_BYTES = 2**26
 
 
-def move(model: LanguageModel, optimizers: Optimizers, device: torch.device) -> None:
-    """Shards of the weights and of the optimizer state to ``device``; gradients are dropped between rollouts."""
-    model.to(device)
+class HostMemory:
+    """Host memory in which device tensors wait while somebody else needs the device.
+
+    It is pinned, taken in blocks when it is first needed and then kept: copies into fresh, pageable memory are several
+    times slower. The tensors stay what they are; their storage on the device is freed and later filled again, so that
+    nothing that refers to them has to know.
+
+    Args:
+        tensors: gives the tensors, sharded or not; it is asked at every `offload`, as optimizers make state late.
+        device: where they live.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+        self._blocks: list[Tensor] = []
+        # storage on the device -> (itself, where it begins here, its size) [bytes], while its content is here alone
+        self._away: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
+
+    def offload(self, *, unchanged: bool = False) -> None:
+        """Copy every tensor here and free its memory on the device.
+
+        ``unchanged``: since the last `onload`; what is here already is not copied again.
+        """
+        assert not self._away, "offloaded twice"
+        copied = unchanged and bool(self._blocks)
+        end = 0
+        for tensor in self._tensors():
+            storage = _local(tensor).untyped_storage()
+            if not storage.nbytes() or storage._cdata in self._away:
+                continue
+            self._away[storage._cdata] = (storage, end, storage.nbytes())
+            if not copied:
+                self._copy(storage, end, storage.nbytes(), to_device=False)
+            end += storage.nbytes()
+        self._wait()
+        for storage, _, _ in self._away.values():
+            storage.resize_(0)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self) -> None:
+        """Take the memory on the device again and fill it."""
+        for storage, start, size in self._away.values():
+            storage.resize_(size)
+            self._copy(storage, start, size, to_device=True)
+        self._wait()
+        self._away.clear()
+
+    @contextmanager
+    def present(self, tensor: Tensor) -> Iterator[None]:
+        """In the context ``tensor`` can be read, whether offloaded or not."""
+        storage = _local(tensor).untyped_storage()
+        if storage._cdata not in self._away:
+            yield
+            return
+        _, start, size = self._away[storage._cdata]
+        storage.resize_(size)
+        self._copy(storage, start, size, to_device=True)
+        try:
+            yield
+        finally:
+            storage.resize_(0)
+
+    def _copy(self, storage: torch.UntypedStorage, start: int, size: int, *, to_device: bool) -> None:
+        """The whole of ``storage`` from or to the bytes from ``start`` on, which may lie in several blocks."""
+        theirs = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        while len(self._blocks) * BLOCK_BYTES < start + size:
+            pinned = self._device.type == "cuda"
+            self._blocks.append(torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=pinned))
+        done = 0
+        while done < size:
+            block, first = divmod(start + done, BLOCK_BYTES)
+            count = min(size - done, BLOCK_BYTES - first)
+            here, there = self._blocks[block][first : first + count], theirs[done : done + count]
+            if to_device:
+                there.copy_(here, non_blocking=True)
+            else:
+                here.copy_(there, non_blocking=True)
+            done += count
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def training_tensors(model: LanguageModel, optimizers: Optimizers) -> Iterator[Tensor]:
+    """What an optimizer step leaves on the device: the weights and the optimizer's state; gradients are dropped."""
+    reshard(model)
+    yield from (parameter for _, parameter in model.named_weights())
     for optimizer in optimizers.all:
         for state in optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    state[key] = value.to(device)
-    torch.cuda.empty_cache()
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def return_freed_memory() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from slimelite.training.loss import LossInputs, micro_batch_loss
 from slimelite.training.lr_schedule import LrSchedule
 from slimelite.training.metrics import MetricSums
 from slimelite.training.model import LanguageModel, PolicyModel, build_policy
-from slimelite.training.offload import memory_used, move, return_freed_memory
+from slimelite.training.offload import HostMemory, memory_used, return_freed_memory, training_tensors
 from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import join_world, set_last_micro_batch
 from slimelite.training.passes import Scores, table_scores
@@ -56,6 +58,7 @@ class Trainer:
         self.teacher = FrozenPolicy(args, self.world, args.opd_teacher_load) if teaches else None
         self.optimizers = Optimizers(args, self.model)
         self.critic = Critic(args, self.world) if args.use_critic else None
+        self.memory = HostMemory(self._device_tensors, self.world.device)
         self.progress = checkpoint.Progress(-1, 0, 0, LrSchedule.from_args(args))
         self.run_steps = 0
         if args.num_rollout is not None:
@@ -211,20 +214,23 @@ class Trainer:
         return table_scores(self.model, table, dealt, self.world, self.temperature)[0].numpy()
 
     def push_weights(self, sink: weights.WeightSink | None, version: int) -> dict[str, float]:
-        """All weights into ``sink``, stamped ``version``; see `weights.push`."""
+        """All weights into ``sink``, stamped ``version``, also while they are offloaded; see `weights.push`."""
         self.progress.weight_version = version
-        return weights.push(self.model, self.world, sink, version, self.args.update_weight_buffer_size)
+        size = self.args.update_weight_buffer_size
+        return weights.push(self.model, self.world, sink, version, size, self.memory)
 
     def save(self, directory: str, rollout_id: int) -> None:
         """Write all that `load` needs to go on as if nothing had happened after rollout ``rollout_id``."""
         self.progress.rollout_id = rollout_id
-        checkpoint.save(Path(directory), self.args, self._parts(), self.progress)
+        with self._parts() as parts:
+            checkpoint.save(Path(directory), self.args, parts, self.progress)
         if self.critic is not None:
             self.critic.save(directory, rollout_id)
 
     def load(self, directory: str) -> int:
         """Go on from a checkpoint, saved by any number of ranks; returns the rollout it was saved after."""
-        self.progress = checkpoint.load(Path(directory), self.args, self._parts(), self.progress)
+        with self._parts() as parts:
+            self.progress = checkpoint.load(Path(directory), self.args, parts, self.progress)
         if self.critic is not None:
             self.critic.load(directory)
         return self.progress.rollout_id
@@ -235,11 +241,11 @@ class Trainer:
 
     def offload(self) -> dict[str, float]:
         """Weights and optimizer state to host memory; on a CPU, or with ``--fsdp-cpu-offload``, they are there."""
-        return self._move("sleep", torch.device("cpu"))
+        return self._move("sleep", self.memory.offload)
 
     def onload(self) -> dict[str, float]:
         """Weights and optimizer state back to the device."""
-        return self._move("wake_up", self.world.device)
+        return self._move("wake_up", self.memory.onload)
 
     def memory_used(self) -> float:
         """See `offload.memory_used`, of this rank's device."""
@@ -249,9 +255,18 @@ class Trainer:
         """Leave the process group."""
         self.world.close()
 
-    def _parts(self) -> checkpoint.Parts:
-        updated = self.reference.model if self.reference is not None and self.args.ref_update_interval else None
-        return checkpoint.Parts(self.world, self.model, updated, self.optimizers)
+    @contextmanager
+    def _parts(self) -> Iterator[checkpoint.Parts]:
+        updated = None
+        with ExitStack() as stack:
+            if self.reference is not None and self.args.ref_update_interval:
+                updated = stack.enter_context(self.reference.weights(unchanged=False))
+            yield checkpoint.Parts(self.world, self.model, updated, self.optimizers)
+
+    def _device_tensors(self) -> Iterator[Tensor]:
+        for part in (self, self.critic):
+            if part is not None:
+                yield from training_tensors(part.model, part.optimizers)
 
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
         """What every token has before the first step: weights, reference log-probs, advantages."""
@@ -350,13 +365,11 @@ class Trainer:
             metrics["perf/computed_rows_ratio"] = float(computed.mean())
         return metrics
 
-    def _move(self, phase: str, device: torch.device) -> dict[str, float]:
+    def _move(self, phase: str, move: Callable[[], None]) -> dict[str, float]:
         self.timer.restart()
         with self.timer(phase):
             if self.world.device.type == "cuda" and not self.args.fsdp_cpu_offload:
-                move(self.model, self.optimizers, device)
-                if self.critic is not None:
-                    self.critic.move(device)
+                move()
         return {f"perf/{phase}_time": self.timer.seconds[phase]}
 
 

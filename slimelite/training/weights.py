@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Protocol, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from slimelite.engines.protocol import WeightBucket
 from slimelite.training.model import PolicyModel
+from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World, whole
 
 T = TypeVar("T")
@@ -49,10 +51,14 @@ def full_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, 
 
 @torch.no_grad()
 def buckets(
-    weights: Iterable[tuple[str, Tensor]], size: int, dtype: torch.dtype | None = None
+    weights: Iterable[tuple[str, Tensor]],
+    size: int,
+    dtype: torch.dtype | None = None,
+    memory: HostMemory | None = None,
 ) -> Iterator[WeightBucket]:
     """Whole weights, sharded or not, flattened together (collective); a bucket ends with the tensor that brings it to
-    ``size`` bytes. ``dtype``: of all of them; None: they have one dtype.
+    ``size`` bytes. ``dtype``: of all of them; None: they have one dtype. ``memory``: where
+    they may wait, see `HostMemory.present`.
 
     A tensor is never cut: the loaders of SGLang and vLLM take whole ones. Nor does one that does not fit wait for the
     next bucket: of a 32B model, whose larger matrices are just over half of 512 MiB, each would then travel alone.
@@ -68,16 +74,18 @@ def buckets(
         bucket = WeightBucket([name for name, _ in part], shapes, flat)
         # beside the bucket there is only the tensor that is being gathered
         for (_, place), (_, tensor) in zip(bucket.tensors(), part, strict=True):
-            place.copy_(whole(tensor.detach().to(flat.dtype)))
+            with memory.present(tensor) if memory else nullcontext():
+                place.copy_(whole(tensor.detach().to(flat.dtype)))
         yield bucket
 
 
 def push(
-    model: PolicyModel, world: World, sink: WeightSink | None, version: int, bucket_bytes: int
+    model: PolicyModel, world: World, sink: WeightSink | None, version: int, bucket_bytes: int, memory: HostMemory
 ) -> dict[str, float]:
     """Send all weights, in the dtype that the trainer computes in, through ``sink`` (collective).
 
-    Only ranks that call their sink (see `WeightSink`) need one.
+    Only ranks that call their sink (see `WeightSink`) need one. Weights that wait in ``memory`` come to the device one
+    at a time.
 
     Returns:
         ``perf/update_weights_bytes`` and ``perf/update_weights_buckets``.
@@ -89,7 +97,7 @@ def push(
     if sink is not None:
         failure = _failure(sink.begin, version)
     sent = count = 0
-    for bucket in buckets(model.named_weights(), bucket_bytes, world.compute_dtype):
+    for bucket in buckets(model.named_weights(), bucket_bytes, world.compute_dtype, memory):
         if sink is not None and failure is None:
             failure = _failure(sink.send, bucket)
         sent += bucket.flat.nbytes

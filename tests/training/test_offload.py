@@ -1,0 +1,80 @@
+"""Memory that a trainer lends to engines comes back as it was, through the same host memory every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Recorder, one_rank, random_table, save_tiny_model, tiny_args, weights_of
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from slimelite.training import offload
+from slimelite.training.offload import HostMemory, training_tensors
+from slimelite.training.trainer import Trainer
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that most matrices of the tiny model do not fit into."""
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 4096)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def bytes_held(trainer: Trainer) -> int:
+    tensors = training_tensors(trainer.model, trainer.optimizers)
+    return sum((t.to_local() if isinstance(t, DTensor) else t).untyped_storage().nbytes() for t in tensors)
+
+
+def train(model: Path, between: Callable[[Trainer, int], None]) -> dict[str, Tensor]:
+    """The weights after three rollouts."""
+    with one_rank(tiny_args(model)) as trainer:
+        for i in range(3):
+            trainer.train(i, random_table(seed=i))
+            between(trainer, i)
+        return weights_of(trainer)
+
+
+def test_training_goes_on_as_if_nothing_had_happened_and_host_memory_is_kept(model: Path) -> None:
+    blocks: list[list[int]] = []
+
+    def lend(trainer: Trainer, rollout_id: int) -> None:
+        held, before = bytes_held(trainer), weights_of(trainer)
+        trainer.memory.offload()
+        assert held >= 3 * sum(weight.nbytes for weight in before.values()), "weights and two moments"
+        assert bytes_held(trainer) == 0
+        sink = Recorder()
+        trainer.push_weights(sink, rollout_id)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in sink.tensors.items())
+        assert bytes_held(trainer) == 0
+        blocks.append([block.data_ptr() for block in trainer.memory._blocks])
+        assert held <= len(blocks[-1]) * offload.BLOCK_BYTES < held + offload.BLOCK_BYTES
+        trainer.memory.onload()
+        assert bytes_held(trainer) == held
+
+    lent, kept = train(model, lend), train(model, lambda trainer, rollout_id: None)
+    assert all(torch.equal(lent[name], kept[name]) for name in kept)
+    assert blocks[0] == blocks[1] == blocks[2]
+
+
+def test_what_did_not_change_is_not_copied_again() -> None:
+    weights = [torch.arange(3000.0), torch.ones(1, dtype=torch.bfloat16)]
+    memory = HostMemory(lambda: weights, torch.device("cpu"))
+    memory.offload()
+    memory.onload()
+    assert torch.equal(weights[0], torch.arange(3000.0))
+    weights[0].zero_()
+    memory.offload(unchanged=True)
+    memory.onload()
+    assert torch.equal(weights[0], torch.arange(3000.0))
+    weights[0].zero_()
+    memory.offload()
+    memory.onload()
+    assert torch.equal(weights[0], torch.zeros(3000))
+    assert weights[1].tolist() == [1.0]
