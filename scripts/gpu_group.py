@@ -303,6 +303,28 @@ def sync_speed(lab: Lab) -> Numbers:
     return {"seconds": Number(took), "GB": Number(sent / 1e9), "GB/s": Number(sent / 1e9 / took)}
 
 
+def offload_speed(lab: Lab) -> Numbers:
+    """Weights and AdamW's moments to host memory and back, and what the trainer still holds of the device meanwhile."""
+    with closing(lab.trainer()) as trainer:
+        trainer.train(0, lab.table(4, 8, 4, 16))
+        took: list[float] = []
+        for _ in range(3):  # the first takes the host memory
+            for move in (trainer.memory.offload, trainer.memory.onload):
+                start = time.perf_counter()
+                move()
+                took.append(time.perf_counter() - start)
+        trainer.memory.offload()
+        size = trainer.memory.nbytes / 1e9
+        reserved = torch.cuda.memory_reserved() / 1e9 if lab.cuda else 0.0
+    return {
+        "GB": Number(size),
+        "GB/s the first time": Number(size / took[0]),
+        "GB/s out": Number(size / took[-2], low=8.0 if lab.cuda else 0.0),
+        "GB/s back": Number(size / took[-1], low=8.0 if lab.cuda else 0.0),
+        "GB reserved while offloaded": Number(reserved, 0.3),
+    }
+
+
 # group, name, whether what it proves needs a GPU (elsewhere it only tries itself), check
 CHECKS: list[tuple[str, str, bool, Callable[[Lab], Numbers]]] = [
     ("engine", "engine = transformers, fp32", False, partial(engine_agrees, dtype=torch.float32)),
@@ -320,6 +342,7 @@ CHECKS: list[tuple[str, str, bool, Callable[[Lab], Numbers]]] = [
     ("speed", "decoding, 64 sequences", True, partial(decoding_speed, rows=64)),
     ("speed", "decoding, 256 sequences", True, partial(decoding_speed, rows=256)),
     ("speed", "weight sync", True, sync_speed),
+    ("speed", "offload", True, offload_speed),
 ]
 
 

@@ -38,6 +38,11 @@ class HostMemory:
         # storage on the device -> (itself, where it begins here, its size) [bytes], while its content is here alone
         self._away: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that wait here."""
+        return sum(size for _, _, size in self._away.values())
+
     def offload(self, *, unchanged: bool = False) -> None:
         """Copy every tensor here and free its memory on the device.
 
