@@ -97,7 +97,9 @@ def build_model(
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     model = wrap(hf).train()
     if not trainable:
-        model.requires_grad_(False).to(world.compute_dtype)
+        # parameters alone: rotary frequencies rounded to bf16 turn by radians at position 1,000
+        for parameter in model.requires_grad_(False).parameters():
+            parameter.data = parameter.data.to(world.compute_dtype)
     shard_model(model, model.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
     return model
 

@@ -86,9 +86,10 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
     full = {name: parameter.detach() for name, parameter in model.named_parameters()}
     on_gpu = world.device.type == "cuda"
     half = MixedPrecisionPolicy(param_dtype=world.compute_dtype, reduce_dtype=torch.float32)
+    exact = world.compute_dtype == torch.float32
     options: dict[str, Any] = {
         "mesh": world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"],
-        "mp_policy": half if on_gpu else MixedPrecisionPolicy(),
+        "mp_policy": MixedPrecisionPolicy() if exact else half,
         "offload_policy": CPUOffloadPolicy() if on_gpu and cpu_offload else OffloadPolicy(),
     }
     for layer in layers:
