@@ -61,10 +61,13 @@ def group_advantages(
     if estimator not in GROUP_ESTIMATORS + REWARD_ESTIMATORS:
         known = ", ".join(GROUP_ESTIMATORS + REWARD_ESTIMATORS)
         raise ValueError(f"unknown estimator {estimator!r}; --advantage-estimator takes {known}")
-    rewards = upcast(rewards)
-    if not rewards.isfinite().all():
-        bad = (~rewards.isfinite()).nonzero().flatten().tolist()
-        raise ValueError(f"rewards of rows {bad[:8]} are not finite; --reward-error zero|drop handles such rewards")
+    dtype = upcast(rewards).dtype
+    bad = (~rewards.float().isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"rewards of rows {bad[:8]} are not finite in fp32; --reward-error zero|drop handles such rewards"
+        )
+    rewards = rewards.double()  # where squares of what fp32 holds do not overflow
     groups, row_group = torch.unique(group_ids, return_inverse=True)
     rollouts, row_rollout = torch.unique(rollout_ids, return_inverse=True)
     rollout_group = torch.zeros_like(rollouts).scatter(0, row_rollout, row_group)
@@ -81,14 +84,14 @@ def group_advantages(
         "zero_variance_groups": mean_metric((size > 1) & (std == 0), size > 0),
     }
     if not normalize or estimator in REWARD_ESTIMATORS:
-        return rewards, metrics
+        return rewards.to(dtype), metrics
     if estimator == "rloo":
-        scale = size.to(rewards.dtype) / others  # of two int64 it would be fp32
+        scale = size.double() / others  # of two int64 it would be fp32
     elif estimator != "reinforce_plus_plus_baseline" and std_normalization:
         scale = 1 / (std + 1e-6)
     else:
         scale = torch.ones_like(std)
-    return (centered * scale[rollout_group])[row_rollout], metrics
+    return (centered * scale[rollout_group])[row_rollout].to(dtype), metrics
 
 
 def _means(values: Tensor, index: Tensor, size: int) -> Tensor:

@@ -14,6 +14,8 @@ AdvantageEstimator = Literal[
 
 # those that compare the responses to a prompt with each other
 GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
+# those whose reward has a KL term
+KL_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from slimelite.arguments.algorithm import GROUP_ESTIMATORS
+from slimelite.arguments.algorithm import GROUP_ESTIMATORS, KL_ESTIMATORS
 from slimelite.arguments.args import Args
 from slimelite.arguments.bounds import bound_problems
 from slimelite.arguments.correction import correction_problems
@@ -196,7 +196,7 @@ def _kl(args: Args) -> Iterator[str]:
         return
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; take one"
-    if args.kl_coef != 0 and args.advantage_estimator in ("grpo", "gspo", "cispo", "rloo"):
+    if args.kl_coef != 0 and args.advantage_estimator not in KL_ESTIMATORS:
         instead = f"use --use-kl-loss --kl-loss-coef {args.kl_coef}"
         yield f"--kl-coef {args.kl_coef} has no effect with {args.advantage_estimator}: {instead}"
     if args.kl_loss_coef != 0 and not args.use_kl_loss:

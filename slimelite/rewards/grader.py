@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # different failures of one rollout that are kept and logged whole; the rest is counted
 KEPT_REPORTS = 8
+LARGEST_REWARD = 3.4e38  # what fp32, the dtype of advantages, holds
 SHOWN_CHARS = 300
 # a reward model of many gigabytes may come from a network disk
 LOAD_SECONDS = 1800.0
@@ -330,6 +331,6 @@ def _checked(reward: Any, key: str | None) -> Reward | Failure:
         number = float(value)
     except (TypeError, ValueError):
         return Failure("invalid", f"a reward is a number, not {value!r:.80}")
-    if not math.isfinite(number):
-        return Failure("nonfinite", f"the reward is {number}")
+    if not abs(number) <= LARGEST_REWARD:
+        return Failure("nonfinite", f"the reward is {number}, which is not finite in fp32")
     return reward if isinstance(reward, dict) else number

@@ -231,6 +231,18 @@ def test_distillation_adds_the_reverse_kl_of_scored_tokens(batch: Batch) -> None
     same(actual, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rewards_have_the_range_of_fp32(dtype: torch.dtype) -> None:
+    """Statistics of what fp32 holds do not overflow; beyond it the advantages of a group were all 0, unsaid."""
+    rewards = torch.tensor([1e30, 2e30, 3e30], dtype=dtype)
+    one_group = (torch.zeros(3, dtype=torch.long), torch.arange(3))
+    advantages, _ = group_advantages(rewards, *one_group, "grpo")
+    torch.testing.assert_close(advantages, torch.tensor([-1, 0, 1], dtype=dtype), rtol=1e-6, atol=1e-6)
+    for wrong in (torch.inf, torch.nan, 1e300):
+        with pytest.raises(ValueError, match=r"rewards of rows \[1\] are not finite in fp32; --reward-error"):
+            group_advantages(torch.tensor([0.0, wrong, 1.0], dtype=dtype), *one_group, "grpo")
+
+
 def test_empty_and_fully_masked_batches_do_not_crash() -> None:
     nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     mask = torch.zeros(3, dtype=torch.bool)

@@ -46,6 +46,12 @@ def leaves(args, sample):
 async def nan(args, sample):
     return float("nan")
 
+async def infinite(args, sample):
+    return float("inf")
+
+async def beyond_fp32(args, sample):
+    return -1e300
+
 async def nothing(args, sample):
     return None
 
@@ -234,6 +240,8 @@ def test_dict_rewards_are_kept_whole_and_need_a_key(graders: list[Grader], plugi
         ("raises", "exception", "KeyError: 'missing key'"),
         ("leaves", "exception", "SystemExit"),
         ("nan", "nonfinite", "the reward is nan"),
+        ("infinite", "nonfinite", "the reward is inf"),
+        ("beyond_fp32", "nonfinite", "the reward is -1e+300"),
         ("nothing", "invalid", "a reward is a number, not None"),
         ("a_dict", "invalid", "--reward-key must name one"),
         ("timeout_of_its_own", "exception", "the judge is asleep"),

@@ -23,6 +23,7 @@ from slimelite.algorithms.kl import kl_estimate
 from slimelite.algorithms.policy import cispo_loss, gspo_loss, ppo_clip_loss
 from slimelite.algorithms.reduction import row_weights, weighted_sum
 from slimelite.arguments import Args
+from slimelite.arguments.algorithm import KL_ESTIMATORS
 from slimelite.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.trainer import Trainer
@@ -309,6 +310,12 @@ def test_a_flag_reaches_its_formula(
         del measured["mismatch_ratio_sq"]  # which the effective sample size is made of
     for name, (total, weight) in measured.items():
         assert means[name] == pytest.approx((total / weight).item(), rel=1e-9, abs=1e-12), name
+
+
+def test_a_kl_in_the_reward_reaches_every_estimator_that_takes_it() -> None:
+    """The others refuse --kl-coef (tests/arguments/test_validate.py)."""
+    reached = {(base | flags).get("advantage_estimator") for base, flags, _ in CASES if flags.get("kl_coef")}
+    assert reached == set(KL_ESTIMATORS)
 
 
 def test_every_flag_of_the_loss_has_a_case() -> None:
