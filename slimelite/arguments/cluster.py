@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from slimelite.arguments.base import flag, resolved
+
+
+class EnginePlace(NamedTuple):
+    """One engine: ``width`` GPUs from number ``first_gpu`` of the engines' GPUs on, with SGLang options of its own."""
+
+    first_gpu: int
+    width: int
+    overrides: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,3 +51,10 @@ class ClusterArgs:
 
     # rollout_num_gpus / rollout_num_gpus_per_engine
     num_engines: int = resolved(1)
+    # of each engine, where --sglang-config makes them differ; else they stand side by side, alike
+    engine_places: tuple[EnginePlace, ...] = resolved(())
+
+    def engine_place(self, index: int) -> EnginePlace:
+        """Where engine number ``index`` runs."""
+        width = self.rollout_num_gpus_per_engine
+        return self.engine_places[index] if self.engine_places else EnginePlace(index * width, width, {})

@@ -14,6 +14,7 @@ from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.checkpoint import find_checkpoint, holds_model
 from slimelite.arguments.correction import derive_correction
 from slimelite.arguments.distillation import derive_distillation
+from slimelite.arguments.engine_groups import derive_engine_groups
 from slimelite.arguments.eval_config import resolve_eval_datasets
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import Settings
@@ -66,6 +67,7 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     _modes(draft)
     _devices(draft)
     _engines(draft)
+    derive_engine_groups(draft)
     _initial_weights(draft)
     _model(draft)
     _batches(draft)
@@ -185,6 +187,8 @@ def _engines(draft: Draft) -> None:
         )
         draft.args = replace(draft.args, rollout_num_gpus=ranks)
     total, width = draft.args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if args.sglang_config and draft.args.rollout_backend == "sglang":
+        return  # its groups say how many engines there are, and how wide
     if width < 1 or total % width:
         draft.complain("--rollout-num-gpus", f"{total} is not a multiple of --rollout-num-gpus-per-engine {width}")
         return

@@ -140,7 +140,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     ),
     **dict.fromkeys(["eval_prompt_data", "eval_config"], (lambda a: a.eval_interval, "--eval-interval")),
     **dict.fromkeys(
-        ["sglang_mem_fraction_static", "use_fault_tolerance"],
+        ["sglang_mem_fraction_static", "sglang_config", "use_fault_tolerance"],
         (lambda a: a.rollout_backend == "sglang", "--rollout-backend sglang"),
     ),
     **dict.fromkeys(

@@ -102,7 +102,6 @@ REFUSED: dict[str, Refusal] = {
         1, "training data goes through Ray's object store; leave it out", ("object-store",)
     ),
     # engines
-    "sglang-config": Refusal(1, _FLEET),
     "prefill-num-servers": Refusal(1, _FLEET),
     "eval-num-gpus": Refusal(1, _FLEET),
     "rollout-num-gpus-per-node": Refusal(1, "Ray knows the GPUs of each node; leave it out"),

@@ -93,8 +93,11 @@ def _engines(args: Args) -> Iterator[str]:
             "--sglang-dp-size: SGLang takes new weights into its own replicas only with --sglang-enable-dp-attention; "
             "for more engines raise --rollout-num-gpus"
         )
-    if backend == "sglang" and args.device == "cpu" and args.rollout_num_gpus_per_engine > 1:
-        yield f"--rollout-num-gpus-per-engine {args.rollout_num_gpus_per_engine}: on a CPU a server is one process"
+    widest = max((place.width for place in args.engine_places), default=args.rollout_num_gpus_per_engine)
+    if backend == "sglang" and args.device == "cpu" and widest > 1:
+        yield f"--rollout-num-gpus-per-engine {widest}: on a CPU a server is one process"
+    if args.sglang_config and external:
+        yield "--sglang-config starts servers, and --rollout-external-engine-addrs names some that run; take one"
     if runs_engines and args.rollout_num_gpus == 0 and not external:
         yield "--rollout-num-gpus 0 leaves no engine to generate"
     if backend != "sglang" and (size := args.rollout_num_gpus_per_engine) > 1:

@@ -111,7 +111,7 @@ def _engines(args: Args, trainer: Trainer | None, stack: ExitStack) -> tuple[lis
     else:
         child = build_server(args, 0, "127.0.0.1")
         stack.callback(child.close)
-        servers, owner = [Server(child.start(), args.rollout_num_gpus_per_engine)], LocalOwner(child)
+        servers, owner = [Server(child.start(), args.engine_place(0).width)], LocalOwner(child)
     engines: list[Engine] = [connect(args, server, owner) for server in servers]
     if trainer is None:
         return engines, None

@@ -89,10 +89,10 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
     sglang = args.rollout_backend == "sglang" and not args.debug_train_only
     external = bool(args.rollout_external_engine_addrs)
     engines = 0 if args.debug_train_only or external else args.num_engines
-    width = args.rollout_num_gpus_per_engine
+    places = [args.engine_place(n) for n in range(engines)]
     # colocated engines sit on the trainers' devices, others behind them
     first_engine = 0 if args.colocate else world
-    bundles = max(world, first_engine + engines * width)
+    bundles = max(world, first_engine + (args.rollout_num_gpus if engines else 0))
     logs = Path(args.run_dir).absolute() / "logs"
     workers: list[RayWorker] = []
 
@@ -107,8 +107,8 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
             bundle = bundles_by_node(placement_group_table(group)["bundles_to_node_id"], _this_node())
             public = len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
             pool = []
-            for n in range(engines):
-                own = bundle[first_engine + n * width :][:width]
+            for n, place in enumerate(places):
+                own = bundle[first_engine + place.first_gpu :][: place.width]
                 options = _options(args, group, own[0], ENGINE_SHARE, _gpus_of(args, group, own))
                 # a server that starts anew does not keep others from asking
                 options |= {"max_concurrency": 4} if sglang else {}
@@ -120,7 +120,8 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
             handles: list[Any] = [worker.handle for worker in pool]
             targets = handles
             if sglang:
-                started = [Server(worker.submit("url").result(), width) for worker in pool]
+                addresses = [worker.submit("url").result() for worker in pool]
+                started = [Server(url, p.width, p.first_gpu) for url, p in zip(addresses, places, strict=True)]
                 targets = external_servers(args) if external else started
                 handles = list(zip_longest(targets, handles))
             threaded = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
@@ -169,7 +170,7 @@ def _reserved(args: Args, bundles: int) -> Iterator[PlacementGroup]:
         nodes = sum(1 for node in ray.nodes() if node["Alive"])
         raise ClusterError(
             f"the job needs {bundles} {device}s ({args.actor_num_nodes} x {args.actor_num_gpus_per_node} ranks and "
-            f"{args.num_engines} engines x {args.rollout_num_gpus_per_engine}, colocate={args.colocate}) but Ray has "
+            f"{args.num_engines} engines on {args.rollout_num_gpus}, colocate={args.colocate}) but Ray has "
             f"{total} on {nodes} node(s): lower --actor-num-gpus-per-node or --rollout-num-gpus, add --colocate, or "
             "add nodes"
         )
@@ -223,7 +224,7 @@ def _gpus_of(args: Args, group: PlacementGroup, bundles: list[int]) -> dict[str,
     nodes, gpus = zip(*ray.get(found), strict=True)
     if len(set(nodes)) > 1:
         raise ClusterError(
-            f"an engine of --rollout-num-gpus-per-engine {len(bundles)} would span {len(set(nodes))} nodes; "
+            f"an engine of {len(bundles)} GPUs (--rollout-num-gpus-per-engine) would span {len(set(nodes))} nodes; "
             "engines stay within a node: lower it, or free whole nodes"
         )
     visible = ",".join(str(gpu) for ids in gpus for gpu in ids)

@@ -14,6 +14,8 @@ def server_fields(args: Args, index: int, **placement: Any) -> dict[str, Any]:
     ``placement``: ``host``, ``port`` and what else depends on where the engine is (``base_gpu_id``, ``nnodes``,
     ``node_rank``, ``dist_init_addr``, ``load_format``, ...). None is "not given".
     """
+    place = args.engine_place(index)
+    options = {**args.sglang_overrides, **place.overrides}
     implied = {
         "mem_fraction_static": args.sglang_mem_fraction_static,
         "max_running_requests": args.sglang_max_running_requests,
@@ -24,10 +26,10 @@ def server_fields(args: Args, index: int, **placement: Any) -> dict[str, Any]:
     decided = {
         "model_path": str(args.hf_checkpoint),
         "device": args.device,
-        "tp_size": args.rollout_num_gpus_per_engine // args.sglang_overrides.get("pp_size", 1),
+        "tp_size": place.width // options.get("pp_size", 1),
         "random_seed": args.rollout_seed + index,
         "enable_memory_saver": bool(args.offload_rollout),
         "skip_server_warmup": True,
     }
-    fields = {**implied, **args.sglang_overrides, **decided, **placement}
+    fields = {**implied, **options, **decided, **placement}
     return {name: value for name, value in fields.items() if value is not None}

@@ -36,8 +36,25 @@ REFUSED = {
     "examples/lora/dev.sh": LORA,
     "examples/lora/run-qwen3-4b-megatron-lora-result.sh": LORA,
     "tests/test_qwen2.5_0.5B_fully_async_short.py": {"--rollout-function-path:", "--eval-function-path:"},
-    "tests/test_qwen2.5_0.5B_sglang_config.py": {"--sglang-config"},
     "tests/test_sglang_config_mixed_offload.py": {"--sglang-config"},
+}
+
+
+# what {SGLANG_CONFIG} stands for
+GROUPS = {
+    "tests/test_qwen2.5_0.5B_sglang_config.py": """
+sglang:
+  - name: actor
+    server_groups:
+      - {worker_type: regular, num_gpus: 4, num_gpus_per_engine: 2}
+      - {worker_type: regular, num_gpus: 2, num_gpus_per_engine: 1}
+      - {worker_type: placeholder, num_gpus: 2}
+""",
+    "tests/test_sglang_config_mixed_offload.py": """
+sglang:
+  - {name: actor, update_weights: true, server_groups: [{worker_type: regular, num_gpus: 4}]}
+  - {name: ref, update_weights: false, server_groups: [{worker_type: regular, num_gpus: 4}]}
+""",
 }
 
 
@@ -74,6 +91,7 @@ def places(tmp_path: Path, model: Path) -> dict[str, str]:
     messages = [{"role": "user", "content": "What is 1 + 1?"}]
     data.write_text("\n".join(json.dumps({"prompt": messages, "messages": messages, "label": "2"}) for _ in range(64)))
     found["{DATA}"] = str(data)
+    found["{SGLANG_CONFIG}"] = str(tmp_path / "groups.yaml")
     return found
 
 
@@ -88,6 +106,7 @@ def _problems(argv: list[str]) -> tuple[list[str], Any]:
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row['project'].split()[0]}-{row['script']}" for row in ROWS])
 def test_it_passes_or_is_refused_for_what_changes_results(row: dict[str, Any], places: dict[str, str]) -> None:
     argv = [re.sub("|".join(map(re.escape, places)), lambda found: places[found[0]], word) for word in row["argv"]]
+    Path(places["{SGLANG_CONFIG}"]).write_text(GROUPS.get(row["script"], ""))
     if row["entry"] == "train_async.py":
         argv.append("--async-rollout")
     problems, args = _problems(argv)

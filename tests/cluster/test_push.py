@@ -157,7 +157,7 @@ def test_ranks_that_share_gpus_with_engines_fail_together_and_only_those_with_an
     with bracketing_server() as server:
         server.model_path = str(tmp_path)
         mp.spawn(two_ranks, (str(tmp_path), server.url), nprocs=2)
-        assert has(server, weights_of(tmp_path), 2)
+        assert has(server, weights_of(tmp_path), 3)
 
 
 def two_ranks(rank: int, folder: str, url: str) -> None:
@@ -167,9 +167,10 @@ def two_ranks(rank: int, folder: str, url: str) -> None:
     # the second rank alone does not reach the server
     with pytest.raises(WeightSyncError, match="weights 1 reached no engine"):
         sync.to([NOBODY if rank else Server(url)]).begin(1)
-    sync.to([Server(url)]).begin(2)
-    for bucket in buckets(iter(weights_of(Path(folder)).items()), 10_000):
-        # there is no server on the second rank's GPU: what it has is not even looked at
-        sync.send(WeightBucket(bucket.names, bucket.shapes, torch.zeros(1).expand(4)) if rank else bucket)
-    sync.end()
+    # there is a server on one rank's GPU alone (a placeholder on the other): what that has is not even looked at
+    for version, on in ((2, 0), (3, 1)):
+        sync.to([Server(url, first_gpu=on)]).begin(version)
+        for bucket in buckets(iter(weights_of(Path(folder)).items()), 10_000):
+            sync.send(bucket if rank == on else WeightBucket(bucket.names, bucket.shapes, torch.zeros(1).expand(4)))
+        sync.end()
     dist.destroy_process_group()

@@ -23,10 +23,14 @@ class ServerError(ConnectionError):
 
 @dataclass(frozen=True)
 class Server:
-    """One SGLang server at ``url`` (``http://host:port``), ``tp_size`` GPUs wide."""
+    """One SGLang server at ``url`` (``http://host:port``), ``tp_size`` GPUs wide.
+
+    ``first_gpu``: of those of all engines; None: the one behind the server before it.
+    """
 
     url: str
     tp_size: int = 1
+    first_gpu: int | None = None
 
     def post(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -23,7 +22,8 @@ class IpcSink(ServerSink):
     The first trainer rank on a server's GPUs talks to it, for all of them. On a CPU tensors travel by value.
 
     Args:
-        servers: in the order of the trainer ranks, whose GPUs they fill from rank 0 on.
+        servers: in the order of the trainer ranks, on whose GPUs they are: side by side from rank 0 on, unless their
+            ``first_gpu`` leaves ranks out.
         shapes: see `ServerSink`.
     """
 
@@ -31,13 +31,18 @@ class IpcSink(ServerSink):
 
     def __init__(self, servers: Sequence[Server], shapes: Shapes) -> None:
         self.rank, world = dist.get_rank(), dist.get_world_size()
-        *first_ranks, self.end_rank = accumulate((server.tp_size for server in servers), initial=0)
-        assert self.end_rank <= world, f"{self.end_rank} ranks of colocated engines on {world} trainer ranks"
-        super().__init__([s for s, rank in zip(servers, first_ranks, strict=True) if rank == self.rank], shapes)
+        end, ranks = 0, []
+        for server in servers:
+            first = end if server.first_gpu is None else server.first_gpu
+            end = first + server.tp_size
+            ranks.append(range(first, end))
+        assert end <= world, f"{end} ranks of colocated engines on {world} trainer ranks"
+        self.serves = any(self.rank in own for own in ranks)
+        super().__init__([s for s, own in zip(servers, ranks, strict=True) if own[0] == self.rank], shapes)
 
     def _transfer(self, bucket: WeightBucket) -> None:
         # the memory behind a handle that nobody opens would never be free again
-        blobs = from_all(pickled(bucket) if self.rank < self.end_rank else b"")
+        blobs = from_all(pickled(bucket) if self.serves else b"")
         for server in self.servers:
             server.post("/update_weights_from_tensor", update_request(blobs[self.rank : self.rank + server.tp_size]))
 
