@@ -95,10 +95,11 @@ def main(argv: list[str] | None = None) -> int:
     if status := preflight(args):
         return status
     from slimelite.cluster import ClusterError, launch
+    from slimelite.locks import hold
     from slimelite.tracking import Tracker
 
     try:
-        with Tracker(args) as tracker, ExitStack() as stack:
+        with hold({"--run-dir": args.run_dir, "--save": args.save}), Tracker(args) as tracker, ExitStack() as stack:
             with tracker.phase("start"):
                 cluster = stack.enter_context(launch(args))
                 args = cluster.complete_args()

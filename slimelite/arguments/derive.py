@@ -367,17 +367,14 @@ def _checkpoints(draft: Draft) -> None:
     if args.load is None or (holds_model(args.load) and args.ckpt_step is None):
         return
     try:
-        found = find_checkpoint(args.load, args.ckpt_step)
+        found, note = find_checkpoint(args.load, args.ckpt_step, fallback=args.load_fallback)
     except ValueError as error:
         draft.complain("--load", str(error))
         return
-    if found is None:
-        draft.set("resume_directory", None, f"--load {args.load} holds no checkpoint yet: a fresh start")
-        draft.notes.append(f"--load {args.load} holds no checkpoint yet: this is a fresh start")
-    else:
-        draft.set(
-            "resume_directory", str(found), "the newest under --load" if args.ckpt_step is None else "--ckpt-step"
-        )
+    if note:
+        draft.notes.append(f"--load {args.load}: {note}")
+    newest = "the newest under --load" if args.ckpt_step is None else "--ckpt-step"
+    draft.set("resume_directory", None if found is None else str(found), note or newest)
 
 
 def _tracking(draft: Draft) -> None:

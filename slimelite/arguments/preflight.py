@@ -18,6 +18,7 @@ from slimelite.arguments.architecture import check_architecture
 from slimelite.arguments.args import Args
 from slimelite.arguments.base import all_flags
 from slimelite.arguments.checkpoint import STATE_FILE
+from slimelite.arguments.checksums import damage
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.arguments.outputs import fill, output_problems
 
@@ -170,7 +171,10 @@ def _check_model(args: Args, findings: Findings) -> dict[str, Any]:
     folder = Path(path)
     if folder.is_dir() and not _has_weights(folder):
         findings.warnings.append(f"--hf-checkpoint {path} holds no weights: training starts from random ones")
-    if args.use_critic and args.critic_load and not (Path(args.critic_load) / STATE_FILE).is_file():
+    if args.use_critic and args.critic_load and (Path(args.critic_load) / STATE_FILE).is_file():
+        if wrong := damage(Path(args.critic_load)):
+            findings.problems.append(f"--critic-load: {wrong}")
+    elif args.use_critic and args.critic_load:
         try:
             _read_config(args.critic_load)
         except (OSError, ValueError) as error:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from slimelite.arguments import Args
 from slimelite.arguments.checkpoint import MARKER, ROLLOUT_STATE
+from slimelite.arguments.checksums import CHECKSUMS, Checksums, checksums, read_json
 from slimelite.table import SampleTable
 
 if TYPE_CHECKING:
@@ -150,6 +151,9 @@ class Cluster:
 
         Returns:
             the checkpoint's folder.
+
+        Raises:
+            OSError: it cannot be written; nothing of it is left, and the message has what it needs and what is free.
         """
         root = Path(str(self.args.save)).absolute()
         final = root / f"iter_{rollout_id:07d}"
@@ -160,14 +164,21 @@ class Cluster:
         for left in (directory, replaced):
             if left.is_dir():
                 shutil.rmtree(left)
-        directory.mkdir(parents=True)
         self._finish_ahead()
-        state = self._ask(self._rollout, "state_dict")
-        for ahead, future in self._ahead.items():
-            future.result().table.to_parquet(directory / AHEAD)
-            state["ahead"] = {"rollout_id": ahead, "metrics": future.result().metrics}
-        self._all("save", str(directory), rollout_id)
-        write_atomically(directory / ROLLOUT_STATE, json.dumps(state))
+        size = max(self._all("checkpoint_size"), default=0)
+        try:
+            self._write_checkpoint(directory, rollout_id)
+        except Exception as error:
+            # it would fill the disk for whoever comes next
+            shutil.rmtree(directory, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
+            free = shutil.disk_usage(root).free
+            raise OSError(
+                f"{final}: the checkpoint cannot be written ({error}); it takes about {size / 1e9:.3g} GB, and "
+                f"{free / 1e9:.3g} GB are free there, now that what was written of it is removed: make room or give "
+                "--save another place, and go on from the last checkpoint with --load"
+            ) from error
         if final.is_dir():
             final.rename(replaced)
         directory.rename(final)
@@ -179,6 +190,21 @@ class Cluster:
         if replaced.is_dir():
             shutil.rmtree(replaced)
         return final
+
+    def _write_checkpoint(self, directory: Path, rollout_id: int) -> None:
+        """All files of a checkpoint, the checksums of the others last."""
+        directory.mkdir(parents=True)
+        state = self._ask(self._rollout, "state_dict")
+        for ahead, future in self._ahead.items():
+            future.result().table.to_parquet(directory / AHEAD)
+            state["ahead"] = {"rollout_id": ahead, "metrics": future.result().metrics}
+        written: Checksums = {}
+        for part in self._all("save", str(directory), rollout_id):
+            written |= part
+        write_atomically(directory / ROLLOUT_STATE, json.dumps(state))
+        rest = (path for path in directory.rglob("*") if path.is_file())
+        written |= checksums(directory, (path for path in rest if str(path.relative_to(directory)) not in written))
+        write_atomically(directory / CHECKSUMS, json.dumps({"files": written}, indent=1))
 
     def save_hf(self, rollout_id: int) -> Path:
         """A Hugging Face folder at the ``--save-hf`` template."""
@@ -251,15 +277,17 @@ class Cluster:
         saved = self._all("load", str(directory))[0]
         if self.args.finetune:
             return 0
-        state = json.loads((directory / ROLLOUT_STATE).read_text())
-        self._ask(self._rollout, "load_state_dict", state)
-        if "ahead" in state:
-            from slimelite.rollout.manager import RolloutOutput
+        state = read_json(directory / ROLLOUT_STATE)
+        try:
+            self._ask(self._rollout, "load_state_dict", state)
+            if "ahead" in state:
+                from slimelite.rollout.manager import RolloutOutput
 
-            table = SampleTable.from_parquet(directory / AHEAD)
-            done: Future[RolloutOutput] = Future()
-            done.set_result(RolloutOutput(table, state["ahead"]["metrics"]))
-            self._ahead[state["ahead"]["rollout_id"]] = done
+                done: Future[RolloutOutput] = Future()
+                done.set_result(RolloutOutput(_read_ahead(directory / AHEAD), state["ahead"]["metrics"]))
+                self._ahead[int(state["ahead"]["rollout_id"])] = done
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{directory / ROLLOUT_STATE}: is damaged ({type(error).__name__}: {error})") from error
         return saved + 1
 
     def _finish_ahead(self) -> None:
@@ -304,6 +332,13 @@ class Cluster:
             )
         logger.warning("every engine was started anew: sending weights %d again", self._version)
         self._push(self._version)
+
+
+def _read_ahead(file: Path) -> SampleTable:
+    try:
+        return SampleTable.from_parquet(file)
+    except (ValueError, LookupError, OSError) as error:
+        raise ValueError(f"{file}: is missing, damaged or cut short ({error})") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -193,9 +193,19 @@ class RolloutManager:
         return {"data_source": self.source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
-        if self.source is not None and "data_source" in state:
-            self.source.load_state_dict(state["data_source"])
+        """Go on from `state_dict`.
+
+        Raises:
+            ValueError: it has no position in the data, or one in other data.
+        """
+        if self.source is None or not hasattr(self.source, "load_state_dict"):
+            return
+        if "data_source" not in state:
+            raise ValueError(
+                "the checkpoint's rollout_state.json does not say which prompts were used: it is damaged, or of a run "
+                "without prompts; take another checkpoint with --ckpt-step, or its weights alone with --finetune"
+            )
+        self.source.load_state_dict(state["data_source"])
 
     def num_prompts(self) -> int:
         """Prompts in the data source; 0 without one."""

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slimelite.arguments import CheckpointArgs
 from slimelite.arguments.checkpoint import STATE_FILE
+from slimelite.arguments.checksums import Checksums, checksums, read_json
+from slimelite.training.checkpoint_reader import METADATA, CheckpointReader
 from slimelite.training.lr_schedule import FLAGS, LrSchedule
 from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import Optimizers
@@ -54,14 +57,31 @@ class Parts:
         return {key: dict(model.named_weights()) for key, model in models.items() if model is not None}
 
 
-def save(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress) -> None:
-    """Write weights, optimizer state (unless ``--no-save-optim``), random states and progress (collective)."""
-    state: dict[str, Any] = {**parts.weights(), "rng": _random_states(parts.world)}
-    if not args.no_save_optim:
-        state["optimizer"] = _optimizer_tensors(parts)
-    dcp.save(state, checkpoint_id=directory)
+def save(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress) -> Checksums:
+    """Write weights, optimizer state (unless ``--no-save-optim``), random states and progress (collective).
+
+    Returns:
+        checksums of the files that this rank wrote.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    try:
+        dcp.save(_state(args, parts), checkpoint_id=directory)
+    except CheckpointException as error:  # not an Exception, and its text is several tracebacks
+        (cause, _), *_ = error.failures.values()
+        raise OSError(f"{type(cause).__name__}: {cause}") from error
+    files = list(directory.glob(f"__{parts.world.rank}_*.distcp"))
     if parts.world.rank == 0:
         (directory / STATE_FILE).write_text(json.dumps(asdict(progress), indent=1))
+        files += [directory / STATE_FILE, directory / METADATA]
+    return checksums(directory, files)
+
+
+def size(args: CheckpointArgs, parts: Parts) -> int:
+    """Bytes of all that `save` writes, of all ranks together."""
+    tensors = [tensor for part in _state(args, parts).values() for tensor in part.values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress) -> Progress:
@@ -71,38 +91,57 @@ def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
     on, with a warning where the flags of this run differ; ``--override-lr-scheduler`` keeps that of ``progress``.
 
     Raises:
-        ValueError: no checkpoint there, one of another model or optimizer, or one without optimizer state.
+        ValueError: no checkpoint there, a damaged one, one of another model or optimizer, or one without optimizer
+            state.
     """
     if not (directory / STATE_FILE).is_file():
         raise ValueError(f"no trainer state in {directory}; --load needs a checkpoint that --save wrote")
-    read = json.loads((directory / STATE_FILE).read_text())
-    saved = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    saved_progress = _read_progress(directory / STATE_FILE)
+    reader = CheckpointReader(directory)
+    saved = reader.tensors
     state: dict[str, Any] = {**parts.weights()}
     if missing := [f"{key}.{name}" for key in state for name in state[key] if f"{key}.{name}" not in saved]:
         raise ValueError(f"{directory} is a checkpoint of another model: it has no {missing[0]}")
+    known = {f"model.{name}" for name in state["model"]}
+    if more := [path for path in saved if path.startswith("model.") and path not in known]:
+        raise ValueError(f"{directory} is a checkpoint of another model: it has {more[0]}, which this one does not")
     if not (args.no_load_optim or args.finetune):
         # before its first step (a policy that waits for its critic) an optimizer has no state
-        if read["steps"] and not any(name.startswith("optimizer.") for name in saved):
+        if saved_progress.steps and not any(name.startswith("optimizer.") for name in saved):
             raise ValueError(f"{directory} was saved with --no-save-optim; resume it with --no-load-optim")
         _check_optimizer(directory, saved, parts.optimizers.args.optimizer)
         state["optimizer"] = _optimizer_slots(saved, state["model"])
     if not (args.no_load_rng or args.finetune):
         state["rng"] = {k: v for k, v in _random_states(parts.world).items() if f"rng.{k}" in saved}
-    dcp.load(state, checkpoint_id=directory)
+    reader.load(state)
     reshard(parts.model)
     _restore_optimizers(parts, state.get("optimizer", {}))
     _restore_random_states(parts.world, state.get("rng", {}))
     schedule = progress.schedule
     if not (args.override_lr_scheduler or args.finetune):
-        schedule = LrSchedule(**read["schedule"])
+        schedule = saved_progress.schedule
         if parts.world.rank == 0 and (differences := schedule.differences(progress.schedule, parts.lr_flags)):
             logger.warning(
                 "the checkpoint's learning-rate schedule goes on, not this run's: %s; "
                 "--override-lr-scheduler takes this run's",
                 ", ".join(differences),
             )
-    steps = 0 if args.finetune else read["steps"]
-    return Progress(read["rollout_id"], steps, read["weight_version"], schedule)
+    steps = 0 if args.finetune else saved_progress.steps
+    return Progress(saved_progress.rollout_id, steps, saved_progress.weight_version, schedule)
+
+
+def _state(args: CheckpointArgs, parts: Parts) -> dict[str, dict[str, Any]]:
+    state: dict[str, dict[str, Any]] = {**parts.weights(), "rng": _random_states(parts.world)}
+    return state if args.no_save_optim else {**state, "optimizer": _optimizer_tensors(parts)}
+
+
+def _read_progress(file: Path) -> Progress:
+    read = read_json(file)
+    try:
+        schedule = LrSchedule(**read["schedule"])
+        return Progress(int(read["rollout_id"]), int(read["steps"]), int(read["weight_version"]), schedule)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: is damaged: {type(error).__name__}: {error}") from error
 
 
 def _check_optimizer(directory: Path, saved: Mapping[str, Any], name: str) -> None:
@@ -126,12 +165,14 @@ def _optimizer_tensors(parts: Parts) -> dict[str, Tensor]:
     }
 
 
-def _optimizer_slots(saved: dict[str, Any], weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def _optimizer_slots(saved: Mapping[str, TensorStorageMetadata], weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """Empty tensors, sharded like their weights, for the optimizer state of a checkpoint."""
     slots = {}
     for path, entry in saved.items():
         name, _, _ = path.removeprefix("optimizer.").rpartition(".")
-        if path.startswith("optimizer.") and isinstance(entry, TensorStorageMetadata):
+        if path.startswith("optimizer."):
+            if name not in weights:
+                raise ValueError(f"a checkpoint of another model: it has {path}, which this one does not")
             like = weights[name]
             same = entry.size == like.shape
             # a fused AdamW wants its step count on the device of the weight

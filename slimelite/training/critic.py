@@ -15,6 +15,7 @@ from slimelite.algorithms.reduction import weighted_sum
 from slimelite.algorithms.value import explained_variance, value_loss
 from slimelite.arguments import Args
 from slimelite.arguments.checkpoint import STATE_FILE
+from slimelite.arguments.checksums import Checksums
 from slimelite.table import SampleTable
 from slimelite.training import checkpoint, first_step
 from slimelite.training.batch import MicroBatch
@@ -167,10 +168,15 @@ class Critic:
         sums.add("critic-skipped_steps", float(not finite), 1.0)
         return {f"critic-lr-pg_{i}": rate for i, rate in enumerate(self.optimizers.learning_rates())}
 
-    def save(self, directory: str, rollout_id: int) -> None:
+    def save(self, directory: str, rollout_id: int) -> Checksums:
         """Write the critic's part of the checkpoint at ``directory``: what `load` and ``--critic-load`` read."""
         self.progress.rollout_id = rollout_id
-        checkpoint.save(Path(directory) / FOLDER, self.args, self._parts(), self.progress)
+        written = checkpoint.save(Path(directory) / FOLDER, self.args, self._parts(), self.progress)
+        return {f"{FOLDER}/{name}": each for name, each in written.items()}
+
+    def checkpoint_size(self) -> int:
+        """Bytes that `save` writes, of all ranks together."""
+        return checkpoint.size(self.args, self._parts())
 
     def load(self, directory: str) -> None:
         """Go on from the checkpoint at ``directory``.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slimelite.arguments import Args
+from slimelite.arguments.checksums import Checksums
 from slimelite.table import SampleTable
 from slimelite.tracking.timer import Timer
 from slimelite.training import checkpoint, export, first_step, weights
@@ -219,13 +220,22 @@ class Trainer:
         size = self.args.update_weight_buffer_size
         return weights.push(self.model, self.world, sink, version, size, self.memory)
 
-    def save(self, directory: str, rollout_id: int) -> None:
-        """Write all that `load` needs to go on as if nothing had happened after rollout ``rollout_id``."""
+    def save(self, directory: str, rollout_id: int) -> Checksums:
+        """Write all that `load` needs to go on as if nothing had happened after rollout ``rollout_id``.
+
+        Returns:
+            checksums of the files that this rank wrote.
+        """
         self.progress.rollout_id = rollout_id
         with self._parts() as parts:
-            checkpoint.save(Path(directory), self.args, parts, self.progress)
-        if self.critic is not None:
-            self.critic.save(directory, rollout_id)
+            written = checkpoint.save(Path(directory), self.args, parts, self.progress)
+        return written if self.critic is None else written | self.critic.save(directory, rollout_id)
+
+    def checkpoint_size(self) -> int:
+        """Bytes that `save` writes, of all ranks together."""
+        critic = 0 if self.critic is None else self.critic.checkpoint_size()
+        updated = self.reference.model if self.reference is not None and self.args.ref_update_interval else None
+        return checkpoint.size(self.args, checkpoint.Parts(self.world, self.model, updated, self.optimizers)) + critic
 
     def load(self, directory: str) -> int:
         """Go on from a checkpoint, saved by any number of ranks; returns the rollout it was saved after."""

@@ -317,6 +317,7 @@ def _checkpoint(root: Path, step: int) -> None:
     directory = root / f"iter_{step:07d}"
     directory.mkdir(parents=True)
     (directory / "rollout_state.json").write_text("{}")
+    (directory / "trainer.json").write_text('{"steps": 1}')
     (root / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
@@ -333,7 +334,7 @@ def test_load(make: Make, problems: Problems, tmp_path: Path) -> None:
     _checkpoint(root, 9)
     assert make(f"--load {root}").resume_directory == str(root / "iter_0000009")
     assert make(f"--load {root} --ckpt-step 5").resume_directory == str(root / "iter_0000005")
-    assert "iter_0000007 is not there" in problems(f"--load {root} --ckpt-step 7")[0]
+    assert "iter_0000007: is not there" in problems(f"--load {root} --ckpt-step 7")[0]
     assert problems("--ckpt-step 5") == ["--ckpt-step needs --load"]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.arguments.checkpoint import find_checkpoint
+from slimelite.arguments.checkpoint import STATE_FILE, find_checkpoint
+from slimelite.arguments.checksums import Checksums
 from slimelite.cluster.cluster import Cluster
 from tests.cluster.workers import Worker
 
@@ -24,12 +25,17 @@ class Trainer(Worker):
     def __init__(self, weights: str, *extra: str, dies: bool = False) -> None:
         self.weights, self.extra, self.dies = weights, extra, dies
 
-    def save(self, directory: str, rollout_id: int) -> None:
+    def checkpoint_size(self) -> int:
+        return len(self.weights)
+
+    def save(self, directory: str, rollout_id: int) -> Checksums:
+        (Path(directory) / STATE_FILE).write_text('{"steps": 1}')
         (Path(directory) / "first").write_text(self.weights)
         if self.dies:
             raise RuntimeError("killed")
         for name in ("second", *self.extra):
             (Path(directory) / name).write_text(self.weights)
+        return {}
 
 
 def save(root: Path, trainer: Trainer, rollout_id: int = 3, retain: int | None = None) -> Path:
@@ -39,7 +45,7 @@ def save(root: Path, trainer: Trainer, rollout_id: int = 3, retain: int | None =
 
 def contents(root: Path) -> dict[str, str]:
     """Of the checkpoint that a resumed run would take."""
-    found = find_checkpoint(root)
+    found, _ = find_checkpoint(root)
     assert found is not None
     return {path.name: path.read_text() for path in found.iterdir() if path.suffix != ".json"}
 
@@ -84,7 +90,7 @@ def test_between_the_two_names_the_older_checkpoint_is_found(tmp_path: Path, mon
 def test_a_first_save_that_is_cut_short_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="killed"):
         save(tmp_path, Trainer("new", dies=True))
-    assert find_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path)[0] is None
 
 
 def test_only_checkpoints_of_the_retained_rollouts_stay(tmp_path: Path) -> None:

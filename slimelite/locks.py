@@ -1,0 +1,133 @@
+"""Two runs never write into one folder: `hold` marks a folder with a file that says whose it is.
+
+The file names host, process and start time. A run that was killed leaves it behind: on the same machine that is seen at
+once, for the process is gone. On another machine, or in another container, it is seen by its age: a run that lives
+touches its file every minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from slimelite.arguments.checkpoint import LOCK
+
+BEAT_S = 60
+STALE_S = 600
+
+
+@contextmanager
+def hold(folders: dict[str, str | None]) -> Iterator[None]:
+    """Hold ``folders``, {flag: folder}, made where they are not there, until the block ends.
+
+    Raises:
+        ValueError: a run that may still live holds one of them.
+    """
+    places = {Path(folder).resolve(): flag for flag, folder in folders.items() if folder is not None}
+    over = threading.Event()
+    with ExitStack() as stack:
+        held = [stack.enter_context(_held(folder, flag)) for folder, flag in places.items()]
+        stack.callback(over.set)
+        threading.Thread(target=_beat, args=(held, over), name="locks", daemon=True).start()
+        yield
+
+
+@contextmanager
+def _held(folder: Path, flag: str) -> Iterator[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    path, mine = folder / LOCK, _this_process()
+    while not _create(path, mine):
+        holder, age = _read(path)
+        if holder is None:
+            continue  # it was removed meanwhile
+        if not _is_stale(holder, mine, age):
+            began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.get("time", 0)))
+            raise ValueError(
+                f"{flag} {folder}: another run writes there: process {holder.get('pid')} on {holder.get('host')}, "
+                f"since {began}, last seen {age:.0f} s ago. Name another folder; if that run is over, remove {path}"
+            )
+        _remove(path, holder)
+    try:
+        yield path
+    finally:
+        _remove(path, mine)
+
+
+def _create(path: Path, mine: dict[str, Any]) -> bool:
+    """Whether the file was not there, and is ours now."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            json.dump(mine, file)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _read(path: Path) -> tuple[dict[str, Any] | None, float]:
+    """Who holds the lock, None if nobody does, and how many seconds ago it was last seen, by the disk's clock."""
+    try:
+        seen = path.stat().st_mtime
+        text = path.read_text()
+    except FileNotFoundError:
+        return None, 0.0
+    with tempfile.TemporaryFile(dir=path.parent) as now:
+        age = os.fstat(now.fileno()).st_mtime - seen
+    try:
+        return dict(json.loads(text)), age
+    except (ValueError, TypeError):
+        return {"text": text}, age
+
+
+def _is_stale(holder: dict[str, Any], mine: dict[str, Any], age: float) -> bool:
+    if any(holder.get(key) != mine[key] for key in ("host", "boot", "pids")):
+        return age > STALE_S
+    began = _began(holder["pid"])  # its number may be another process's by now
+    return began is None or abs(began - holder["began"]) > 2
+
+
+def _remove(path: Path, holder: dict[str, Any]) -> None:
+    """Remove the lock of ``holder``, and nobody else's: two runs may find the same stale one."""
+    aside = path.with_name(f"{LOCK}.{os.getpid()}")
+    try:
+        path.rename(aside)
+    except FileNotFoundError:
+        return
+    if _read(aside)[0] == holder:
+        aside.unlink()
+    else:
+        aside.rename(path)
+
+
+def _this_process() -> dict[str, Any]:
+    """``pids``: what process numbers mean here, for each container counts its own; ``began``: of this process."""
+    place = {"host": socket.gethostname(), "boot": "", "pids": ""}
+    if Path("/proc/self").exists():
+        place["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        place["pids"] = os.readlink("/proc/self/ns/pid")
+    return place | {"pid": os.getpid(), "began": _began(os.getpid()), "time": round(time.time())}
+
+
+def _began(pid: int) -> float | None:
+    """When a process began; None if there is none, or only what nobody has buried yet."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _beat(paths: list[Path], over: threading.Event) -> None:
+    while not over.wait(BEAT_S):
+        for path in paths:
+            if path.exists():
+                os.utime(path)
