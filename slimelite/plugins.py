@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
 import traceback
@@ -11,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from slimelite import compat
@@ -19,8 +22,16 @@ from slimelite import compat
 PACKAGE = Path(compat.__file__).parent
 
 
-def load_function(path: str) -> Callable[..., Any]:
+class PluginError(ValueError):
+    """A plugin raised an error, or tried to end the process; the message names the plugin and its line."""
+
+
+def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
     """The function (or class) at ``path``.
+
+    Wherever it is called, ``sys.exit`` in it becomes a `PluginError`, for else the run would end as if it were done.
+    With ``flag``, the option that named it, so does every error; without, errors pass as they are, for the caller to
+    count or to try again.
 
     ``slime.…`` names of what we provide are ours, and a plugin that imports them gets ours too (see `compat`).
     A file is loaded once however often it is named; its folder is appended to ``sys.path``, so that it can import
@@ -40,11 +51,70 @@ def load_function(path: str) -> Callable[..., Any]:
         function = getattr(module, name, None)
     except ImportError as error:
         raise ValueError(f"cannot load {path!r}: {error}{_nearest_module(module_name, error)}") from error
+    except SystemExit as error:
+        raise ValueError(f"cannot load {path!r}: it calls sys.exit({error.code!r}) while it is imported") from error
     if function is None:
         raise ValueError(f"{module_name} has no {name!r}{nearest(name, vars(module))}")
     if not callable(function):
         raise ValueError(f"{path!r} is a {type(function).__name__}, not a function")
-    return function
+    is_ours = str(getattr(function, "__module__", "")).partition(".")[0] == PACKAGE.name
+    return function if is_ours or isinstance(function, type) else guarded(function, path, flag)
+
+
+def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callable[..., Any]:
+    """``function`` with the errors that `load_function` promises."""
+    guard = _Guard(function, path, flag)
+
+    async def awaited(coroutine: Any) -> Any:
+        with guard:
+            return await coroutine
+
+    @functools.wraps(function)
+    async def call_async(*args: Any, **named: Any) -> Any:
+        with guard:
+            return await function(*args, **named)
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        with guard:
+            result = function(*args, **named)
+        return awaited(result) if inspect.iscoroutine(result) else result
+
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return call_async if is_async else call
+
+
+class _Guard:
+    """Turns errors inside the block into `PluginError`."""
+
+    def __init__(self, function: Callable[..., Any], path: str, flag: str | None) -> None:
+        self._file = getattr(inspect.unwrap(function), "__code__", None) and inspect.getsourcefile(function)
+        self._path, self._flag = path, flag
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, PluginError | KeyboardInterrupt | GeneratorExit | asyncio.CancelledError):
+            return
+        frames = traceback.extract_tb(trace)
+        if isinstance(error, Exception) and (self._flag is None or _says_enough(error, frames)):
+            return
+        theirs = [f for f in frames if f.filename == self._file] or frames
+        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {_named(error)}"
+        name = f"{self._flag} {self._path}" if self._flag else f"the plugin {self._path}"
+        line = f"{theirs[-1].filename}, line {theirs[-1].lineno}, in {theirs[-1].name}"
+        raise PluginError(f"{name} {what} ({line})") from error
+
+
+def _says_enough(error: Exception, frames: traceback.StackSummary) -> bool:
+    """Whether it is one of our own messages, out of something that the plugin called."""
+    return isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def own_traceback(error: BaseException) -> str:

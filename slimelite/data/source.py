@@ -42,7 +42,11 @@ class DataSource:
         parts = [[path] for path in args.prompt_data] if self._weights else [args.prompt_data]
         self._streams = [_Stream(self._load(paths, tokenizer), args) for paths in parts if args.rollout_global_dataset]
         self._returned: list[Group] = []
-        self._pick = load_function(args.buffer_filter_path) if args.buffer_filter_path else _first_in_first_out
+        self._pick = (
+            load_function(args.buffer_filter_path, "--buffer-filter-path")
+            if args.buffer_filter_path
+            else _first_in_first_out
+        )
         self._next_group = 0
         self._next_sample = 0
 

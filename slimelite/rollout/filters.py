@@ -33,9 +33,20 @@ class DynamicFilterOutput:
 Filter = Callable[[Any, Sequence[Sample]], bool | DynamicFilterOutput]
 
 
-def verdict(output: bool | DynamicFilterOutput) -> DynamicFilterOutput:
-    """What a filter returned (a bool, something like one, or slime's object) as a `DynamicFilterOutput`."""
-    keep = bool(getattr(output, "keep", output))
+def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> DynamicFilterOutput:
+    """What a filter returned (a bool, also numpy's or torch's, or slime's object) as a `DynamicFilterOutput`.
+
+    Raises:
+        ValueError: it is anything else, such as the text "no", which Python takes for true; ``name`` is in the message.
+    """
+    said = getattr(output, "keep", output)
+    said = said.item() if getattr(said, "shape", None) == () else said
+    if not isinstance(said, bool | int) or said not in (0, 1):
+        raise ValueError(
+            f"{name} returned {output!r:.100}; a filter returns True to keep the group, False to drop it, or a "
+            "DynamicFilterOutput(keep, reason)"
+        )
+    keep = bool(said)
     reason = None if keep else getattr(output, "reason", None) or "filter"
     return DynamicFilterOutput(keep, reason, bool(getattr(output, "keep_when_insufficient", False)))
 
@@ -92,7 +103,7 @@ def all_of(*filters: Filter) -> Filter:
     """A filter that keeps what every one of ``filters`` keeps; the first that does not gives the reason."""
 
     def combined(args: Any, samples: Sequence[Sample]) -> DynamicFilterOutput:
-        outputs = (verdict(f(args, samples)) for f in filters)
+        outputs = (verdict(f(args, samples), f"the filter {getattr(f, '__name__', f)}") for f in filters)
         return next((o for o in outputs if not o.keep), DynamicFilterOutput(True))
 
     return combined

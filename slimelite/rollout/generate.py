@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 # what is in flight when the batch is full has this long to end [s]
 STOP_SECONDS = 600.0
+FILTER_FLAG = "--dynamic-sampling-filter-path"
 # why --reward-error drop leaves nothing of a group
 NO_REWARD = "no_reward"
 # logged by every rollout, as rollout/<name>
@@ -79,7 +80,7 @@ class Collection:
         self.source = data_source
         self.target = args.rollout_batch_size
         path = args.dynamic_sampling_filter_path
-        self.filter = load_function(path) if path else None
+        self.filter = load_function(path, FILTER_FLAG) if path else None
         self.generator = GroupGenerator(
             context,
             Work(
@@ -212,7 +213,9 @@ class Collection:
             return DynamicFilterOutput(False, NO_REWARD)
         if self.filter is None:
             return DynamicFilterOutput(True)
-        return verdict(self.filter(self.plugin_args, samples))
+        return verdict(
+            self.filter(self.plugin_args, samples), f"{FILTER_FLAG} {self.args.dynamic_sampling_filter_path}"
+        )
 
     def _report(self, note: str) -> None:
         self.context.progress(len(self.accepted), self.target, note)
@@ -262,10 +265,12 @@ class Collection:
             for sample in (s for samples in self.accepted for s in samples):
                 mask_off_policy(sample, self.context.engines.weight_version)
         if self.args.rollout_sample_filter_path:
-            load_function(self.args.rollout_sample_filter_path)(self.plugin_args, self.accepted)
+            choose = load_function(self.args.rollout_sample_filter_path, "--rollout-sample-filter-path")
+            choose(self.plugin_args, self.accepted)
         if self.args.rollout_all_samples_process_path:
             self.finished.sort(key=lambda samples: samples[0].index or 0)
-            load_function(self.args.rollout_all_samples_process_path)(self.plugin_args, self.finished, self.source)
+            see = load_function(self.args.rollout_all_samples_process_path, "--rollout-all-samples-process-path")
+            see(self.plugin_args, self.finished, self.source)
         metrics = {f"rollout/{name}": float(number) for name, number in self.counts.items()}
         prompts, cached = self.generator.prompt_tokens, self.generator.cached_tokens
         if prompts:

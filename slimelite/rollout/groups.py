@@ -12,7 +12,7 @@ from typing import Any
 
 from slimelite.compat import SlimeSample
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
-from slimelite.plugins import load_function, own_traceback
+from slimelite.plugins import PluginError, load_function, own_traceback
 from slimelite.rollout.context import PluginArgs, RolloutContext
 from slimelite.rollout.outputs import Generated, flatten
 from slimelite.rollout.requests import (
@@ -85,7 +85,9 @@ class GroupGenerator:
     _request_numbers: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self._hooks = [load_function(p) for p in self.context.args.rollout_sample_hook_path]
+        self._hooks = [
+            load_function(p, "--rollout-sample-hook-path") for p in self.context.args.rollout_sample_hook_path
+        ]
 
     async def generate(self, batch: list[Group], engine: int | None = None) -> list[Group]:
         """Generate and grade a batch of groups together, on one engine; ``engine`` None: on the least loaded.
@@ -205,6 +207,8 @@ class GroupGenerator:
     ) -> list[Sample] | Exception:
         try:
             return await self._call(function, args, sample)
+        except PluginError:
+            raise  # it meant to end the run
         except Exception as error:
             return error
 

@@ -88,7 +88,7 @@ class RolloutManager:
         """
         self.args = args
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="rollout", daemon=True)
         self._thread.start()
         health = Health(
             engines,
@@ -101,11 +101,11 @@ class RolloutManager:
         self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._run, progress or _silent)
         self._context.teacher = Teacher.of(args)
         self._context.grader.plugin_args = self._plugin_args()
-        self._rollout_function = _load(args.rollout_function_path) or generate.generate_rollout
-        self._eval_function = _load(args.eval_function_path) or self._rollout_function
-        self._post_process = _load(args.custom_reward_post_process_path)
-        self._log = _load(args.custom_rollout_log_function_path)
-        self._eval_log = _load(args.custom_eval_rollout_log_function_path)
+        self._rollout_function = self._load("rollout_function_path") or generate.generate_rollout
+        self._eval_function = self._load("eval_function_path") or self._rollout_function
+        self._post_process = self._load("custom_reward_post_process_path")
+        self._log = self._load("custom_rollout_log_function_path")
+        self._eval_log = self._load("custom_eval_rollout_log_function_path")
         # a run on saved rollouts has no prompts
         needs_prompts = args.load_debug_rollout_data is None
         self.source = build_source(args, self._plugin_args(), tokenizer) if needs_prompts else None
@@ -261,6 +261,20 @@ class RolloutManager:
         finally:
             self._run(health.rest())
 
+    def _load(self, name: str) -> Any:
+        path = getattr(self.args, name)
+        return None if path is None else load_function(path, "--" + name.replace("_", "-"))
+
+    def _work(self) -> None:
+        """The rollout's thread: the event loop, until `close`."""
+        stopped = False
+        while not stopped:
+            try:
+                self._loop.run_forever()
+                stopped = True
+            except SystemExit:  # a task that a plugin started; asyncio hands it to who awaits the task, and here
+                logger.warning("a plugin called sys.exit in a task of its own")
+
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         assert threading.current_thread() is not self._thread, "the rollout's thread cannot wait for itself"
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -361,7 +375,3 @@ class RolloutManager:
 
 def _silent(_done: int, _total: int, _note: str) -> None:
     """Nobody watches."""
-
-
-def _load(path: str | None) -> Any:
-    return None if path is None else load_function(path)
