@@ -101,11 +101,11 @@ class _Guard:
         frames = traceback.extract_tb(trace)
         if isinstance(error, Exception) and (self._flag is None or _says_enough(error, frames)):
             return
-        theirs = [f for f in frames if f.filename == self._file] or frames
+        theirs = [f for f in frames if f.filename == self._file]
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {_named(error)}"
         name = f"{self._flag} {self._path}" if self._flag else f"the plugin {self._path}"
-        line = f"{theirs[-1].filename}, line {theirs[-1].lineno}, in {theirs[-1].name}"
-        raise PluginError(f"{name} {what} ({line})") from error
+        line = f" ({theirs[-1].filename}, line {theirs[-1].lineno}, in {theirs[-1].name})" if theirs else ""
+        raise PluginError(f"{name} {what}{line}") from error
 
 
 def _says_enough(error: Exception, frames: traceback.StackSummary) -> bool:

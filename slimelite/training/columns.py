@@ -93,7 +93,7 @@ class TokenColumns:
             ValueError: an advantage or return of a trained token is not finite.
         """
         if args.custom_advantage_function_path:
-            load_function(args.custom_advantage_function_path)(args, table, self)
+            load_function(args.custom_advantage_function_path, "--custom-advantage-function-path")(args, table, self)
         else:
             self._estimate_advantages(args, table)
             self.returns = self.advantages if self.returns is None else self.returns

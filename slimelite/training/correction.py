@@ -87,7 +87,7 @@ def _custom(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tenso
     if not inputs.num_segments:
         return losses, {}
     lengths = torch.bincount(inputs.segments, minlength=inputs.num_segments).tolist()
-    losses, masks, values = load_function(args.custom_tis_function_path)(
+    losses, masks, values = load_function(args.custom_tis_function_path, "--custom-tis-function-path")(
         args,
         pg_loss=losses,
         train_log_probs=list(own.split(lengths)),

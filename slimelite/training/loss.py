@@ -87,7 +87,7 @@ def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy:
     metrics: Metrics = {}
     if args.loss_type == "custom_loss":
         path = args.custom_loss_function_path
-        losses, metrics = load_function(str(path))(args, inputs, log_probs, entropy)
+        losses, metrics = load_function(str(path), "--custom-loss-function-path")(args, inputs, log_probs, entropy)
         if losses.shape != log_probs.shape or not losses.requires_grad:
             raise ValueError(
                 f"--custom-loss-function-path {path} must return a loss for each of the {len(log_probs)} tokens of "

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from slimelite.arguments import AlgorithmArgs
-from slimelite.plugins import load_function
+from slimelite.plugins import guarded, load_function
 from slimelite.table import SampleTable
+
+FLAG = "--custom-pg-loss-reducer-function-path"
 
 
 def reducer_weights(args: AlgorithmArgs, table: SampleTable, mask: Tensor, steps: list[np.ndarray]) -> Tensor:
@@ -36,7 +38,8 @@ def reducer_weights(args: AlgorithmArgs, table: SampleTable, mask: Tensor, steps
         tokens = torch.from_numpy(np.concatenate(spans))
         responses = table.response_lengths[rows].tolist()
         masks = list(mask[tokens].int().split(responses))
-        reduce = load_function(path)(table.total_lengths[rows].tolist(), responses, masks, per_token)
+        make = load_function(path, FLAG)
+        reduce = guarded(make(table.total_lengths[rows].tolist(), responses, masks, per_token), path, FLAG)
         divisor = mask[tokens].sum().item() if per_token else len(np.unique(table.rollout_id[rows]))
         weights[tokens] = _derivative(reduce, len(tokens), path) / max(divisor, 1)
     return torch.where(mask, weights, 0.0)
@@ -50,7 +53,7 @@ def _derivative(reduce: Callable[[Tensor], Tensor], size: int, path: str) -> Ten
         (weights,) = torch.autograd.grad(total, losses)
     if not torch.isclose(total.double(), (weights * losses).sum(), rtol=1e-6, atol=1e-9):
         raise ValueError(
-            f"--custom-pg-loss-reducer-function-path {path}: what it returns must reduce losses to a finite weighted "
+            f"{FLAG} {path}: what it returns must reduce losses to a finite weighted "
             f"sum of them; clamp divisors that can be 0 (got {total.item():g} for random losses, and their weighted "
             f"sum is {(weights * losses).sum().item():g})"
         )

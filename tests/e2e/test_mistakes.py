@@ -55,11 +55,28 @@ def test_each_mistake(
         "empty.parquet": ["--prompt-data", str(empty_dataset)],
         "division by zero": ["--custom-rm-path", broken_reward],
         "4 samples at once need a list": ["--custom-rm-path", f"{broken_reward}_one", "--group-rm"],
-        "megatron": ["--train-backend", "megatron"],
+        "lora is not here yet": ["--lora-rank", "8"],
     }
     for answer, flags in mistakes.items():
         assert answer.lower() in refused([*grpo_args, *run, *flags], capsys).lower(), flags
     assert not (tmp_path / "run").exists(), "nothing was started"
+
+
+def test_a_plugin_that_ends_the_process(
+    grpo_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With status 0, as if the run had done its work; nothing is done, so the run says which plugin, and fails."""
+    file = tmp_path / "own.py"
+    file.write_text("import sys\n\nasync def generate(args, sample, sampling_params):\n    sys.exit(0)\n")
+    flags = ["--launcher", "local", "--num-rollout", "1", "--run-dir", str(tmp_path / "run")]
+    assert train.main([*grpo_args, *flags, "--custom-generate-function-path", f"{file}:generate"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == f"train.py: the plugin {file}:generate called sys.exit(0) ({file}, line 4, in generate)"
+    assert '"failed"' in (tmp_path / "run" / "status.json").read_text()
+    script = tmp_path / "script.py"
+    script.write_text("import sys\n\nsys.exit(0)\n")
+    text = refused([*grpo_args, *flags[:2], "--custom-generate-function-path", f"{script}:generate"], capsys)
+    assert "it calls sys.exit(0) while it is imported" in text
 
 
 def test_all_problems_at_once(grpo_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
