@@ -39,7 +39,7 @@ def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> Dyn
     Raises:
         ValueError: it is anything else, such as the text "no", which Python takes for true; ``name`` is in the message.
     """
-    said = getattr(output, "keep", output)
+    said: Any = getattr(output, "keep", output)
     said = said.item() if getattr(said, "shape", None) == () else said
     if not isinstance(said, bool | int) or said not in (0, 1):
         raise ValueError(
