@@ -101,11 +101,13 @@ class RolloutManager:
         self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._run, progress or _silent)
         self._context.teacher = Teacher.of(args)
         self._context.grader.plugin_args = self._plugin_args()
-        self._rollout_function = self._load("rollout_function_path") or generate.generate_rollout
-        self._eval_function = self._load("eval_function_path") or self._rollout_function
-        self._post_process = self._load("custom_reward_post_process_path")
-        self._log = self._load("custom_rollout_log_function_path")
-        self._eval_log = self._load("custom_eval_rollout_log_function_path")
+        self._rollout_function = (
+            _load(args.rollout_function_path, "--rollout-function-path") or generate.generate_rollout
+        )
+        self._eval_function = _load(args.eval_function_path, "--eval-function-path") or self._rollout_function
+        self._post_process = _load(args.custom_reward_post_process_path, "--custom-reward-post-process-path")
+        self._log = _load(args.custom_rollout_log_function_path, "--custom-rollout-log-function-path")
+        self._eval_log = _load(args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path")
         # a run on saved rollouts has no prompts
         needs_prompts = args.load_debug_rollout_data is None
         self.source = build_source(args, self._plugin_args(), tokenizer) if needs_prompts else None
@@ -261,10 +263,6 @@ class RolloutManager:
         finally:
             self._run(health.rest())
 
-    def _load(self, name: str) -> Any:
-        path = getattr(self.args, name)
-        return None if path is None else load_function(path, "--" + name.replace("_", "-"))
-
     def _work(self) -> None:
         """The rollout's thread: the event loop, until `close`."""
         stopped = False
@@ -375,3 +373,7 @@ class RolloutManager:
 
 def _silent(_done: int, _total: int, _note: str) -> None:
     """Nobody watches."""
+
+
+def _load(path: str | None, flag: str) -> Any:
+    return None if path is None else load_function(path, flag)
