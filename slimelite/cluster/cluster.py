@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -349,8 +352,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 @contextmanager
-def launch(args: Args) -> Iterator[Cluster]:
+def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -> Iterator[Cluster]:
     """Start the workers for ``args`` and yield the cluster; everything started is stopped at the end.
+
+    ``progress``: called with (workers that are up, of how many, what the start waits for).
 
     Raises:
         ClusterError: the machines cannot hold the job.
@@ -365,10 +370,27 @@ def launch(args: Args) -> Iterator[Cluster]:
     if args.launcher == "local":
         from slimelite.cluster.local import local_cluster
 
-        with local_cluster(args) as cluster:
+        with local_cluster(args, progress) as cluster:
             yield cluster
     else:
+        if "RAY_ADDRESS" not in os.environ:
+            _close_ray_to_others()
         from slimelite.cluster.ray_cluster import ray_cluster
 
-        with ray_cluster(args) as cluster:
+        with ray_cluster(args, progress) as cluster:
             yield cluster
+
+
+def _close_ray_to_others() -> None:
+    """The Ray that this process starts listens to this machine alone, and asks for a token that nobody else has.
+
+    Ray reads this when it is imported. Its switch is named after Windows and macOS, where it is the default: nodes
+    have the address 127.0.0.1, and no other. Ray's processes get the token from their environment, which other users
+    cannot read. Without one, Ray would make one and leave it in ~/.ray/auth_token, which they can.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if "ray" in sys.modules:
+        os.environ.pop("RAY_AUTH_MODE", None)  # then `ray.init` asks for tokens, and sets it
+    else:
+        os.environ["RAY_AUTH_MODE"] = "token"

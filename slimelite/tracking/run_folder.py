@@ -55,6 +55,13 @@ class RunFolder:
         """The answers to an eval dataset after ``step`` rollouts."""
         table.to_parquet(self.path / "eval" / f"{name.replace('/', '_')}-{step:07d}.parquet")
 
+    def remove_partial_files(self) -> None:
+        """What was being written when the run broke off."""
+        for folder in (self.path, self.path / "rollouts", self.path / "eval"):
+            for left in folder.glob("*.partial"):
+                if left.is_file():
+                    left.unlink()
+
     def _write(self, name: str, text: str) -> None:
         partial = self.path / (name + ".partial")
         partial.write_text(text + "\n", encoding="utf-8")
