@@ -36,7 +36,7 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(["tis_clip_low", "mis_lower_bound", "mis_rejection_lower_bound", "opsm_delta"], 0),
     **dict.fromkeys(["generate_timeout", "rollout_health_check_interval", "rollout_health_check_timeout"], 1),
     **dict.fromkeys(["mis_upper_bound", "mis_rejection_upper_bound", "mis_veto_threshold"], 0),
-    **dict.fromkeys(["adam_eps", "lr_warmup_init", "rollout_num_gpus"], 0),
+    **dict.fromkeys(["adam_eps", "keep_dropped", "lr_warmup_init", "rollout_num_gpus"], 0),
     **dict.fromkeys(["lr_decay_iters", "lr_wsd_decay_iters"], 1),
     "ci_train_rollout_logprob_abs_diff_threshold": 0,
     "save_retain_interval": 1,

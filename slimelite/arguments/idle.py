@@ -105,6 +105,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         lambda a: a.partial_rollout or (a.over_sampling_batch_size or 0) > (a.rollout_batch_size or 0),
         "--partial-rollout, or --over-sampling-batch-size above --rollout-batch-size",
     ),
+    "keep_dropped": (lambda a: not (a.supervised or a.debug_train_only), "responses to generate"),
     "update_weights_interval": (lambda a: a.async_rollout, "--async-rollout"),
     "micro_batch_size": (lambda a: not a.use_dynamic_batch_size, "no --use-dynamic-batch-size"),
     **dict.fromkeys(

@@ -9,6 +9,7 @@
     metrics.jsonl          every metric (see metrics_file.py)
     curves.png             the curves of metrics.jsonl
     rollouts/0000012.parquet        the samples of rollout 12
+    dropped/0000012.parquet         some of the groups that were not trained on, and why (rollout/dropped.py)
     eval/gsm8k-0000012.parquet      the answers of an evaluation after 12 rollouts
     log.txt                the console and our log, with times
     stderr.txt             what libraries print
