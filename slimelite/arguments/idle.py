@@ -109,7 +109,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     "update_weights_interval": (lambda a: a.async_rollout, "--async-rollout"),
     "micro_batch_size": (lambda a: not a.use_dynamic_batch_size, "no --use-dynamic-batch-size"),
     **dict.fromkeys(
-        ["finetune", "load_fallback", "no_load_optim", "no_load_rng", "override_lr_scheduler"],
+        ["load_fallback", "no_load_optim", "no_load_rng", "override_lr_scheduler"],
         (lambda a: a.load, "--load"),
     ),
     **dict.fromkeys(["no_save_optim", "save_retain_interval"], (lambda a: a.save, "--save")),
