@@ -30,6 +30,10 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         ["mis_level", "mis_mode", "mis_upper_bound", "mis_rejection_level", "mis_veto_threshold", "use_rs"],
         (lambda a: a.correction == "mis", "--correction mis"),
     ),
+    "mis_batch_normalize": (
+        lambda a: a.correction == "mis" and a.mis_mode != "none",
+        "--correction mis with a --mis-mode that weighs",
+    ),
     "mis_lower_bound": (
         lambda a: a.correction == "mis" and (a.mis_mode in ("mask", "clip") or a.mis_rejection_level),
         "--correction mis with --mis-mode mask or clip, or with --mis-rejection-level",

@@ -133,6 +133,11 @@ class Oracle:
     def loss(self, step: list[int]) -> Tensor:
         if self.args.loss_type == "dpo_loss":
             return self.pairs_loss(step)
+        if self.args.mis_batch_normalize:
+            weights = [self.truncated(row) for row in step if self.mask(row).any()]
+            if self.args.mis_level == "sequence":
+                weights = [each[:1] for each in weights]
+            self.mean_truncated = torch.cat(weights).mean()
         return self.mean(self.sft_loss if self.args.loss_type == "sft_loss" else self.policy_loss, step)
 
     def sft_loss(self, row: int) -> Tensor:
@@ -149,13 +154,24 @@ class Oracle:
         mismatch = (old - rolled).exp()
         if args.correction == "tis":
             loss = loss * mismatch.clamp(args.tis_clip_low, args.tis_clip)
-        if args.correction == "mis":  # --mis-mode none with a veto, in the tests here
+        if args.correction == "mis" and args.mis_veto_threshold:
             loss = loss * float((mismatch >= args.mis_veto_threshold).all())
+        if args.correction == "mis" and args.mis_mode == "truncate":
+            loss = loss * self.truncated(row) / self.mean_truncated
         loss = loss - args.entropy_coef * entropy
         if args.use_kl_loss:
             d = log_probs - self.ref[row][mask]
             loss = loss + args.kl_loss_coef * ((-d).exp() - 1 + d).clamp(-10, 10)
         return loss.sum()
+
+    def truncated(self, row: int) -> Tensor:
+        """[trained tokens] weights of --correction mis --mis-mode truncate, at the level token or sequence."""
+        mask = self.mask(row)
+        rolled = torch.tensor(self.table.row_slice("rollout_log_probs", row)).double()
+        log_ratio = (self.old[row] - rolled)[mask]
+        if self.args.mis_level == "sequence":
+            log_ratio = log_ratio.sum().expand_as(log_ratio)
+        return log_ratio.exp().clamp(max=self.args.mis_upper_bound)
 
     def critic_loss(self, row: int) -> Tensor:
         values, old, goal = self.value(row), self.values[row], self.returns[row]

@@ -26,11 +26,15 @@ GRPO = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01, "use_ref
 DPO = {"loss_type": "dpo_loss", "use_reference": True, "dpo_beta": 0.3}
 PPO = {"advantage_estimator": "ppo", "use_critic": True, "critic_lr": 1e-3, "value_clip": 0.02, "gamma": 0.95}
 
+MIS = {"correction": "mis", "mis_upper_bound": 1.1, "mis_batch_normalize": True}
+
 CASES: dict[str, dict[str, Any]] = {
     "grpo, every term": {**GRPO, "correction": "tis", "tis_clip": 1.1},
     "grpo, token mean": {**GRPO, "loss_aggregation": "token"},
     "grpo, constant": {"loss_aggregation": "constant"},
     "grpo, veto": {"correction": "mis", "mis_mode": "none", "mis_veto_threshold": 0.85},
+    "grpo, normalized token weights": MIS,
+    "grpo, normalized sequence weights": {**MIS, "mis_level": "sequence", "global_batch_size": 100},
     "sft": {"loss_type": "sft_loss"},
     "sft, token mean": {"loss_type": "sft_loss", "loss_aggregation": "token"},
     "dpo": {**DPO, "dpo_label_smoothing": 0.1},
@@ -41,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
 ACTS = {
     "grpo, every term": ["tis_clipfrac", "pg_clipfrac"],
     "grpo, veto": ["veto_response_frac"],
+    "grpo, normalized token weights": ["tis_clipfrac"],
+    "grpo, normalized sequence weights": ["tis_clipfrac"],
     "ppo": ["critic-value_clipfrac", "pg_clipfrac"],
 }
 
