@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slimelite.arguments import Args
 from slimelite.arguments.checkpoint import MARKER, ROLLOUT_STATE
 from slimelite.arguments.checksums import CHECKSUMS, Checksums, checksums, read_json
+from slimelite.files import free_space, in_units, whole
 from slimelite.table import SampleTable
 
 if TYPE_CHECKING:
@@ -176,11 +177,10 @@ class Cluster:
             shutil.rmtree(directory, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
-            free = shutil.disk_usage(root).free
             raise OSError(
-                f"{final}: the checkpoint cannot be written ({error}); it takes about {size / 1e9:.3g} GB, and "
-                f"{free / 1e9:.3g} GB are free there, now that what was written of it is removed: make room or give "
-                "--save another place, and go on from the last checkpoint with --load"
+                f"{final}: the checkpoint cannot be written ({error.strerror or error}); it takes about "
+                f"{in_units(size)}, and {free_space(root)} are free there, now that what was written of it is removed: "
+                "make room or give --save another place, and go on from the last checkpoint with --load"
             ) from error
         if final.is_dir():
             final.rename(replaced)
@@ -346,9 +346,8 @@ def _read_ahead(file: Path) -> SampleTable:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old text or the new, never half."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with whole(path) as partial:
+        partial.write_text(text)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from typing import Any
 
 from slimelite.arguments import Args
 from slimelite.arguments.base import group_flags, group_title, groups_of
+from slimelite.files import FULL, whole
 from slimelite.table import SampleTable
 
 SECRETS = ("wandb_key",)
@@ -64,9 +65,14 @@ class RunFolder:
                     left.unlink()
 
     def _write(self, name: str, text: str) -> None:
-        partial = self.path / (name + ".partial")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(self.path / name)
+        path = self.path / name
+        try:
+            with whole(path) as partial:
+                partial.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            if error.errno not in FULL or not path.is_file():
+                raise
+            path.write_text(text + "\n", encoding="utf-8")  # what is replaced makes room for it
 
 
 def config_dict(args: Args) -> dict[str, Any]:

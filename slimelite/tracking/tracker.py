@@ -285,7 +285,10 @@ class Tracker:
         from slimelite.tracking.plot import draw_run  # a program of its own: python -m slimelite.tracking.plot
 
         began = time.monotonic()
-        draw_run(self.folder.path, self.folder.path / "curves.png")
+        try:
+            draw_run(self.folder.path, self.folder.path / "curves.png")
+        except OSError as error:
+            logger.warning("the curves are not drawn: %s", error)
         self._drawn_at = time.monotonic()
         self._drawing_took = self._drawn_at - began
 
