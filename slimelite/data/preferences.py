@@ -19,7 +19,7 @@ from slimelite.data.prompts import (
     sound,
 )
 from slimelite.data.reader import Row
-from slimelite.data.sft import fill_conversation
+from slimelite.data.sft import fill_conversation, turn_ends
 from slimelite.sample import Sample, Status
 
 if TYPE_CHECKING:
@@ -149,9 +149,13 @@ def _untrained_start(conversation: Messages, count: int) -> Messages:
 def _fill_text(
     side: Sample, prompt: Sample, reply: str, tokenizer: PreTrainedTokenizerBase, max_context_len: int | None
 ) -> None:
-    """Prompt ids as generation has them, the reply's, and the end-of-sequence token that the model is to write."""
+    """Prompt ids as generation has them, the reply's, and the end-of-sequence token that the model is to write.
+
+    A reply that has its end token already, as the responses of saved rollouts do, gets no other.
+    """
     ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
-    ids += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ended = reply.endswith(turn_ends(tokenizer))
+    ids += [] if ended or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     room = len(ids) if max_context_len is None else max(0, max_context_len - len(prompt.tokens))
     side.prompt, side.response = prompt.prompt, tokenizer.decode(ids[:room])
     side.tokens, side.response_length = [*prompt.tokens, *ids[:room]], len(ids[:room])

@@ -113,6 +113,28 @@ def test_plain_text_ends_with_the_end_of_sequence(load: Load) -> None:
     assert len(rejected.tokens) == 6
 
 
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize("end", [END, f"{END}\n", f"{END}{END}", "</s>"])
+def test_a_reply_that_has_its_end_token_gets_no_other(load: Load, end: str) -> None:
+    """As the responses of saved rollouts do; the chat template writes it, or the reader of plain text."""
+    whole = [USER, {**GOOD, "content": "4" + end}]
+    for row, given in (
+        ({"prompt": [USER], "chosen": "4" + end, "rejected": "it is 5"}, {}),
+        ({"chosen": whole, "rejected": [USER, BAD]}, {"input_key": "chosen"}),
+    ):
+        assert [side.response for side in samples_of(load(row, **given)[0])] == [f"4{END}\n", f"it is 5{END}\n"]
+
+
+def test_plain_text_that_has_its_end_token_gets_no_other(load: Load) -> None:
+    (prompt,) = load({"prompt": "2+2=", "chosen": f"4{END}", "rejected": "five</s>"})
+    assert [side.response for side in samples_of(prompt)] == [f"4{END}", "five</s>"]
+    # another special token is what the model says, and not an end
+    (prompt,) = load({"prompt": "2+2=", "chosen": "4</tool_call>", "rejected": "five"})
+    assert [side.response for side in samples_of(prompt)] == ["4</tool_call></s>", "five</s>"]
+
+
 def test_a_pair_without_a_token_on_one_side_is_removed_whole(load: Load) -> None:
     for row, limit in (
         ({"prompt": "2+2=", "chosen": "4", "rejected": "five"}, 4),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import train
+from slimelite.data.tokenizer import load_tokenizer
+from slimelite.table import SampleTable
 
 from .conftest import metrics
 
@@ -41,3 +45,38 @@ def test_preferences_are_learned_and_a_resumed_run_equals_a_straight_one(sft: Pa
     for name in ("train/dpo_loss", "train/grad_norm", "train/logps/chosen", "rollout/response_len/mean"):
         whole = metrics(straight, name)
         assert metrics(resumed, name) == whole[len(whole) // 2 :], name
+
+
+def test_pairs_made_of_a_runs_own_rollouts(grpo_args: list[str], sft: Path, tmp_path: Path) -> None:
+    """A saved response ends with its end token, and is trained on as it was sampled: with that one."""
+    sampled = tmp_path / "sampled"
+    flags = ("--launcher", "local", "--debug-rollout-only", "--num-rollout", "1", "--run-dir", str(sampled))
+    assert train.main([*grpo_args, *flags]) == 0
+    saved = SampleTable.from_parquet(sampled / "rollouts" / "0000000.parquet")
+    rows, answers = [], {}
+    for group in dict.fromkeys(saved.group_id.tolist()):
+        members = [row for row in np.flatnonzero(saved.group_id == group) if saved.status[row] == "completed"]
+        best, worst = (pick(members, key=lambda row: saved.reward[row], default=None) for pick in (max, min))
+        if best is not None and saved.response[best] != saved.response[worst]:
+            replies = {"chosen": saved.response[best], "rejected": saved.response[worst]}
+            rows.append({"prompt": saved.prompt[best], **replies})
+            answers[saved.response[best]] = saved.row_slice("response_tokens", best).tolist()
+    assert len(rows) > 2
+    end = load_tokenizer(str(sft / "model")).eos_token
+    assert all(row["chosen"].endswith(end) for row in rows)
+    asked = [{**row, "prompt": [{"role": "user", "content": "3+4=?"}]} for row in rows]
+    for name, data in (("text", rows), ("chat", asked)):
+        path, run = tmp_path / f"{name}.jsonl", tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in data))
+        command = (
+            *("--hf-checkpoint", str(sft / "model"), "--prompt-data", str(path), "--input-key", "prompt"),
+            *("--loss-type", "dpo_loss", "--rollout-batch-size", str(len(rows)), "--lr", "3e-4", "--launcher", "local"),
+            *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--num-rollout", "1", "--run-dir", str(run)),
+        )
+        assert train.main([*command]) == 0
+        assert metrics(run, "train/dpo_loss") == [pytest.approx(np.log(2), abs=1e-3)]
+        trained = SampleTable.from_parquet(run / "rollouts" / "0000000.parquet")
+        assert all(response.count(end) == 1 for response in trained.response)
+        chosen = [trained.row_slice("response_tokens", row).tolist() for row in range(0, len(trained), 2)]
+        if name == "text":
+            assert chosen == list(answers.values())
