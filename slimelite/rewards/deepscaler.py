@@ -35,4 +35,4 @@ def example(answer: Answer) -> str:
     return f"</think>{math.example(answer)}"
 
 
-RULE = Rule("deepscaler", quick, slow, example)
+RULE = Rule("deepscaler", quick, slow, example, bounded=True)

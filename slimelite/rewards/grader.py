@@ -81,6 +81,7 @@ class Grader:
         self.plugin_args: Any = args
         self.error_reports: list[ErrorReport] = []
         self._errors: Counter[str] = Counter()
+        self._costly = 0
         self._remote_attempts = remote_attempts
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pool = WorkerPool(workers or max(1, min(8, (os.cpu_count() or 2) // 2)), args.reward_timeout)
@@ -156,11 +157,17 @@ class Grader:
             self._settle(sample, route, sample.reward, reward_key or self.args.reward_key)
 
     def metrics(self) -> dict[str, float]:
-        """``rollout/reward_errors`` in all and by kind since the last call; clears them and ``error_reports``."""
+        """``rollout/reward_errors`` in all and by kind since the last call; clears them and ``error_reports``.
+
+        ``rollout/costly_answers``: those that algebra gave up on, where there were any.
+        """
         counts = {f"rollout/reward_errors/{kind}": float(n) for kind, n in sorted(self._errors.items())}
         total = float(self._errors.total())
         self._errors.clear()
         self.error_reports = []
+        if self._costly:
+            counts["rollout/costly_answers"] = float(self._costly)
+            self._costly = 0
         return {"rollout/reward_errors": total, **counts}
 
     def close(self) -> None:
@@ -208,7 +215,9 @@ class Grader:
         undecided = [i for i, result in enumerate(results) if result is None]
         slow = await self._pool.run([(rule.name, answers[i]) for i in undecided]) if undecided else []
         for i, result in zip(undecided, slow, strict=True):
-            results[i] = result
+            costly = isinstance(result, Failure) and result.kind == "costly"
+            self._costly += costly
+            results[i] = rule.zero if costly else result
         return results
 
     async def _remote(self, samples: list[Sample], texts: list[str]) -> list[Any]:

@@ -16,17 +16,25 @@ from slimelite.rewards.rule import Answer, Rule
 MAX_ANSWER_CHARS = 500
 
 UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|percent"
+# two letters are two variables elsewhere than behind the number, at the end
+SHORT_UNITS = "km|mm|dm|kg|mg|ft|lb|hr|min|sec|mph"
 # one pass each, in this order: pattern, replacement
 TIDY = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\(?:text|textbf|mathrm|mathbf|mbox)\{([^{}]*)\}", r"\1"),
         (r"\{,\}|,\\! *", ","),
-        (r"\\[!,;]|\\left|\\right|\\?[$%]", ""),
+        (r"(?<!\\)\\[ :]|~|\\q?quad(?![a-zA-Z])", " "),
+        (r"\\[!,;]|\\left(?![a-z])|\\right(?![a-z])|\\?[$%]", ""),
         (r"\\[td]frac", r"\\frac"),
+        (r"\\(le|ge|ne)(?![a-zA-Z])", r"\\\1q"),
+        (r"<=", r"\\leq "),
+        (r">=", r"\\geq "),
+        (r"(?<=[0-9])_\{([0-9]+)\}", r"_\1"),
         (r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}"),
         (r" (?:or|and) ", " , "),
         (rf"(?:{UNITS})(?:es)?s? ?(?:\^[0-9]+)?", ""),
+        (rf"(?<=[0-9}}]) ?(?:{SHORT_UNITS})s?(?:\^\{{?[23]\}}?)?$", ""),
         (r"\^ ?\{?\\circ\}?", ""),
         (r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", ""),
         (r"^\s*(-?[0-9]+)\s+([0-9]+)/([0-9]+)\s*$", r"\1\\frac{\2}{\3}"),
@@ -34,7 +42,8 @@ TIDY = tuple(
     )
 )
 INTEGER = re.compile(r"-?[0-9]+(?:\.0*)?")
-DECIMAL = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)")
+# three digits of exponent: Fraction computes the power
+DECIMAL = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 FRACTION = re.compile(r"(-?)\\frac\{(-?)([0-9]+)\}\{([0-9]+)\}|(-?)([0-9]+)/([0-9]+)")
 COMMANDS = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+|sin|cos|tan|cot|sec|csc|log|exp|sqrt")
 WORD = re.compile(r"[^\W\d_]{3}")
@@ -87,6 +96,7 @@ def equal_by_algebra(given: str, truth: str) -> bool:
 
 def compare_part(given: str, truth: str) -> bool | None:
     """`compare` for one tidied element of a tuple."""
+    given, truth = plain(given), plain(truth)
     if given.replace(" ", "").lower() == truth.replace(" ", "").lower():
         return True
     if is_text(given) or is_text(truth) or bool(INTEGER.fullmatch(given)) != bool(INTEGER.fullmatch(truth)):
@@ -96,6 +106,13 @@ def compare_part(given: str, truth: str) -> bool | None:
         return None
     both_fractions = FRACTION.fullmatch(given) and FRACTION.fullmatch(truth)
     return (one[1] == other[1] if both_fractions else True) and one[0] == other[0]
+
+
+def plain(text: str) -> str:
+    """``text`` without a leading plus, and 1e3 as 1000."""
+    text = text.removeprefix("+").lstrip()
+    whole = Fraction(text) if "e" in text.lower() and DECIMAL.fullmatch(text) else Fraction(1, 2)
+    return str(whole) if whole.denominator == 1 else text
 
 
 def number(text: str) -> tuple[Fraction, int] | None:
@@ -124,25 +141,32 @@ def tidy(text: str) -> str:
 
 
 def pairs(given: str, truth: str) -> list[tuple[str, str]]:
-    """What must be equal one to one: the elements of two flat tuples or intervals, or else the whole texts.
+    """What must be equal one to one: the elements of two flat tuples, intervals or ratios, or else the whole texts.
 
-    Empty where no equality is possible: other brackets, another number of elements, no answer.
+    Empty where no equality is possible: other brackets, a ratio and a quotient, another number of elements, no answer.
     """
-    if not given:
+    if not given or is_ratio(given) != is_ratio(truth):
         return []
     one, other = elements(given), elements(truth)
     if len(one) > 1 and len(other) > 1:
-        alike = len(one) == len(other) and (given[0], given[-1]) == (truth[0], truth[-1])
+        alike = len(one) == len(other) and (is_ratio(given) or (given[0], given[-1]) == (truth[0], truth[-1]))
         return list(zip(one, other, strict=True)) if alike else []
     return [(given, truth)] if len(one) != len(other) else [(one[0], other[0])]
 
 
 def elements(text: str) -> list[str]:
-    """The elements of a flat tuple or interval; the whole text for anything else."""
+    """The elements of a flat tuple, an interval or a ratio; the whole text for anything else."""
+    if is_ratio(text):
+        return [part.strip() for part in text.rpartition("=")[2].split(":")]
     inner = text[1:-1]
     if len(text) > 2 and text[0] in "([" and text[-1] in ")]" and not set(inner) & set("()[]"):
         return [part.strip() for part in inner.split(",")]
     return [text]
+
+
+def is_ratio(text: str) -> bool:
+    """Is it a ratio, a time or the like? 3:5 is not 3/5."""
+    return ":" in text and "\\{" not in text
 
 
 def example(answer: Answer) -> str:
@@ -150,4 +174,4 @@ def example(answer: Answer) -> str:
     return f"\\boxed{{{unboxed(answer.label)}}}"
 
 
-RULE = Rule("math", quick, slow, example)
+RULE = Rule("math", quick, slow, example, bounded=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -103,7 +104,8 @@ class _Worker:
                     results.append(self._connection.recv())
             except (EOFError, OSError):
                 code = self._kill()
-                results.append(Failure("crash", f"the grading process ended with exit code {code}"))
+                kind = "costly" if code == -signal.SIGVTALRM else "crash"
+                results.append(Failure(kind, f"the grading process ended with exit code {code}"))
         return results
 
     def close(self) -> None:

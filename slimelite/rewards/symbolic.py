@@ -1,32 +1,197 @@
 r"""Equality of two LaTeX expressions by algebra. Importing this loads sympy (half a second): only workers do.
 
-Only math-verify's LaTeX grammar is used. Its plain-expression mode hands text to sympy's ``parse_expr``, which is
-``eval``; nothing here may evaluate what a model wrote.
+Only math-verify's LaTeX grammar and comparison are used. Its plain-expression mode hands text to sympy's
+``parse_expr``, which is ``eval``; nothing here may evaluate what a model wrote.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
-from math_verify import LatexExtractionConfig, parse, verify
+import sympy
+from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, _Latex2Sympy, normalize_latex
+from latex2sympy2_extended.sets import FiniteSet
+from math_verify import verify
+from math_verify.grader import should_treat_as_complex
+from math_verify.parser import get_last_eq
 
-# towers of powers, five-digit exponents and factorials of thousands: sympy would compute them
-HUGE = re.compile(r"\^[\s{(]*[0-9]+\s*\^|\^[\s{(-]*[0-9]{5}|[0-9]{4}\s*!|!\s*!")
+from slimelite.rewards.rule import TooCostly
+
+# its units are single letters, too, and take the t off x + 2t; its boxes are boxes within the box
+NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+# digits that two numbers may differ in; more than any decimal that a model writes out by heart
+PRECISION = 60
+# of the largest number that may come up: 10,000 decimal digits, which sympy handles in milliseconds
+MAX_BITS = 32_768
+# the power of a sum that sympy may multiply out
+MAX_POWER_OF_SUM = 1000
+MAX_TERMS = 10_000
+# a number with its base, such as 101_2 or 1A_{16}: the grammar drops the base of the first
+BASE = re.compile(r"[0-9)][\s}]*_|[0-9][A-F]+_\{?(?:1[1-6]|[23][0-9])")
+# commands that are written without their backslash: pi/2, 2sqrt3, sin(x); sqrt(2) the library reads itself
+BARE = re.compile(r"(?<![\\a-zA-Z])(pi|sqrt(?!\s?\()|sin|cos|tan|cot|sec|csc|log|ln|exp|theta|alpha|beta)(?![a-zA-Z])")
+# functions that make a matrix out of a number: eye(10000)
+MATRIX_MAKERS = re.compile(r"\\operatorname\s*\{\s*(?:eye|zeros|ones|diag)\s*\}")
 
 
 def equivalent(given: str, truth: str) -> bool:
-    """Whether ``given`` equals ``truth`` (LaTeX without dollar signs), to 6 decimals where it must be numeric.
+    """Whether ``given`` equals ``truth`` (LaTeX without dollar signs). What does not parse is not equal.
 
-    What does not parse is not equal. There is no time limit in here: the worker pool sets it.
+    A decimal is the fraction that it says, so 3.141593 is not pi. A list has as many elements as are written down.
+
+    Raises:
+        TooCostly: a number or a power in one of them is too large to compute.
     """
-    if HUGE.search(given) or HUGE.search(truth):
+    if given.count("'") != truth.count("'"):
+        return False  # the grammar takes f'(x) for f(x)
+    try:
+        gold, pred = _parse(truth), _parse(given)
+    except Exception:
         return False
-    one, other = _parse(truth), _parse(given)
-    return bool(one and other) and bool(verify(one, other, timeout_seconds=None))
+    return _equal(gold, pred, braced="\\{" in given or "\\{" in truth)
 
 
-def _parse(text: str) -> list[object]:
-    found: list[object] = parse(
-        f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None
-    )
-    return found
+def _equal(gold: Any, pred: Any, braced: bool = False) -> bool:
+    """`verify`, except for lists, whose repeated elements it drops. ``braced``: one of them is a set in braces."""
+    golds, preds = _written(gold), _written(pred)
+    other = gold if golds is None else pred if preds is None else None
+    beside_a_set = isinstance(other, sympy.Set) and not isinstance(other, sympy.Interval)
+    of_two = isinstance(gold, sympy.Eq) and isinstance(pred, sympy.Eq) and gold.lhs != pred.lhs
+    if (golds is None and preds is None) or beside_a_set or of_two:
+        return bool(verify([gold], [pred], numeric_precision=PRECISION, timeout_seconds=None))
+    golds, preds = golds or _ordered(gold), preds or _ordered(pred)
+    if len(golds) != len(preds) or (other is not None and len(golds) > 1 and braced):
+        return False
+    if other is not None:  # 1, 2 for (1, 2)
+        return all(map(_equal, golds, preds))
+    for element in golds:
+        match = next((i for i, found in enumerate(preds) if _equal(element, found)), None)
+        if match is None:
+            return False
+        del preds[match]
+    return True
+
+
+def _written(expression: Any) -> list[Any] | None:
+    """The elements of a list or a finite set as they were written, also behind ``x =``; None for anything else."""
+    if isinstance(expression, sympy.Eq):
+        expression = expression.rhs
+    return list(expression._unsorted_args) if isinstance(expression, FiniteSet) else None
+
+
+def _ordered(expression: Any) -> list[Any]:
+    """The elements of a tuple (which the grammar may take for an open interval), or the expression alone."""
+    if isinstance(expression, sympy.Interval) and expression.is_open:
+        return [expression.start, expression.end]
+    return list(expression) if isinstance(expression, sympy.Tuple) else [expression]
+
+
+class _Exact(_Latex2Sympy):
+    """The library's reader, with exact decimals; what it computes while it reads is looked at first (`bits`)."""
+
+    def parse_number(self, text: str) -> sympy.Rational:
+        """A number as the fraction that it says."""
+        digits, _, exponent = text.replace(",", "").lower().partition("e")
+        if abs(int(exponent or 0)) > MAX_BITS // 4:
+            raise TooCostly(f"10^{exponent}")
+        return sympy.Rational(digits) * sympy.Integer(10) ** int(exponent or 0)
+
+    def convert_binom(self, binom: Any) -> Any:
+        """A binomial coefficient that is not computed yet."""
+        return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
+
+    def convert_func(self, func: Any) -> Any:
+        """A function; those that compute at once are gamma and the degree of a root."""
+        named = func.func_normal_single_arg()
+        if named and named.start.text in ("\\Gamma", "\\gamma"):
+            argument = self.convert_func_arg(func.func_single_arg() or func.func_single_arg_noparens())
+            _ = bits(sympy.gamma(argument, evaluate=False))
+        if func.FUNC_SQRT() and func.root:
+            _ = bits(self.convert_expr(func.root))
+        return super().convert_func(func)
+
+    def handle_exp(self, func: Any) -> Any:
+        """A power of e."""
+        if func.supexpr() and func.supexpr().expr():
+            _ = bits(sympy.exp(self.convert_expr(func.supexpr().expr()), evaluate=False))
+        return super().handle_exp(func)
+
+    def handle_gcd_lcm(self, f: str, args: Any) -> Any:
+        """gcd and lcm."""
+        _ = bits(list(args))
+        return super().handle_gcd_lcm(f, args)
+
+    def convert_interval(self, expr: Any) -> Any:
+        """An interval, whose ends are compared."""
+        _ = bits([self.convert_expr(end) for end in expr.expr()])
+        return super().convert_interval(expr)
+
+
+def _parse(text: str) -> Any:
+    """The expression that ``text`` is, or else the last side of its chain of equations."""
+    if BASE.search(text) or ":" in text or MATRIX_MAKERS.search(text):
+        raise ValueError(f"not an expression: {text}")
+    text = text.replace("\\sqrt(", "sqrt(").replace("**", "^")
+    text = normalize_latex(BARE.sub(r"\\\1", text), NORMALIZATION)
+    try:
+        expression = _read(text)
+    except Exception:
+        last = get_last_eq(text)
+        if last == text:
+            raise
+        expression = _read(last)
+    _ = bits(expression)
+    return expression
+
+
+def _read(text: str) -> Any:
+    return _Exact(is_real=not should_treat_as_complex(text)).parse(text)
+
+
+def bits(expression: Any) -> float:
+    """A bound on the size, in bits, of the numbers that computing ``expression`` brings up; a variable counts as 1.
+
+    Raises:
+        TooCostly: it is above ``MAX_BITS``, or a sum is raised to a high power.
+    """
+    size = _bits(expression)
+    if size > MAX_BITS:
+        raise TooCostly(f"a number of {size:.3g} bits")
+    return size
+
+
+def _bits(expression: Any) -> float:
+    if isinstance(expression, list):
+        return max(map(bits, expression), default=1.0)
+    if isinstance(expression, sympy.Rational):
+        return float(max(int(expression.p).bit_length(), int(expression.q).bit_length(), 1))
+    if isinstance(expression, sympy.MatrixBase):
+        return sum(map(bits, expression.flat())) * max(expression.shape)
+    parts = list(map(bits, getattr(expression, "args", ())))
+    if isinstance(expression, sympy.Pow | sympy.exp):
+        base, exponent = expression.as_base_exp()
+        power = _value(exponent)
+        if base.free_symbols and base.has(sympy.Add) and power > MAX_POWER_OF_SUM:
+            raise TooCostly(f"a sum to the power {power:.3g}")
+        return max(2.0 if isinstance(expression, sympy.exp) else parts[0], *parts) * max(power, 1.0)
+    if isinstance(expression, sympy.factorial | sympy.factorial2 | sympy.gamma):
+        return max(_value(expression.args[0]), 1.0) * parts[0]
+    if isinstance(expression, sympy.binomial):
+        return min(_value(expression.args[0]), _value(expression.args[1]) * parts[0]) + max(parts)
+    if isinstance(expression, sympy.Sum | sympy.Product):
+        terms = [_value(high - low) for _, low, high in expression.limits]
+        if any(MAX_TERMS < count < float("inf") for count in terms):
+            raise TooCostly(f"{max(terms):.3g} terms")
+    return max(sum(parts), 1.0)
+
+
+def _value(expression: Any) -> float:
+    """|expression| as a float, 1 where it has variables. Its own size was looked at before."""
+    if expression.free_symbols:
+        return 1.0
+    try:
+        value = abs(complex(expression.evalf(15)))
+    except OverflowError:
+        return float("inf")
+    return 1.0 if value != value else value

@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from slimelite.files import named
-
 Kind = Literal["start", "rollout", "train", "eval", "perf"]
 Record = dict[str, Any]
 
@@ -47,14 +45,12 @@ class MetricsFile:
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
         """One line."""
         record = {"time": round(time.time(), 3), "kind": kind} | {k: _to_json(v) for k, v in metrics.items()}
-        with named(Path(self.where)):
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
 
     def close(self, _failed: bool, /) -> None:
         """Close the file."""
-        with named(Path(self.where)):
-            self._file.close()
+        self._file.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[Record]:

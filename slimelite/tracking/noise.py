@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -31,8 +31,7 @@ def stderr_to_file(path: str | Path) -> Iterator[None]:
         _point_at([2], path)
         yield
     finally:
-        with suppress(OSError):  # a full disk has no room for it; what filled it is said elsewhere
-            sys.stderr.flush()
+        sys.stderr.flush()
         os.dup2(saved, 2)
         os.close(saved)
 
@@ -56,8 +55,7 @@ def log_to_file(path: str | Path) -> Iterator[None]:
         logging.captureWarnings(False)
         ours.setLevel(level)
         root.removeHandler(handler)
-        with suppress(OSError):
-            handler.close()
+        handler.close()
 
 
 def quiet_transformers() -> None:

@@ -320,9 +320,8 @@ def test_a_missing_label_is_a_reward_error(graders: list[Grader]) -> None:
 
 
 def test_a_hung_rule_is_a_timeout_of_its_sample_alone(graders: list[Grader]) -> None:
-    hang = "\\boxed{\\binom{999999999}{4999999}}"
-    given = samples("\\boxed{1+x}", hang, "\\boxed{2+x}", label="x+1")
-    assert rewards(graders, RewardArgs(rm_type="math", reward_timeout=1.0), given) == [1.0, 0.0, 0.0]
+    args = RewardArgs(rm_type="format", format_regex="(a+)+b", reward_timeout=1.0)
+    assert rewards(graders, args, samples("aab", "a" * 50, "b")) == [1.0, 0.0, 0.0]
     assert graders[-1].metrics()["rollout/reward_errors/timeout"] == 1.0
 
 

@@ -14,15 +14,18 @@ from pathlib import Path
 import pytest
 
 from slimelite.rewards.pool import CHUNK, WorkerPool
-from slimelite.rewards.rule import Answer, Failure
+from slimelite.rewards.rule import Answer, Failure, Settings
 
-# sympy computes it, for hours
-HANG = "\\boxed{\\binom{999999999}{4999999}}"
 RIGHT, WRONG = "\\boxed{1+x}", "\\boxed{2+x}"
+# it goes to a rule that no processor time bounds: the pattern takes 2^50 steps on it
+HANG = "a" * 50
+FOR_EVER = Settings(format_regex="(a+)+b")
 
 
 def tasks(*responses: str) -> list[tuple[str, Answer]]:
-    return [("math", Answer(r, "x+1")) for r in responses]
+    return [
+        ("format", Answer(r, "", settings=FOR_EVER)) if r == HANG else ("math", Answer(r, "x+1")) for r in responses
+    ]
 
 
 @pytest.fixture
