@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from slimelite.arguments import Args, parse_args
+from slimelite.lifecycle import StopSignals, Watchdog
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster
@@ -87,29 +88,31 @@ def due(interval: int | None, rollout_id: int, num_rollout: int, *, last: bool =
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, launch, loop; returns the exit status."""
-    args = parse_args(argv)
-    from slimelite.arguments.preflight import preflight
+    with StopSignals() as stop:
+        args = parse_args(argv)
+        from slimelite.arguments.preflight import preflight
 
-    if args.dry_run:
-        return preflight(args)
-    if status := preflight(args):
-        return status
-    from slimelite.cluster import ClusterError, launch
-    from slimelite.locks import hold
-    from slimelite.tracking import Tracker
+        if (status := preflight(args)) or args.dry_run:
+            return status
+        from slimelite.cluster import ClusterError, launch
+        from slimelite.locks import hold
+        from slimelite.tracking import Tracker
 
-    try:
-        with hold({"--run-dir": args.run_dir, "--save": args.save}), Tracker(args) as tracker, ExitStack() as stack:
-            with tracker.phase("start"):
-                cluster = stack.enter_context(launch(args))
-                args = cluster.complete_args()
-            tracker.banner(args)
-            train(args, cluster, tracker)
-    except (ValueError, ClusterError, FloatingPointError, AssertionError, OSError) as error:
-        # the message is for the console; log.txt of the run folder has the traceback
-        print(f"train.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+        try:
+            folders = {"--run-dir": args.run_dir, "--save": args.save}
+            with hold(folders), Watchdog(args.run_dir), Tracker(args) as tracker, ExitStack() as stack:
+                with tracker.phase("start") as phase:
+                    cluster = stack.enter_context(launch(args, phase.update))
+                    stack.push(tracker.record_failure)  # at once: the workers take a while to end
+                    args = cluster.complete_args()
+                tracker.banner(args)
+                train(args, cluster, tracker)
+        except (ValueError, ClusterError, FloatingPointError, AssertionError, OSError) as error:
+            # the message is for the console; log.txt of the run folder has the traceback
+            print(f"train.py: {error}", file=sys.stderr)
+            return 1
+        return 0
+    return stop.status  # of Ctrl-C or SIGTERM
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from slimelite.arguments.checkpoint import LOCK
+from slimelite.files import named
 
 BEAT_S = 60
 STALE_S = 600
@@ -66,10 +67,15 @@ def _held(folder: Path, flag: str) -> Iterator[Path]:
 def _create(path: Path, mine: dict[str, Any]) -> bool:
     """Whether the file was not there, and is ours now."""
     try:
-        with path.open("x", encoding="utf-8") as file:
-            json.dump(mine, file)
+        file = path.open("x", encoding="utf-8")
     except FileExistsError:
         return False
+    try:
+        with named(path), file:
+            json.dump(mine, file)
+    except OSError:
+        path.unlink()
+        raise
     return True
 
 

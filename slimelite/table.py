@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from slimelite.files import whole
 from slimelite.sample import Sample, Status, plain
 
 SCHEMA_VERSION = "1"
@@ -245,9 +246,8 @@ class SampleTable:
         """Write the table; the file appears whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        pq.write_table(self.to_arrow(), partial, compression="zstd")
-        partial.replace(path)
+        with whole(path) as partial:
+            pq.write_table(self.to_arrow(), partial, compression="zstd")
 
     @classmethod
     def from_parquet(cls, path: str | Path) -> SampleTable:

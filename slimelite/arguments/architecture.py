@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,9 +51,30 @@ class ArchitectureArgs:
         return self.num_layers is not None
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What ``config`` (the content of config.json) says of the language model."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def shape_problems(config: dict[str, Any]) -> Iterator[str]:
+    """Sizes with which a model can be built, and cannot compute anything."""
+    config = text_config(config)
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    if wrong := [f"{name} {config[name]}" for name in sizes if isinstance(config.get(name), int) and config[name] < 1]:
+        yield f"{', '.join(wrong)}: must be at least 1"
+        return
+    heads, groups, width = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    if heads and groups and heads % groups:
+        yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
+    if heads and width and _rotates(config, config) and (config.get("head_dim") or width // heads) % 2:
+        head = f"head_dim {config['head_dim']}" if config.get("head_dim") else f"hidden_size {width} over {heads} heads"
+        yield f"{head}: rotary positions need heads of an even width"
+
+
 def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[str]:
     """Every architecture flag that contradicts ``config`` (the content of config.json), with both values."""
-    config = config.get("text_config", config)
+    config = text_config(config)
     heads = config.get("num_attention_heads")
     rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     head_width = config.get("head_dim") or (

@@ -36,15 +36,18 @@ AT_LEAST: dict[str, float] = {
     **dict.fromkeys(["tis_clip_low", "mis_lower_bound", "mis_rejection_lower_bound", "opsm_delta"], 0),
     **dict.fromkeys(["generate_timeout", "rollout_health_check_interval", "rollout_health_check_timeout"], 1),
     **dict.fromkeys(["mis_upper_bound", "mis_rejection_upper_bound", "mis_veto_threshold"], 0),
-    **dict.fromkeys(["adam_eps", "lr_warmup_init", "rollout_num_gpus"], 0),
+    **dict.fromkeys(["adam_eps", "keep_dropped", "lr_warmup_init", "rollout_num_gpus"], 0),
     **dict.fromkeys(["lr_decay_iters", "lr_wsd_decay_iters"], 1),
     "ci_train_rollout_logprob_abs_diff_threshold": 0,
     "save_retain_interval": 1,
     "code_memory_mb": 64,
+    **dict.fromkeys(["seed", "rollout_seed"], 0),
     "reward_model_batch_size": 1,
     "overlong_buffer_len": 1,
     "overlong_penalty_factor": 0,
 }
+# fields -> the highest; torch, numpy and SGLang take other seeds each, and engines add their number
+AT_MOST = {"seed": 2**31 - 1, "rollout_seed": 2**31 - 1, "cpu_threads": 4096, "distributed_timeout_minutes": 525_600}
 ABOVE_ZERO = ("code_timeout", "dpo_beta", "reward_timeout", "tis_clip")
 IN_UNIT_INTERVAL = (
     "gamma",
@@ -67,12 +70,20 @@ def bound_problems(args: Args) -> Iterator[str]:
     """Every number that means nothing."""
     for field in fields(args):
         value = getattr(args, field.name)
-        if isinstance(value, float) and math.isinf(value) and field.name not in UNBOUNDED:
-            yield f"--{field.name.replace('_', '-')} {value}: must be finite"
+        option = f"--{field.name.replace('_', '-')}"
+        numbers = [v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int | float)]
+        if any(math.isinf(v) for v in numbers if isinstance(v, float)) and field.name not in UNBOUNDED:
+            yield f"{option} {value}: must be finite"
+        if any(isinstance(v, int) and abs(v) >= 2**63 for v in numbers) and field.name not in AT_MOST:
+            yield f"{option} {value}: must be below 2**63"
     for name, low in AT_LEAST.items():
         value = getattr(args, name)
         if value is not None and value < low:
             yield f"--{name.replace('_', '-')} {value}: must be at least {low}"
+    for name, high in AT_MOST.items():
+        value = getattr(args, name)
+        if value is not None and value > high:
+            yield f"--{name.replace('_', '-')} {value}: must be at most {high}"
     for name in ABOVE_ZERO:
         if getattr(args, name) <= 0:
             yield f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0"

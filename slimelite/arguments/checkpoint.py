@@ -70,6 +70,8 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
     """
     root = Path(load)
     marker = root / MARKER
+    if root.is_file():
+        raise ValueError(f"{load}: is a file; name the folder that --save wrote its checkpoints to")
     if not marker.is_file():
         _refuse_what_is_no_checkpoint(root)
         if step is not None:

@@ -50,6 +50,11 @@ class CorrectionArgs:
         auto="1 / --mis-upper-bound",
         aliases=("--tis-lower-bound",),
     )
+    mis_batch_normalize: bool = flag(
+        False,
+        "divide the weights of --correction mis by their mean over the whole optimizer step",
+        aliases=("--tis-batch-normalize",),
+    )
     mis_rejection_level: Level | None = flag(
         None, "also drop what is outside the rejection bounds at this level", aliases=("--rs-level",)
     )

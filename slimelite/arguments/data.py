@@ -18,8 +18,12 @@ class DataArgs:
     prompt_data_weights: list[float] = flag([], "share of the prompts drawn from each path", auto="by their sizes")
     input_key: str = flag("input", "column of the prompt: text or messages")
     label_key: str | None = flag(None, "column of the label that the reward compares with")
-    metadata_key: str = flag("metadata", "column of a dict that the reward and plugins see")
-    tool_key: str = flag("tools", "column of the tools that the chat template shows")
+    metadata_key: str = flag(
+        "metadata", "column of a dict that the reward and plugins see; it may be absent, unless named here"
+    )
+    tool_key: str = flag(
+        "tools", "column of the tools that the chat template shows; it may be absent, unless named here"
+    )
     apply_chat_template: bool = flag(False, "turn messages into a prompt with the tokenizer's chat template")
     apply_chat_template_kwargs: dict[str, Any] = flag(
         {}, 'arguments of the chat template, JSON: {"enable_thinking": false}'

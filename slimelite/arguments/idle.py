@@ -30,6 +30,10 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         ["mis_level", "mis_mode", "mis_upper_bound", "mis_rejection_level", "mis_veto_threshold", "use_rs"],
         (lambda a: a.correction == "mis", "--correction mis"),
     ),
+    "mis_batch_normalize": (
+        lambda a: a.correction == "mis" and a.mis_mode != "none",
+        "--correction mis with a --mis-mode that weighs",
+    ),
     "mis_lower_bound": (
         lambda a: a.correction == "mis" and (a.mis_mode in ("mask", "clip") or a.mis_rejection_level),
         "--correction mis with --mis-mode mask or clip, or with --mis-rejection-level",
@@ -105,10 +109,11 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         lambda a: a.partial_rollout or (a.over_sampling_batch_size or 0) > (a.rollout_batch_size or 0),
         "--partial-rollout, or --over-sampling-batch-size above --rollout-batch-size",
     ),
+    "keep_dropped": (lambda a: not (a.supervised or a.debug_train_only), "responses to generate"),
     "update_weights_interval": (lambda a: a.async_rollout, "--async-rollout"),
     "micro_batch_size": (lambda a: not a.use_dynamic_batch_size, "no --use-dynamic-batch-size"),
     **dict.fromkeys(
-        ["finetune", "load_fallback", "no_load_optim", "no_load_rng", "override_lr_scheduler"],
+        ["load_fallback", "no_load_optim", "no_load_rng", "override_lr_scheduler"],
         (lambda a: a.load, "--load"),
     ),
     **dict.fromkeys(["no_save_optim", "save_retain_interval"], (lambda a: a.save, "--save")),

@@ -14,7 +14,7 @@ from slimelite.arguments.help import format_help
 from slimelite.arguments.idle import idle_flags
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.arguments.presets import read_presets
-from slimelite.arguments.sources import read_command_line, read_config
+from slimelite.arguments.sources import drop_unusable_paths, read_command_line, read_config
 from slimelite.arguments.validate import validate
 from slimelite.arguments.vocabulary import Settings, Vocabulary
 
@@ -106,4 +106,5 @@ def _merge_sources(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
     for name, option in (("config", "--config"), ("custom_config_path", "--custom-config-path")):
         if path := merged.values.get(name):
             merged = merged.over(read_config(path, option, vocabulary, own_keys=option == "--custom-config-path"))
+    drop_unusable_paths(merged, vocabulary)
     return merged

@@ -6,7 +6,6 @@ A real start and ``--dry-run`` run the same checks; the dry run reads all rows a
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimelite.arguments.architecture import check_architecture
+from slimelite.arguments.architecture import check_architecture, shape_problems, text_config
 from slimelite.arguments.args import Args
 from slimelite.arguments.base import all_flags
 from slimelite.arguments.checkpoint import STATE_FILE
@@ -42,21 +41,30 @@ class Findings:
 
 
 def preflight(args: Args) -> int:
-    """Check ``args`` against the world; print the dry run's report, or the problems alone. Returns the exit status."""
+    """Check ``args`` against the world; print the dry run's report, or warnings and problems; the exit status."""
     from slimelite.arguments.dry_run import format_report
 
     findings = inspect(args, this_machine())
     if args.dry_run:
         print(format_report(args, findings))
     else:
-        for problem in findings.problems:
-            print(f"train.py: {problem}", file=sys.stderr)
+        said = [*(f"warning: {warning}" for warning in findings.warnings), *findings.problems]
+        for line in said:
+            print(f"train.py: {line}", file=sys.stderr)
     return 2 if findings.problems else 0
 
 
 def inspect(args: Args, machine: Machine) -> Findings:
     """Every check that can be made without loading a model; one that fails does not hide the others."""
     findings = Findings()
+    try:
+        _check_all(args, machine, findings)
+    except OSError as error:  # a folder of the user's that cannot be read, say: the text names it
+        findings.problems.append(str(error))
+    return findings
+
+
+def _check_all(args: Args, machine: Machine, findings: Findings) -> None:
     _check_devices(args, machine, findings)
     _check_packages(args, findings)
     _check_run_folder(args, findings)
@@ -69,7 +77,6 @@ def inspect(args: Args, machine: Machine) -> Findings:
     if not (args.rollout_function_path or args.debug_train_only):  # else rewards come from elsewhere
         broken |= _check_rules(args, findings)
     _check_data(args, tokenizer, config, broken, findings)
-    return findings
 
 
 def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
@@ -162,36 +169,74 @@ def _check_model(args: Args, findings: Findings) -> dict[str, Any]:
     if args.hf_checkpoint is None:
         return {}
     path = args.hf_checkpoint
-    try:
-        config = _read_config(path)
-    except (OSError, ValueError) as error:
-        findings.problems.append(f"--hf-checkpoint {path}: {_one_line(error)}")
-        return {}
-    findings.problems += check_architecture(args, config)
+    config = _read_model(args, "--hf-checkpoint", path, findings)
+    if config:
+        findings.problems += check_architecture(args, config)
     folder = Path(path)
-    if folder.is_dir() and not _has_weights(folder):
-        findings.warnings.append(f"--hf-checkpoint {path} holds no weights: training starts from random ones")
+    if config and folder.is_dir() and not _has_weights(folder) and not args.resume_directory:
+        what = f"training starts from random ones (--seed {args.seed})"
+        if args.debug_rollout_only:
+            what = f"the engines sample from random ones (--rollout-seed {args.rollout_seed})"
+        findings.warnings.append(f"--hf-checkpoint {path} holds no weights: {what}")
     if args.use_critic and args.critic_load and (Path(args.critic_load) / STATE_FILE).is_file():
         if wrong := damage(Path(args.critic_load)):
             findings.problems.append(f"--critic-load: {wrong}")
     elif args.use_critic and args.critic_load:
-        try:
-            _read_config(args.critic_load)
-        except (OSError, ValueError) as error:
-            findings.problems.append(f"--critic-load {args.critic_load}: {_one_line(error)}")
-    if args.use_reference and args.ref_load and not _has_weights(Path(args.ref_load)) and Path(args.ref_load).is_dir():
-        findings.warnings.append(f"--ref-load {args.ref_load} holds no weights: the reference is random")
+        _read_model(args, "--critic-load", args.critic_load, findings)
+    reference = args.ref_load if args.use_reference else None
+    if reference and reference != path:
+        _read_model(args, "--ref-load", reference, findings)
+        folder = Path(reference)
+        if folder.is_dir() and not _has_weights(folder):
+            findings.warnings.append(f"--ref-load {reference} holds no weights: the reference is random")
     return config
 
 
+def _read_model(args: Args, option: str, path: str, findings: Findings) -> dict[str, Any]:
+    """The config of the model at ``path`` that ``option`` names; a problem, and empty, when it makes no model."""
+    try:
+        config = _read_config(path)
+        if problems := list(shape_problems(config)):
+            raise ValueError(f"config.json: {'; '.join(problems)}")
+        if not args.debug_rollout_only or args.rollout_backend == "embedded":
+            generates = option == "--hf-checkpoint" and not args.debug_train_only
+            _build_empty(path, embedded=generates and args.rollout_backend == "embedded")
+    except (OSError, ValueError) as error:
+        findings.problems.append(f"{option} {path}: {_one_line(error)}")
+        return {}
+    return config
+
+
+def _build_empty(path: str, *, embedded: bool) -> None:
+    """Make the model as trainer and engine will, without weights or memory for them.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    from slimelite.engines.embedded.weights import DecoderShape
+    from slimelite.training.model import load_model
+
+    try:
+        config = load_model(path, seed=0, attention="eager", empty=True).config
+    except Exception as error:  # transformers raises anything for a config that does not hold together
+        raise ValueError(
+            "the installed transformers can build no causal language model from its config.json "
+            f"({_one_line(error):.300}); compare it with the original, or take another model"
+        ) from error
+    if embedded:
+        DecoderShape.from_config(config)
+
+
 def _read_config(path: str) -> dict[str, Any]:
-    if Path(path).is_dir():
-        return json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    if path.startswith((".", "/", "~")):
-        raise ValueError("no such folder")
     from transformers.utils import cached_file
 
-    return json.loads(Path(cached_file(path, "config.json")).read_text(encoding="utf-8"))
+    from slimelite.data.tokenizer import read_json
+
+    if Path(path).is_dir():
+        return read_json(Path(path) / "config.json")
+    if path.startswith((".", "/", "~")):
+        raise ValueError("no such folder")
+    return read_json(cached_file(path, "config.json"))
 
 
 def _has_weights(folder: Path) -> bool:
@@ -213,18 +258,21 @@ def _check_saved_rollouts(args: Args, findings: Findings) -> None:
 def _check_tokenizer(args: Args, config: dict[str, Any], findings: Findings) -> PreTrainedTokenizerBase | None:
     if args.tokenizer is None or (args.tokenizer == args.hf_checkpoint and not config):
         return None  # what is wrong with the model is wrong with its tokenizer
-    from slimelite.data.tokenizer import load_tokenizer
+    from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 
     try:
         tokenizer = load_tokenizer(args.tokenizer)
-    except ValueError as error:
-        findings.problems.append(f"--tokenizer: {_one_line(error)}")
+        ends = [] if args.debug_train_only else stop_token_ids(args.tokenizer, tokenizer)
+    except (OSError, ValueError) as error:
+        option = "--hf-checkpoint" if args.tokenizer == args.hf_checkpoint else "--tokenizer"
+        findings.problems.append(f"{option}: {_one_line(error)}")
         return None
-    rows = config.get("text_config", config).get("vocab_size")
+    rows = text_config(config).get("vocab_size")
     if rows is not None and len(tokenizer) > rows:
         findings.problems.append(f"the tokenizer has {len(tokenizer)} tokens but the model's vocabulary has {rows}")
     size = rows or len(tokenizer)
     stops = {"--rollout-stop-token-ids": args.rollout_stop_token_ids}
+    stops["eos_token_id of generation_config.json, config.json or the tokenizer"] = ends
     stops |= {f"eval dataset {d.name}: stop_token_ids": d.stop_token_ids for d in args.eval_datasets}
     for name, ids in stops.items():
         if outside := [i for i in ids if not 0 <= i < size]:
@@ -260,7 +308,7 @@ def _compare_vocabularies(
     from slimelite.data.tokenizer import load_tokenizer
 
     theirs = _read_config(teacher)
-    mine, size = ((c.get("text_config", c)).get("vocab_size") for c in (config, theirs))
+    mine, size = (text_config(c).get("vocab_size") for c in (config, theirs))
     folder = Path(teacher)
     if folder.is_dir() and not _has_weights(folder):
         findings.warnings.append(f"--opd-teacher-load {teacher} holds no weights: the teacher is random")
@@ -310,15 +358,21 @@ def _check_data(
         sources += [(f"eval dataset {d.name}", d, [d.path], d.max_prompt_len) for d in args.eval_datasets]
     for name, columns, paths, limit in sources:
         rows = paths if args.dry_run else [path if "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in paths]
-        kept: dict[str, Any] = {"max_prompt_len": limit, "skip_bad_rows": args.skip_bad_rows}
+        kept: dict[str, Any] = {"max_prompt_len": limit, "skip_bad_rows": args.skip_bad_rows, "whole": rows == paths}
         kept["warn"] = lambda text, name=name: findings.warnings.append(f"{name}: {text}")
         pairs = columns is args and args.loss_type == "dpo_loss"
         try:
             prompts = (
                 load_pairs(args, tokenizer, rows, **kept) if pairs else load_prompts(columns, tokenizer, rows, **kept)
             )
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             findings.problems.append(f"{name}: {_one_line(error)}")
+            continue
+        if tokenizer and _generates(args, columns) and any(prompt.messages and not prompt.text for prompt in prompts):
+            findings.problems.append(
+                f"{name}: column {columns.input_key!r} holds messages: add --apply-chat-template, which makes text of "
+                "them, or name a column of text with --input-key"
+            )
             continue
         longest = max(len(prompt.token_ids) for prompt in prompts)
         measured = f", the longest of {longest} tokens" if longest else ""
@@ -333,6 +387,15 @@ def _check_data(
             rewarded = args if dataset is None else dataset
             if not broken & {rewarded.custom_rm_path, rewarded.rm_type}:
                 _check_reward(args, dataset, name, prompts[0], findings)
+
+
+def _generates(args: Args, columns: Args | EvalDataset) -> bool:
+    """Whether our own loop sends the prompts to an engine, so that they must be text."""
+    if columns is args:
+        own = args.rollout_function_path or args.custom_generate_function_path
+    else:
+        own = args.eval_function_path or columns.custom_generate_function_path
+    return not own and not (columns is args and args.debug_train_only)
 
 
 def _check_pair(args: Args, tokenizer: PreTrainedTokenizerBase, name: str, prompt: Prompt, findings: Findings) -> None:
@@ -362,7 +425,7 @@ def _check_lengths(
     context = args.rollout_max_context_len if dataset is None else dataset.max_context_len
     response = response or 0
     whole = longest + response if context is None else min(longest + response, context)
-    limit = config.get("text_config", config).get("max_position_embeddings")
+    limit = text_config(config).get("max_position_embeddings")
     if limit is not None and longest >= limit:
         findings.problems.append(f"{name}: a prompt of {longest} tokens fills the model's context of {limit}")
     elif limit is not None and whole > limit:

@@ -66,7 +66,6 @@ REFUSED: dict[str, Refusal] = {
     "critic-train-only": Refusal(0, "--num-critic-only-steps as large as --num-rollout trains the critic alone"),
     "megatron-config-path": Refusal(1, "what differs for the critic: --critic-lr, --critic-lr-warmup-iters"),
     "opd-teacher-ckpt-step": Refusal(1, "--opd-teacher-load takes a Hugging Face folder: name the one you want"),
-    "tis-batch-normalize": Refusal(0, "weights are not divided by their mean, which would depend on the batch"),
     "rs-trust-region": Refusal(1, "--mis-rejection-level sequence or geometric rejects whole responses by their ratio"),
     "rollout-data-postprocess-path": Refusal(
         1, "--rollout-sample-filter-path masks samples and --custom-advantage-function-path edits advantages"

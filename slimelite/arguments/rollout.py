@@ -31,6 +31,11 @@ class RolloutArgs:
     dynamic_sampling_filter_path: str | None = flag(
         None, "plugin: fn(args, samples) says whether to keep a group", metavar="PLUGIN"
     )
+    keep_dropped: int = flag(
+        4,
+        "groups a rollout that were filtered out, too stale or failed, kept in the run folder with the reason; 0 keeps "
+        "none",
+    )
     partial_rollout: bool = flag(False, "go on with unfinished responses in the next rollout instead of dropping them")
     mask_offpolicy_in_partial_rollout: bool = flag(
         False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ from slimelite.arguments.vocabulary import Settings, Vocabulary
 
 # what names a file of arguments
 FILES = ("--config", "--custom-config-path")
+# the longest name of a file or folder
+NAME_BYTES = 255
+# what `--help` calls the values of the other flags that name files
+PATHS = ("PATH", "DIR", "TEMPLATE", "NAME PATH")
 
 
 def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
@@ -120,3 +125,33 @@ def _read_key(name: str, value: Any, vocabulary: Vocabulary, settings: Settings)
             vocabulary.read("--" + name, as_words(value), settings)
     except ValueError as error:
         settings.complain("--" + name, str(error))
+
+
+def drop_unusable_paths(settings: Settings, vocabulary: Vocabulary) -> None:
+    """A path that cannot even be looked up becomes a problem, and is taken out before something trips over it."""
+    for flag in vocabulary.flags.values():
+        if flag.metavar not in PATHS or flag.name not in settings.values:
+            continue
+        value = settings.values[flag.name]
+        for path in value if flag.many else [value]:
+            if problem := _unusable(path):
+                settings.complain(flag.option, f"{path[:80] + '...' * (len(path) > 80)} {problem}".lstrip())
+                del settings.values[flag.name]
+                break
+
+
+def _unusable(path: str) -> str | None:
+    """What is wrong with ``path``, whether something is there yet or not."""
+    if not path:
+        return "is empty: a variable that is not set?"
+    if any(len(os.fsencode(name)) > NAME_BYTES for name in path.split("/")):
+        return f"cannot be used: a name in it has more than {NAME_BYTES} bytes"
+    try:
+        os.stat(f"{path.partition('@[')[0]}/.")  # a folder must let us in
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return f"cannot be used: {error.strerror}"
+    except ValueError as error:
+        return f"cannot be used: {error}"
+    return None

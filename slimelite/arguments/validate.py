@@ -175,6 +175,8 @@ def _batches(args: Args) -> Iterator[str]:
         yield f"--prompt-data-weights has {count} weights for {len(args.prompt_data)} paths of --prompt-data"
     if any(weight <= 0 for weight in args.prompt_data_weights):
         yield "--prompt-data-weights must be above 0"
+    elif sum(args.prompt_data_weights) > 1e300:
+        yield "--prompt-data-weights are shares: their sum must be finite"
 
 
 def _groups(args: Args) -> Iterator[str]:
@@ -263,9 +265,9 @@ def _preferences(args: Args) -> Iterator[str]:
 
 
 def _schedule(args: Args) -> Iterator[str]:
-    if args.min_lr > args.lr and args.lr_decay_style != "constant":
+    if args.min_lr > args.lr:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}"
-    elif args.use_critic and args.min_lr > args.critic_lr and args.lr_decay_style != "constant":
+    elif args.use_critic and args.min_lr > args.critic_lr:
         yield f"--min-lr {args.min_lr} is above --critic-lr {args.critic_lr}"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters both say how long warm-up is; take one"
@@ -278,6 +280,8 @@ def _checkpoints(args: Args) -> Iterator[str]:
         yield "--save-interval needs --save: where?"
     if args.save is not None and args.save_interval is None:
         yield "--save needs --save-interval: how often? (the last rollout is saved as well)"
+    if args.finetune and args.load is None:
+        yield "--finetune needs --load: the checkpoint whose weights it takes; without one, leave it out"
     if args.ckpt_step is not None and args.load is None:
         yield "--ckpt-step needs --load"
 

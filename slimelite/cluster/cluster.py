@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from slimelite.arguments import Args
 from slimelite.arguments.checkpoint import MARKER, ROLLOUT_STATE
 from slimelite.arguments.checksums import CHECKSUMS, Checksums, checksums, read_json
+from slimelite.files import free_space, in_units, whole
 from slimelite.table import SampleTable
 
 if TYPE_CHECKING:
@@ -173,11 +177,10 @@ class Cluster:
             shutil.rmtree(directory, ignore_errors=True)
             if not isinstance(error, OSError):
                 raise
-            free = shutil.disk_usage(root).free
             raise OSError(
-                f"{final}: the checkpoint cannot be written ({error}); it takes about {size / 1e9:.3g} GB, and "
-                f"{free / 1e9:.3g} GB are free there, now that what was written of it is removed: make room or give "
-                "--save another place, and go on from the last checkpoint with --load"
+                f"{final}: the checkpoint cannot be written ({error.strerror or error}); it takes about "
+                f"{in_units(size)}, and {free_space(root)} are free there, now that what was written of it is removed: "
+                "make room or give --save another place, and go on from the last checkpoint with --load"
             ) from error
         if final.is_dir():
             final.rename(replaced)
@@ -343,14 +346,15 @@ def _read_ahead(file: Path) -> SampleTable:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old text or the new, never half."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with whole(path) as partial:
+        partial.write_text(text)
 
 
 @contextmanager
-def launch(args: Args) -> Iterator[Cluster]:
+def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -> Iterator[Cluster]:
     """Start the workers for ``args`` and yield the cluster; everything started is stopped at the end.
+
+    ``progress``: called with (workers that are up, of how many, what the start waits for).
 
     Raises:
         ClusterError: the machines cannot hold the job.
@@ -365,10 +369,27 @@ def launch(args: Args) -> Iterator[Cluster]:
     if args.launcher == "local":
         from slimelite.cluster.local import local_cluster
 
-        with local_cluster(args) as cluster:
+        with local_cluster(args, progress) as cluster:
             yield cluster
     else:
+        if "RAY_ADDRESS" not in os.environ:
+            _close_ray_to_others()
         from slimelite.cluster.ray_cluster import ray_cluster
 
-        with ray_cluster(args) as cluster:
+        with ray_cluster(args, progress) as cluster:
             yield cluster
+
+
+def _close_ray_to_others() -> None:
+    """The Ray that this process starts listens to this machine alone, and asks for a token that nobody else has.
+
+    Ray reads this when it is imported. Its switch is named after Windows and macOS, where it is the default: nodes
+    have the address 127.0.0.1, and no other. Ray's processes get the token from their environment, which other users
+    cannot read. Without one, Ray would make one and leave it in ~/.ray/auth_token, which they can.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if "ray" in sys.modules:
+        os.environ.pop("RAY_AUTH_MODE", None)  # then `ray.init` asks for tokens, and sets it
+    else:
+        os.environ["RAY_AUTH_MODE"] = "token"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slimelite.arguments import Args
-from slimelite.cluster.cluster import Cluster
+from slimelite.cluster.cluster import Cluster, Progress
 from slimelite.cluster.workers import RolloutWorker, build_engine
 from slimelite.engines.protocol import Engine, WeightBucket
 from slimelite.training.trainer import Trainer
@@ -73,14 +73,16 @@ class LocalSink:
 
 
 @contextmanager
-def local_cluster(args: Args) -> Iterator[Cluster]:
+def local_cluster(args: Args, progress: Progress) -> Iterator[Cluster]:
     """Trainer, engine and rollout manager in this process (one rank, one engine)."""
     if args.device == "cpu":
         torch.set_num_threads(args.cpu_threads)
     with ExitStack() as stack:
+        progress(0, 0, "loading the trainer")
         trainer = None if args.debug_rollout_only else Trainer(args)
         if trainer:
             stack.callback(trainer.close)
+        progress(0, 0, "loading the engine")
         engines, sink = _engines(args, trainer, stack)
         for engine in engines:
             stack.callback(asyncio.run, engine.close())

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -25,7 +24,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimelite.arguments import Args
 from slimelite.cluster.actors import EngineActor, RolloutActor, ServerActor, TrainerActor
-from slimelite.cluster.cluster import Cluster, ClusterError
+from slimelite.cluster.cluster import Cluster, ClusterError, Progress
+from slimelite.cluster.ray_errors import explained, last_line
+from slimelite.cluster.ray_session import connected
 from slimelite.cluster.servers import external_servers
 from slimelite.engines.sglang.control import Server
 
@@ -62,29 +63,33 @@ class RayWorker:
         """What the worker raised, with the worker's traceback as a note; `ClusterError` when it died."""
         if isinstance(error, RayTaskError):
             # Ray raises a class that is both its own and the worker's; the worker's own error is its cause
-            cause = error.cause if isinstance(error.cause, Exception) else ClusterError(_last_line(error))
-            cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error}")
-            return cause
-        if isinstance(error, RayActorError):
-            died = ClusterError(f"{self.name} died: {_last_line(error)}; its log is {self.log}")
-            died.add_note(str(error))
-            return died
-        return error
-
-
-def _last_line(error: BaseException) -> str:
-    # of an actor that failed in its constructor the last line is the error itself
-    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+            cause = error.cause if isinstance(error.cause, Exception) else ClusterError(last_line(error))
+            if not isinstance(cause, RayError):  # else of a worker that this one asked
+                cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error}")
+                return cause
+            error = cause
+        return explained(error, self.name, self.log) if isinstance(error, RayError) else error
 
 
 @contextmanager
-def ray_cluster(args: Args) -> Iterator[Cluster]:
+def _one_message() -> Iterator[None]:
+    """Errors of Ray that no worker is to blame for."""
+    try:
+        yield
+    except RayError as error:
+        raise explained(error, "the run's Ray") from error
+
+
+@contextmanager
+def ray_cluster(args: Args, progress: Progress) -> Iterator[Cluster]:
     """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or start one here, and put the actors on it.
+
+    ``progress`` is told what the start waits for.
 
     Raises:
         ClusterError: not enough devices in the Ray cluster, or they do not become free.
     """
+    progress(0, 0, "waiting for Ray")
     world = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
     sglang = args.rollout_backend == "sglang" and not args.debug_train_only
     external = bool(args.rollout_external_engine_addrs)
@@ -102,7 +107,7 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
         workers.append(worker)
         return worker
 
-    with _connected(bundles), _reserved(args, bundles) as group:
+    with _one_message(), connected(bundles), _reserved(args, bundles, progress) as group:
         try:
             bundle = bundles_by_node(placement_group_table(group)["bundles_to_node_id"], _this_node())
             public = len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
@@ -128,14 +133,9 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
             rollout = start(RolloutActor, "rollout", threaded, args, handles)
 
             address = trainers[0].submit("rendezvous").result() if trainers else None
-            starting = [trainer.submit("start", args, address) for trainer in trainers]
-            starting += [
-                rollout.submit("num_prompts"),
-                *(worker.submit("start" if sglang else "info") for worker in pool),
-            ]
-            finished, _ = wait(starting, return_when=FIRST_EXCEPTION)
-            for future in finished:
-                future.result()
+            starting = {trainer.submit("start", args, address): trainer.name for trainer in trainers}
+            starting |= {worker.submit("start" if sglang else "info"): worker.name for worker in pool}
+            _wait_until_up(starting | {rollout.submit("num_prompts"): rollout.name}, progress)
             yield Cluster(args, rollout, trainers, targets, others=pool, share=ray.put)
             for worker in (*trainers, rollout, *(pool if sglang else [])):
                 worker.submit("close").result()
@@ -144,26 +144,22 @@ def ray_cluster(args: Args) -> Iterator[Cluster]:
                 ray.kill(worker.handle)
 
 
-@contextmanager
-def _connected(bundles: int) -> Iterator[None]:
-    if ray.is_initialized():
-        yield
-        return
-    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if "RAY_ADDRESS" in os.environ:
-        ray.init(**quiet)
-    else:
-        # a CPU "device" is a process of ours: more of them than cores is slow, not impossible
-        cpus = max(os.cpu_count() or 1, bundles)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+def _wait_until_up(starting: dict[Future[Any], str], progress: Progress) -> None:
+    """``starting``: what ends when a worker is up -> the worker."""
+    waiting = set(starting)
+    while waiting:
+        names = sorted(starting[future] for future in waiting)
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        up = len(starting) - len(waiting)
+        progress(up, len(starting), f"workers are up; waiting for {', '.join(names[:3])}{more} to load")
+        finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+        for future in finished:
+            future.result()
+    progress(len(starting), len(starting), "workers are up")
 
 
 @contextmanager
-def _reserved(args: Args, bundles: int) -> Iterator[PlacementGroup]:
+def _reserved(args: Args, bundles: int, progress: Progress) -> Iterator[PlacementGroup]:
     device = "GPU" if args.device == "cuda" else "CPU"
     total = int(ray.cluster_resources().get(device, 0))
     if total < bundles:
@@ -177,6 +173,7 @@ def _reserved(args: Args, bundles: int) -> Iterator[PlacementGroup]:
     bundle = {"CPU": 1.0, "GPU": 1.0} if device == "GPU" else {"CPU": 1.0}
     group = placement_group([dict(bundle) for _ in range(bundles)], strategy="PACK")
     try:
+        progress(0, 0, f"waiting for {bundles} {device}s from Ray")
         _wait_for(group, device, total, f"{bundles} x {bundle}")
         yield group
     finally:

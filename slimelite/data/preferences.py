@@ -16,6 +16,7 @@ from slimelite.data.prompts import (
     checked_messages,
     load_prompts,
     read_prompt,
+    sound,
 )
 from slimelite.data.reader import Row
 from slimelite.data.sft import fill_conversation, turn_ends
@@ -95,6 +96,7 @@ def _read_pair(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | 
     prompt = read_prompt(row, columns, tokenizer)
     cells = {key: row.values[key] for key in keys}
     for key, cell in cells.items():
+        sound(cell, key)
         if cell is None or cell == "":
             raise BadCell(key, "the reply is empty")
     pair: list[Any] = list(cells.values())

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jinja2 import TemplateError
-
 from slimelite.data.reader import BadRows, Row, read_rows
 
 if TYPE_CHECKING:
@@ -21,6 +19,10 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 # rows that the tokenizer encodes in one call
 BATCH = 1024
+# what is nested deeper than this cannot be copied and written everywhere
+DEPTH = 100
+# columns that need not be there, unless they are named otherwise
+DEFAULT_COLUMNS = {"metadata_key": "metadata", "tool_key": "tools"}
 
 
 class Columns(Protocol):
@@ -72,6 +74,7 @@ def load_prompts(
     max_prompt_len: int | None = None,
     skip_bad_rows: bool = False,
     warn: Callable[[str], None] = logger.warning,
+    whole: bool = True,
     also: Sequence[str] = (),
     read: Callable[[Row, Columns, PreTrainedTokenizerBase | None], Prompt] | None = None,
 ) -> list[Prompt]:
@@ -79,7 +82,8 @@ def load_prompts(
 
     ``tokenizer`` None: without chat template and token ids, to check files. ``also``: further columns that every row
     must have; ``read``: makes a prompt of a row in place of `read_prompt`. ``max_prompt_len`` [tokens]: longer prompts
-    are left out. ``warn`` is told what is left out. The prompt of messages that end with an answer is what stands
+    are left out. ``warn`` is told what is left out. ``whole`` False: ``paths`` are the first rows of more, so a column
+    that none of them has may come later. The prompt of messages that end with an answer is what stands
     before their first answer.
 
     Raises:
@@ -96,10 +100,12 @@ def load_prompts(
     measured: list[str] = []
     problems: list[str] = []
     left_out: list[str] = []
+    unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
     for path in paths:
         bad = BadRows(skip_bad_rows, left_out.append)
         try:
             for row in read_rows(path, required, (columns.metadata_key, columns.tool_key), bad):
+                unseen = {key: name for key, name in unseen.items() if name not in row.values} if unseen else unseen
                 try:
                     prompt = (read or read_prompt)(row, columns, tokenizer)
                     measured.append(prompt.text if max_prompt_len is None else _asked_text(prompt, columns, tokenizer))
@@ -108,6 +114,7 @@ def load_prompts(
                     bad.add(row.place, str(error))
         except ValueError as error:
             problems.append(str(error))
+    problems += [f"no row has a column {name!r} (--{key.replace('_', '-')})" for key, name in unseen.items()]
     if problems:
         raise ValueError("; ".join(dict.fromkeys(problems)))
     lengths = [0] * len(prompts) if tokenizer is None else _encode(prompts, measured, tokenizer)
@@ -164,10 +171,12 @@ def read_prompt(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase |
         metadata = {**metadata, "tools": tools}
     label = None if columns.label_key is None else _label(values[columns.label_key], columns.label_key)
     prompt = Prompt(label=label, metadata=metadata, tools=tools)
-    content = values[columns.input_key]
+    content = sound(values[columns.input_key], columns.input_key)
     if isinstance(content, str):
         if not content:
             raise BadCell(columns.input_key, "the prompt is empty")
+        if content.lstrip().startswith(('[{"role"', "[{'role'")):
+            raise BadCell(columns.input_key, "messages written as text; keep them as a list of objects")
         prompt.text = content
         prompt.messages = [{"role": "user", "content": content}] if columns.apply_chat_template else None
     else:
@@ -184,8 +193,9 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list[
         return tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **settings}
         )
-    except (TemplateError, TypeError) as error:
-        raise BadCell(columns.input_key, f"the chat template refuses these messages ({error})") from error
+    except Exception as error:  # a template is a program: it may divide by zero, or never end
+        what = str(error) or type(error).__name__
+        raise BadCell(columns.input_key, f"the chat template refuses these messages ({what})") from error
 
 
 def checked_messages(content: Any, column: str) -> Messages:
@@ -200,8 +210,29 @@ def checked_messages(content: Any, column: str) -> Messages:
     return content
 
 
+def sound(value: Any, column: str, depth: int = 0) -> Any:
+    """``value`` if it can be written as text again; `BadCell` otherwise."""
+    if depth > DEPTH:
+        raise BadCell(column, f"is nested more than {DEPTH} deep")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            half = value[error.start : error.start + 1]
+            raise BadCell(column, f"half a character ({half!r}, a lone surrogate) at {error.start}") from error
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            sound(key, column)
+            sound(item, column, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            sound(item, column, depth + 1)
+    return value
+
+
 def _label(value: Any, column: str) -> str:
     """Labels are text; numbers are written as such, lists and dicts as JSON."""
+    sound(value, column)
     if value is None:
         raise BadCell(column, "the label is null")
     if isinstance(value, list | dict):
@@ -216,8 +247,8 @@ def _parsed(value: Any, column: str, kind: type) -> Any:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadCell(column, f"not JSON ({error})") from error
     if value is not None and not isinstance(value, kind):
         raise BadCell(column, f"a {kind.__name__} or its JSON is expected, not {value!r:.60}")
-    return value
+    return sound(value, column)

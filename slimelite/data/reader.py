@@ -74,7 +74,7 @@ def split_path(spec: str) -> tuple[str, slice]:
     if not bracket:
         return spec, slice(None)
     parts = inside.removesuffix("]").split(":")
-    if not inside.endswith("]") or not 2 <= len(parts) <= 3:
+    if not inside.endswith("]") or not 2 <= len(parts) <= 3 or (len(parts) == 3 and parts[2].strip() == "0"):
         raise ValueError(f"cannot read the slice of {spec!r}; write path@[a:b]")
     try:
         return path, slice(*(int(p) if p.strip() else None for p in parts))
@@ -126,6 +126,8 @@ def _parquet_rows(path: Path, part: slice, required: Sequence[str], optional: Se
     try:
         file = pq.ParquetFile(path)
         names = file.schema_arrow.names
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
         _check_columns(str(path), names, required)
         table = file.read(columns=[c for c in names if optional is None or c in {*required, *optional}])
     except (pa.ArrowInvalid, OSError) as error:
@@ -153,8 +155,8 @@ def _jsonl_rows(path: Path, part: slice) -> Iterator[Row]:
         number, line = lines[index]
         place = f"row {index} (line {number})"
         try:
-            values = json.loads(line)
-        except ValueError as error:
+            values = json.loads(line, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:
             yield Row({}, place, f"not JSON ({error})")
         else:
             yield _object_row(values, place)
@@ -162,13 +164,22 @@ def _jsonl_rows(path: Path, part: slice) -> Iterator[Row]:
 
 def _json_rows(path: Path, part: slice) -> Iterator[Row]:
     try:
-        rows = json.loads(path.read_bytes())
-    except ValueError as error:
+        rows = json.loads(path.read_bytes(), object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); one object a line belongs in a .jsonl file") from error
     if not isinstance(rows, list):
         raise ValueError(f"{path} holds one {type(rows).__name__}; a .json file of prompts is a list of objects")
     for index in range(len(rows))[part]:
         yield _object_row(rows[index], f"row {index}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that is there twice json would silently take the last."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return values
 
 
 def _object_row(values: Any, place: str) -> Row:
@@ -181,7 +192,7 @@ def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Row]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ValueError(f"no file {name!r}; to read it as a hub dataset: pip install 'slimelite[hub]'") from error
+        raise ValueError(f"no file {name!r}; to read it as a hub dataset: pip install -e '.[hub]'") from error
     dataset_id, *rest = name.split(":")
     config = rest[0] if len(rest) == 2 else None
     split = rest[-1] if rest else "train"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -19,6 +20,21 @@ PROBES = (
 )
 
 
+def read_json(file: str | Path) -> dict[str, Any]:
+    """The object that a JSON file of a model folder holds.
+
+    Raises:
+        ValueError: it holds something else; the message names the file.
+    """
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error}): copy or save the model anew") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds a {type(content).__name__}, not an object with settings")
+    return content
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id; its ids are those of the folder's ``tokenizer.json``.
 
@@ -30,13 +46,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         ValueError: there is no tokenizer at ``path``, or no class gives the file's ids.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # a file of another shape than transformers expects raises anything
         raise ValueError(
-            f"no tokenizer at {path!r}: --hf-checkpoint needs a folder with tokenizer.json ({error})"
+            f"no tokenizer at {path!r}, which is to be a folder with tokenizer.json or a hub id ({_short(error)})"
         ) from error
     file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if file is None:
+        if not tokenizer(PROBES[1], add_special_tokens=False)["input_ids"]:
+            raise ValueError(f"the tokenizer at {path!r} knows no words: its tokenizer.json is missing")
         return tokenizer
     truth = Tokenizer.from_file(file)
     if not _agrees(tokenizer, truth):
@@ -46,6 +64,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
                 f"{file} does not load faithfully: transformers gives other ids than the file; save it anew"
             )
     return tokenizer
+
+
+def _short(error: BaseException) -> str:
+    """The beginning of an error's text; some of transformers' list every model there is."""
+    return f"{' '.join(str(error).split()) or type(error).__name__:.300}"
 
 
 def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Tokenizer) -> bool:
@@ -70,8 +93,10 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
-            with open(file, encoding="utf-8") as stream:
-                found.update(_eos_ids(json.load(stream)))
+            named = _eos_ids(read_json(file))
+            if wrong := [i for i in named if not isinstance(i, int | None)]:
+                raise ValueError(f"{file}: eos_token_id {wrong[0]!r} is no token id")
+            found.update(named)
     ids = sorted(i for i in found if i is not None)
     if not ids:
         raise ValueError(f"{path!r} names no end-of-sequence token; add eos_token_id to its generation_config.json")
@@ -79,5 +104,5 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _eos_ids(config: dict[str, Any]) -> list[int | None]:
-    eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+    eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     return eos if isinstance(eos, list) else [eos]

@@ -23,6 +23,7 @@ from typing import Any
 from slimelite.arguments import Args
 from slimelite.plugins import load_function
 from slimelite.rollout.context import PluginArgs, RolloutContext
+from slimelite.rollout.dropped import DroppedGroups
 from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import DynamicFilterOutput, verdict
 from slimelite.rollout.groups import Group, GroupGenerator, Work
@@ -98,7 +99,8 @@ class Collection:
         self.tasks: dict[asyncio.Task[list[Group]], list[Group]] = {}
         self.in_flight = 0
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        self.patience = Patience(args)
+        self.dropped = DroppedGroups(args, rollout_id)
+        self.patience = Patience(args, self.dropped)
         self._orders = count()
 
     async def collect(self) -> RolloutFnTrainOutput:
@@ -122,6 +124,8 @@ class Collection:
         except BaseException:
             await self._cancel()
             raise
+        finally:
+            self.dropped.save()
         self.source.add_samples(self.surplus + unfinished)
         self.counts["surplus_groups"] = len(self.surplus)
         self.counts["unfinished_groups"] = len(unfinished)
@@ -138,8 +142,9 @@ class Collection:
         version = self.context.version_trained_on(self.rollout_id)
         for samples in groups:
             limit = self.args.max_weight_staleness
-            if limit is not None and staleness(samples, version) > limit:
+            if limit is not None and (age := staleness(samples, version)) > limit:
                 self.counts["stale_groups"] += 1
+                self.dropped.add(samples, "stale", f": {age} weight updates old")
                 if len({s.index for s in samples}) < len(samples):  # a fan-out does not tell its prompt any more
                     logger.warning(
                         "dropped the fan-out of prompt %s: older than --max-weight-staleness", samples[0].group_index
@@ -186,6 +191,7 @@ class Collection:
                 self._judge(group)
                 continue
             self.counts["failed_groups"] += 1
+            self.dropped.add(group.samples, "failed", f": {group.error!r}")
             level = logging.INFO if self.counts["failed_groups"] > 1 else logging.ERROR
             logger.log(level, "gave up on prompt %s: %r", group.samples[0].group_index, group.error)
             self.patience.failed(group.error)
@@ -199,6 +205,7 @@ class Collection:
             if not output.keep_when_insufficient or len(self.accepted) + self.in_flight >= self.target:
                 self.counts["dropped_groups"] += 1
                 self.counts[f"dynamic_filter/drop_{output.reason}"] += 1
+                self.dropped.add(graded, str(output.reason))
                 if not full:
                     self.patience.dropped(graded, str(output.reason))
                 self._report(f"dropped {self.counts['dropped_groups']} ({output.reason})")
@@ -283,7 +290,8 @@ class Collection:
 class Patience:
     """Ends a rollout that cannot succeed, with what is known about why."""
 
-    def __init__(self, args: Args) -> None:
+    def __init__(self, args: Args, kept: DroppedGroups) -> None:
+        self.kept = kept
         self.filter_path = args.dynamic_sampling_filter_path
         self.reward_key = args.reward_key
         self.most_drops = max(16 * args.rollout_batch_size, 128)
@@ -292,6 +300,7 @@ class Patience:
         self.rewards: list[float] = []
         self.lengths: list[int] = []
         self.failures = 0
+        self.warned = False
 
     def accepted(self) -> None:
         """Start counting anew."""
@@ -325,12 +334,21 @@ class Patience:
         drops = self.reasons.total()
         if self.reasons[NO_REWARD] == drops >= self.most_failures:
             check_scored(samples, f"--reward-error drop left nothing of {drops} groups in a row")
+        if drops == self.most_drops // 4 and not self.warned:
+            self.warned = True
+            logger.warning("%s; the run ends at %d", self._story(), self.most_drops)
         if drops >= self.most_drops:
-            count = max(len(self.rewards), 1)
             raise ValueError(
-                f"{self.filter_path} dropped {drops} groups in a row and kept none: reasons {dict(self.reasons)}; "
-                f"rewards from {min(self.rewards, default=0):g} to {max(self.rewards, default=0):g}, mean "
-                f"{math.fsum(self.rewards) / count:.4g}; responses of {sum(self.lengths) / count:.0f} tokens on "
-                "average. Is the reward right (--rm-type, --label-key), the task within the model's reach, the "
-                "temperature above 0, --n-samples-per-prompt above 1? Or leave --dynamic-sampling-filter-path out."
+                f"{self._story()}. Is the reward right (--rm-type, --label-key), the task within the model's reach, "
+                "the temperature above 0, --n-samples-per-prompt above 1? Or leave --dynamic-sampling-filter-path out."
             )
+
+    def _story(self) -> str:
+        count = max(len(self.rewards), 1)
+        where = self.kept.save()
+        return (
+            f"{FILTER_FLAG} {self.filter_path} dropped {self.reasons.total()} groups in a row and kept none: reasons "
+            f"{dict(self.reasons)}; rewards from {min(self.rewards, default=0):g} to {max(self.rewards, default=0):g}, "
+            f"mean {math.fsum(self.rewards) / count:.4g}; responses of {sum(self.lengths) / count:.0f} tokens on "
+            "average" + (f"; {where}" if where else "")
+        )

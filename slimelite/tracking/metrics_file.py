@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from slimelite.files import named
+
 Kind = Literal["start", "rollout", "train", "eval", "perf"]
 Record = dict[str, Any]
 
@@ -45,12 +47,14 @@ class MetricsFile:
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
         """One line."""
         record = {"time": round(time.time(), 3), "kind": kind} | {k: _to_json(v) for k, v in metrics.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        with named(Path(self.where)):
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self, _failed: bool, /) -> None:
         """Close the file."""
-        self._file.close()
+        with named(Path(self.where)):
+            self._file.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[Record]:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -31,7 +31,8 @@ def stderr_to_file(path: str | Path) -> Iterator[None]:
         _point_at([2], path)
         yield
     finally:
-        sys.stderr.flush()
+        with suppress(OSError):  # a full disk has no room for it; what filled it is said elsewhere
+            sys.stderr.flush()
         os.dup2(saved, 2)
         os.close(saved)
 
@@ -55,7 +56,8 @@ def log_to_file(path: str | Path) -> Iterator[None]:
         logging.captureWarnings(False)
         ours.setLevel(level)
         root.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):
+            handler.close()
 
 
 def quiet_transformers() -> None:

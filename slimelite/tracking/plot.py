@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+from slimelite.files import whole
 from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series
 from slimelite.tracking.timer import LABELS
 
@@ -160,10 +161,9 @@ def _decorate(ax: Axes, title: str, x_label: str) -> None:
 
 def _save(figure: Figure, out: str | Path) -> None:
     """As a PNG that appears whole or not at all."""
-    partial = Path(out).with_name(Path(out).name + ".partial")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(partial, dpi=110, format="png")
-    partial.replace(out)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    with whole(Path(out)) as partial:
+        figure.savefig(partial, dpi=110, format="png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

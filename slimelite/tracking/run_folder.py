@@ -9,6 +9,7 @@
     metrics.jsonl          every metric (see metrics_file.py)
     curves.png             the curves of metrics.jsonl
     rollouts/0000012.parquet        the samples of rollout 12
+    dropped/0000012.parquet         some of the groups that were not trained on, and why (rollout/dropped.py)
     eval/gsm8k-0000012.parquet      the answers of an evaluation after 12 rollouts
     log.txt                the console and our log, with times
     stderr.txt             what libraries print
@@ -24,6 +25,7 @@ from typing import Any
 
 from slimelite.arguments import Args
 from slimelite.arguments.base import group_flags, group_title, groups_of
+from slimelite.files import FULL, whole
 from slimelite.table import SampleTable
 
 SECRETS = ("wandb_key",)
@@ -55,10 +57,22 @@ class RunFolder:
         """The answers to an eval dataset after ``step`` rollouts."""
         table.to_parquet(self.path / "eval" / f"{name.replace('/', '_')}-{step:07d}.parquet")
 
+    def remove_partial_files(self) -> None:
+        """What was being written when the run broke off."""
+        for folder in (self.path, self.path / "rollouts", self.path / "eval"):
+            for left in folder.glob("*.partial"):
+                if left.is_file():
+                    left.unlink()
+
     def _write(self, name: str, text: str) -> None:
-        partial = self.path / (name + ".partial")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(self.path / name)
+        path = self.path / name
+        try:
+            with whole(path) as partial:
+                partial.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            if error.errno not in FULL or not path.is_file():
+                raise
+            path.write_text(text + "\n", encoding="utf-8")  # what is replaced makes room for it
 
 
 def config_dict(args: Args) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from typing import Any
 
 import slimelite
 from slimelite.arguments import Args
+from slimelite.lifecycle import WITHOUT_A_WORD, Stopped, read_status, this_process
 from slimelite.table import SampleTable
 from slimelite.tracking import report
 from slimelite.tracking.banner import run_facts
@@ -92,13 +92,23 @@ class Tracker:
         failure = None if isinstance(error, SystemExit) and not error.code else error
         with self._stack:
             if failure is not None:
-                self._record_failure(failure)
+                self.record_failure(kind, error, tb)
+                self._explain(failure)
+                self.folder.remove_partial_files()
             if self._finished is not None:
                 self._draw()
             for writer in self._writers:
                 writer.close(failure is not None)
             if failure is None:
                 self._summarize()
+
+    def record_failure(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _tb: TracebackType | None
+    ) -> None:
+        """Put an error in status.json, before whatever else has to be ended; also a context's ``__exit__``."""
+        if error is not None:
+            said = str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}".removesuffix(": ")
+            self._save_status(_status_of(error), said)
 
     def banner(self, args: Args, facts: Mapping[str, str] | None = None) -> None:
         """Say what this run is.
@@ -207,11 +217,15 @@ class Tracker:
             self._checks.finish()
 
     def _open(self) -> None:
+        before = read_status(self.folder.path)
         self._save_status("running")
         self._stack.enter_context(log_to_file(self.folder.path / "log.txt"))
         self._stack.enter_context(stderr_to_file(self.folder.path / "stderr.txt"))
         self._stack.enter_context(self.console.warnings())
         self.console.line(f"slimelite {slimelite.__version__}, run folder {self.args.run_dir}", "bold")
+        if before.get("status") == WITHOUT_A_WORD:
+            done = f"{before['rollouts_done'] or 0} of {before['num_rollout']} rollouts"
+            self.console.line(f"  the run before this one {WITHOUT_A_WORD} after {done}: {before['message']}")
         if self.args.launcher == "local" or "transformers" in sys.modules:
             quiet_transformers()
         self.folder.save_config(self.args)
@@ -271,24 +285,27 @@ class Tracker:
         from slimelite.tracking.plot import draw_run  # a program of its own: python -m slimelite.tracking.plot
 
         began = time.monotonic()
-        draw_run(self.folder.path, self.folder.path / "curves.png")
+        try:
+            draw_run(self.folder.path, self.folder.path / "curves.png")
+        except OSError as error:
+            logger.warning("the curves are not drawn: %s", error)
         self._drawn_at = time.monotonic()
         self._drawing_took = self._drawn_at - began
 
     def _save_status(self, status: str, message: str | None = None) -> None:
         done = None if self._finished is None else self._finished + 1
         progress = {"status": status, "rollouts_done": done, "num_rollout": self.args.num_rollout, "message": message}
-        process = {"began": self._began, "updated": time.time(), "pid": os.getpid()}
-        self.folder.save_json("status.json", progress | process)
+        times = {"began": self._began, "updated": time.time()}
+        self.folder.save_json("status.json", progress | times | this_process())
 
-    def _record_failure(self, error: BaseException) -> None:
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        self._save_status(status, f"{type(error).__name__}: {error}".removesuffix(": "))
+    def _explain(self, error: BaseException) -> None:
         logging.getLogger("slimelite.console").info("traceback", exc_info=error)
+        status = _status_of(error)
         done = f"{self._finished + 1} of {self.args.num_rollout}" if self._finished is not None else "0"
         took = duration(time.time() - self._began)
         where = f"log.txt and stderr.txt of {self.args.run_dir}"
-        self.console.line(f"\n{status} after {done} rollouts and {took}; more in {where}", "bold red")
+        apart = "" if status == "interrupted" else "\n"
+        self.console.line(f"{apart}{status} after {done} rollouts and {took}; more in {where}", "bold red")
 
     def _summarize(self) -> None:
         self._save_status("finished")
@@ -296,6 +313,10 @@ class Tracker:
         self.console.line(f"\ndone in {duration(time.time() - self._began)}", "bold")
         curves = {"curves": f"{self.args.run_dir}/curves.png"} if self._finished is not None else {}
         self.console.facts({**report.summary(records), **curves, "run folder": self.args.run_dir})
+
+
+def _status_of(error: BaseException) -> str:
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
 
 
 def _number(name: str, value: Any) -> float:

@@ -26,6 +26,9 @@ from slimelite.training.parallel import World, reshard
 
 logger = logging.getLogger(__name__)
 
+# bytes that torch writes around each tensor
+OVERHEAD = 1900
+
 
 @dataclass(slots=True)
 class Progress:
@@ -70,7 +73,7 @@ def save(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
         dcp.save(_state(args, parts), checkpoint_id=directory)
     except CheckpointException as error:  # not an Exception, and its text is several tracebacks
         (cause, _), *_ = error.failures.values()
-        raise OSError(f"{type(cause).__name__}: {cause}") from error
+        raise (cause if isinstance(cause, OSError) else OSError(f"{type(cause).__name__}: {cause}")) from error
     files = list(directory.glob(f"__{parts.world.rank}_*.distcp"))
     if parts.world.rank == 0:
         (directory / STATE_FILE).write_text(json.dumps(asdict(progress), indent=1))
@@ -81,7 +84,7 @@ def save(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
 def size(args: CheckpointArgs, parts: Parts) -> int:
     """Bytes of all that `save` writes, of all ranks together."""
     tensors = [tensor for part in _state(args, parts).values() for tensor in part.values()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() + OVERHEAD for tensor in tensors)
 
 
 def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress) -> Progress:

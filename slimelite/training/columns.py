@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from slimelite.algorithms import advantages as adv
+from slimelite.algorithms.corrections import mis_weights
 from slimelite.algorithms.kl import kl_estimate
 from slimelite.algorithms.packed import segment_mean
 from slimelite.algorithms.reduction import row_weights
-from slimelite.arguments import Args
+from slimelite.arguments import Args, CorrectionArgs
 from slimelite.plugins import load_function
 from slimelite.table import SampleTable
 from slimelite.training.pairs import Pairs
@@ -83,6 +84,35 @@ class TokenColumns:
         if args.custom_pg_loss_reducer_function_path:
             self.pg_weights = reducer_weights(args, table, self.mask, steps)
         self.pairs = Pairs.from_table(table, steps) if args.loss_type == "dpo_loss" else None
+
+    def normalize_correction(self, args: CorrectionArgs, steps: list[np.ndarray]) -> None:
+        """``--mis-batch-normalize``: divide the weights of the policy loss by what the correction multiplies them with
+        on average in their optimizer step; sequence and geometric weights count once a response.
+
+        Needs ``old`` of every trained row.
+        """
+        assert self.old is not None
+        weights, _ = mis_weights(
+            self.old,
+            self.rollout_log_probs,
+            self.mask,
+            self.segments,
+            self.rows,
+            level=args.mis_level,
+            mode=args.mis_mode,
+            upper=args.mis_upper_bound,
+            lower=args.mis_lower_bound,
+        )
+        counts = self.mask.double()
+        if args.mis_level != "token":
+            counts = counts / torch.bincount(self.segments[self.mask], minlength=self.rows).clamp(min=1)[self.segments]
+        factors = torch.ones(self.rows, dtype=torch.float64)
+        for rows in steps:
+            of_step = counts * torch.isin(self.segments, torch.from_numpy(rows))
+            mean = (weights * of_step).sum() / of_step.sum().clamp(min=1e-8)
+            # a step whose weights are all 0 has no gradient either way
+            factors[rows] = 1 / mean if mean > 1e-8 else 1.0
+        self.pg_weights = self.pg_weights * factors[self.segments]
 
     def set_advantages(self, args: Args, table: SampleTable) -> None:
         """The advantage of every token: by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slimelite.files import free_space
 from slimelite.training.model import PolicyModel
 from slimelite.training.parallel import World
 from slimelite.training.weights import full_weights
@@ -45,17 +47,30 @@ def save_hf(directory: Path, model: PolicyModel, world: World, tokenizer: str | 
             pass
         return
     directory.mkdir(parents=True, exist_ok=True)
-    _write_weights(directory, weights)
-    config = copy.deepcopy(model.hf.config)
-    config.dtype, config.architectures = world.compute_dtype, [type(model.hf).__name__]
-    config.save_pretrained(directory)
-    if tokenizer is not None:
-        source = Path(tokenizer)
-        if not source.is_dir():
-            source = Path(snapshot_download(tokenizer, allow_patterns=list(COMPANIONS)))
-        for pattern in COMPANIONS:
-            for file in source.glob(pattern):
-                shutil.copy(file, directory / file.name)
+    try:
+        _write_weights(directory, weights)
+        config = copy.deepcopy(model.hf.config)
+        config.dtype, config.architectures = world.compute_dtype, [type(model.hf).__name__]
+        config.save_pretrained(directory)
+        _copy_tokenizer(tokenizer, directory)
+    except (SafetensorError, OSError) as error:
+        for left in directory.glob("model-*.partial"):
+            left.unlink()
+        raise OSError(
+            f"{directory}: the model cannot be written ({error}); {free_space(directory)} are free there, now that "
+            "what was half written is removed: make room or give --save-hf another place"
+        ) from error
+
+
+def _copy_tokenizer(tokenizer: str | None, directory: Path) -> None:
+    if tokenizer is None:
+        return
+    source = Path(tokenizer)
+    if not source.is_dir():
+        source = Path(snapshot_download(tokenizer, allow_patterns=list(COMPANIONS)))
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            shutil.copy(file, directory / file.name)
 
 
 def _write_weights(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> None:

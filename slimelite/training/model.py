@@ -137,7 +137,7 @@ def _read_config(path: str | None) -> PretrainedConfig:
     if path is None:
         raise ValueError("no model to train; give --hf-checkpoint")
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except OSError as error:
         raise ValueError(f"no model at {path}: {error}") from error
 

@@ -127,13 +127,17 @@ class Trainer:
     ) -> np.ndarray:
         """An optimizer step of the policy for each of ``steps``; returns the rows [n] bool that were computed."""
         checked = self.args.ci_test and self._fresh
-        computed = columns.trained_rows() if checked else columns.rows_to_compute(self.args, steps)
+        normalized = self.args.correction == "mis" and self.args.mis_batch_normalize  # by a mean over all trained rows
+        every = checked or normalized
+        computed = columns.trained_rows() if every else columns.rows_to_compute(self.args, steps)
         schedule = [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
         # checked: those that advantages read are of other micro-batches
-        if (columns.old is None or checked) and self._needs_old(len(steps)):
+        if (columns.old is None or checked) and (normalized or self._needs_old(len(steps))):
             columns.old, columns.entropy = self._pass(
                 "log_probs", self.model, table, self._deal_old(table, computed, schedule)
             )
+        if normalized:
+            columns.normalize_correction(self.args, steps)
         # what the only step sees is what was there before it
         alone = columns.old is None and len(steps) == 1
         scores = Scores(len(table.response_tokens), self.world) if alone else None

@@ -18,7 +18,7 @@ def test_the_keys_of_slimes_mis_yaml(make: Make, tmp_path: Path) -> None:
     path.write_text(
         "use_tis: true\nuse_rs: true\ntis_level: sequence\nrs_level: geometric\ntis_mode: clip\n"
         "tis_lower_bound: 0.25\ntis_upper_bound: 3.0\nrs_lower_bound: null\nrs_upper_bound: null\n"
-        "rs_veto_threshold: 1.0e-4\nrs_trust_region: null\nrs_tr_threshold: 0.5\n"
+        "rs_veto_threshold: 1.0e-4\ntis_batch_normalize: true\nrs_trust_region: null\nrs_tr_threshold: 0.5\n"
     )
     words = f"--use-tis --custom-tis-function-path {MIS} --custom-config-path {path}"
     args = make(words)
@@ -27,6 +27,7 @@ def test_the_keys_of_slimes_mis_yaml(make: Make, tmp_path: Path) -> None:
     # without bounds of its own rejection has those of the weights, as in slime
     assert (args.mis_rejection_level, args.mis_rejection_lower_bound) == ("geometric", 0.25)
     assert args.mis_rejection_upper_bound == 3.0
+    assert args.mis_batch_normalize
     assert args.custom_config == {}
     assert make(f"{words} --no-use-rs").mis_rejection_level is None
     path.write_text("use_rs: true\n")

@@ -273,9 +273,9 @@ def test_flags_without_anything_to_act_on_are_listed(make: Make) -> None:
         "--sglang-page-size",
         "--lr-wsd-decay-iters",
     }
-    assert dict(make("--recompute-granularity selective --finetune").no_effect).keys() == {
+    assert dict(make("--recompute-granularity selective --no-load-rng").no_effect).keys() == {
         "--recompute-granularity",
-        "--finetune",
+        "--no-load-rng",
     }
     assert make("--tis-clip 3 --use-tis --wandb-group g --use-wandb").no_effect == ()
 

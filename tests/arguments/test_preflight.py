@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slimelite.arguments import Args, make_args, parse_args
+from slimelite.arguments import Args, ArgumentError, make_args, parse_args
 from slimelite.arguments.dry_run import format_report
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.preflight import inspect, preflight
@@ -37,8 +42,15 @@ def problems(words: str) -> list[str]:
 
 
 def test_a_good_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warning is said at a start as well as in the dry run, with the seed that the weights are drawn from."""
     assert preflight(parse(run)) == 0
-    assert capsys.readouterr() == ("", "")
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("train.py: warning: --hf-checkpoint ")
+    assert line.endswith("holds no weights: training starts from random ones (--seed 1234)")
+    only = inspect(parse(f"{run} --debug-rollout-only --rollout-seed 7"), CPU)
+    assert any("the engines sample from random ones (--rollout-seed 7)" in warning for warning in only.warnings)
 
 
 def test_a_run_folder_is_for_one_run(run: str, tmp_path: Path) -> None:
@@ -103,7 +115,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--rm-type maths", "--rm-type 'maths'"),
         ("--rm-type dapo", "--reward-key"),
         ("--hf-checkpoint /no/such/model", "--hf-checkpoint /no/such/model: no such folder"),
-        ("--tokenizer /no/such/folder", "no tokenizer at '/no/such/folder'"),
+        ("--tokenizer /no/such/folder", "--tokenizer: no tokenizer at '/no/such/folder', which is to be a folder"),
         ("--num-layers 3 --add-qkv-bias", "--num-layers is 3 but the model's config.json says 2"),
         ("--custom-generate-function-path nowhere.py:f", "--custom-generate-function-path: no plugin file"),
         ("--dynamic-sampling-filter-path slimelite.rollout.filters.nothing", "--dynamic-sampling-filter-path: "),
@@ -130,12 +142,107 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--rollout-max-prompt-len 3", "no prompts left"),
         ("--rollout-stop-token-ids 511 512", "--rollout-stop-token-ids [512]: token ids are 0 to 511"),
         ("--rollout-stop-token-ids -7", "eval dataset sums: stop_token_ids [-7]: token ids are 0 to 511"),
+        ("--tool-key functions --dry-run", "--prompt-data: no row has a column 'functions' (--tool-key)"),
+        ("--metadata-key meta --dry-run", "eval dataset sums: no row has a column 'meta' (--metadata-key)"),
+        ("--prompt-data owner/name", "pip install -e '.[hub]'"),
     ],
 )
 def test_each_mistake_is_named(run: str, words: str, says: str) -> None:
     found = problems(f"{run} {words}")
     assert any(says in problem for problem in found), found
     assert all("\n" not in problem for problem in found)
+
+
+def test_messages_without_the_chat_template_name_the_flag(run: str, tmp_path: Path) -> None:
+    """The commonest mistake; code of one's own may want the messages themselves."""
+    bare = run.replace("--apply-chat-template ", "")
+    found = problems(bare)
+    assert [problem.split(":")[0] for problem in found] == ["--prompt-data", "eval dataset sums"]
+    assert all("column 'messages' holds messages: add --apply-chat-template" in problem for problem in found)
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("async def generate(args, sample, params):\n    return sample\n")
+    assert problems(f"{bare} --custom-generate-function-path {plugin}:generate") == []
+    as_text = tmp_path / "text.jsonl"
+    as_text.write_text(json.dumps({"messages": '[{"role": "user", "content": "1+1="}]', "label": "2"}))
+    (problem,) = problems(f"{bare.replace('--eval-interval 1', '')} --prompt-data {as_text}")
+    assert "row 0 (line 1): column 'messages': messages written as text; keep them as a list" in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_attention_heads": 3}, "num_attention_heads 3 is not a multiple of num_key_value_heads 2"),
+        ({"head_dim": 7}, "head_dim 7: rotary positions need heads of an even width"),
+        ({"hidden_size": 20}, "hidden_size 20 over 4 heads: rotary positions need heads of an even width"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0: must be at least 1"),
+        ({"vocab_size": "512"}, "Field 'vocab_size' expected int, got str"),
+        ({"hidden_act": "nope"}, "(KeyError: 'nope'); compare it with the original"),
+        ({"model_type": "nope"}, "model type `nope` but Transformers does not recognize"),
+        ({"model_type": "t5"}, "can build no causal language model from its config.json (Unrecognized"),
+        ({"model_type": "x", "auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.Y"}}, "contains custom code"),
+        ({"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` (1)"),
+        ({"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 0}, "use --rollout-backend sglang"),
+        ({"text_config": "x"}, "can build no causal language model"),
+        ({"eos_token_id": 9999}, "or the tokenizer [9999]: token ids are 0 to 511"),
+    ],
+)
+def test_a_config_that_makes_no_model(run: str, model: Path, changes: dict[str, Any], says: str) -> None:
+    config = model / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+    (problem,) = problems(run)
+    assert says in problem, problem
+    assert len(problem) < 700
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("config.json", "{", "config.json is not JSON (Expecting property name"),
+        ("config.json", "[" * 100_000, "config.json is not JSON (maximum recursion depth"),
+        ("config.json", "[]", "config.json holds a list, not an object with settings"),
+        ("generation_config.json", "{", "generation_config.json is not JSON"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id 'x' is no token id"),
+        ("tokenizer.json", "[]", "--hf-checkpoint: no tokenizer at "),
+        ("tokenizer.json", None, "knows no words: its tokenizer.json is missing"),
+        ("chat_template.jinja", "{{ 1 / 0 }}", "row 0 (line 1): column 'messages': the chat template refuses these"),
+        ("chat_template.jinja", "{{ 'x' * 10 ** 14 }}", "the chat template refuses these messages (MemoryError)"),
+        ("chat_template.jinja", "{% for i in range(10 ** 7) %}{% endfor %}", "(Range too big"),
+    ],
+)
+def test_a_broken_file_of_the_model_is_named(run: str, model: Path, file: str, content: str | None, says: str) -> None:
+    if content is None:
+        settings = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>", "chat_template": "x"}
+        (model / "tokenizer_config.json").write_text(json.dumps(settings))
+        (model / file).unlink()
+    else:
+        (model / file).write_text(content)
+    found = problems(run)
+    assert any(says in problem for problem in found), found
+
+
+@contextmanager
+def not_root() -> Iterator[None]:
+    """Root may read everything."""
+    was = os.geteuid()
+    os.seteuid(65534 if was == 0 else was)
+    try:
+        yield
+    finally:
+        os.seteuid(was)
+
+
+def test_what_may_not_be_read_is_a_line_that_names_it(run: str, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    words = f"{run} --run-dir {closed / 'run'}"
+    args = parse(words)
+    assert inspect(args, CPU).problems == []
+    closed.chmod(0)
+    with not_root():
+        assert any(f"{closed}/run/metrics.jsonl" in problem for problem in inspect(args, CPU).problems)
+        with pytest.raises(ArgumentError, match=f"--run-dir {closed}/run cannot be used: Permission denied"):
+            parse(words)
+    closed.chmod(0o700)
 
 
 def test_pairs_are_checked_and_one_is_made(model: Path, tmp_path: Path) -> None:

@@ -104,6 +104,19 @@ BAD = {
     "no label": ({"input": "x", "y": None}, "column 'y': the label is null"),
     "tools": ({"input": "x", "y": 1, "tools": "{"}, "column 'tools': not JSON"),
     "metadata": ({"input": "x", "y": 1, "metadata": [1]}, "column 'metadata': a dict or its JSON is expected"),
+    "half a character": ({"input": "a\ud800", "y": 1}, r"column 'input': half a character \('\\ud800'"),
+    "half a character inside": (
+        {"input": [{"role": "user", "content": "\udc00"}], "y": 1},
+        "column 'input': half a char",
+    ),
+    "half a character as label": ({"input": "x", "y": "\ud800"}, "column 'y': half a character"),
+    "half a character as key": ({"input": "x", "y": 1, "metadata": {"\ud800": 1}}, "column 'metadata': half a char"),
+    "deep": ({"input": "x", "y": 1, "metadata": {"a": eval("[" * 150 + "]" * 150)}}, "column 'metadata': is nested"),
+    "deeper": ({"input": "x", "y": 1, "metadata": "[" * 10**5}, r"column 'metadata': not JSON \(maximum recursion"),
+    "deepest": ("[" * 10**5, r"not JSON \(maximum recursion"),
+    "a key twice": ('{"input": "x", "y": 1, "y": 2}', "not JSON .the key 'y' is there twice"),
+    "tools that are none": ({"input": "x", "y": 1, "tools": [1]}, "column 'input': the chat template refuses"),
+    "messages as text": ({"input": '[{"role": "user", "content": "x"}]', "y": 1}, "messages written as text"),
     "a template that refuses": (
         {"input": [{"role": "robot", "content": "x"}], "y": 1},
         "the chat template refuses.*who?",
@@ -113,10 +126,12 @@ BAD = {
 
 @pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD.keys())
 def test_a_malformed_row_is_named_or_skipped(
-    row: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    row: dict[str, Any] | str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     picky = "{% if messages[0].role == 'robot' %}{{ raise_exception('who?') }}{% endif %}" + CHATML
-    path = write(tmp_path / "rows.jsonl", [{"input": "ok", "y": 1}, {"y": 1, **row}, {"input": "ok", "y": 1}])
+    middle = row if isinstance(row, str) else json.dumps({"y": 1, **row})
+    (tmp_path / "rows.jsonl").write_text(f'{{"input": "ok", "y": 1}}\n{middle}\n{{"input": "ok", "y": 1}}\n')
+    path = str(tmp_path / "rows.jsonl")
     args = DataArgs(label_key="y", apply_chat_template=True)
     with pytest.raises(ValueError, match=rf"rows\.jsonl: 1 of 3 rows is malformed: row 1 \(line 2\): .*{message}"):
         load_prompts(args, byte_tokenizer(picky), [path])
@@ -146,3 +161,22 @@ def test_nothing_left_says_why(tmp_path: Path) -> None:
 def test_a_missing_template_is_answered_before_any_file_is_read() -> None:
     with pytest.raises(ValueError, match=r"--apply-chat-template.*no chat template"):
         load_prompts(DataArgs(apply_chat_template=True), byte_tokenizer(None), ["nowhere.jsonl"])
+
+
+def test_a_column_that_is_named_must_be_there(tmp_path: Path) -> None:
+    """Unless it has its usual name; one row that has it suffices."""
+    rows: list[dict[str, Any]] = [{"input": "a"}, {"input": "b", "t": TOOLS, "m": {"k": 1}}]
+    some, none = (write(tmp_path / name, part) for name, part in (("some.jsonl", rows), ("none.jsonl", rows[:1])))
+    assert len(load_prompts(DataArgs(tool_key="t", metadata_key="m"), TOKENIZER, [none, some])) == 3
+    assert len(load_prompts(DataArgs(), TOKENIZER, [none])) == 1
+    with pytest.raises(ValueError, match=r"no row has a column 'm' \(--metadata-key\); .* 't' \(--tool-key\)"):
+        load_prompts(DataArgs(tool_key="t", metadata_key="m"), TOKENIZER, [none])
+    # the first rows of a file do not tell
+    assert len(load_prompts(DataArgs(tool_key="t"), TOKENIZER, [f"{some}@[:1]"], whole=False)) == 1
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.table([pa.array(["x"]), pa.array(["1"]), pa.array(["2"])], names=["input", "label", "label"])
+    pq.write_table(table, tmp_path / "two.parquet")
+    with pytest.raises(ValueError, match="several columns 'label'"):
+        load_prompts(DataArgs(label_key="label"), TOKENIZER, [str(tmp_path / "two.parquet")])

@@ -38,8 +38,8 @@ def test_a_faithful_class_is_kept(tmp_path: Path) -> None:
     assert tokenizer("émigré\n")["input_ids"] == byte_tokenizer()("émigré\n")["input_ids"]
 
 
-def test_no_tokenizer_is_an_error_that_names_the_flag(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--hf-checkpoint"):
+def test_no_tokenizer_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"which is to be a folder with tokenizer\.json or a hub id"):
         load_tokenizer(str(tmp_path))
 
 

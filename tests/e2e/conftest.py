@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
 
 Rows = list[dict[str, Any]]
+FIRST_VERSION = ROOT / "tests" / "fixtures" / "b7a4ee0"
+FIRST_VERSION_FLAGS = (FIRST_VERSION / "flags.txt").read_text().split()
 
 
 def metrics(run_dir: Path, name: str) -> list[float]:
@@ -107,3 +111,12 @@ def local_run(grpo_args: list[str], tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return run
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A folder with a run of commit b7a4ee0, its checkpoint, and the tiny model and data to go on with."""
+    with tarfile.open(FIRST_VERSION / "run.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    shutil.copy(FIRST_VERSION / "reward.py", tmp_path)
+    return tmp_path

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import sys
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +16,13 @@ from slimelite.table import SampleTable
 from slimelite.tracking.metrics_file import read_metrics
 from slimelite.tracking.plot import draw_run
 
+from .conftest import FIRST_VERSION_FLAGS as FLAGS
 from .conftest import ROOT, run_process
 
 pytestmark = pytest.mark.e2e
-FIXTURE = ROOT / "tests" / "fixtures" / "b7a4ee0"
-FLAGS = (FIXTURE / "flags.txt").read_text().split()
 # the fixture was made so: with the slowest kernels the bits are those of every x86-64 CPU
 SAME_BITS = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
 MADE_WITH = ("2.13.0", "x86_64", ("glibc", "2.36"))
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    with tarfile.open(FIXTURE / "run.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    shutil.copy(FIXTURE / "reward.py", tmp_path)
-    return tmp_path
 
 
 def measured(run: Path) -> dict[tuple[Any, ...], float]:

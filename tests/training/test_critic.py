@@ -1,4 +1,4 @@
-"""PPO's critic through the trainer, against Hugging Face and plain loops over tokens."""
+"""PPO's critic through the trainer; `test_oracle.py` has its values, advantages and steps against plain loops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from tiny import exact_norms, on_ranks, one_rank, random_table, save_tiny_model, tiny_args, weights_of
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from slimelite.arguments import Args
 from slimelite.table import SampleTable
@@ -84,82 +83,6 @@ def assert_same(mine: dict[str, Tensor], theirs: dict[str, Tensor], limit: float
     for name in mine:
         assert theirs[name].norm() > 0, name
         assert (mine[name] - theirs[name]).norm() / theirs[name].norm() < limit, name
-
-
-def hf_values(hf: Any, head: tuple[Tensor, Tensor], table: SampleTable, row: int) -> Tensor:
-    """Values of a row's response, by transformers, one row at a time."""
-    prompt, response = table.row_slice("prompt_tokens", row), table.row_slice("response_tokens", row)
-    ids = torch.tensor(np.concatenate([prompt, response]), dtype=torch.int64)[None]
-    hidden = hf.model(ids).last_hidden_state[0, len(prompt) - 1 : -1]
-    return hidden @ head[0][0] + head[1]
-
-
-def hf_log_probs(hf: Any, table: SampleTable, row: int) -> Tensor:
-    prompt, response = table.row_slice("prompt_tokens", row), table.row_slice("response_tokens", row)
-    ids = torch.tensor(np.concatenate([prompt, response]), dtype=torch.int64)[None]
-    log_p = torch.log_softmax(hf(ids).logits[0] / 0.8, -1)
-    return log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0]
-
-
-def naive_gae(values: list[float], kl: list[float], mask: list[bool], reward: float) -> tuple[list[float], list[float]]:
-    """By the book, over the unmasked tokens alone: gamma 0.9, lambda 0.8, kl_coef 0.5."""
-    advantages, returns = [0.0] * len(values), [0.0] * len(values)
-    next_value = next_advantage = 0.0
-    last = True
-    for t in reversed(range(len(values))):
-        if not mask[t]:
-            continue
-        r = -0.5 * kl[t] + (reward if last else 0.0)
-        next_advantage = r + 0.9 * next_value - values[t] + 0.9 * 0.8 * next_advantage
-        advantages[t], returns[t] = next_advantage, next_advantage + values[t]
-        next_value, last = values[t], False
-    return advantages, returns
-
-
-def test_values_advantages_loss_and_gradient_equal_plain_loops(model: Path, tmp_path: Path) -> None:
-    table = ppo_table()
-    reference = save_tiny_model(tmp_path, seed=1)
-    given = {"gamma": 0.9, "lambd": 0.8, "kl_coef": 0.5, "use_reference": True, "ref_load": str(reference)}
-    given |= {"value_clip": 0.15}
-    policy, ref, backbone = (AutoModelForCausalLM.from_pretrained(path).double() for path in (model, reference, model))
-    for hf in (policy, ref, backbone):
-        exact_norms(hf)
-    with one_rank(ppo_args(model, **given, rollout_temperature=0.8, max_tokens_per_gpu=60)) as trainer:
-        gradient, means, columns = critic_gradient(trainer, table)
-        weights = critic_weights(trainer)
-        before = critic_of(trainer).values(table, trainer._deal(table, np.arange(len(table))))
-    head = tuple(weights[f"lm_head.{kind}"].clone().requires_grad_() for kind in ("weight", "bias"))
-    assert columns.values is not None
-    assert columns.returns is not None
-
-    terms, squares = [], []
-    for rollout in np.unique(table.rollout_id):
-        rows = np.flatnonzero(table.rollout_id == rollout)
-        tokens = max(1, int(table.mask_sums[rows].sum()))
-        for row in rows.tolist():
-            part = slice(table.response_offsets[row], table.response_offsets[row + 1])
-            mask = (table.row_slice("loss_mask", row) & ~table.removed[row]).tolist()
-            values = hf_values(backbone, head, table, row)
-            with torch.no_grad():
-                kl = hf_log_probs(policy, table, row) - hf_log_probs(ref, table, row)
-            advantages, returns = naive_gae(values.tolist(), kl.tolist(), mask, float(table.advantage[row]))
-            torch.testing.assert_close(before[part], values.detach(), rtol=1e-9, atol=1e-12)
-            torch.testing.assert_close(columns.advantages[part], torch.tensor(advantages).double(), rtol=1e-6, atol=0)
-            for t, (kept, value, old, goal) in enumerate(zip(mask, values, columns.values[part], returns, strict=True)):
-                assert float(columns.returns[part][t]) == pytest.approx(goal, rel=1e-9, abs=1e-12)
-                assert float(columns.advantages[part][t]) == pytest.approx(advantages[t], rel=1e-9, abs=1e-12)
-                if kept:
-                    clipped = old + (value - old).clamp(-0.15, 0.15)
-                    squares.append(float((clipped - goal) ** 2 > (value - goal) ** 2))
-                    terms.append(torch.maximum((clipped - goal) ** 2, (value - goal) ** 2) / tokens)
-    loss = torch.stack(terms).sum() / len(np.unique(table.rollout_id))
-    loss.backward()
-    expected = {n: p.grad for n, p in backbone.named_parameters() if p.grad is not None}
-    expected |= {"lm_head.weight": head[0].grad, "lm_head.bias": head[1].grad}
-    assert means["critic-value_loss"] == pytest.approx(loss.item(), rel=1e-9)
-    assert means["critic-value_clipfrac"] == pytest.approx(np.mean(squares), rel=1e-9)
-    assert 0.1 < np.mean(squares) < 0.9, "both sides of the clip are there"
-    assert_same(gradient, expected)
 
 
 @pytest.mark.parametrize("aggregation", ["rollout", "token", "constant"])

@@ -1,4 +1,4 @@
-"""AdamW, Muon and the step they take."""
+"""Muon, and what holds for every optimizer; `test_oracle.py` has AdamW."""
 
 from __future__ import annotations
 
@@ -15,38 +15,6 @@ from slimelite.training.muon import Muon, orthogonalize
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-def test_adamw_decays_matrices_but_not_norms_and_biases(model: Path) -> None:
-    table = random_table(zero_advantage=1.0)
-    with one_rank(tiny_args(model, weight_decay=0.5, lr=0.1)) as trainer:
-        before = weights_of(trainer)
-        trainer.train(0, table)  # no gradient: what moves is decay
-        after = weights_of(trainer)
-    for name, weight in before.items():
-        expected = weight * (1 - 0.1 * 0.5) if weight.ndim == 2 else weight
-        torch.testing.assert_close(after[name], expected, msg=name)
-
-
-def test_adamw_is_torch_adamw(model: Path) -> None:
-    given = {"lr": 0.01, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-6, "clip_grad": 0.0}
-    table = random_table()
-    with one_rank(tiny_args(model, **given)) as trainer:
-        expected = {n: torch.nn.Parameter(w) for n, w in weights_of(trainer).items()}
-        adam = torch.optim.AdamW(expected.values(), lr=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0)
-        step = trainer.optimizers.step
-
-        def watched(*given: float | torch.Tensor) -> tuple[float, bool]:
-            for name, gradient in gradients(trainer).items():
-                expected[name].grad = gradient
-            adam.step()
-            return step(*given)
-
-        trainer.optimizers.step = watched
-        for i in range(3):
-            trainer.train(i, table)
-        for name, weight in weights_of(trainer).items():
-            torch.testing.assert_close(weight, expected[name].data, rtol=1e-5, atol=1e-6)
 
 
 def test_clipping_bounds_the_gradient_and_reports_its_norm(model: Path) -> None:

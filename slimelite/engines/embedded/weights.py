@@ -199,7 +199,7 @@ class DecoderWeights:
         """Fill in the checkpoint at ``model_path``, or, for a folder without weights, random ones from ``seed``."""
         folder = Path(model_path)
         if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-            logger.warning("no weight files in %s: starting from random weights (seed %d)", model_path, seed)
+            logger.warning("no weight files in %s: the engine starts from random weights", model_path)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(config, dtype=self._dtype)

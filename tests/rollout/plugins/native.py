@@ -85,6 +85,13 @@ async def asks_the_engine(args: Any, sample: Sample, sampling_params: dict[str, 
     return sample
 
 
+async def fails_in_group_5(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    if sample.group_index == 5:
+        raise KeyError("tool broke")
+    sample.append_response_tokens([50], [-1.0], text="5")
+    return sample
+
+
 async def hangs(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     await asyncio.Event().wait()
     return sample

@@ -1,0 +1,91 @@
+"""What `ray`, `pkill` and `python3` are for a script under scripts/run_slime_script.sh: one call of one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(os.environ["SLIME_ROOT"])
+SHIMS = os.environ["SLIME_SHIMS"]
+# slime's entry points, and what train.py is told for each
+ENTRIES = {"train.py": [], "train_async.py": ["--async-rollout"]}
+CONVERSIONS = ("convert_hf_to_torch_dist.py", "convert_torch_dist_to_hf.py")
+
+
+def say(text: str) -> None:
+    """Tell the user what is not what it looks like."""
+    print(f"run_slime_script: {text}", file=sys.stderr, flush=True)
+
+
+def mapped(word: str) -> str:
+    """``word`` under --map; a flag's value may stand behind an equals sign."""
+    for line in os.environ["SLIME_MAP"].splitlines():
+        source, _, target = line.partition("=")
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        if value == source or value.startswith(source + "/"):
+            return option + equals + target + value.removeprefix(source)
+    return word
+
+
+def python(words: list[str]) -> None:
+    """The real Python, unless it is called on one of slime's entry points or conversions."""
+    # the wrapper's folder is no longer first: what train.py starts finds the real commands
+    os.environ["PATH"] = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if p != SHIMS)
+    script = next((Path(word).name for word in words if not word.startswith("-")), "")
+    if script in CONVERSIONS:
+        say(f"{script} is left out: Hugging Face folders are read and written as they are")
+        return
+    if script in ENTRIES and "-c" not in words and "-m" not in words:
+        own = words[[Path(word).name for word in words].index(script) + 1 :]
+        extra = (Path(SHIMS) / "flags").read_text().split("\0")[:-1]
+        changed = {word: mapped(word) for word in own if mapped(word) != word}
+        for word, target in changed.items():
+            say(f"{word} is {target}")
+        say(f"{script} is {ROOT / 'train.py'}" + "".join(f" {flag}" for flag in ENTRIES[script]))
+        words = [str(ROOT / "train.py"), *map(mapped, own), *ENTRIES[script], *filter(None, extra)]
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def ray(words: list[str]) -> None:
+    """`ray job submit -- COMMAND` runs the command here with its environment; the rest does nothing."""
+    if words[:2] != ["job", "submit"] or "--" not in words:
+        say(f"ray {' '.join(words[:2])} does nothing: train.py starts a Ray of its own, or uses that of RAY_ADDRESS")
+        return
+    options, command = words[: words.index("--")], words[words.index("--") + 1 :]
+    for name, value in _environment(options).items():
+        if name == "PYTHONPATH":
+            folders = [mapped(folder) for folder in str(value).split(os.pathsep)]
+            here = [folder for folder in folders if folder and Path(folder).is_dir()]
+            value = os.pathsep.join([*here, *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.environ[name] = str(value)
+    say("ray job submit: the job runs here, in this process")
+    if Path(command[0]).name in ("python", "python3"):
+        python(command[1:])
+    else:
+        os.execvp(command[0], command)
+
+
+def _environment(options: list[str]) -> dict[str, object]:
+    """``env_vars`` of --runtime-env-json."""
+    for i, word in enumerate(options):
+        if word.startswith("--runtime-env-json"):
+            text = word.partition("=")[2] or options[i + 1]
+            return dict(json.loads(text).get("env_vars", {}))
+    return {}
+
+
+def main() -> None:
+    """Stand in for the command that the first argument names."""
+    name, words = sys.argv[1], sys.argv[2:]
+    if name in ("pkill", "killall"):
+        say(f"{name} {' '.join(words)} ends nothing")
+    elif name == "ray":
+        ray(words)
+    else:
+        python(words)
+
+
+if __name__ == "__main__":
+    main()

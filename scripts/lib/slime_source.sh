@@ -1,0 +1,13 @@
+# Read by the bash that runs a script of slime's: `source .../models/qwen3-4B.sh` finds our models/ where slime's are not there.
+source() {
+    local file=$1 from to
+    shift
+    while IFS='=' read -r from to; do
+        [[ -n "$from" && "$file" == "$from"/* ]] && file=$to${file#"$from"}
+    done <<<"${SLIME_MAP:-}"
+    if [[ ! -f "$file" && "$file" == */models/* && -f "$SLIME_ROOT/models/${file##*/}" ]]; then
+        echo "run_slime_script: source $file is models/${file##*/} of $SLIME_ROOT" >&2
+        file=$SLIME_ROOT/models/${file##*/}
+    fi
+    builtin source "$file" "$@"
+}

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Run a launch script of slime's as it is: its job runs on train.py of this folder.
+#
+#   bash scripts/run_slime_script.sh [--map /root=/data]... path/to/run-qwen3-4B.sh [flags...]
+#
+# The flags go behind the script's own, so they win (--dry-run checks the script and starts nothing). --map /root=/data
+# reads /root/... in the script's arguments as /data/....
+#
+# For that script alone these commands are ours: `pkill`, `killall` and `ray stop` end nothing, `ray start` starts
+# nothing (train.py starts a Ray of its own, or uses that of RAY_ADDRESS), `ray job submit -- python3 train.py ...` and
+# `python3 train.py ...` run train.py here. Every other `python3` is the real one. What is replaced is printed.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [[ -z "${VIRTUAL_ENV:-}" && -x "$here/.venv/bin/python" ]]; then export PATH="$here/.venv/bin:$PATH"; fi
+
+SLIME_MAP=""
+while [[ "${1:-}" == --map ]]; do
+    [[ "${2:-}" == /*=* ]] || { echo "--map takes FROM=TO, such as /root=/data, not '${2:-}'" >&2; exit 2; }
+    from=${2%%=*} to=${2#*=}
+    SLIME_MAP+="${from%/}=${to%/}"$'\n'
+    shift 2
+done
+if (($# == 0)) || [[ "$1" == -* ]]; then sed -n '2,5p' "${BASH_SOURCE[0]}" >&2; exit 2; fi
+script=$1
+shift
+[[ -f "$script" ]] || { echo "$script: no such script" >&2; exit 2; }
+
+shims=$(mktemp -d)
+trap 'rm -rf "$shims"' EXIT
+export SLIME_MAP SLIME_SHIMS="$shims" SLIME_ROOT="$here"
+printf '%s\0' "$@" >"$shims/flags"
+for name in ray pkill killall python python3; do
+    printf '#!/bin/sh\nexec "%s" "%s" %s "$@"\n' "$(command -v python)" "$here/scripts/lib/slime_shims.py" "$name" >"$shims/$name"
+    chmod +x "$shims/$name"
+done
+PATH="$shims:$PATH" BASH_ENV="$here/scripts/lib/slime_source.sh" bash "$script"

@@ -1,0 +1,110 @@
+"""The Ray of a run: one of its own on this machine, closed to everyone else, or the one that ``RAY_ADDRESS`` names."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import AuthenticationError
+
+from slimelite.cluster.cluster import ClusterError
+
+logger = logging.getLogger(__name__)
+
+TRIES = 2
+# Ray begins with less, and then fails in ways that do not name the disk [bytes]
+ROOM = 100 << 20
+ANSWER_S = 10.0
+LOCAL = "--launcher local needs no Ray (one rank, one engine)"
+
+
+@contextmanager
+def connected(bundles: int) -> Iterator[None]:
+    """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or start one for ``bundles`` devices, and leave it.
+
+    Raises:
+        ClusterError: there is none, it refuses us, or it does not start.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        if address := os.environ.get("RAY_ADDRESS"):
+            _join(address)
+        else:
+            _start(bundles)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _join(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        if host and port.isdigit():  # Ray itself would wait for minutes, and print every second
+            socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        _init()
+    except AuthenticationError as error:
+        raise ClusterError(
+            f"the Ray cluster of RAY_ADDRESS={address} wants a token, or another one: export RAY_AUTH_MODE=token, and "
+            "the cluster's token as RAY_AUTH_TOKEN or in ~/.ray/auth_token (docs/install.md)"
+        ) from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(
+            f"no Ray cluster can be joined at RAY_ADDRESS={address} ({_first_line(error)}): name the head's address, "
+            "such as 10.0.0.1:6379; unset it to start a Ray of this run's own"
+        ) from error
+
+
+def _start(bundles: int) -> None:
+    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    # a CPU "device" is a process of ours: more of them than cores is slow, not impossible
+    cpus = max(os.cpu_count() or 1, bundles)
+    for left in reversed(range(TRIES)):
+        try:
+            if (free := shutil.disk_usage(folder).free) < ROOM:
+                raise OSError(f"{free >> 20} MB are free in {folder}, and it takes {ROOM >> 20} MB at least")
+            _init(address="local", num_cpus=cpus, include_dashboard=False)
+            return
+        except OSError as error:
+            raise ClusterError(
+                f"Ray cannot keep its files in {folder}: {error}. Make room there, or export RAY_TMPDIR=<a folder with "
+                f"a short name on another disk>; {LOCAL}"
+            ) from error
+        except Exception as error:
+            ray.shutdown()
+            if left:
+                logger.warning("Ray did not start (%s); once more", _first_line(error))
+                continue
+            raise ClusterError(
+                f"Ray did not start, in {TRIES} tries: {_first_line(error)}. Its logs are in "
+                f"{folder}/ray/session_latest/logs. Most often the machine is too busy, or has no memory or processes "
+                f"left (free -g, ulimit -u): end other jobs and start again; {LOCAL}"
+            ) from error
+
+
+def _init(**options: Any) -> None:
+    """`ray.init`, which sets a SIGTERM handler of its own and leaves it there; ours is put back."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
+    except SystemExit:  # that is what its handler raises
+        if callable(handler):
+            handler(signal.SIGTERM, None)
+        raise
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip(" .") for line in str(error).splitlines() if line.strip(" .")]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,56 @@
+"""Files that appear whole or not at all, and what is said when the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# no space left, no quota left, larger than a file may be
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write the contents of ``path``, which has them when the block ends; after an error nothing is left.
+
+    Raises:
+        OSError: the disk is full; the message has path and free space.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with named(path):
+            yield partial
+            partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """A full disk is reported with ``path``, which is written in the block, and with the free space there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        remedy = f"{free_space(path.parent)} are free there: make room, and go on from the last checkpoint with --load"
+        raise OSError(error.errno, f"{os.strerror(error.errno)}; {remedy}", str(path)) from error
+
+
+def free_space(folder: Path) -> str:
+    """Of the disk that ``folder`` is on."""
+    return in_units(shutil.disk_usage(folder).free)
+
+
+def in_units(size: float) -> str:
+    """A number of bytes as people read it: 1.5 GB."""
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"

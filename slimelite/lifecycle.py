@@ -1,0 +1,193 @@
+"""How a run ends before its time: by Ctrl-C, by SIGTERM, or without a word (SIGKILL, no memory left).
+
+This file is also the program of the watchdog, so it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+# what a child process of a run has in its environment
+MARK = "SLIMELITE_RUN"
+WITHOUT_A_WORD = "stopped without a word"
+KILLED = "train.py was killed (SIGKILL), by hand, by a job scheduler, or because the machine ran out of memory"
+# launchers send a signal to a process and to its group: within this time both are one [s]
+SAME_SIGNAL_S = 1.0
+SWEEP_S = 10.0
+ALL_IS_WELL = b"."
+
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM, raised in the main thread; ``status``: the exit status, 128 + the signal's number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        self.status = 128 + number
+
+
+class StopSignals:
+    """While this context lasts, the first Ctrl-C or SIGTERM raises `Stopped`; a later one ends the process at once.
+
+    `Stopped` ends here: ``status`` is then the exit status.
+    """
+
+    status = 0
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._first: float | None = None
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and & ignore Ctrl-C, and so do we
+                    self._before[number] = signal.signal(number, self) or signal.SIG_DFL
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if isinstance(error, Stopped):
+            self.status = error.status
+        return isinstance(error, Stopped)
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        stopped, now = Stopped(number), time.monotonic()
+        if self._first is None:
+            self._first = now
+            _say(f"{stopped}: the run is being ended; a second {stopped} ends it at once")
+            raise stopped
+        if now - self._first > SAME_SIGNAL_S:
+            os._exit(stopped.status)
+
+
+def _say(text: str) -> None:
+    # not by print: the main thread may be in the middle of one; on a terminal the cursor may be behind a progress bar
+    with suppress(OSError):
+        os.write(1, ("\n" * os.isatty(1) + text + "\n").encode())
+
+
+class Watchdog:
+    """A small process that outlives this one, and ends what this one has started and could not end.
+
+    It acts when this process is gone or leaves the block with an error: every process with our mark in its environment
+    (Ray's daemons, actors, servers) is killed, and a run that could not say how it ended gets a status. ``folder``:
+    the run folder.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder).absolute()
+        self._mark = secrets.token_hex(16)
+
+    def __enter__(self) -> Watchdog:
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self._mark, str(self._folder)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        self._before = os.environ.get(MARK)
+        os.environ[MARK] = self._mark
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        os.environ.pop(MARK)
+        if self._before is not None:
+            os.environ[MARK] = self._before
+        assert self._process.stdin is not None
+        with self._process.stdin as told, suppress(BrokenPipeError):
+            if error is None:
+                told.write(ALL_IS_WELL)
+        self._process.wait()
+
+
+def this_process() -> dict[str, Any]:
+    """What tells this process from every other: host, process id, and when the process began, in ticks since boot."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def is_gone(process: Mapping[str, Any]) -> bool:
+    """Whether the process that `this_process` described is dead; False when it ran on another host: nobody knows."""
+    return process.get("host") == socket.gethostname() and process.get("started") != _started(process["pid"])
+
+
+def _started(pid: int) -> int | None:
+    try:
+        # after the name, which may hold anything, fields 3 and up
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == b"Z" else int(fields[19])
+
+
+def read_status(folder: str | Path) -> dict[str, Any]:
+    """status.json of a run folder, empty if there is none.
+
+    A run that is "running" there, and whose process is gone, stopped without a word: its watchdog was killed with it,
+    by a scheduler that ends a job as a whole, or because the machine went down.
+    """
+    try:
+        status: dict[str, Any] = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if status.get("status") == "running" and "started" in status and is_gone(status):
+        status |= {"status": WITHOUT_A_WORD, "message": KILLED}
+    return status
+
+
+def _watch(pid: int, mark: str, folder: Path) -> None:
+    """The watchdog's program."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    waiting = select.poll()
+    waiting.register(0, select.POLLIN)
+    with suppress(OSError):  # an old kernel; the pipe tells as well, unless a fork of the run holds it open
+        waiting.register(os.pidfd_open(pid), select.POLLIN)
+    waiting.poll()
+    os.set_blocking(0, False)
+    with suppress(BlockingIOError):
+        if os.read(0, 1) == ALL_IS_WELL:
+            return
+    deadline = time.monotonic() + SWEEP_S
+    while (left := list(_marked(mark))) and time.monotonic() < deadline:
+        for child in left:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    _set_status(folder, pid)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Processes with the mark in their environment."""
+    entry = f"{MARK}={mark}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if entry in (process / "environ").read_bytes().split(b"\0"):
+                yield int(process.name)
+
+
+def _set_status(folder: Path, pid: int) -> None:
+    status = read_status(folder)
+    if status.get("pid") != pid or status["status"] != WITHOUT_A_WORD:
+        return
+    partial = folder / "status.json.partial"
+    partial.write_text(json.dumps(status, indent=1) + "\n", encoding="utf-8")
+    partial.replace(folder / "status.json")
+    for left in folder.glob("*.partial"):
+        left.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,131 @@
+"""Checkpoints that are damaged, folders that are taken, disks that are full: what `train.py` says and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+import train
+from slimelite.arguments import find_checkpoint
+from slimelite.locks import hold
+
+from .conftest import FIRST_VERSION_FLAGS, metrics
+
+pytestmark = pytest.mark.e2e
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(old: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """``run(*flags)`` in the folder ``old``: exit status and what stands on the error stream."""
+    monkeypatch.chdir(old)
+
+    def start(*flags: str) -> tuple[int, str]:
+        capsys.readouterr()
+        try:
+            status = train.main([*FIRST_VERSION_FLAGS, *flags])
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return status, said
+
+    return start
+
+
+def test_a_flipped_bit_is_seen_and_the_run_goes_on_before_it(run: Run, old: Path) -> None:
+    save = ("--save", "saved", "--save-interval", "1")
+    assert run("--run-dir", "straight", *save, "--num-rollout", "3")[0] == 0
+    found = dcp.FileSystemReader(old / "saved" / "iter_0000002").read_metadata().storage_data
+    (moment,) = (where for key, where in found.items() if key.fqn == "optimizer.model.norm.weight.exp_avg")
+    part = old / "saved" / "iter_0000002" / moment.relative_path
+    data = bytearray(part.read_bytes())
+    data[moment.offset + moment.length // 2] ^= 1
+    part.write_bytes(data)
+    resumed = ("--run-dir", "resumed", *save, "--load", "saved", "--num-rollout", "3")
+    status, said = run(*resumed)
+    assert status == 2
+    assert f"{part}: its contents have changed since it was written" in said
+    assert "checkpoint before it is iter_0000001: go on from there with --load-fallback or --ckpt-step 1" in said
+    assert not (old / "resumed").exists()
+    assert run(*resumed, "--load-fallback")[0] == 0
+    assert "going on from iter_0000001 instead (--load-fallback)" in (old / "resumed" / "log.txt").read_text()
+    whole, after = (metrics(old / name, "train/grad_norm") for name in ("straight", "resumed"))
+    assert (len(whole), after) == (6, whole[4:])
+    assert find_checkpoint(old / "saved") == (old / "saved" / "iter_0000002", ""), "it was written anew"
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "said"),
+    [
+        ("rollout_state.json", b"{}", "does not say which prompts were used"),
+        ("rollout_state.json", b'{"data_source": {}}', "rollout_state.json: is damaged (KeyError: 'dataset')"),
+        ("ahead.parquet", b"PAR1", "ahead.parquet: is missing, damaged or cut short"),
+        ("critic/.metadata", b"\x80", "critic/.metadata: is damaged or cut short"),
+    ],
+)
+def test_an_old_checkpoint_is_read_with_care(run: Run, old: Path, name: str, contents: bytes, said: str) -> None:
+    """It has no checksums: each file is judged when it is read."""
+    (old / "checkpoints" / "iter_0000001" / name).write_bytes(contents)
+    status, text = run("--run-dir", "resumed", "--load", "checkpoints")
+    assert status == 1
+    assert said in text.splitlines()[-1]
+
+
+def test_a_folder_in_which_another_run_writes_is_refused(run: Run, old: Path) -> None:
+    for flag, other in (("--save", "--run-dir"), ("--run-dir", "--save")):
+        with hold({flag: str(old / "taken")}):
+            status, said = run(flag, "taken", other, "free", "--save-interval", "1")
+        assert status == 1
+        assert f"train.py: {flag} {old / 'taken'}: another run writes there: process {os.getpid()} on " in said
+        assert not (old / "taken").exists() or not list((old / "taken").iterdir())
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """A file may have 100 kB: the kernel refuses the rest, as it does on a full disk, and that needs no privilege."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_nothing_and_says_so(run: Run, old: Path, small_files: None) -> None:
+    status, said = run("--run-dir", "run2", "--save", "saved", "--save-interval", "2")
+    assert status == 1
+    last = said.splitlines()[-1]
+    assert last.startswith(f"train.py: {old}/saved/iter_0000001: the checkpoint cannot be written (File too large); ")
+    assert "it takes about 346 kB, and " in last
+    assert " are free there, now that what was written of it is removed: make room" in last
+    assert not list((old / "saved").iterdir())
+    recorded = json.loads((old / "run2" / "status.json").read_text())
+    assert (recorded["status"], recorded["rollouts_done"]) == ("failed", 1)
+    assert "the checkpoint cannot be written" in recorded["message"]
+    assert not [*(old / "run2").glob("*.partial"), *(old / "run2").glob("*.lock")]
+
+
+def test_a_saved_model_that_does_not_fit_leaves_nothing_and_says_so(run: Run, old: Path) -> None:
+    (old / "hf").mkdir()
+    (old / "hf" / "config.json").symlink_to("/dev/full")
+    status, said = run("--run-dir", "run2", "--save-hf", "hf", "--num-rollout", "1")
+    assert status == 1
+    assert f"{old}/hf: the model cannot be written ([Errno 28] No space left on device" in said.splitlines()[-1]
+
+
+def test_a_disk_that_is_full_from_the_start(run: Run, old: Path) -> None:
+    """/dev/full takes nothing."""
+    (old / "run2").mkdir()
+    (old / "run2" / "metrics.jsonl").symlink_to("/dev/full")
+    status, said = run("--run-dir", "run2")
+    assert status == 1
+    assert "No space left on device; " in said.splitlines()[-1]
+    assert said.splitlines()[-1].endswith(
+        "make room, and go on from the last checkpoint with --load: 'run2/metrics.jsonl'"
+    )
+    assert json.loads((old / "run2" / "status.json").read_text())["status"] == "failed"
