@@ -93,7 +93,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_weight is not None and grad_weight.dtype == grad.dtype:
                 grad_weight.addmm_(grad.T, hidden[rows])
             elif grad_weight is not None:
-                grad_weight += _product(grad.T, hidden[rows])
+                # the product is as large as the sum: a part of the vocabulary at a time
+                size = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
+                for total, part in zip(grad_weight.split(size), grad.split(size, dim=1), strict=True):
+                    total += _product(part.T, hidden[rows])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 

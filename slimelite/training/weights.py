@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Protocol, TypeVar
 
@@ -57,8 +57,7 @@ def buckets(
     memory: HostMemory | None = None,
 ) -> Iterator[WeightBucket]:
     """Whole weights, sharded or not, flattened together (collective); a bucket ends with the tensor that brings it to
-    ``size`` bytes. ``dtype``: of all of them; None: they have one dtype. ``memory``: where
-    they may wait, see `HostMemory.present`.
+    ``size`` bytes. ``dtype``: of all of them; None: they have one dtype. ``memory``: where they may wait.
 
     A tensor is never cut: the loaders of SGLang and vLLM take whole ones. Nor does one that does not fit wait for the
     next bucket: of a 32B model, whose larger matrices are just over half of 512 MiB, each would then travel alone.
@@ -69,14 +68,19 @@ def buckets(
             layout.append([])
         layout[-1].append((name, tensor))
     for part in filter(None, layout):
-        shapes, first = [tuple(t.shape) for _, t in part], part[0][1]
-        flat = torch.empty(sum(t.numel() for _, t in part), dtype=dtype or first.dtype, device=first.device)
-        bucket = WeightBucket([name for name, _ in part], shapes, flat)
-        # beside the bucket there is only the tensor that is being gathered
-        for (_, place), (_, tensor) in zip(bucket.tensors(), part, strict=True):
-            with memory.present(tensor) if memory else nullcontext():
-                place.copy_(whole(tensor.detach().to(flat.dtype)))
-        yield bucket
+        # nothing here refers to the bucket while the next one is filled
+        yield _fill(part, dtype or part[0][1].dtype, memory)
+
+
+def _fill(weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype, memory: HostMemory | None) -> WeightBucket:
+    shapes = [tuple(tensor.shape) for _, tensor in weights]
+    flat = torch.empty(sum(tensor.numel() for _, tensor in weights), dtype=dtype, device=weights[0][1].device)
+    bucket = WeightBucket([name for name, _ in weights], shapes, flat)
+    # beside the bucket there is only the tensor that is being gathered
+    for (_, place), (_, tensor) in zip(bucket.tensors(), weights, strict=True):
+        with memory.present(tensor) if memory else nullcontext():
+            place.copy_(whole(tensor.detach().to(dtype)))
+    return bucket
 
 
 def push(
@@ -102,6 +106,7 @@ def push(
             failure = _failure(sink.send, bucket)
         sent += bucket.flat.nbytes
         count += 1
+        del bucket  # before the next one is filled
     if failure is not None:
         raise failure
     if sink is not None:

@@ -1,0 +1,168 @@
+"""Trainers on a CUDA device that is not there: ``LD_PRELOAD=guard.so python simulate.py '[{"shape": "7B", ...}]'``.
+
+Each case is a trainer of the product itself, on one rank of so many: built, trained for one rollout with a reference
+pass, offloaded, its weights pushed, onloaded. Prints what was found of each as a line of JSON. The guard is loaded
+first of all because torch asks once, early, whether CUDA is there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from contextlib import closing, nullcontext
+from typing import Any
+from unittest import mock
+
+import fake_cuda
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig
+
+from slimelite.arguments import Args
+from slimelite.sample import Sample
+from slimelite.table import SampleTable
+from slimelite.training import critic, lm_head, offload, parallel, trainer, weights
+from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
+from slimelite.training.metrics import MetricSums
+from slimelite.training.offload import HostMemory
+from slimelite.training.passes import Scores
+from slimelite.training.trainer import Trainer
+
+# Qwen2.5's and, at 4B, Qwen3's: vocabulary, hidden size, inner size, heads, key/value heads, tied embeddings
+SHAPES = {
+    "0.5B": (151936, 896, 4864, 14, 2, True),
+    "4B": (151936, 2560, 9728, 32, 8, True),
+    "7B": (152064, 3584, 18944, 28, 4, False),
+    "32B": (152064, 5120, 27648, 40, 8, False),
+}
+NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+class Sink:
+    """Takes weights, and keeps nothing."""
+
+    every_rank = True
+
+    def begin(self, version: int) -> None: ...
+
+    def send(self, bucket: Any) -> None:
+        assert bucket.flat.device.type == "cuda"
+
+    def end(self) -> None: ...
+
+
+def model_folder(shape: str, layers: int) -> str:
+    *sizes, tied = SHAPES[shape]
+    config = AutoConfig.for_model(
+        "qwen3" if shape == "4B" else "qwen2",
+        **dict(zip(NAMES, sizes, strict=True)),
+        num_hidden_layers=layers,
+        tie_word_embeddings=tied,
+        **({"head_dim": 128} if shape == "4B" else {}),
+    )
+    folder = tempfile.mkdtemp()
+    config.save_pretrained(folder)
+    return folder
+
+
+def rollout(rows: int, prompt: int, response: int) -> SampleTable:
+    rng, samples = np.random.default_rng(0), []
+    for row in range(rows):
+        sample = Sample(group_index=row // 2, index=row, reward=0.0, tokens=rng.integers(0, 1000, prompt).tolist())
+        sample.append_response_tokens(rng.integers(0, 1000, response).tolist(), log_probs=[-1.0] * response)
+        samples.append([sample])
+    table = SampleTable.from_samples(samples)
+    table.advantage = rng.normal(size=rows)
+    return table
+
+
+def keep_the_hosts_numbers() -> None:
+    """What runs on the host, on numbers, keeps its numbers; what the host reads from the device is made up."""
+    gather = Scores.gather
+
+    def gathered(scores: Scores) -> tuple[torch.Tensor, ...]:
+        found = [(tuple(x.shape), x.dtype) for x in gather(scores)]
+        return fake_cuda.outside(lambda: tuple(torch.full(shape, -1.0, dtype=dtype) for shape, dtype in found))()
+
+    Scores.gather = gathered
+    for name, method in list(vars(TokenColumns).items()):
+        if isinstance(method, classmethod):
+            setattr(TokenColumns, name, classmethod(fake_cuda.outside(method.__func__)))
+        elif callable(method) and not name.startswith("__"):
+            setattr(TokenColumns, name, fake_cuda.outside(method))
+    MetricSums._local_sums = lambda sums: dict.fromkeys(sums._pairs, (1.0, 1.0))
+    MetricSums._gather = lambda sums, local: [local]
+    critic.explained_variance = lambda *_: (1.0, 1.0)
+    trainer.join_world = fake_cuda.outside(parallel.join_world)
+
+
+def plant(name: str) -> Any:
+    """A mistake that no CPU test would see."""
+    take, tensors, patch = MicroBatch.take, offload.training_tensors, mock.patch.object
+    only_weights = mock.Mock(all=[])
+    faults = {
+        "column left on the host": (MicroBatch, "take", lambda batch, column: take(batch, column).cpu()),
+        "fp32 compute": (parallel, "MixedPrecisionPolicy", lambda **_: MixedPrecisionPolicy()),
+        "logits rounded to bf16": (lm_head, "_product", lambda left, right: (left @ right).float()),
+        "weights gathered in fp32": (weights, "whole", lambda t: parallel.whole(t.float()).to(t.dtype)),
+        "offload forgotten": (HostMemory, "offload", lambda memory, **_: None),
+        "moments not offloaded": (trainer, "training_tensors", lambda model, _: tensors(model, only_weights)),
+        "gradients kept": (torch.optim.Optimizer, "zero_grad", lambda optimizer: None),
+    }
+    return patch(*faults[name])
+
+
+def simulate(shape: str, ranks: int, rank: int = 0, layers: int = 2, **flags: Any) -> dict[str, Any]:
+    """What was found; memory in bytes."""
+    given: dict[str, Any] = {"num_rollout": 9, "num_steps_per_rollout": 1, "global_batch_size": 4 * ranks}
+    given |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 1024, "rollout_max_response_len": 256}
+    given |= {"use_reference": True, "use_kl_loss": True, "kl_loss_coef": 0.1, "rollout_temperature": 0.8}
+    args = Args(hf_checkpoint=model_folder(shape, layers), device="cuda", **given | flags)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    table = rollout(4 * ranks, 64, 256)
+    with fake_cuda.simulation() as meter, closing(Trainer(args, rank=rank, world_size=ranks, init_method="-")) as t:
+        found: dict[str, Any] = {"parameters": sum(p.numel() for _, p in t.model.named_weights())}
+        found["shard"] = sum(local(p).numel() for _, p in t.model.named_weights())
+        found["built"], meter.peak = meter.now, 0
+        t.train(0, table)
+        found["state"] = sum(local(x).untyped_storage().nbytes() for x in t._device_tensors())
+        found["peak"], found["resting"] = meter.peak, meter.now
+        found["products"], found["sent"] = dict(meter.products), dict(meter.sent)
+        meter.sent.clear()
+        t.offload()
+        found["offloaded"], meter.peak = meter.now, 0
+        found["pushed"] = t.push_weights(Sink(), 1)["perf/update_weights_bytes"]
+        found["push_peak"], found["after_push"] = meter.peak, meter.now
+        found["push_sent"] = dict(meter.sent)
+        t.onload()
+        found["onloaded"] = meter.now
+    return found
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def main() -> None:
+    fake_cuda.install()
+    keep_the_hosts_numbers()
+    for case in json.loads(sys.argv[1]):
+        try:
+            with plant(case.pop("plant")) if "plant" in case else nullcontext():
+                found = simulate(**case)
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"[:500]}
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

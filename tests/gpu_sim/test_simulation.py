@@ -1,0 +1,122 @@
+"""A step of training on fake CUDA tensors: right devices, right dtypes, and the memory that the shapes say.
+
+The product's own `Trainer` runs in a process that believes in a GPU (see `fake_cuda`). What it finds is right or wrong
+by `problems`; mistakes that are planted there must be among them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHAPES = ("0.5B", "4B", "7B", "32B")
+RUNS: dict[str, dict[str, Any]] = {
+    f"{shape} on {ranks}": {"shape": shape, "ranks": ranks, "rank": rank}
+    for shape in SHAPES
+    for ranks, rank in ((1, 0), (8, 0), (64, 63))
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "checkpointing, entropy": {"shape": "4B", "ranks": 8, "gradient_checkpointing": True, "entropy_coef": 0.01},
+    "replicas": {"shape": "0.5B", "ranks": 64, "rank": 9, "dp_replicate_size": 8},
+    "muon": {"shape": "0.5B", "ranks": 8, "optimizer": "muon"},
+    "critic": {"shape": "0.5B", "ranks": 8, "advantage_estimator": "ppo", "use_critic": True, "critic_lr": 1e-5},
+}
+# mistake -> what is said of it
+FAULTS = {
+    "column left on the host": "two devices, cpu and cuda:0",
+    "fp32 compute": "matrix products in other dtypes",
+    "logits rounded to bf16": "no fp32 logits",
+    "weights gathered in fp32": "weights for engines travel in",
+    "offload forgotten": "while offloaded",
+    "moments not offloaded": "while offloaded",
+    "gradients kept": "between steps",
+}
+PRODUCTS = {
+    "mm bfloat16 -> bfloat16",
+    "addmm bfloat16 -> bfloat16",
+    "mm bfloat16 -> float32",
+    "_varlen_attn bfloat16 -> float32",
+    "_varlen_attn_backward bfloat16 -> bfloat16",
+    "bmm float32 -> float32",  # angles of the rotary embedding
+}
+MB = 10**6
+
+
+def problems(found: dict[str, Any], ranks: int, *, optimizer: str = "adamw") -> list[str]:
+    """What is wrong with a run of so many ranks, in words."""
+    if "error" in found:
+        return [found["error"]]
+    wrong = []
+    allowed = PRODUCTS | ({"baddbmm float32 -> float32"} if optimizer == "muon" else set())
+    if others := found["products"].keys() - allowed:
+        wrong.append(f"matrix products in other dtypes: {others}")
+    if not found["products"].get("mm bfloat16 -> float32"):
+        wrong.append("no fp32 logits")
+    expected = found["state"]
+    # fp32 weights and AdamW's two moments; Muon and a critic have others
+    if optimizer == "adamw" and not 12 * found["shard"] <= expected <= 12.1 * found["shard"] + MB:
+        wrong.append(f"{expected / MB:.0f} MB of weights and moments, not {12 * found['shard'] / MB:.0f}")
+    for moment in ("resting", "onloaded"):
+        if not expected <= found[moment] <= 1.01 * expected + MB:
+            wrong.append(f"{found[moment] / MB:.0f} MB between steps ({moment}), not {expected / MB:.0f}")
+    for moment in ("offloaded", "after_push"):
+        if found[moment] > MB:
+            wrong.append(f"{found[moment] / MB:.0f} MB while offloaded ({moment})")
+    if found["pushed"] != 2 * found["parameters"]:
+        wrong.append(f"{found['pushed']:.0f} bytes pushed")
+    if ranks > 1:
+        gathered = {name for name in found["sent"] if name.startswith("allgather")}
+        reduced = {name for name in found["sent"] if name.startswith("reduce_scatter")}
+        if (gathered, reduced) != ({"allgather_base bfloat16"}, {"reduce_scatter_base float32"}):
+            wrong.append(f"a step gathers {gathered} and reduces {reduced}")
+        if found["push_sent"] != {"all_gather_into_tensor bfloat16": 2 * found["parameters"]}:
+            wrong.append(f"weights for engines travel in {found['push_sent']}")
+    return wrong
+
+
+@pytest.fixture(scope="session")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What was found of each run, by name; half of them in each of two processes."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler (g++) for the device guard")
+    guard = str(fake_cuda.build(tmp_path_factory.mktemp("guard")))
+    faulty = {name: {"shape": "0.5B", "ranks": 8, "layers": 1, "plant": name} for name in FAULTS}
+    runs = list((RUNS | FEATURES | faulty).items())
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LD_PRELOAD": guard}
+    processes = []
+    for part in (runs[::2], runs[1::2]):
+        script = str(Path(__file__).with_name("simulate.py"))
+        command = [sys.executable, script, json.dumps([case for _, case in part])]
+        processes.append((part, subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)))
+    found = {}
+    for part, process in processes:
+        lines = process.communicate(timeout=280)[0].splitlines()
+        assert process.returncode == 0, "see stderr"
+        found |= {name: json.loads(line) for (name, _), line in zip(part, lines, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_runs_on_its_device_in_its_dtypes_and_its_memory(simulated: dict[str, Any], name: str) -> None:
+    assert problems(simulated[name], RUNS[name]["ranks"]) == []
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_run_on_their_device(simulated: dict[str, Any], name: str) -> None:
+    optimizer = FEATURES[name].get("optimizer", "two" if name == "critic" else "adamw")
+    assert problems(simulated[name], FEATURES[name]["ranks"], optimizer=optimizer) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_mistake_is_found(simulated: dict[str, Any], fault: str) -> None:
+    found = problems(simulated[fault], 8)
+    assert any(FAULTS[fault] in problem for problem in found), found
