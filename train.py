@@ -41,8 +41,8 @@ def train(args: Args, cluster: Cluster, tracker: Tracker) -> None:
             if args.offload_train:
                 cluster.onload_trainers()
             with tracker.phase("train"):
-                metrics, steps = cluster.train(rollout_id, rollout.table)
-            tracker.log_train(rollout_id, metrics, steps)
+                metrics, steps, advantages = cluster.train(rollout_id, rollout.table)
+            tracker.log_train(rollout_id, metrics, steps, advantages)
             if due(args.save_interval, rollout_id, args.num_rollout):
                 with tracker.phase("save_model"):
                     cluster.save(rollout_id)

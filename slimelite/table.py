@@ -29,7 +29,7 @@ COLUMNS: dict[str, tuple[str, str | None]] = {
     "group_id": ("int64", None),  # samples of one prompt
     "unit_id": ("int64", None),  # rows that must never be split over micro-batches or ranks (a DPO pair)
     "reward": ("float64", None),
-    "advantage": ("float64", None),  # group advantage, computed once before samples are dealt to ranks
+    "advantage": ("float64", None),  # of the group, computed once before samples are dealt to ranks
     "removed": ("bool", None),  # masked out of the loss, counted in the group's statistics
     "prompt_tokens": ("int32", "prompt_offsets"),
     "response_tokens": ("int32", "response_offsets"),
@@ -68,6 +68,9 @@ class SampleTable:
     response: list[str]
     metadata: list[str]  # JSON
     reward_components: list[str]  # JSON: a reward that is a dict, of which ``reward`` has one entry; else {}
+    # what trained, [response tokens] float32, of a rollout whose tokens had advantages of their own; then a file has
+    # this column instead of ``advantage``, which reads as NaN
+    advantages: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -185,6 +188,9 @@ class SampleTable:
         for name in TEXT_COLUMNS:
             column = getattr(self, name)
             values[name] = [column[r] for r in rows]
+        if self.advantages is not None:
+            parts = [self.advantages[self.response_offsets[r] : self.response_offsets[r + 1]] for r in rows]
+            values["advantages"] = _concat(parts, "float32")
         return SampleTable(**values)
 
     @classmethod
@@ -216,6 +222,10 @@ class SampleTable:
                 arrays[name] = pa.LargeListArray.from_arrays(pa.array(getattr(self, offsets)), pa.array(column))
         for name in TEXT_COLUMNS:
             arrays[name] = pa.array(getattr(self, name), pa.string())
+        if self.advantages is not None:
+            del arrays["advantage"]
+            offsets = pa.array(self.response_offsets)
+            arrays["advantages"] = pa.LargeListArray.from_arrays(offsets, pa.array(self.advantages))
         return pa.table(arrays, metadata={"slimelite.samples": SCHEMA_VERSION})
 
     @classmethod
@@ -225,12 +235,19 @@ class SampleTable:
         Raises:
             ValueError: columns are missing.
         """
-        if missing := [n for n in (*COLUMNS, *TEXT_COLUMNS) if n not in (*table.column_names, *ABSENT)]:
+        there = {*table.column_names, *ABSENT} | ({"advantage"} if "advantages" in table.column_names else set())
+        if missing := [n for n in (*COLUMNS, *TEXT_COLUMNS) if n not in there]:
             raise ValueError(
                 f"not a table of samples: columns {missing} are missing; write it with --save-debug-rollout-data"
             )
         values: dict[str, Any] = {}
+        if "advantages" in table.column_names:
+            column = table.column("advantages").combine_chunks()
+            values["advantages"] = column.flatten().to_numpy(zero_copy_only=False).astype("float32")
+            values["advantage"] = np.full(len(table), np.nan)
         for name, (dtype, offsets) in COLUMNS.items():
+            if name in values:
+                continue
             column = table.column(name).combine_chunks()
             if offsets is None:
                 values[name] = column.to_numpy(zero_copy_only=False).astype(dtype)
@@ -238,8 +255,8 @@ class SampleTable:
             values[name] = column.flatten().to_numpy(zero_copy_only=False).astype(dtype)
             values[offsets] = _offsets(column.value_lengths().to_numpy(zero_copy_only=False))
         for name in TEXT_COLUMNS:
-            there = name in table.column_names
-            values[name] = table.column(name).to_pylist() if there else [ABSENT[name]] * len(table)
+            found = name in table.column_names
+            values[name] = table.column(name).to_pylist() if found else [ABSENT[name]] * len(table)
         return cls(**values)
 
     def to_parquet(self, path: str | Path) -> None:

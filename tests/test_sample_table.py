@@ -67,6 +67,22 @@ def test_round_trips(groups: list[list[Sample]], way: str, tmp_path: Path) -> No
     assert_equal(table, again)
 
 
+def test_advantages_of_tokens_take_the_place_of_the_rows(groups: list[list[Sample]], tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    table = SampleTable.from_samples(groups)
+    table.advantages = np.arange(len(table.response_tokens), dtype=np.float32)
+    order = [3, 1, 0, 2]
+    table.select(order).to_parquet(tmp_path / "t.parquet")
+    column = pq.read_table(tmp_path / "t.parquet").column("advantages").to_pylist()
+    ends = table.response_offsets
+    assert column == [list(range(ends[row], ends[row + 1])) for row in order]
+    again = SampleTable.from_parquet(tmp_path / "t.parquet")
+    assert again.advantages is not None
+    assert again.advantages.tolist() == [value for row in column for value in row]
+    assert np.isnan(again.advantage).all(), "a row has no advantage of its own"
+
+
 def test_a_table_of_an_older_version_has_no_components(groups: list[list[Sample]], tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 

@@ -17,6 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from slimelite.arguments import Args
 from slimelite.arguments.checkpoint import MARKER, ROLLOUT_STATE
 from slimelite.arguments.checksums import CHECKSUMS, Checksums, checksums, read_json
@@ -108,16 +110,20 @@ class Cluster:
         self._finish_ahead()
         return self._ask(self._rollout, "evaluate", rollout_id, progress=progress)
 
-    def train(self, rollout_id: int, table: SampleTable) -> tuple[dict[str, float], list[dict[str, float]]]:
+    def train(
+        self, rollout_id: int, table: SampleTable
+    ) -> tuple[dict[str, float], list[dict[str, float]], np.ndarray | None]:
         """Train on one rollout.
 
         Returns:
-            metrics of the rollout, reduced over ranks, and ``train/*`` of each optimizer step.
+            metrics of the rollout, reduced over ranks; ``train/*`` of each optimizer step; the advantages of tokens,
+            see `TokenColumns.own_advantages`.
         """
         self._moved = True
         with self._memory_of("train"):
             metrics = self._all("train", rollout_id, self._share(table.without_text()))[0]
-        return metrics, self._ask(self._trainers[0], "step_metrics")
+        first = self._trainers[0]
+        return metrics, self._ask(first, "step_metrics"), self._ask(first, "own_advantages")
 
     def sync(self, version: int) -> dict[str, float]:
         """Trainers' weights into every engine, stamped ``version``; a rollout generated ahead ends first."""

@@ -13,6 +13,8 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 import slimelite
 from slimelite.arguments import Args
 from slimelite.lifecycle import WITHOUT_A_WORD, Stopped, read_status, this_process
@@ -160,9 +162,19 @@ class Tracker:
         self._write("rollout", found)
 
     def log_train(
-        self, rollout_id: int, metrics: Mapping[str, float], steps: Sequence[Mapping[str, float]] = ()
+        self,
+        rollout_id: int,
+        metrics: Mapping[str, float],
+        steps: Sequence[Mapping[str, float]] = (),
+        advantages: np.ndarray | None = None,
     ) -> None:
-        """What training on a rollout gave; ``steps``: the ``train/`` metrics of each optimizer step, where known."""
+        """What training on a rollout gave; ``steps``: the ``train/`` metrics of each optimizer step, where known.
+
+        ``advantages``: [response tokens] where tokens had their own; the saved rollout then has these.
+        """
+        if advantages is not None and self._now.table is not None:
+            self._now.table.advantages = advantages
+            self.folder.save_rollout(rollout_id, self._now.table)
         first = rollout_id * self.args.num_steps_per_rollout
         last = first + (len(steps) or self.args.num_steps_per_rollout) - 1
         for i, step in enumerate(steps):

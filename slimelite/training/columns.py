@@ -19,6 +19,7 @@ from slimelite.algorithms.kl import kl_estimate
 from slimelite.algorithms.packed import segment_mean
 from slimelite.algorithms.reduction import row_weights
 from slimelite.arguments import Args, CorrectionArgs
+from slimelite.arguments.algorithm import KL_ESTIMATORS
 from slimelite.plugins import load_function
 from slimelite.table import SampleTable
 from slimelite.training.pairs import Pairs
@@ -135,6 +136,15 @@ class TokenColumns:
         self._check_finite(args, table, advantages=self.advantages, returns=self.returns)
         if args.normalize_advantages:
             self.advantages = adv.whiten(self.advantages, self.mask)
+
+    def own_advantages(self, args: Args) -> np.ndarray | None:
+        """[N] float32 advantages that trained; None where every token has the ``advantage`` of its row in the table."""
+        if args.supervised or not args.compute_advantages_and_returns:
+            return None
+        of_tokens = args.advantage_estimator in KL_ESTIMATORS or args.custom_advantage_function_path
+        if not (of_tokens or args.use_opd or args.normalize_advantages):
+            return None
+        return self.advantages.float().numpy()
 
     def _estimate_advantages(self, args: Args, table: SampleTable) -> None:
         per_row = torch.tensor(table.advantage, dtype=torch.float32)

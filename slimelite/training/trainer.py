@@ -69,6 +69,7 @@ class Trainer:
         self._flops: dict[str, float] = {}
         self._fresh = True
         self._step_metrics: list[dict[str, float]] = []
+        self._advantages: np.ndarray | None = None
         self.temperature = 1.0 if args.supervised else args.rollout_temperature
         self.limits = PackingLimits(
             args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size
@@ -110,6 +111,7 @@ class Trainer:
                 self.critic.train(table, columns, schedule, sums, rates)
         if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
             computed = self._train_policy(table, columns, steps, sums, rates)
+        self._advantages = columns.own_advantages(self.args)
         self.progress.rollout_id = rollout_id
         self._update_reference(rollout_id)
         metrics = self._metrics(table, columns, computed, sums, rates)
@@ -155,6 +157,10 @@ class Trainer:
     def step_metrics(self) -> list[dict[str, float]]:
         """The ``train/*`` metrics of each optimizer step of the last rollout trained on, the same on every rank."""
         return self._step_metrics
+
+    def own_advantages(self) -> np.ndarray | None:
+        """See `TokenColumns.own_advantages`, of the last rollout trained on."""
+        return self._advantages
 
     def forward_backward(
         self,

@@ -92,6 +92,8 @@ class Mortals(Worker):
     def step_metrics(self) -> list[dict[str, float]]:
         return []
 
+    def own_advantages(self) -> None: ...
+
     def memory_used(self) -> float:
         return 0.0
 

@@ -111,6 +111,11 @@ def test_ppo_trains_a_critic_beside_the_policy(local_run: Run, tmp_path: Path) -
     losses = metrics(run, "train/critic-value_loss")
     assert len(losses) == len(metrics(run, "train/pg_loss")) == 3
     assert max(metrics(run, "train/pg_clipfrac")) == 0
+    saved = SampleTable.from_parquet(run / "rollouts" / "0000003.parquet")
+    assert saved.advantages is not None, "every token has its own"
+    assert len(saved.advantages) == len(saved.response_tokens)
+    of_rows = np.add.reduceat(saved.advantages * saved.loss_mask, saved.response_offsets[:-1]) / saved.mask_sums
+    assert metrics(run, "rollout/advantages")[-1] == pytest.approx(of_rows.mean(), rel=1e-4, abs=1e-6)
     assert max(metrics(run, "train/train_rollout_logprob_abs_diff")) < 1e-4
 
 

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_run import make_args, make_metrics, make_table, play
 
@@ -118,6 +119,20 @@ def test_several_optimizer_steps_of_a_rollout(tmp_path: Path) -> None:
     records = read_metrics(tmp_path)
     assert series(records, "train/loss") == ([0, 1, 2, 3], [0.1, 0.2, 1.1, 1.2])
     assert series(records, "rollout/log_probs") == ([0, 1], [-1.0, -1.0])
+
+
+def test_the_saved_rollout_has_the_advantages_that_trained(tmp_path: Path) -> None:
+    table, path = make_table(), tmp_path / "rollouts" / "0000000.parquet"
+    with Tracker(make_args(tmp_path)) as tracker:
+        tracker.log_rollout(0, table, {})
+        assert SampleTable.from_parquet(path).advantages is None
+        tracker.log_train(0, {}, advantages=np.full(len(table.response_tokens), 0.5, np.float32))
+        saved = SampleTable.from_parquet(path)
+        tracker.log_train(1, {})
+        assert not (tmp_path / "rollouts" / "0000001.parquet").exists()
+    assert saved.advantages is not None
+    assert set(saved.advantages) == {0.5}
+    assert saved.response == table.response
 
 
 def test_drift_between_trainer_and_engine_is_explained_once_then_said_when_it_doubles(

@@ -108,6 +108,17 @@ def assert_equal(mine: Tensors, theirs: Tensors, limit: float = 1e-12) -> None:
     assert gap < limit * length, f"{gap / length:.1e} of the length"
 
 
+def assert_saved(saved: np.ndarray | None, oracle: Oracle, table: SampleTable) -> None:
+    """What the run folder gets is what trained: None says that the rows' advantages are it."""
+    if oracle.args.loss_type != "policy_loss":
+        assert saved is None
+        return
+    if saved is None:
+        saved = table.advantage.repeat(table.response_lengths)
+    seen = torch.cat([oracle.mask(row) for row in range(len(table))])
+    np.testing.assert_allclose(saved[seen], torch.cat(oracle.advantages)[seen], rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_is_the_plain_loop(models: tuple[Path, Path], name: str) -> None:
     args = tiny_args(models[0], ref_load=str(models[1]), **RUN | CASES[name])
@@ -128,6 +139,7 @@ def test_a_run_is_the_plain_loop(models: tuple[Path, Path], name: str) -> None:
             table = pairs(i) if args.loss_type == "dpo_loss" else sampled_by(oracle, rollout(i), i)
             metrics = trainer.train(i, table)
             oracle.train(table)
+            assert_saved(trainer.own_advantages(), oracle, table)
             for metric in ACTS.get(name, ()):
                 assert 0 < metrics[f"train/{metric}"] < 1, f"{metric} does nothing, or everything"
         ends = [{n: weight.detach().full_tensor() for n, weight in model.named_weights()} for model, _ in learners]
