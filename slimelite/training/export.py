@@ -81,7 +81,12 @@ def _write_weights(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> No
 
     def write() -> None:
         shards.append(list(pending))
-        save_file(pending, directory / f"model-{len(shards):05d}.partial", metadata={"format": "pt"})
+        file = directory / f"model-{len(shards):05d}.partial"
+        file.unlink(missing_ok=True)
+        file.touch()
+        mode = file.stat().st_mode  # by the umask, as any other file's; that of safetensors is its owner's alone
+        save_file(pending, file, metadata={"format": "pt"})
+        file.chmod(mode)
         pending.clear()
 
     for name, tensor in weights:

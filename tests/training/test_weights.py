@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,12 @@ def test_a_saved_model_opens_in_transformers(
     with one_rank(tiny_args(model, tokenizer=str(model))) as trainer:
         trainer.train(0, table)
         expected = trainer.log_probs(table)
+        was = os.umask(0o027)
         trainer.save_hf(str(tmp_path / "hf"))
+        os.umask(was)
     saved = tmp_path / "hf"
+    # the group reads the weights as it reads the config, and nobody else does
+    assert {oct(f.stat().st_mode & 0o777) for f in saved.glob("*.safetensors")} == {"0o640"}
     assert (saved / "tokenizer.json").read_text() == (model / "tokenizer.json").read_text()
     assert (saved / "chat_template.jinja").is_file()
     files = sorted(f.name for f in saved.glob("model*"))
