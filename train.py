@@ -1,6 +1,6 @@
 """The loop: prompts -> rollout -> reward -> advantages -> loss -> weights -> engines.
 
-    python train.py --hf-checkpoint Qwen2.5-0.5B-Instruct --prompt-data gsm8k/train.parquet --rm-type math ...
+    python train.py --hf-checkpoint Qwen/Qwen2.5-0.5B-Instruct --prompt-data gsm8k/train.parquet --rm-type math ...
 
 ``--help`` lists every flag; ``--dry-run`` checks a command line without starting anything.
 """

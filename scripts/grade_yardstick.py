@@ -6,7 +6,7 @@
 A line of the file is one case: ``grader`` (whose function), ``kind``, ``response``, ``label``, ``expected``, and
 perhaps ``params``, ``metadata`` and ``source``. docs/rewards.md shows the table this prints. math-verify's own cases
 are not in the total: they go to the installed math-verify and say nothing of our rules.
-It needs ``pip install 'slimelite[ifbench]'``.
+It needs ``pip install -e '.[ifbench]'``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python scripts/prepare_data.py svamp --source SVAMP/ --out data/svamp       # from a folder of the original files
     python scripts/prepare_data.py quickstart --out data/quickstart             # offline: task, tokenizer, model shape
 
-`--source` is `hub` (needs `pip install 'slimelite[hub]'`) or a folder with the original files: train and test as .jsonl
+`--source` is `hub` (needs `pip install -e '.[hub]'`) or a folder with the original files: train and test as .jsonl
 or .parquet (GSM8K, MATH-500, MMLU), or SVAMP.json. Files that have the three columns already are copied.
 """
 

@@ -2,7 +2,7 @@
 # GRPO of Qwen2.5-0.5B-Instruct on GSM8K: slime's script of this name, flag for flag.
 #
 #   python scripts/prepare_data.py gsm8k --source hub --out data/gsm8k
-#   MODEL=Qwen2.5-0.5B-Instruct DATA=data/gsm8k NUM_GPUS=4 bash scripts/test-qwen2.5-0.5B-gsm8k.sh [--any-flag value]
+#   MODEL=Qwen/Qwen2.5-0.5B-Instruct DATA=data/gsm8k NUM_GPUS=4 bash scripts/test-qwen2.5-0.5B-gsm8k.sh [--any-flag value]
 #
 # Flags after the script's name come last and win. --dry-run checks everything and starts nothing.
 set -euo pipefail
@@ -10,7 +10,7 @@ SCRIPT_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$SCRIPT_DIR/../models/qwen2.5-0.5B.sh"
 source "$SCRIPT_DIR/lib/submit.sh"
 
-MODEL=${MODEL:-Qwen2.5-0.5B-Instruct}
+MODEL=${MODEL:-Qwen/Qwen2.5-0.5B-Instruct}
 DATA=${DATA:-data/gsm8k}
 NUM_GPUS=${NUM_GPUS:-$(compgen -G "/dev/nvidia[0-9]*" | wc -l || true)}
 ((NUM_GPUS > 0)) || NUM_GPUS=1

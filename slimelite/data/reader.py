@@ -192,7 +192,9 @@ def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Row]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ValueError(f"no file {name!r}; to read it as a hub dataset: pip install -e '.[hub]'") from error
+        raise ValueError(
+            f"no file {name!r}; to read it as a hub dataset, in slimelite's folder: pip install -e '.[hub]'"
+        ) from error
     dataset_id, *rest = name.split(":")
     config = rest[0] if len(rest) == 2 else None
     split = rest[-1] if rest else "train"

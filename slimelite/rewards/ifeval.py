@@ -68,9 +68,7 @@ def response_language(text: str, language: str) -> bool:
     try:
         from langdetect import DetectorFactory, LangDetectException, detect
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "language:response_language needs langdetect: pip install 'slimelite[ifbench]'"
-        ) from error
+        raise ModuleNotFoundError("language:response_language needs langdetect: pip install -e '.[ifbench]'") from error
     DetectorFactory.seed = 0  # it samples
     try:
         return bool(detect(text) == language)
