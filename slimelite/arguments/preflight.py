@@ -457,12 +457,12 @@ def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Pr
     sample.metadata = prompt.sample_metadata(keep_messages=settings.reward_model_path is not None)
     sample.status = Sample.Status.COMPLETED
     try:
-        reward = check_reward(settings, sample, group_size)
+        reward, response = check_reward(settings, sample, group_size)
     except ValueError as error:
         findings.problems.append(f"{name}: {_one_line(error)}")
     else:
         findings.facts.append(
-            f"{name}: the right answer to the first prompt gets {reward} (label {prompt.label!r:.60})"
+            f"{name}: {response} as the response to the first prompt gets {reward} (label {prompt.label!r:.60})"
         )
 
 

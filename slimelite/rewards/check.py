@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import NamedTuple
 
 from slimelite.arguments import RewardArgs
 from slimelite.rewards.grader import Grader, answer_of, route_of
@@ -12,8 +13,15 @@ from slimelite.rewards.rule import Reward, Settings
 from slimelite.sample import Sample
 
 
-def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Reward:
-    """Score one real row as the run will, and return its reward; ``sample`` itself is left alone.
+class Trial(NamedTuple):
+    """The reward of one row, and what stood for the response: "the right answer", "the bare label" or the like."""
+
+    reward: Reward
+    response: str
+
+
+def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial:
+    """Score one real row as the run will; ``sample`` itself is left alone.
 
     A sample without a response gets the one that its label deserves 1 for (a custom function or a server gets the
     label itself), so that a label the rule cannot read is found too. Under --group-rm there are ``group_size`` of it.
@@ -28,7 +36,9 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Rewar
         route = route_of(trial, args.custom_rm_path, args.rm_type)
         rule = None if route.custom else find_rule(route.name)
         example = rule.example if rule is not None and trial.label is not None and not trial.response else None
+        stood = "the sample's response" if trial.response else "the bare label" if trial.label else "an empty response"
         if example is not None:
+            stood = "the right answer"
             right = example(answer_of(trial, "", Settings()))
             trial.response = f"\\boxed{{{right}}}" if route.name.startswith(BOXED) else right
         elif not trial.response:
@@ -53,4 +63,4 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Rewar
             f"and the labels (label {str(trial.label)[-200:]!r}, response {trial.response[-200:]!r})"
         )
     assert trial.reward is not None
-    return trial.reward
+    return Trial(trial.reward, stood)

@@ -57,13 +57,25 @@ class RewardLoop:
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of an async function, or of a plain one in a daemon thread (a hung one does not stop the exit)."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        return await function(*args)
-    future: Future[Any] = Future()
-    Thread(target=_fill, args=(future, function, args), daemon=True).start()
-    result = await asyncio.wrap_future(future)
-    return await result if isinstance(result, Awaitable) else result
+    """The result of an async function, or of a plain one in a daemon thread (a hung one does not stop the exit).
+
+    Raises:
+        RuntimeError: it raised what would end a program or its event loop, such as KeyboardInterrupt.
+    """
+    try:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(*args)
+        future: Future[Any] = Future()
+        Thread(target=_fill, args=(future, function, args), daemon=True).start()
+        result = await asyncio.wrap_future(future)
+        return await result if isinstance(result, Awaitable) else result
+    except Exception:
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # it is we who cancel it
+        raise RuntimeError(repr(error)) from error
 
 
 def _fill(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -73,7 +85,7 @@ def _fill(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ..
         future.set_result(function(*args))
     except Exception as error:
         future.set_exception(error)
-    except BaseException as error:  # sys.exit() in a reward ends the reward, not the loop that waits for it
+    except BaseException as error:  # set as it is, it would end the loop that waits for it
         future.set_exception(RuntimeError(repr(error)))
 
 

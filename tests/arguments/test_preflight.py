@@ -79,7 +79,7 @@ def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--sequence-parallel: it belongs to tensor parallelism" in text
     assert "--prompt-data: 100 prompts" in text
     assert "eval dataset sums: 10 prompts" in text
-    assert "the right answer to the first prompt gets 1.0 (label '0')" in text
+    assert "the right answer as the response to the first prompt gets 1.0 (label '0')" in text
     assert "secret" not in text
     assert text.endswith("ready to start\n")
     assert len(text.splitlines()) < 70

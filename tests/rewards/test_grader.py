@@ -43,6 +43,13 @@ async def raises_each(args, sample):
 def leaves(args, sample):
     sys.exit(3)
 
+async def ends(args, sample):
+    await asyncio.sleep(0)
+    raise {"k": KeyboardInterrupt, "c": asyncio.CancelledError, "g": GeneratorExit, "s": SystemExit}[sample.response]
+
+def ends_plainly(args, sample):
+    asyncio.run(ends(args, sample))
+
 async def nan(args, sample):
     return float("nan")
 
@@ -325,6 +332,16 @@ def test_a_hung_rule_is_a_timeout_of_its_sample_alone(graders: list[Grader]) -> 
     assert graders[-1].metrics()["rollout/reward_errors/timeout"] == 1.0
 
 
+@pytest.mark.parametrize("name", ["ends", "ends_plainly"])
+def test_an_exception_that_ends_programs_ends_one_reward(graders: list[Grader], plugin: str, name: str) -> None:
+    args = RewardArgs(custom_rm_path=f"{plugin}:{name}", reward_timeout=20.0)
+    start = time.monotonic()
+    assert rewards(graders, args, samples("k", "c", "g", "s")) == [0.0] * 4
+    assert time.monotonic() - start < 10
+    assert graders[-1].metrics()["rollout/reward_errors/exception"] == 4.0
+    assert rewards(graders, RewardArgs(custom_rm_path=f"{plugin}:length"), samples("abc")) == [3.0]
+
+
 @pytest.mark.parametrize("name", ["too_short", "no_list", "raises"])
 def test_a_group_call_that_fails_fails_for_the_whole_group(graders: list[Grader], plugin: str, name: str) -> None:
     args = RewardArgs(custom_rm_path=f"{plugin}:{name}", group_rm=True)
@@ -413,15 +430,17 @@ def test_remote_rm_gives_up_with_a_reward_error(graders: list[Grader]) -> None:
 
 def test_check_reward_grades_the_right_answer_to_a_real_row(plugin: str) -> None:
     row = Sample(index=0, group_index=0, prompt="6*7?", label="42")
-    assert check_reward(RewardArgs(rm_type="math"), row) == 1.0
-    assert check_reward(RewardArgs(rm_type="boxed_f1"), row) == 1.0
-    assert check_reward(RewardArgs(rm_type="dapo", reward_key="score"), row) == {
+    assert check_reward(RewardArgs(rm_type="math"), row) == (1.0, "the right answer")
+    assert check_reward(RewardArgs(rm_type="boxed_f1"), row).reward == 1.0
+    assert check_reward(RewardArgs(rm_type="dapo", reward_key="score"), row).reward == {
         "score": 1.0,
         "acc": True,
         "pred": "42",
     }
-    assert check_reward(RewardArgs(custom_rm_path=f"{plugin}:length"), row) == 2.0
-    assert check_reward(RewardArgs(custom_rm_path=f"{plugin}:group", group_rm=True), row, group_size=3) == 3.0
+    assert check_reward(RewardArgs(custom_rm_path=f"{plugin}:length"), row) == (2.0, "the bare label")
+    assert check_reward(RewardArgs(custom_rm_path=f"{plugin}:group", group_rm=True), row, group_size=3).reward == 3.0
+    unlabelled = Sample(index=0, group_index=0, prompt="6*7?")
+    assert check_reward(RewardArgs(custom_rm_path=f"{plugin}:length"), unlabelled) == (0.0, "an empty response")
     assert row.reward is None
     assert row.response == ""
 
