@@ -47,7 +47,11 @@ class ClusterArgs:
     distributed_backend: Literal["nccl", "gloo"] = flag(None, "collectives of training", auto="nccl on GPUs, else gloo")
     distributed_timeout_minutes: int = flag(10, "a collective that takes longer than this fails [min]")
     cpu_threads: int = flag(1, "compute threads of each rank and engine; more than 1 pays on idle cores only")
-    train_env_vars: dict[str, Any] = flag({}, 'environment of the training actors, JSON: {"NAME": "value"}')
+    train_env_vars: dict[str, Any] = flag(
+        {},
+        'environment of the training actors, JSON: {"NAME": "value"}; a secret is better exported before Ray starts: '
+        "everyone on the machine can read a command line",
+    )
 
     # rollout_num_gpus / rollout_num_gpus_per_engine
     num_engines: int = resolved(1)

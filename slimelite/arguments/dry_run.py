@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from slimelite.arguments.args import Args
 from slimelite.arguments.base import Flag, group_flags, group_title, groups_of
+from slimelite.arguments.secret import masked
 
 if TYPE_CHECKING:
     from slimelite.arguments.preflight import Findings
-
-SECRETS = ("wandb_key",)
 
 
 def format_report(args: Args, findings: Findings) -> str:
@@ -20,7 +19,7 @@ def format_report(args: Args, findings: Findings) -> str:
     lines += [f"  {title}: {', '.join(words)}" for title, words in _given(args)]
     lines += ["derived"]
     width = max((len(d.name) for d in args.derivations), default=0)
-    lines += [f"  {d.name:<{width}}  {_plain(d.value)}  ({d.reason})" for d in args.derivations]
+    lines += [f"  {d.name:<{width}}  {_plain(masked(d.name, d.value))}  ({d.reason})" for d in args.derivations]
     lines += _section("notes", args.notes)
     lines += _section("no effect here", [f"{option}: {why}" for option, why in args.no_effect])
     lines += _section("checked", findings.facts)
@@ -38,13 +37,16 @@ def _given(args: Args) -> Iterator[tuple[str, list[str]]]:
         if flags:
             yield group_title(group)[0], [_assignment(f, getattr(args, f.name)) for f in flags]
     if args.sglang_overrides:
-        yield "SGLang, passed on", [f"{name} {_plain(value)}" for name, value in args.sglang_overrides.items()]
+        yield (
+            "SGLang, passed on",
+            [f"{name} {_plain(value)}" for name, value in masked("", args.sglang_overrides).items()],
+        )
 
 
 def _assignment(flag: Flag, value: Any) -> str:
     if flag.kind is bool:
         return flag.name if value else f"no {flag.name}"
-    return f"{flag.name} {'***' if flag.name in SECRETS else _plain(value)}"
+    return f"{flag.name} {_plain(masked(flag.name, value))}"
 
 
 def _section(title: str, entries: Any) -> list[str]:

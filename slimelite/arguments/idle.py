@@ -159,6 +159,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     ),
     **dict.fromkeys(["ci_save_grad_norm", "ci_load_grad_norm"], (lambda a: not a.debug_rollout_only, "a trainer")),
     "check_weight_update_equal": (lambda a: not a.debug_rollout_only, "a trainer"),
+    "train_env_vars": (lambda a: a.launcher == "ray", "--launcher ray; with another, export them"),
     "num_epoch": (lambda a: a.num_rollout is None, "no --num-rollout, which wins"),
 }
 

@@ -14,9 +14,15 @@ from slimelite.arguments.help import format_help
 from slimelite.arguments.idle import idle_flags
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.arguments.presets import read_presets
+from slimelite.arguments.secret import HIDDEN, is_masked
 from slimelite.arguments.sources import drop_unusable_paths, read_command_line, read_config
 from slimelite.arguments.validate import validate
 from slimelite.arguments.vocabulary import Settings, Vocabulary
+
+MASKED = (
+    f"has {HIDDEN} where a secret was: a run does not save them. Give the flag with the secret on the command line, or "
+    "remove it from the file and export the variable before Ray starts"
+)
 
 
 def parse_args(argv: Sequence[str] | None = None, groups: Sequence[type] = ()) -> Args:
@@ -58,6 +64,9 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     vocabulary = Vocabulary(args_type)
     settings = _merge_sources(argv, vocabulary)
     given = frozenset(settings.values)
+    for name, value in (*settings.values.items(), *((f"sglang_{k}", v) for k, v in settings.sglang.items())):
+        if is_masked(value):
+            settings.complain("--" + name.replace("_", "-"), MASKED)
     presets, preset_of = read_presets(settings.values.get("preset", []), vocabulary, given)
     settings = settings.over(presets)
     chosen = [

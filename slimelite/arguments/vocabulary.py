@@ -12,6 +12,7 @@ from typing import Any
 from slimelite.arguments.base import Flag, all_flags
 from slimelite.arguments.megatron import NO_EFFECT, ROUTER
 from slimelite.arguments.refused import REFUSED, SGLANG_SET_HERE
+from slimelite.arguments.secret import may_hold_secrets, without
 from slimelite.arguments.values import read_flag, read_words
 
 KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "json": dict}
@@ -113,7 +114,7 @@ class Vocabulary:
             else:
                 self._unknown(option, into)
         except ValueError as error:
-            into.complain(option, str(error))
+            into.complain(option, without(words, str(error)) if may_hold_secrets(option) else str(error))
 
     def _read_flag(self, flag: Flag, words: Sequence[str], into: Settings) -> None:
         if flag.kind is bool:

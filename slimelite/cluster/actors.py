@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from slimelite.arguments import Args
+from slimelite.arguments.secret import public_part
 from slimelite.engines.protocol import Engine, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
 from slimelite.tracking.noise import redirect_process_output
 
@@ -48,6 +49,8 @@ class TrainerActor:
 
     def start(self, args: Args, init_method: str) -> None:
         """Build the trainer; all ranks at once, for they meet at ``init_method``."""
+        # Ray writes the environment that it makes to its logs, and to command lines
+        os.environ.update(public_part(args.train_env_vars)[1])
         from slimelite.training.trainer import Trainer
 
         self.trainer = Trainer(args, rank=self.rank, world_size=self.world_size, init_method=init_method)

@@ -23,6 +23,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimelite.arguments import Args
+from slimelite.arguments.secret import public_part
 from slimelite.cluster.actors import EngineActor, RolloutActor, ServerActor, TrainerActor
 from slimelite.cluster.cluster import Cluster, ClusterError, Progress
 from slimelite.cluster.ray_errors import explained, last_line
@@ -120,7 +121,7 @@ def ray_cluster(args: Args, progress: Progress) -> Iterator[Cluster]:
                 pool.append(start(ServerActor if sglang else EngineActor, f"engine_{n}", options, args, n, public))
             trainers = []
             for n in range(world):
-                options = _options(args, group, bundle[n], TRAINER_SHARE, args.train_env_vars)
+                options = _options(args, group, bundle[n], TRAINER_SHARE, public_part(args.train_env_vars)[0])
                 trainers.append(start(TrainerActor, f"trainer_{n}", options, n, world))
             handles: list[Any] = [worker.handle for worker in pool]
             targets = handles

@@ -25,10 +25,10 @@ from typing import Any
 
 from slimelite.arguments import Args
 from slimelite.arguments.base import group_flags, group_title, groups_of
+from slimelite.arguments.secret import HIDDEN, masked
 from slimelite.files import FULL, whole
 from slimelite.table import SampleTable
 
-SECRETS = ("wandb_key",)
 # what says where arguments come from and results go, not what to compute
 SOURCES = ("config", "custom_config_path", "dry_run", "run_dir")
 
@@ -57,13 +57,6 @@ class RunFolder:
         """The answers to an eval dataset after ``step`` rollouts."""
         table.to_parquet(self.path / "eval" / f"{name.replace('/', '_')}-{step:07d}.parquet")
 
-    def remove_partial_files(self) -> None:
-        """What was being written when the run broke off."""
-        for folder in (self.path, self.path / "rollouts", self.path / "eval"):
-            for left in folder.glob("*.partial"):
-                if left.is_file():
-                    left.unlink()
-
     def _write(self, name: str, text: str) -> None:
         path = self.path / name
         try:
@@ -79,7 +72,7 @@ def config_dict(args: Args) -> dict[str, Any]:
     """All arguments as plain values, secrets masked; ``derivations``: name -> reason."""
     values = dataclasses.asdict(args)
     values["derivations"] = {d.name: d.reason for d in args.derivations}
-    return values | {name: "***" for name in SECRETS if values[name] is not None}
+    return {name: masked(name, value) for name, value in values.items()}
 
 
 def config_yaml(args: Args) -> str:
@@ -93,8 +86,11 @@ def config_yaml(args: Args) -> str:
     for group in groups_of(type(args)):
         lines += ["", f"# {group_title(group)[0]}"]
         for flag in group_flags(group):
-            value = getattr(args, flag.name)
-            if value is None or flag.name in (*SECRETS, *SOURCES):
+            value = masked(flag.name, getattr(args, flag.name))
+            if value is None or flag.name in SOURCES:
+                continue
+            if value == HIDDEN:
+                lines.append(f"# {flag.name}: not saved; give it again")
                 continue
             text = yaml.safe_dump({flag.name: value}, default_flow_style=True, width=10**6).strip()[1:-1]
             lines.append(text + (f"  # {reasons[flag.name]}" if flag.name in reasons else ""))

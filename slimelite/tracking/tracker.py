@@ -96,7 +96,6 @@ class Tracker:
             if failure is not None:
                 self.record_failure(kind, error, tb)
                 self._explain(failure)
-                self.folder.remove_partial_files()
             if self._finished is not None:
                 self._draw()
             for writer in self._writers:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 from slimelite.arguments import Args
+from slimelite.arguments.secret import masked_words
 from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFile, axis_of
 
 
@@ -57,18 +60,19 @@ class WandbWriter:
         directory.mkdir(parents=True, exist_ok=True)
         account = {"base_url": args.wandb_host, "api_key": args.wandb_key}
         given = {name: value for name, value in account.items() if value is not None}
-        self._run = wandb.init(
-            project=args.wandb_project or "slimelite",
-            entity=args.wandb_team,
-            mode=args.wandb_mode,
-            dir=str(directory),
-            config=dict(config),
-            resume="allow",
-            settings=wandb.Settings(silent=True, console="off", **given),
-            id=identity["id"],
-            group=identity["group"],
-            name=identity["name"],
-        )
+        with _command_line_masked():
+            self._run = wandb.init(
+                project=args.wandb_project or "slimelite",
+                entity=args.wandb_team,
+                mode=args.wandb_mode,
+                dir=str(directory),
+                config=dict(config),
+                resume="allow",
+                settings=wandb.Settings(silent=True, console="off", **given),
+                id=identity["id"],
+                group=identity["group"],
+                name=identity["name"],
+            )
         self.where = self._run.url or f"offline: wandb sync {Path(self._run.dir).parent}"
         for axis in (DEFAULT_AXIS, *AXES.values()):
             self._run.define_metric(axis)
@@ -115,6 +119,17 @@ class TensorboardWriter:
     def close(self, _failed: bool, /) -> None:
         """Flush and close the event file."""
         self._events.close()
+
+
+@contextmanager
+def _command_line_masked() -> Iterator[None]:
+    """wandb keeps ``sys.argv`` with the run, and has no setting for it."""
+    before = sys.argv
+    sys.argv = [before[0], *masked_words(before[1:])]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def tensorboard_directory(args: Args) -> Path:

@@ -34,7 +34,9 @@ def wandb_records(root: Path) -> list[Any]:
     return records
 
 
-def test_wandb_offline_holds_every_metric_on_its_axis(tmp_path: Path) -> None:
+def test_wandb_offline_holds_every_metric_on_its_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"HF_TOKEN": "secret-" * 6}
+    monkeypatch.setattr("sys.argv", ["train.py", "--lr", "0.5", "--train-env-vars", json.dumps(variables)])
     args = make_args(
         tmp_path,
         use_wandb=True,
@@ -43,6 +45,7 @@ def test_wandb_offline_holds_every_metric_on_its_axis(tmp_path: Path) -> None:
         wandb_team="us",
         wandb_group="grpo",
         wandb_key="secret-" * 6,
+        train_env_vars=variables,
         wandb_host="https://wandb.example.com",
     )
     play(args, range(2))
@@ -64,6 +67,8 @@ def test_wandb_offline_holds_every_metric_on_its_axis(tmp_path: Path) -> None:
     assert [(h["eval/step"], h["eval/sums"]) for h in history if "eval/sums" in h] == [(0, 0.1), (2, 0.35)]
     assert [h["rollout/step"] for h in history if "perf/step_time" in h] == [0, 1]
     assert [r.exit.exit_code for r in records if r.HasField("exit")] == [0]
+    environments = [r.environment for r in records if r.HasField("environment")]
+    assert ["--lr", "0.5", "--train-env-vars", "***"] in [list(e.args) for e in environments]
     leaks = [p for p in tmp_path.rglob("*") if p.is_file() and b"secret-secret" in p.read_bytes()]
     assert leaks == [], "the API key is in a file"
 

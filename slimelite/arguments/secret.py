@@ -1,0 +1,84 @@
+"""Which arguments are secret: one list for everything that shows, saves or logs them, as ``***``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+HIDDEN = "***"
+# flags whose value is a secret, or a JSON object that may have some
+WHOLE, HOLDERS = ("wandb_key",), ("train_env_vars",)
+# in a dict (environment variables, options of SGLang, a user's own settings) the name tells: HF_TOKEN, api_key,
+# AWS_SECRET_ACCESS_KEY, but not MAX_TOKENS, TOKENIZERS_PARALLELISM or a column's name
+_TELLING = re.compile(
+    r"(^|_)((secret|password|passwd|passphrase|credentials?)(_.*)?|(key|apikey|token|auth|pat)(_id|_\d+)?)$",
+    re.IGNORECASE,
+)
+_COLUMN = re.compile(r"(^|_)(input|label|tool|metadata|reward|chosen|rejected)_key$")
+_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+
+
+def masked(name: str, value: Any) -> Any:
+    """``value`` of the argument ``name`` as it may be shown; of an address only the user and password are hidden."""
+    if name in WHOLE and value is not None:
+        return HIDDEN
+    if isinstance(value, dict):
+        return {
+            key: HIDDEN if _is_telling(str(key)) and item is not None else masked(str(key), item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(masked(name, item) for item in value)
+    return _IN_URL.sub(HIDDEN, value) if isinstance(value, str) else value
+
+
+def public_part(variables: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Environment variables that may be shown, and the others; values as text."""
+    shown = masked("", variables)
+    public = {name: str(value) for name, value in variables.items() if shown[name] == value}
+    return public, {name: str(value) for name, value in variables.items() if name not in public}
+
+
+def is_masked(value: Any) -> bool:
+    """Whether ``value`` was written by `masked`: it must not be taken for a real one."""
+    return any(leaf == HIDDEN or f"://{HIDDEN}@" in leaf for leaf in _texts(value))
+
+
+def masked_words(argv: Sequence[str]) -> list[str]:
+    """A command line as it may be shown."""
+    shown, hiding = [], False
+    for word in argv:
+        option, equals, _ = word.partition("=")
+        if option.startswith("--"):
+            hiding = may_hold_secrets(option)
+            shown.append(f"{option}={HIDDEN}" if hiding and equals else word)
+        else:
+            shown.append(HIDDEN if hiding else word)
+    return [_IN_URL.sub(HIDDEN, word) for word in shown]
+
+
+def without(words: Sequence[str], message: str) -> str:
+    """A message about the values ``words`` without them."""
+    for word in sorted(words, key=len, reverse=True):
+        message = message.replace(repr(word), HIDDEN).replace(word, HIDDEN)
+    return message
+
+
+def may_hold_secrets(option: str) -> bool:
+    """Whether the value of ``--option`` is not to be repeated."""
+    name = option.removeprefix("--").replace("-", "_")
+    return name in (*WHOLE, *HOLDERS) or (name.startswith(("sglang_", "router_")) and _is_telling(name))
+
+
+def _is_telling(name: str) -> bool:
+    name = name.replace("-", "_")
+    return bool(_TELLING.search(name)) and not _COLUMN.search(name)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value
