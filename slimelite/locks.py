@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import tempfile
 import threading
 import time
@@ -18,10 +17,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from slimelite.arguments.checkpoint import LOCK
 from slimelite.files import named
+from slimelite.lifecycle import is_gone, this_process
 
 BEAT_S = 60
 STALE_S = 600
@@ -46,7 +44,7 @@ def hold(folders: dict[str, str | None]) -> Iterator[None]:
 @contextmanager
 def _held(folder: Path, flag: str) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    path, mine = folder / LOCK, _this_process()
+    path, mine = folder / LOCK, _this_run()
     while not _create(path, mine):
         holder, age = _read(path)
         if holder is None:
@@ -95,10 +93,8 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, float]:
 
 
 def _is_stale(holder: dict[str, Any], mine: dict[str, Any], age: float) -> bool:
-    if any(holder.get(key) != mine[key] for key in ("host", "boot", "pids")):
-        return age > STALE_S
-    began = _began(holder["pid"])  # its number may be another process's by now
-    return began is None or abs(began - holder["began"]) > 2
+    here = all(holder.get(key) == mine[key] for key in ("host", "boot", "pids"))
+    return is_gone(holder) if here else age > STALE_S
 
 
 def _remove(path: Path, holder: dict[str, Any]) -> None:
@@ -114,22 +110,14 @@ def _remove(path: Path, holder: dict[str, Any]) -> None:
         aside.rename(path)
 
 
-def _this_process() -> dict[str, Any]:
-    """``pids``: what process numbers mean here, for each container counts its own; ``began``: of this process."""
-    place = {"host": socket.gethostname(), "boot": "", "pids": ""}
-    if Path("/proc/self").exists():
-        place["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        place["pids"] = os.readlink("/proc/self/ns/pid")
-    return place | {"pid": os.getpid(), "began": _began(os.getpid()), "time": round(time.time())}
-
-
-def _began(pid: int) -> float | None:
-    """When a process began; None if there is none, or only what nobody has buried yet."""
-    try:
-        process = psutil.Process(pid)
-        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
-    except psutil.NoSuchProcess:
-        return None
+def _this_run() -> dict[str, Any]:
+    """This process, and where its number means something: each boot and each container counts its own."""
+    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    place = {
+        "boot": boot.read_text().strip() if boot.exists() else "",
+        "pids": os.readlink(pids) if pids.exists() else "",
+    }
+    return place | this_process() | {"time": round(time.time())}
 
 
 def _beat(paths: list[Path], over: threading.Event) -> None:

@@ -82,6 +82,8 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
         raise ValueError(
             f"{load}: {MARKER} says {word}, but there is no iter_{word:0>7}/{ROLLOUT_STATE}: a Megatron checkpoint?"
         )
+    if not word.isdecimal():
+        raise ValueError(f"{marker}: is damaged: it should have the number of a rollout; give one with --ckpt-step")
     directory = _directory(root, word)
     wrong = _whats_wrong(directory)
     if wrong is None:
@@ -91,7 +93,10 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
     earlier = [place for place in earlier if place.name < f"iter_{word:0>7}"]
     whole = next((place for place in earlier if _whats_wrong(place) is None), None)
     if whole is None:
-        raise ValueError(f"{wrong}; no checkpoint before it is whole" if earlier else f"{wrong}; none is before it")
+        raise ValueError(
+            f"{wrong}; {'no checkpoint before it is whole' if earlier else 'none is before it'}: leave --load out to "
+            "start anew from --hf-checkpoint, which may be a folder of --save-hf"
+        )
     if not fallback:
         raise ValueError(
             f"{wrong}; the newest whole checkpoint before it is {whole.name}: go on from there with --load-fallback "
@@ -114,13 +119,13 @@ def _whats_wrong(directory: Path) -> str | None:
     """Which file of a checkpoint is missing or damaged, as far as can be told without torch; None: none is."""
     if not directory.is_dir():
         return f"{directory}: is not there"
-    if found := damage(directory):
-        return found
     try:
+        if found := damage(directory):
+            return found
         read_json(directory / ROLLOUT_STATE)
         if not read_json(directory / STATE_FILE):
             return f"{directory / STATE_FILE}: is empty"
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # a broken disk, no permission
         return str(error)
     return None
 

@@ -13,6 +13,7 @@ from typing import Any
 CHECKSUMS = "checksums.json"
 BLOCK = 1 << 24
 Checksums = dict[str, dict[str, Any]]
+REMEDY = "go on from an earlier checkpoint with --ckpt-step"
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
@@ -30,7 +31,7 @@ def damage(folder: Path) -> str | None:
     """What is wrong with the files of the checkpoint at ``folder``; None: nothing.
 
     A part of a checkpoint, such as its critic, is looked up among the checksums of the whole one. Without any (they
-    were not written before version 0.2) nothing is known, and nothing is wrong.
+    version 0.1 wrote none) nothing is known, and nothing is wrong.
     """
     root = next((place for place in (folder, folder.parent) if (place / CHECKSUMS).is_file()), None)
     if root is None:

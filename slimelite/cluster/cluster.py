@@ -21,7 +21,7 @@ import numpy as np
 
 from slimelite.arguments import Args
 from slimelite.arguments.checkpoint import MARKER, ROLLOUT_STATE
-from slimelite.arguments.checksums import CHECKSUMS, Checksums, checksums, read_json
+from slimelite.arguments.checksums import CHECKSUMS, REMEDY, Checksums, checksums, read_json
 from slimelite.files import free_space, in_units, whole
 from slimelite.table import SampleTable
 
@@ -286,8 +286,8 @@ class Cluster:
         saved = self._all("load", str(directory))[0]
         if self.args.finetune:
             return 0
-        state = read_json(directory / ROLLOUT_STATE)
         try:
+            state = read_json(directory / ROLLOUT_STATE)
             self._ask(self._rollout, "load_state_dict", state)
             if "ahead" in state:
                 from slimelite.rollout.manager import RolloutOutput
@@ -296,7 +296,9 @@ class Cluster:
                 done.set_result(RolloutOutput(_read_ahead(directory / AHEAD), state["ahead"]["metrics"]))
                 self._ahead[int(state["ahead"]["rollout_id"])] = done
         except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{directory / ROLLOUT_STATE}: is damaged ({type(error).__name__}: {error})") from error
+            raise ValueError(
+                f"{directory / ROLLOUT_STATE}: is damaged ({type(error).__name__}: {error}); {REMEDY}"
+            ) from error
         return saved + 1
 
     def _finish_ahead(self) -> None:
@@ -347,7 +349,7 @@ def _read_ahead(file: Path) -> SampleTable:
     try:
         return SampleTable.from_parquet(file)
     except (ValueError, LookupError, OSError) as error:
-        raise ValueError(f"{file}: is missing, damaged or cut short ({error})") from error
+        raise ValueError(f"{file}: is missing, damaged or cut short ({error}); {REMEDY}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

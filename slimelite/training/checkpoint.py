@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from slimelite.arguments import CheckpointArgs
 from slimelite.arguments.checkpoint import STATE_FILE
-from slimelite.arguments.checksums import Checksums, checksums, read_json
+from slimelite.arguments.checksums import REMEDY, Checksums, checksums, read_json
 from slimelite.training.checkpoint_reader import METADATA, CheckpointReader
 from slimelite.training.lr_schedule import FLAGS, LrSchedule
 from slimelite.training.model import LanguageModel
@@ -119,7 +119,10 @@ def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
     reader.load(state)
     reshard(parts.model)
     _restore_optimizers(parts, state.get("optimizer", {}))
-    _restore_random_states(parts.world, state.get("rng", {}))
+    try:
+        _restore_random_states(parts.world, state.get("rng", {}))
+    except RuntimeError as error:
+        raise ValueError(f"{directory}: its random state is damaged ({error}); --no-load-rng does without") from error
     schedule = progress.schedule
     if not (args.override_lr_scheduler or args.finetune):
         schedule = saved_progress.schedule
@@ -139,12 +142,14 @@ def _state(args: CheckpointArgs, parts: Parts) -> dict[str, dict[str, Any]]:
 
 
 def _read_progress(file: Path) -> Progress:
-    read = read_json(file)
     try:
+        read = read_json(file)
         schedule = LrSchedule(**read["schedule"])
         return Progress(int(read["rollout_id"]), int(read["steps"]), int(read["weight_version"]), schedule)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: is damaged: {type(error).__name__}: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{file}: is damaged ({type(error).__name__}: {error}); {REMEDY}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}; {REMEDY}") from error
 
 
 def _check_optimizer(directory: Path, saved: Mapping[str, Any], name: str) -> None:

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from slimelite.arguments.checksums import REMEDY
+
 METADATA = ".metadata"
 DO_NOT = "do not load it, and ask where it came from"
 # every class that torch's writer puts into it, by module; none of them does anything when it is made
@@ -30,10 +32,14 @@ ALLOWED = {
 }
 
 
+class _ForeignClass(Exception):
+    """A pickle names a class that is not on the list."""
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name not in ALLOWED.get(module, ()):
-            raise PermissionError(f"asks for {module}.{name}")
+            raise _ForeignClass(f"asks for {module}.{name}")
         return super().find_class(module, name)
 
 
@@ -58,13 +64,13 @@ class CheckpointReader(dcp.FileSystemReader):
                 ends[info.relative_path] = max(info.offset + info.length, ends.get(info.relative_path, 0))
             odd = not isinstance(found, Metadata) or any(i.transform_descriptors for i in found.storage_data.values())
         except FileNotFoundError:
-            raise ValueError(f"{file}: is missing") from None
-        except PermissionError as error:
+            raise _damaged(file, "is missing") from None
+        except _ForeignClass as error:
             raise ValueError(
                 f"{file}: {error}, which no checkpoint of slimelite does and which could run a program: {DO_NOT}"
             ) from error
         except Exception as error:  # whatever a pickle that was cut short leads to
-            raise ValueError(f"{file}: is damaged or cut short ({type(error).__name__}: {error})") from error
+            raise _damaged(file, f"is damaged or cut short ({type(error).__name__}: {error})") from error
         if others or odd:
             what = f"{min(others)} is bytes instead of a tensor" if others else "it is of another kind"
             raise ValueError(
@@ -81,8 +87,7 @@ class CheckpointReader(dcp.FileSystemReader):
         """Fill the tensors of ``state``, {"part": {"name": tensor}} (collective).
 
         Raises:
-            ValueError: a file is missing or cut short; an entry is bytes, which torch would unpickle, where a tensor is
-                expected; or a tensor has another shape.
+            ValueError: a file is missing or damaged, or a tensor has another shape.
         """
         tensors = {f"{part}.{name}": tensor for part, names in state.items() for name, tensor in names.items()}
         self._check(tensors)
@@ -93,7 +98,7 @@ class CheckpointReader(dcp.FileSystemReader):
             if isinstance(error, CheckpointException):
                 cause = next(iter(error.failures.values()))[0]
             reason = " ".join(str(cause).split())[:200]
-            raise ValueError(f"{self.directory}: a part is damaged ({type(cause).__name__}: {reason})") from error
+            raise _damaged(self.directory, f"a part is damaged ({type(cause).__name__}: {reason})") from error
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         for path, tensor in tensors.items():
@@ -105,12 +110,16 @@ class CheckpointReader(dcp.FileSystemReader):
                     "run's; name its model with --hf-checkpoint"
                 )
             if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-                raise ValueError(f"{self.directory / METADATA}: is damaged: parts of {path} are not in it")
+                raise _damaged(self.directory / METADATA, f"is damaged: parts of {path} are not in it")
             for name, end in self._ends[path].items():
                 file = self.directory / name
                 if file.parent != self.directory:
                     raise ValueError(f"{self.directory / METADATA}: names {name}, a file outside the checkpoint")
                 if not file.is_file():
-                    raise ValueError(f"{file}: is missing")
+                    raise _damaged(file, "is missing")
                 if file.stat().st_size < end:
-                    raise ValueError(f"{file}: is cut short: {file.stat().st_size:,} bytes of at least {end:,}")
+                    raise _damaged(file, f"is cut short: {file.stat().st_size:,} bytes of at least {end:,}")
+
+
+def _damaged(place: Path, what: str) -> ValueError:
+    return ValueError(f"{place}: {what}; {REMEDY}")

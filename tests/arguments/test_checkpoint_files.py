@@ -93,6 +93,14 @@ def test_a_part_is_verified_by_itself(tmp_path: Path) -> None:
     assert "critic/trainer.json" in str(damage(folder / "critic"))
 
 
+def test_a_marker_that_names_no_rollout(tmp_path: Path) -> None:
+    folder = write(tmp_path, 0)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
+    with pytest.raises(ValueError, match=r"latest_checkpointed_iteration.txt: is damaged: .* --ckpt-step"):
+        find_checkpoint(tmp_path)
+    assert find_checkpoint(tmp_path, 0)[0] == folder
+
+
 def test_what_load_does_not_take(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file"):

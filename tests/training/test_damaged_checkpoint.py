@@ -66,7 +66,7 @@ def garble(path: Path) -> None:
         ("__0_0.distcp", garble, "a part is damaged"),
         ("__0_0.distcp", Path.unlink, "is missing"),
         ("trainer.json", cut, "is damaged or cut short: not JSON"),
-        ("trainer.json", lambda path: path.write_text("{}"), "is damaged: KeyError: 'schedule'"),
+        ("trainer.json", lambda path: path.write_text("{}"), "is damaged (KeyError: 'schedule')"),
         ("trainer.json", lambda path: path.write_text("[1]"), "is damaged: holds no JSON object"),
     ],
 )
@@ -77,6 +77,7 @@ def test_a_damaged_file_is_named(
     text = refusal(model, folder)
     assert said in text
     assert text.startswith(str(folder if "a part" in said else folder / name))
+    assert text.endswith("; go on from an earlier checkpoint with --ckpt-step")
 
 
 @pytest.mark.parametrize(
@@ -107,19 +108,19 @@ def metadata(folder: Path) -> Metadata:
     return dcp.FileSystemReader(folder).read_metadata()
 
 
-def plant(folder: Path, payload: Touch, *, as_bytes: bool) -> None:
+def plant(folder: Path, payload: object, *, name: str = NAME, as_bytes: bool = False) -> None:
     """Put ``payload`` in place of a tensor of the .distcp; ``as_bytes``: and say that it is no tensor."""
     found, stream = metadata(folder), io.BytesIO()
     torch.save(payload, stream)
-    (key,) = (key for key in found.storage_data if key.fqn == NAME)
+    (key,) = (key for key in found.storage_data if key.fqn == name)
     where = found.storage_data[key]
     with (folder / where.relative_path).open("ab") as file:
         where.offset, where.length = file.tell(), len(stream.getvalue())
         file.write(stream.getvalue())
     if as_bytes:
-        found.state_dict_metadata[NAME] = BytesStorageMetadata()
+        found.state_dict_metadata[name] = BytesStorageMetadata()
         del found.storage_data[key]
-        found.storage_data[type(key)(NAME)] = where
+        found.storage_data[type(key)(name)] = where
     (folder / ".metadata").write_bytes(pickle.dumps(found))
 
 
@@ -152,8 +153,16 @@ def test_bytes_instead_of_a_tensor_are_not_opened(model: Path, folder: Path, tmp
     assert mark.exists(), "the attack is a real one"
 
 
+def test_a_random_state_that_is_none(model: Path, folder: Path) -> None:
+    state = torch.zeros_like(torch.get_rng_state())
+    plant(folder, state, name="rng.cpu0")
+    assert "its random state is damaged (Invalid mt19937 state); --no-load-rng does without" in refusal(model, folder)
+    with one_rank(tiny_args(model, no_load_rng=True)) as trainer:
+        assert trainer.load(str(folder)) == 0
+
+
 def test_an_object_in_place_of_a_tensor_is_not_made(model: Path, folder: Path, tmp_path: Path) -> None:
-    plant(folder, Touch(tmp_path / "ran"), as_bytes=False)
+    plant(folder, Touch(tmp_path / "ran"))
     assert "a part is damaged (UnpicklingError: Weights only load failed" in refusal(model, folder)
     assert not (tmp_path / "ran").exists()
 
