@@ -13,6 +13,13 @@ class DebugArgs:
 
     seed: int = flag(1234, "seed of weights and of training")
     dry_run: bool = flag(False, "check everything that can be checked, print the resolved arguments, and stop")
+    args_group: list[str] = flag(
+        [],
+        "dataclass of flags of your own, my_file.py:MyArgs: on the command line, in --help, in config files and as "
+        "args.my_flag in plugins; may be given several times",
+        repeat=True,
+        metavar="PLUGIN",
+    )
     config: str | None = flag(None, "YAML of arguments; the command line wins over it", metavar="FILE")
     custom_config_path: str | None = flag(
         None,

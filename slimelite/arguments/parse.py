@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from slimelite.arguments.args import Args, Derivation
-from slimelite.arguments.base import ArgumentError, all_flags
+from slimelite.arguments.base import ArgumentError
 from slimelite.arguments.derive import derive
 from slimelite.arguments.help import format_help
 from slimelite.arguments.idle import idle_flags
 from slimelite.arguments.machine import Machine, this_machine
+from slimelite.arguments.own_groups import compose, load_groups
 from slimelite.arguments.presets import read_presets
 from slimelite.arguments.secret import HIDDEN, is_masked
 from slimelite.arguments.sources import drop_unusable_paths, read_command_line, read_config
@@ -33,10 +34,10 @@ def parse_args(argv: Sequence[str] | None = None, groups: Sequence[type] = ()) -
         groups: dataclasses of `flag` fields of your own; the result is an instance of each.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print(format_help(compose(groups)))
-        raise SystemExit(0)
     try:
+        if "--help" in argv or "-h" in argv:
+            print(format_help(_args_type(argv, groups)))
+            raise SystemExit(0)
         return make_args(argv, groups)
     except ArgumentError as error:
         problems = error.problems
@@ -60,7 +61,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     Raises:
         ArgumentError: with every problem found.
     """
-    args_type = compose(groups)
+    args_type = _args_type(argv, groups)
     vocabulary = Vocabulary(args_type)
     settings = _merge_sources(argv, vocabulary)
     given = frozenset(settings.values)
@@ -87,19 +88,10 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     return replace(args, no_effect=tuple(no_effect.items()))
 
 
-def compose(groups: Sequence[type]) -> type[Args]:
-    """`Args` with the fields of ``groups`` as well.
-
-    Raises:
-        ValueError: a group has a flag that is taken already.
-    """
-    if not groups:
-        return Args
-    flags = [flag for group in (Args, *groups) for flag in all_flags(group).values()]
-    taken = [option for flag in flags for option in (flag.option, *flag.aliases)]
-    if twice := {option for option in taken if taken.count(option) > 1}:
-        raise ValueError(f"{', '.join(sorted(twice))}: two groups have this flag; call yours something else")
-    return dataclass(frozen=True)(type("Args", (*reversed(groups), Args), {"__doc__": Args.__doc__}))
+def _args_type(argv: Sequence[str], groups: Sequence[type]) -> type[Args]:
+    """`Args` with ``groups`` and those that ``--args-group`` names, on the command line or in ``--config``."""
+    named = _merge_sources(argv, Vocabulary(Args)).values.get("args_group", [])
+    return compose([*groups, *load_groups(named)])
 
 
 def _own_keys(settings: Settings, vocabulary: Vocabulary) -> Iterator[str]:

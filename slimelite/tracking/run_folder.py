@@ -83,6 +83,9 @@ def config_yaml(args: Args) -> str:
     lines = ["# resolved arguments of this run; `python train.py --config` with this file repeats it"]
     lines += ["# " + " ".join(note.split()) for note in args.notes]
     lines += [f"# no effect here: {name}: {why}" for name, why in args.no_effect]
+    if args.custom_config:
+        keys = ", ".join(args.custom_config)
+        lines.append(f"# plugins also had {keys}: give --custom-config-path {args.custom_config_path} again")
     for group in groups_of(type(args)):
         lines += ["", f"# {group_title(group)[0]}"]
         for flag in group_flags(group):

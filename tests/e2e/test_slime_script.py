@@ -65,8 +65,18 @@ ray job submit --address="http://127.0.0.1:8265" \
 LOG = """
 import os
 def note(rollout_id, args, samples, metrics, seconds):
-    metrics["rollout/nvls"] = float(os.environ["NCCL_NVLS_ENABLE"])
+    metrics["rollout/nvls"] = float(os.environ["NCCL_NVLS_ENABLE"]) + args.note_bonus
 """
+GROUP = '''
+from dataclasses import dataclass
+from slimelite.arguments import flag
+
+@dataclass(frozen=True)
+class NoteArgs:
+    """Notes."""
+
+    note_bonus: float = flag(0.5, "added to a metric")
+'''
 
 
 def test_it_runs_as_it_is_and_ends_nothing_of_others(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
@@ -81,9 +91,11 @@ def test_it_runs_as_it_is_and_ends_nothing_of_others(grpo_args: list[str], task:
     layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     (place / "models" / "tiny.sh").write_text(f"TINY_ARGS=(--num-layers {layers} --add-qkv-bias)\n")
     (place / "own_log.py").write_text(LOG)
+    (tmp_path / "own_args.py").write_text(GROUP)
     (place / "run-tiny.sh").write_text(SCRIPT)
     wrapper = ["bash", str(ROOT / "scripts" / "run_slime_script.sh"), "--map", f"/root={root}"]
     command = [*wrapper, str(place / "run-tiny.sh"), "--num-rollout", "1", "--run-dir", str(tmp_path / "run")]
+    command += ["--args-group", "own_args.py:NoteArgs", "--note-bonus", "7"]
     env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "sglang"])
@@ -97,7 +109,7 @@ def test_it_runs_as_it_is_and_ends_nothing_of_others(grpo_args: list[str], task:
         bystander.kill()
         others.shutdown()
     assert len(metrics(tmp_path / "run", "train/loss")) == 1
-    assert metrics(tmp_path / "run", "rollout/nvls") == [0.0]
+    assert metrics(tmp_path / "run", "rollout/nvls") == [7.0], "a plugin in a worker reads a flag of the user's own"
     for said in (
         "pkill -9 sglang ends nothing",
         "ray stop --force does nothing",
