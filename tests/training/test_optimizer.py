@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import gradients, one_rank, random_table, save_tiny_model, tiny_args, weights_of
 
+from slimelite.training import muon
 from slimelite.training.muon import Muon, orthogonalize
 
 
@@ -52,6 +53,27 @@ def test_newton_schulz_makes_matrices_nearly_orthogonal(shape: tuple[int, ...]) 
     assert values.max() < 1.3
     cosine = (found * (u @ vh)).sum() / (found.norm() * (u @ vh).norm())
     assert cosine > 0.97
+
+
+def test_muon_holds_few_matrices_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    sizes: list[int] = []
+    original = muon.orthogonalize
+    monkeypatch.setattr(muon, "orthogonalize", lambda x, steps: sizes.append(x.nbytes) or original(x, steps))
+
+    def moved() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.zeros(20, 10)) for _ in range(7)]
+        for parameter in parameters:
+            parameter.grad = torch.randn(20, 10)
+        Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.0).step()
+        return [parameter.detach() for parameter in parameters]
+
+    together = moved()
+    monkeypatch.setattr(muon, "STACK_BYTES", 2000)  # two of them
+    for mine, theirs in zip(moved(), together, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert sizes == [7 * 800, 1600, 1600, 1600, 800]
 
 
 def test_muon_moves_matrices_by_its_own_rate_and_adamw_the_rest(model: Path) -> None:

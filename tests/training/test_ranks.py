@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from exact import (
     CORRECTIONS,
     ESTIMATORS,
@@ -20,9 +21,11 @@ from exact import (
     exact_step,
 )
 from tiny import Recorder, on_ranks, one_rank, save_tiny_model, tiny_args, weights_of
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimelite.table import SampleTable
+from slimelite.training import muon
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import buckets, full_weights
 
@@ -69,6 +72,40 @@ def in_half(trainer: Trainer) -> tuple[list[torch.dtype], dict[str, torch.Tensor
     return gathers.dtypes, found
 
 
+# rows that ranks share unevenly, and fewer rows than ranks
+MATRICES = [(7, 5)] * 5 + [(12, 30)] * 2 + [(1, 4)] + [(40, 8)] * 3
+
+
+def muon_steps(trainer: Trainer | None) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+    """MATRICES in float64 after three steps of Muon, with shards on the ranks of ``trainer``; the shapes of the stacks
+    that were orthogonalized, of all ranks.
+    """
+    generator, stacks = torch.Generator().manual_seed(0), []
+    original = muon.orthogonalize
+
+    def watched(matrices: torch.Tensor, steps: int) -> torch.Tensor:
+        stacks.append(tuple(matrices.shape))
+        return original(matrices, steps)
+
+    def draw(shape: tuple[int, int]) -> torch.Tensor:
+        whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return whole if trainer is None else distribute_tensor(whole, trainer.world.mesh["shard"], [Shard(0)])
+
+    muon.orthogonalize = watched
+    parameters = [torch.nn.Parameter(draw(shape)) for shape in MATRICES]
+    optimizer = muon.Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = draw(tuple(parameter.shape))
+        optimizer.step()
+    muon.orthogonalize = original
+    if trainer is None:
+        return [p.detach() for p in parameters], stacks
+    everyones: list[Any] = [None] * trainer.world.size
+    dist.all_gather_object(everyones, stacks)
+    return [p.detach().full_tensor() for p in parameters], [stack for part in everyones for stack in part]
+
+
 def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> dict[str, Any]:
     """All that is compared with one rank, in one go: starting processes is what takes time."""
     before = trainer.log_probs(table)
@@ -87,6 +124,7 @@ def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> di
     broken = another(loss_type="custom_loss", custom_loss_function_path=plugin).train(0, table)
     return {
         "muon_history": muon_history,
+        "muon_steps": muon_steps(trainer),
         "skipped_steps": broken["train/skipped_steps"],
         "log_probs": before,
         "history": history,
@@ -132,6 +170,11 @@ def test_ranks_do_not_matter(
         for mine, theirs in zip(five_steps(trainer, table), many["muon_history"], strict=True):
             assert theirs["train/loss"] == pytest.approx(mine["train/loss"], rel=1e-4, abs=1e-5)
     assert many["skipped_steps"] == 1, "what is wrong on one rank is left out on all"
+    (matrices, stacks), (expected_matrices, _) = many["muon_steps"], muon_steps(None)
+    for mine, theirs in zip(matrices, expected_matrices, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    # no matrix is worked on twice
+    assert sum(count for count, *_ in stacks) == 3 * len(MATRICES)
     theirs = [many["exact_of_replicas"], *many["exact"]]
     for (gradient, means), (expected, expected_means) in zip(theirs, [exact[0], *exact], strict=True):
         assert_same_gradient(gradient, expected)
