@@ -107,13 +107,13 @@ def varlen_attention(
     """The attention of one layer, as transformers calls it.
 
     Args:
-        query: [1, heads, T, width]; ``key`` and ``value``: [1, key/value heads, T, width].
-        sequences: the layout of the T tokens.
+        query: [rows, heads, T, width]; ``key`` and ``value``: [rows, key/value heads, T, width].
+        sequences: the layout of the rows · T tokens; none is in two rows.
         scaling: factor of the scores; None: 1/sqrt(width).
         sliding_window: a token sees itself and this many - 1 before it.
 
     Returns:
-        [1, T, heads, width] and no attention weights.
+        [rows, T, heads, width] and no attention weights.
 
     Raises:
         ValueError: the model asks for dropout, capped scores or attention sinks, which are not here.
@@ -122,12 +122,12 @@ def varlen_attention(
         name = type(module).__name__
         raise ValueError(f"{name} uses attention dropout, score capping or sinks, which training here does not support")
     assert attention_mask is None, "a packed row has no mask tensor"
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         out = _flash_attention(q, k, v, sequences, scaling, sliding_window)
     else:
         out = _bucketed_attention(q, k, v, sequences, scaling, sliding_window)
-    return out[None], None
+    return out.unflatten(0, (len(query), -1)), None
 
 
 def _flash_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -67,6 +67,26 @@ class MicroBatch:
             targets=to_device(ids[place]),
             segments=to_device(np.repeat(np.arange(len(rows)), responses)),
             token_index=torch.from_numpy(_ranges(table.response_offsets[rows], responses)),
+        )
+
+    def padded(self) -> MicroBatch:
+        """The same with each of the n sequences in a row of its own, padded on the right to the longest.
+
+        Nothing that looks back alone sees the padding. ``input_ids`` and ``position_ids`` are [n, longest], and
+        ``response_index`` counts in them row by row.
+        """
+        longest, device = max(self.lengths), self.input_ids.device
+        lengths = torch.tensor(self.lengths, device=device)
+        positions = torch.arange(longest, device=device).expand(len(lengths), -1).contiguous()
+        input_ids = torch.zeros_like(positions)
+        input_ids[positions < lengths[:, None]] = self.input_ids[0]
+        shift = torch.arange(len(lengths), device=device) * longest - (lengths.cumsum(0) - lengths)
+        return replace(
+            self,
+            input_ids=input_ids,
+            position_ids=positions,
+            sequences=PackedSequences.from_lengths([longest] * len(lengths), device),
+            response_index=self.response_index + shift[self.segments],
         )
 
     def take(self, column: Tensor) -> Tensor:

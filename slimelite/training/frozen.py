@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 
 from slimelite.arguments import Args
-from slimelite.training.model import PolicyModel, build_policy
+from slimelite.training.loading import build_policy
+from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World, reshard
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,15 +23,18 @@ from slimelite.training.columns import TokenColumns
 from slimelite.training.critic import Critic
 from slimelite.training.flops import ForwardFlops
 from slimelite.training.frozen import FrozenPolicy
+from slimelite.training.loading import build_policy
 from slimelite.training.loss import LossInputs, micro_batch_loss
 from slimelite.training.lr_schedule import LrSchedule
 from slimelite.training.metrics import MetricSums
-from slimelite.training.model import LanguageModel, PolicyModel, build_policy
+from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory, memory_used, return_freed_memory, training_tensors
 from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import join_world, set_last_micro_batch
 from slimelite.training.passes import Scores, table_scores
 from slimelite.training.schedule import PackingLimits, Step, deal, split_steps
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -74,6 +78,15 @@ class Trainer:
         self.limits = PackingLimits(
             args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size
         )
+        parts = [part for part in (self, self.reference, self.teacher, self.critic) if part is not None]
+        leaking = {part.model.hf.config.model_type for part in parts if not part.model.packed}
+        self._packed = not leaking
+        if leaking and self.world.rank == 0:
+            logger.warning(
+                "%s is trained on one sequence a forward pass, for packed ones are not known to stay apart in it: this "
+                "is right and slower, and --micro-batch-size and --max-tokens-per-gpu have no effect",
+                " and ".join(sorted(leaking)),
+            )
 
     def set_num_rollout(self, num_rollout: int) -> None:
         """How long the run is: where learning-rate schedules end."""
@@ -353,6 +366,7 @@ class Trainer:
 
     def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
         limits = self.limits if max_tokens is None else PackingLimits(max_tokens)
+        limits = limits if self._packed else PackingLimits(None, 1)
         return deal(rows, table.total_lengths, table.unit_id, self.world.size, limits)
 
     def _update_reference(self, rollout_id: int) -> None:

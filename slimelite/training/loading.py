@@ -1,0 +1,121 @@
+"""Models from Hugging Face folders: read, checked, sharded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import init_empty_weights
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from slimelite.arguments import Args
+from slimelite.training.attention import ATTENTION, register_attention
+from slimelite.training.configs import without_noise
+from slimelite.training.model import LanguageModel, PolicyModel
+from slimelite.training.packing import NoSmallModel, may_pack
+from slimelite.training.parallel import World, shard_model
+
+logger = logging.getLogger(__name__)
+
+# config attributes with which the logits are more than hidden·weightᵀ -> the value that is harmless
+LOGIT_TRANSFORMS: dict[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+
+Model = TypeVar("Model", bound=LanguageModel)
+
+
+def build_policy(args: Args, world: World, path: str | None, *, trainable: bool) -> PolicyModel:
+    """The policy at ``path``; see `build_model`."""
+    return build_model(args, world, path, lambda hf: PolicyModel(hf, args.log_probs_chunk_size), trainable=trainable)
+
+
+def build_model(
+    args: Args, world: World, path: str | None, wrap: Callable[[PreTrainedModel], Model], *, trainable: bool
+) -> Model:
+    """The causal LM at ``path`` in what ``wrap`` makes of it, sharded over the ranks and on the device.
+
+    A trainable one has fp32 weights and, by ``--gradient-checkpointing``, recomputes its layers in the backward pass.
+    Others are held in the dtype they compute in.
+
+    Raises:
+        ValueError: see `read_config`, `may_pack` and `load_model`.
+    """
+    attention = ATTENTION if args.attn_implementation == "auto" else args.attn_implementation
+    config = read_config(path)
+    packed = _may_pack(config, attention, world, pairs=args.loss_type == "dpo_loss")
+    hf = load_model(str(path), config, seed=args.seed, attention=attention, empty=world.rank > 0)
+    if trainable and args.gradient_checkpointing:
+        hf.gradient_checkpointing_enable({"use_reentrant": False})
+    model = wrap(hf).train()
+    model.packed = packed
+    if not trainable:
+        # parameters alone: rotary frequencies rounded to bf16 turn by radians at position 1,000
+        for parameter in model.requires_grad_(False).parameters():
+            parameter.data = parameter.data.to(world.compute_dtype)
+    shard_model(model, model.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
+    return model
+
+
+def read_config(path: str | None) -> PretrainedConfig:
+    """The config of the causal LM at ``path``, a Hugging Face folder or hub id.
+
+    Raises:
+        ValueError: no model there, or one whose logits are not plain hidden·weightᵀ.
+    """
+    if path is None:
+        raise ValueError("no model to train; give --hf-checkpoint")
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except OSError as error:
+        raise ValueError(f"no model at {path}: {error}") from error
+    _check_logits(config)
+    return without_noise(config)
+
+
+def load_model(path: str, config: PretrainedConfig, *, seed: int, attention: str, empty: bool) -> PreTrainedModel:
+    """The causal LM at ``path`` in fp32 on the CPU; a folder with a config and no weights gives a new model.
+
+    Args:
+        path, config: see `read_config`.
+        seed: of a new model's weights.
+        attention: a transformers attention name.
+        empty: leave the parameters on the meta device (the weights come from another rank).
+    """
+    register_attention()
+    options = {"attn_implementation": attention, "dtype": torch.float32}
+    if empty:
+        with init_empty_weights(include_buffers=False):
+            hf = AutoModelForCausalLM.from_config(config, **options)
+        hf.tie_weights()  # the context gave each of a tied pair a parameter of its own
+        return hf
+    if _has_weights(path):
+        return AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, **options)
+
+
+def _may_pack(config: PretrainedConfig, attention: str, world: World, *, pairs: bool) -> bool:
+    """`may_pack`, the same on all ranks; what could not be seen is not packed."""
+    try:
+        packed = may_pack(config, attention, pairs=pairs)
+    except NoSmallModel as error:
+        packed = False
+        logger.warning("%s", error)
+    return not world.all_reduce(torch.tensor(float(not packed)))
+
+
+def _has_weights(path: str) -> bool:
+    folder = Path(path)
+    if not folder.is_dir():
+        return True  # a hub id
+    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
+
+
+def _check_logits(config: PretrainedConfig) -> None:
+    for name, harmless in LOGIT_TRANSFORMS.items():
+        value = getattr(config, name, harmless)
+        if value != harmless:
+            raise ValueError(f"{config.model_type} with {name}={value} is not supported: the LM head here is linear")

@@ -1,0 +1,194 @@
+"""A model whose packed sequences would see each other is trained on one at a time; one that is not right is refused."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB, one_rank, random_table, save_tiny_model, tiny_args, weights_of
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from slimelite.table import SampleTable
+from slimelite.training import packing
+from slimelite.training.attention import ATTENTION, register_attention
+from slimelite.training.batch import MicroBatch
+from slimelite.training.model import PolicyModel
+from slimelite.training.packing import NoSmallModel, may_pack
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+LEAKING: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "head_dim": 8,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "tie_word_embeddings": True},
+}
+# one row above 4,096 tokens changes the frequencies of the short ones beside it, packed or padded
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 48,
+    "long_factor": [4.0] * 48,
+    "original_max_position_embeddings": 4096,
+}
+REFUSED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "phi": {},  # its LM head has a bias
+}
+
+
+def build(family: str, changes: dict[str, Any], folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **changes)).save_pretrained(folder)
+    return folder
+
+
+def transformers_own(model: PreTrainedModel, table: SampleTable) -> Tensor:
+    """Log-probs of every response of ``table``, each row alone."""
+    found = []
+    for row in range(len(table)):
+        prompt, response = (table.row_slice(name, row) for name in ("prompt_tokens", "response_tokens"))
+        ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
+        scores = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        found.append(scores.gather(-1, ids[1:, None])[len(prompt) - 1 :, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("family", LEAKING)
+def test_a_leaking_family_is_trained_on_one_sequence_at_a_time(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, table = build(family, LEAKING[family], tmp_path), random_table(groups=2)
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    right = transformers_own(own, table)
+    lengths: list[list[int]] = []
+    with caplog.at_level(logging.WARNING), one_rank(tiny_args(folder, optimizer="sgd", lr=1.0)) as trainer:
+        trainer.model.register_forward_pre_hook(lambda _, given: lengths.append(given[0].lengths))
+        torch.testing.assert_close(torch.from_numpy(trainer.log_probs(table)), right.detach(), rtol=1e-4, atol=1e-5)
+    assert len(lengths) == len(table)
+    assert all(len(parts) == 1 for parts in lengths)
+    assert [r.message for r in caplog.records if "one sequence a forward pass" in r.message][1:] == []
+    assert "one sequence a forward pass" in caplog.text
+
+
+@pytest.mark.parametrize("family", LEAKING)
+def test_rows_that_belong_together_are_padded_and_not_packed(family: str, tmp_path: Path) -> None:
+    """The two replies of a pair share a forward pass, whose log-probs and gradients are those of each alone."""
+    register_attention()
+    folder, table = build(family, LEAKING[family], tmp_path), random_table(groups=1, longest=12)
+    own, ours = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
+        for attention in ("eager", ATTENTION)
+    )
+    policy, device = PolicyModel(ours), torch.device("cpu")
+    batch = MicroBatch.from_table(table, np.arange(len(table)), device)
+    right = transformers_own(own, table)
+    probe = torch.randn_like(right)
+    (right * probe).sum().backward()
+    leaks = (policy(batch, 1.0)[0] - right).abs().max()
+    assert leaks > 1e-3, "packed, this family is wrong"
+    policy.packed = False
+    apart = policy(batch, 1.0)[0]
+    torch.testing.assert_close(apart, right, rtol=1e-4, atol=1e-5)
+    (apart * probe).sum().backward()
+    for (name, mine), theirs in zip(ours.named_parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+    empty = MicroBatch.from_table(table, np.zeros(0, np.int64), device)  # of a rank with less to do
+    assert policy(empty, 1.0)[0].shape == (0,)
+
+
+def test_dense_models_stay_packed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[int] = []
+    with caplog.at_level(logging.WARNING), one_rank(tiny_args(save_tiny_model(tmp_path))) as trainer:
+        trainer.model.register_forward_pre_hook(lambda _, given: calls.append(len(given[0].lengths)))
+        trainer.log_probs(random_table())
+    assert sum(calls) == 16
+    assert len(calls) < 8
+    assert "one sequence" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "packs"),
+    [
+        ("qwen2", {}, True),
+        ("qwen3", {}, True),
+        ("llama", {}, True),
+        ("mistral", {}, True),
+        ("gemma3_text", {}, True),
+        ("qwen3_moe", {"num_hidden_layers": 4}, True),
+        ("nemotron_h", {}, False),
+        ("qwen3_next", {"num_hidden_layers": 4}, False),
+        ("phi3", {"rope_parameters": LONG_ROPE}, False),
+    ],
+)
+def test_families_at_their_own_depth(family: str, changes: dict[str, Any], packs: bool) -> None:
+    assert may_pack(AutoConfig.for_model(family, **changes), ATTENTION) is packs
+
+
+def test_pairs_that_padding_mixes_are_refused() -> None:
+    with pytest.raises(ValueError, match="phi3 cannot be trained: its log-probs differ"):
+        may_pack(AutoConfig.for_model("phi3", rope_parameters=LONG_ROPE), ATTENTION, pairs=True)
+    assert not may_pack(AutoConfig.for_model("nemotron_h"), ATTENTION, pairs=True)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_is_not_right_even_alone_is_refused(family: str, tmp_path: Path) -> None:
+    folder = build(family, REFUSED[family], tmp_path)
+    said = {
+        "gpt_oss": "gpt_oss cannot be trained: .*sinks.*; --attn-implementation eager computes it right",
+        "phi": "phi cannot be trained: its log-probs differ by .* from transformers' own; docs/algorithms.md",
+    }
+    with pytest.raises(ValueError, match=said[family]), one_rank(tiny_args(folder)):
+        pass
+
+
+def test_the_remedy_works(tmp_path: Path) -> None:
+    folder, table = build("gpt_oss", REFUSED["gpt_oss"], tmp_path), random_table(groups=1)
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with one_rank(tiny_args(folder, attn_implementation="eager")) as trainer:
+        found = torch.from_numpy(trainer.log_probs(table))
+    torch.testing.assert_close(found, transformers_own(own, table).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_seen_is_not_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: Any) -> Any:
+        raise TypeError("no such config")
+
+    save_tiny_model(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 12345.0})
+    monkeypatch.setattr(packing, "small_config", fails)
+    with pytest.raises(NoSmallModel, match="TypeError: no such config"):
+        may_pack(AutoConfig.from_pretrained(tmp_path), ATTENTION)
+    with caplog.at_level(logging.WARNING), one_rank(tiny_args(tmp_path)) as trainer:
+        assert not trainer.model.packed
+    assert "no such config" in caplog.text
+
+
+def test_nothing_random_is_left_in_the_forward_pass(tmp_path: Path) -> None:
+    """Dropout and router jitter would make the log-probs of training other than those that sampled."""
+    config = AutoConfig.for_model("gpt2", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    table = random_table(groups=1)
+    with one_rank(tiny_args(tmp_path)) as trainer:
+        assert trainer.model.training
+        assert (trainer.log_probs(table) == trainer.log_probs(table)).all()
+        assert weights_of(trainer)
