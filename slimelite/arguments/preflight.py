@@ -199,32 +199,17 @@ def _read_model(args: Args, option: str, path: str, findings: Findings) -> dict[
         if problems := list(shape_problems(config)):
             raise ValueError(f"config.json: {'; '.join(problems)}")
         if not args.debug_rollout_only or args.rollout_backend == "embedded":
-            generates = option == "--hf-checkpoint" and not args.debug_train_only
-            _build_empty(path, embedded=generates and args.rollout_backend == "embedded")
+            from slimelite.training.loading import inspect_model
+
+            model_config = inspect_model(args, path)
+            if option == "--hf-checkpoint" and not args.debug_train_only and args.rollout_backend == "embedded":
+                from slimelite.engines.embedded.weights import DecoderShape
+
+                DecoderShape.from_config(model_config)
     except (OSError, ValueError) as error:
         findings.problems.append(f"{option} {path}: {_one_line(error)}")
         return {}
     return config
-
-
-def _build_empty(path: str, *, embedded: bool) -> None:
-    """Make the model as trainer and engine will, without weights or memory for them.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
-    from slimelite.engines.embedded.weights import DecoderShape
-    from slimelite.training.model import load_model
-
-    try:
-        config = load_model(path, seed=0, attention="eager", empty=True).config
-    except Exception as error:  # transformers raises anything for a config that does not hold together
-        raise ValueError(
-            "the installed transformers can build no causal language model from its config.json "
-            f"({_one_line(error):.300}); compare it with the original, or take another model"
-        ) from error
-    if embedded:
-        DecoderShape.from_config(config)
 
 
 def _read_config(path: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,13 +16,18 @@ from slimelite.arguments import Args
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.configs import without_noise
 from slimelite.training.model import LanguageModel, PolicyModel
-from slimelite.training.packing import NoSmallModel, may_pack
+from slimelite.training.packing import NoSmallModel, may_pack, one_line
 from slimelite.training.parallel import World, shard_model
 
 logger = logging.getLogger(__name__)
 
 # config attributes with which the logits are more than hidden·weightᵀ -> the value that is harmless
 LOGIT_TRANSFORMS: dict[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+
+
+class LogitsError(ValueError):
+    """A model whose logits are more than hidden·weightᵀ."""
+
 
 Model = TypeVar("Model", bound=LanguageModel)
 
@@ -42,10 +48,9 @@ def build_model(
     Raises:
         ValueError: see `read_config`, `may_pack` and `load_model`.
     """
-    attention = ATTENTION if args.attn_implementation == "auto" else args.attn_implementation
     config = read_config(path)
-    packed = _may_pack(config, attention, world, pairs=args.loss_type == "dpo_loss")
-    hf = load_model(str(path), config, seed=args.seed, attention=attention, empty=world.rank > 0)
+    packed = _may_pack(args, config, world)
+    hf = load_model(str(path), config, seed=args.seed, attention=_attention(args), empty=world.rank > 0)
     if trainable and args.gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     model = wrap(hf).train()
@@ -70,7 +75,10 @@ def read_config(path: str | None) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except OSError as error:
         raise ValueError(f"no model at {path}: {error}") from error
-    _check_logits(config)
+    for name, harmless in LOGIT_TRANSFORMS.items():
+        value = getattr(config, name, harmless)
+        if value != harmless:
+            raise LogitsError(f"{config.model_type} with {name}={value} is not supported: the LM head here is linear")
     return without_noise(config)
 
 
@@ -97,14 +105,43 @@ def load_model(path: str, config: PretrainedConfig, *, seed: int, attention: str
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def _may_pack(config: PretrainedConfig, attention: str, world: World, *, pairs: bool) -> bool:
+def inspect_model(args: Args, path: str) -> PretrainedConfig:
+    """Make the model at ``path`` without its weights, to see before a run starts what `build_model` would say.
+
+    Raises:
+        ValueError: transformers cannot make it, or see `build_model`.
+    """
+    try:
+        config = read_config(path)
+        load_model(path, config, seed=0, attention="eager", empty=True)
+    except LogitsError:
+        raise
+    except Exception as error:  # transformers raises anything for a config that does not hold together
+        raise ValueError(
+            "the installed transformers can build no causal language model from its config.json "
+            f"({one_line(error)}); compare it with the original, or take another model"
+        ) from error
+    with suppress(NoSmallModel):  # the trainer says it
+        may_pack(config, _attention(args), pairs=_trains_pairs(args))
+    return config
+
+
+def _may_pack(args: Args, config: PretrainedConfig, world: World) -> bool:
     """`may_pack`, the same on all ranks; what could not be seen is not packed."""
     try:
-        packed = may_pack(config, attention, pairs=pairs)
+        packed = may_pack(config, _attention(args), pairs=_trains_pairs(args))
     except NoSmallModel as error:
         packed = False
         logger.warning("%s", error)
     return not world.all_reduce(torch.tensor(float(not packed)))
+
+
+def _attention(args: Args) -> str:
+    return ATTENTION if args.attn_implementation == "auto" else args.attn_implementation
+
+
+def _trains_pairs(args: Args) -> bool:
+    return args.loss_type == "dpo_loss"
 
 
 def _has_weights(path: str) -> bool:
@@ -112,10 +149,3 @@ def _has_weights(path: str) -> bool:
     if not folder.is_dir():
         return True  # a hub id
     return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
-
-
-def _check_logits(config: PretrainedConfig) -> None:
-    for name, harmless in LOGIT_TRANSFORMS.items():
-        value = getattr(config, name, harmless)
-        if value != harmless:
-            raise ValueError(f"{config.model_type} with {name}={value} is not supported: the LM head here is linear")

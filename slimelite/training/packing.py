@@ -73,7 +73,7 @@ def _small_model(config: PretrainedConfig) -> SmallModel:
             problem = error
     raise NoSmallModel(
         f"{config.model_type}: no small copy of it can be run, so that it is not known whether packed sequences mix: "
-        f"{_one_line(problem)}"
+        f"{one_line(problem)}"
     ) from problem
 
 
@@ -109,7 +109,7 @@ class SmallModel:
             together = self._gap(policy, [0, 1], packed=True)
             apart = max(self._gap(policy, rows, packed=False) for rows in [[0], [1]] + [[0, 1]] * pairs)
         except Exception as error:  # models raise anything when they are called in a way they do not know
-            return False, f"its forward pass fails here: {_one_line(error)}"
+            return False, f"its forward pass fails here: {one_line(error)}"
         problem = f"its log-probs differ by {apart:.1e} from transformers' own" if apart >= TOLERANCE else ""
         return together < TOLERANCE, problem
 
@@ -129,5 +129,7 @@ class SmallModel:
         return float(difference.abs().nan_to_num(nan=torch.inf).max())
 
 
-def _one_line(error: Exception | None) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+def one_line(error: Exception | None) -> str:
+    """The message of ``error``, and its kind where it is not a message to a user."""
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
