@@ -296,6 +296,8 @@ class RolloutManager:
             groups = list(dict.fromkeys(table.group_id.tolist()))
             kept = groups[: max(1, round(share * len(groups)))]
             table = table.select(np.flatnonzero(np.isin(table.group_id, kept)))
+        if table.advantages is not None:  # what the run trained that saved it; this one makes its own
+            table.advantages, table.advantage = None, np.zeros(len(table))
         return table, {}
 
     def _shape(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:

@@ -56,7 +56,9 @@ def naive(estimator: str, std: bool, normalize: bool) -> list[float]:
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
     template = str(tmp_path / "{rollout_id}.parquet")
-    scored_table().to_parquet(template.format(rollout_id=0))
+    table = scored_table()
+    table.advantages = np.full(len(table.response_tokens), 7.0, np.float32)  # of the run that saved it
+    table.to_parquet(template.format(rollout_id=0))
     return template
 
 
@@ -71,6 +73,7 @@ def test_advantages_of_a_rollout(
     flags = {"grpo_std_normalization": std, "rewards_normalization": normalize, "advantage_estimator": estimator}
     output = make_manager(make_args(load_debug_rollout_data=saved, **flags), []).generate(0)
     np.testing.assert_allclose(output.table.advantage, naive(estimator, std, normalize), rtol=1e-12, atol=1e-12)
+    assert output.table.advantages is None
     assert output.metrics["rollout/groups_of_one"] == output.metrics["rollout/zero_variance_groups"] == 0.25
 
 
