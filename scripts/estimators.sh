@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Every advantage estimator on the quickstart's task, from the same SFT model: the table of docs/benchmarks.md.
 #   bash scripts/estimators.sh --launcher local                        ESTIMATORS="gspo ppo" SEEDS=0 bash scripts/estimators.sh
-# Metrics of each run go to docs/estimators/NAME/seed-N/; scripts/estimators_table.py makes the table and the curves.
+# Runs are collected in runs/estimators-table/; the table is printed, figures and curves go to docs/estimators/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-RESULTS=docs/estimators
+RESULTS=runs/estimators-table
 # two optimizer steps a rollout: in the first the ratio is 1, and grpo, gspo and cispo have the same gradient
 STEPS=(--global-batch-size 128)
 
@@ -33,4 +33,6 @@ for SEED in ${SEEDS:-0 1 2}; do
         cp "runs/estimators/$name/seed-$SEED/grpo/metrics.jsonl" "$RESULTS/$name/seed-$SEED/"
     done
 done
-PATH="$PWD/${VENV:-.venv}/bin:$PATH" python scripts/estimators_table.py "$RESULTS"
+export PATH="$PWD/${VENV:-.venv}/bin:$PATH"
+python scripts/estimators_table.py "$RESULTS" docs/estimators/curves.png
+python scripts/figures.py "$RESULTS"/*/seed-* >docs/estimators/figures.csv

@@ -1,6 +1,6 @@
 """The table of estimators and their curves from the metrics that scripts/estimators.sh collected.
 
-python scripts/estimators_table.py docs/estimators
+python scripts/estimators_table.py runs/estimators-table docs/estimators/curves.png
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from slimelite.tracking.plot import main as plot
 GOOD = 0.90  # greedy accuracy that counts as having learnt the task
 
 
-def main(folder: Path) -> None:
-    """Print the table; write curves.png beside the runs."""
+def main(folder: Path, curves: Path) -> None:
+    """Print the table of the runs in ``folder``; draw ``curves``."""
     print(f"| estimator | before | 10 rollouts | 40 rollouts, each seed | rollouts to {GOOD} | CPU-seconds |")
     print("|---|---|---|---|---|---|")
     bands: list[str] = []
@@ -31,8 +31,8 @@ def main(folder: Path) -> None:
         seconds = " ".join(f"{value:.0f}" for value in spent)
         print(f"| {estimator.name} | {first} | {ten} | {last} | {' '.join(reached)} | {seconds} |")
         bands += ["--band", estimator.name, *map(str, runs)]
-    plot([*bands, "--metric", "eval/heldout", "--metric", "rollout/raw_reward", "--out", str(folder / "curves.png")])
+    plot([*bands, "--metric", "eval/heldout", "--metric", "rollout/raw_reward", "--out", str(curves)])
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:3]))

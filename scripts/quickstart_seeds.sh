@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The quickstart with ten seeds, at twice its length: the numbers of docs/benchmarks.md.   bash scripts/quickstart_seeds.sh
-# Metrics of each run go to docs/quickstart/{sft,grpo}/seed-N/; scripts/quickstart_table.py makes the table and the curves.
+# Runs are collected in runs/quickstart-seeds/; the table is printed, figures and curves go to docs/quickstart/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-RESULTS=docs/quickstart
+RESULTS=runs/quickstart-seeds
 for SEED in ${SEEDS:-0 1 2 3 4 5 6 7 8 9}; do
     export SEED
     bash scripts/quickstart.sh --num-rollout 80 | grep -E "^done|eval/heldout"
@@ -12,4 +12,6 @@ for SEED in ${SEEDS:-0 1 2 3 4 5 6 7 8 9}; do
         cp "runs/quickstart/seed-$SEED/$part/metrics.jsonl" "$RESULTS/$part/seed-$SEED/"
     done
 done
-PATH="$PWD/${VENV:-.venv}/bin:$PATH" python scripts/quickstart_table.py "$RESULTS"
+export PATH="$PWD/${VENV:-.venv}/bin:$PATH"
+python scripts/quickstart_table.py "$RESULTS" docs/quickstart/curves.png
+python scripts/figures.py "$RESULTS"/grpo/seed-* "$RESULTS"/sft/seed-* >docs/quickstart/figures.csv

@@ -1,6 +1,6 @@
 """The ten-seed table and curves from the metrics that scripts/quickstart_seeds.sh collected.
 
-python scripts/quickstart_table.py docs/quickstart
+python scripts/quickstart_table.py runs/quickstart-seeds docs/quickstart/curves.png
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def evaluations(run: Path) -> dict[int, float]:
     return {int(r["eval/step"]): r["eval/heldout"] for r in read_metrics(run) if "eval/heldout" in r}
 
 
-def main(folder: Path) -> None:
-    """Print the table; write curves.png beside the runs."""
+def main(folder: Path, curves: Path) -> None:
+    """Print the table of the runs in ``folder``; draw ``curves``."""
     runs = sorted((folder / "grpo").glob("seed-*"), key=lambda run: int(run.name.split("-")[1]))
     print("| seed | SFT model | 10 rollouts | 40 rollouts | best to 80 | 80 rollouts | met | CPU-seconds to 40 |")
     print("|---|---|---|---|---|---|---|---|")
@@ -48,8 +48,8 @@ def main(folder: Path) -> None:
     print(f"| median | {middle} | {met} of {len(runs)} | {median(seconds):.0f} |")
     band = ["--band", f"{len(runs)} seeds", *map(str, runs)]
     shown = ["eval/heldout", "rollout/raw_reward", "rollout/response_len/mean", "train/entropy_loss"]
-    plot([*band, *(word for name in shown for word in ("--metric", name)), "--out", str(folder / "curves.png")])
+    plot([*band, *(word for name in shown for word in ("--metric", name)), "--out", str(curves)])
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:3]))
