@@ -8,18 +8,21 @@ touches its file every minute.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from slimelite.arguments.checkpoint import LOCK
 from slimelite.files import named
 from slimelite.lifecycle import is_gone, this_process
+
+logger = logging.getLogger(__name__)
 
 BEAT_S = 60
 STALE_S = 600
@@ -42,7 +45,7 @@ def hold(folders: dict[str, str | None]) -> Iterator[None]:
 
 
 @contextmanager
-def _held(folder: Path, flag: str) -> Iterator[Path]:
+def _held(folder: Path, flag: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     folder.mkdir(parents=True, exist_ok=True)
     path, mine = folder / LOCK, _this_run()
     while not _create(path, mine):
@@ -57,7 +60,7 @@ def _held(folder: Path, flag: str) -> Iterator[Path]:
             )
         _remove(path, holder)
     try:
-        yield path
+        yield path, mine
     finally:
         _remove(path, mine)
 
@@ -120,8 +123,11 @@ def _this_run() -> dict[str, Any]:
     return place | this_process() | {"time": round(time.time())}
 
 
-def _beat(paths: list[Path], over: threading.Event) -> None:
+def _beat(held: list[tuple[Path, dict[str, Any]]], over: threading.Event) -> None:
     while not over.wait(BEAT_S):
-        for path in paths:
-            if path.exists():
-                os.utime(path)
+        for path, mine in held:
+            with suppress(OSError):  # what is wrong with the disk is said by whoever writes to it
+                if _read(path)[0] == mine:
+                    os.utime(path)
+                elif not over.is_set():
+                    logger.error("%s: another run writes there now; end one of the two", path)

@@ -100,11 +100,22 @@ def test_released_on_an_error_and_one_folder_may_be_both(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_a_live_runs_lock_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def soon(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_live_run_touches_its_lock_and_notices_who_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("slimelite.locks.BEAT_S", 0.01)
+    path = tmp_path / LOCK
     with hold({"--save": str(tmp_path)}):
-        os.utime(tmp_path / LOCK, (1, 1))
-        end = time.monotonic() + 20
-        while (tmp_path / LOCK).stat().st_mtime < 2:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        os.utime(path, (1, 1))
+        soon(lambda: path.stat().st_mtime > 1)
+        assert not caplog.text
+        path.write_text('{"host": "elsewhere"}')  # it was silent for ten minutes
+        soon(lambda: "another run writes there now" in caplog.text)
+    assert path.exists(), "the other's lock stays"

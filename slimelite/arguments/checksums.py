@@ -30,8 +30,8 @@ def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
 def damage(folder: Path) -> str | None:
     """What is wrong with the files of the checkpoint at ``folder``; None: nothing.
 
-    A part of a checkpoint, such as its critic, is looked up among the checksums of the whole one. Without any (they
-    version 0.1 wrote none) nothing is known, and nothing is wrong.
+    A part of a checkpoint, such as its critic, is looked up among the checksums of the whole one. Without any
+    (older checkpoints have none) nothing is known, and nothing is wrong.
     """
     root = next((place for place in (folder, folder.parent) if (place / CHECKSUMS).is_file()), None)
     if root is None:

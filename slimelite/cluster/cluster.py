@@ -171,7 +171,7 @@ class Cluster:
         # a save that was cut short leaves the first, and just before its end also the second
         if replaced.is_dir() and not final.is_dir():
             replaced.rename(final)
-        for left in (directory, replaced):
+        for left in (*root.glob("iter_*.partial"), replaced):
             if left.is_dir():
                 shutil.rmtree(left)
         self._finish_ahead()

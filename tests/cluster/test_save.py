@@ -87,6 +87,13 @@ def test_between_the_two_names_the_older_checkpoint_is_found(tmp_path: Path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
 
 
+def test_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000001.partial").mkdir(parents=True)
+    (tmp_path / "iter_0000001.partial" / "large").write_text("x")
+    save(tmp_path, Trainer("new"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
 def test_a_first_save_that_is_cut_short_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="killed"):
         save(tmp_path, Trainer("new", dies=True))
