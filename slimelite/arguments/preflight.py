@@ -138,7 +138,7 @@ def _check_plugins(args: Args, findings: Findings) -> set[str]:
     from slimelite.plugins import load_function
 
     broken: set[str] = set()
-    for flag, path in _plugin_paths(args):
+    for flag, path in plugin_paths(args):
         try:
             load_function(path)
         except Exception as error:  # a plugin's module may raise anything when it is imported
@@ -147,7 +147,7 @@ def _check_plugins(args: Args, findings: Findings) -> set[str]:
     return broken
 
 
-def _plugin_paths(args: Args) -> Iterator[tuple[str, str]]:
+def plugin_paths(args: Args) -> Iterator[tuple[str, str]]:
     """(flag, path) of every plugin that is named."""
     for flag in all_flags(type(args)).values():
         if flag.metavar == "PLUGIN":

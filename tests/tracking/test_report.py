@@ -22,6 +22,15 @@ def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
     facts = run_facts(make_args(run, start_rollout_id=3, **kl))
     assert facts["rollouts"] == "5, going on at 3"
     assert facts["method"] == "grpo, adam lr 1e-06, KL loss 0.001 (low_var_kl)"
+    assert "plugins" not in facts
+    plugins = {"custom_rm_path": "my/reward.py:score", "rollout_sample_hook_path": ["a.b", "c.d"]}
+    shown = run_facts(make_args(run, dynamic_sampling_filter_path="filters.keep", **plugins))["plugins"].split(", ")
+    assert sorted(shown) == [
+        "--custom-rm-path my/reward.py:score",
+        "--dynamic-sampling-filter-path filters.keep",
+        "--rollout-sample-hook-path a.b",
+        "--rollout-sample-hook-path c.d",
+    ]
     assert run_facts(make_args(run, loss_type="sft_loss", **kl))["method"] == "sft, adam lr 1e-06"
     assert facts["device"] == "cpu, 1 training rank, 1 embedded engine, Ray"
     train_only = make_args(run, debug_train_only=True, launcher="local", eval_datasets=())
