@@ -2,32 +2,100 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimelite.engines.protocol import GenerateRequest
+from slimelite.engines.protocol import GenerateRequest, SamplingParams
+
+# logits divided by less than this overflow fp32; 0 is greedy
+LOWEST_TEMPERATURE = 1e-6
+MOST_STOPS = 256
+INT32 = 2**31
 
 
 def check_request(request: GenerateRequest, vocab_size: int, max_context_len: int) -> None:
-    """Refuse what can never be served.
+    """Refuse what can never be served, whatever is in it: what gets past here shares its batch with other requests.
 
     Raises:
-        ValueError: tokens that the model has not, no prompt, parameters out of range, or more than the context holds.
+        ValueError: tokens that the model has not, no prompt, parameters of a wrong type or out of range, or more than
+            the context holds.
     """
     params, name, ids = request.params, f"request {request.request_id}", request.input_ids
-    if not ids or min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {vocab_size - 1}")
-    if not 0 <= request.position < len(ids):
-        raise ValueError(f"{name}: position {request.position} leaves no prompt in {len(ids)} input_ids")
-    if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1 or "" in params.stop:
-        raise ValueError(
-            f"{name}: needs max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1 and no empty stop, got {params}"
-        )
+    if not isinstance(request.request_id, str) or not request.request_id:
+        raise ValueError(f"{name}: its id must be text")
+    check_tokens(ids, vocab_size, name)
+    if not is_whole(request.position, 0, len(ids) - 1):
+        raise ValueError(f"{name}: position {request.position!r} leaves no prompt in {len(ids)} input_ids")
+    for problem in _problems(params):
+        raise ValueError(f"{name}: {problem}")
     if len(ids) + params.max_new_tokens > max_context_len:
         raise ValueError(
             f"{name}: {len(ids)} input tokens and max_new_tokens {params.max_new_tokens} exceed the engine's "
             f"context of {max_context_len} tokens; shorten either, or raise --rollout-max-context-len"
         )
+
+
+def check_tokens(ids: Sequence[int], vocab_size: int, name: str) -> None:
+    """Refuse anything but one sequence of the model's tokens.
+
+    Raises:
+        ValueError: with ``name`` in it.
+    """
+    try:
+        array = np.asarray(ids)
+    except (ValueError, OverflowError):  # lists of different lengths, numbers of more than 64 bits
+        array = np.zeros(0)
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= vocab_size:
+        raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {vocab_size - 1}")
+
+
+def is_whole(value: Any, low: int, high: int) -> bool:
+    """Whether ``value`` is an integer from ``low`` to ``high``."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_temperature(value: Any, *, greedy: bool) -> bool:
+    """Whether logits can be divided by ``value``; ``greedy``: or it is 0."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        return False
+    return value >= LOWEST_TEMPERATURE or (greedy and value == 0)
+
+
+def _problems(params: SamplingParams) -> Iterator[str]:
+    if not is_whole(params.max_new_tokens, 1, INT32):
+        yield f"max_new_tokens must be an integer of at least 1, not {params.max_new_tokens!r:.60}"
+    if not is_whole(params.min_new_tokens, 0, params.max_new_tokens):
+        yield f"min_new_tokens must be an integer from 0 to max_new_tokens, not {params.min_new_tokens!r:.60}"
+    if not is_temperature(params.temperature, greedy=True):
+        yield f"temperature must be 0, or at least {LOWEST_TEMPERATURE:g} and finite, not {params.temperature!r:.60}"
+    if not isinstance(params.top_p, Real) or isinstance(params.top_p, bool) or not 0 < params.top_p <= 1:
+        yield f"top_p must be above 0 and at most 1, not {params.top_p!r:.60}"
+    if not is_whole(params.top_k, -1, INT32):
+        yield f"top_k must be an integer, -1 for all tokens, not {params.top_k!r:.60}"
+    if params.seed is not None and not isinstance(params.seed, Integral):
+        yield f"the seed (sampling_seed) must be an integer, not {params.seed!r:.60}"
+    for switch in ("ignore_eos", "skip_special_tokens"):
+        if not isinstance(getattr(params, switch), bool):
+            yield f"{switch} must be true or false, not {getattr(params, switch)!r:.60}"
+    if not all(is_text(stop) and stop for stop in params.stop) or len(params.stop) > MOST_STOPS:
+        yield f"stop must be at most {MOST_STOPS} texts, none of them empty, not {params.stop!r:.60}"
+    ids = params.stop_token_ids
+    if not all(is_whole(token, -INT32, INT32) for token in ids) or len(ids) > MOST_STOPS:
+        yield f"stop_token_ids must be at most {MOST_STOPS} token ids, not {ids!r:.60}"
+
+
+def is_text(value: Any) -> bool:
+    """Whether ``value`` is text that has bytes: JSON can say half a surrogate pair, which has none."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
 
 
 def weight_shapes(model_path: str) -> dict[str, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,9 +11,12 @@ from typing import Any
 
 from aiohttp import web
 
+from slimelite.engines.checks import is_text
 from slimelite.engines.protocol import Engine, GenerateRequest, GenerateResult, SamplingParams
 
-MAX_BODY_BYTES = 64 << 20
+# a body may have this for each token of the context (text, or ids in decimal), and as much again as a megabyte
+BODY_BYTES_PER_TOKEN = 16
+BODY_BYTES = 1 << 20
 HEALTH_TIMEOUT = 20.0  # seconds
 # SGLang's defaults of the parameters that we have too; its names where they differ from ours
 DEFAULTS: dict[str, Any] = {
@@ -49,10 +53,13 @@ def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
         if not known and value is not None and NEUTRAL.get(name) != value:
             raise ValueError(f"sampling parameter {name}={value!r} is not supported; use --rollout-backend sglang")
     values = {name: default if given.get(name) is None else given[name] for name, default in DEFAULTS.items()}
-    stop = values.pop("stop") or ()
+    stop, ids = values.pop("stop") or (), values.pop("stop_token_ids") or ()
+    for name, value, kinds in (("stop", stop, list | tuple | str), ("stop_token_ids", ids, list | tuple)):
+        if not isinstance(value, kinds):
+            raise ValueError(f"sampling parameter {name} must be a list, not {value!r:.60}")
     return SamplingParams(
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=tuple(values.pop("stop_token_ids") or ()),
+        stop_token_ids=tuple(ids),
         seed=values.pop("sampling_seed"),
         **values,
     )
@@ -91,7 +98,8 @@ class HttpFront:
 
     async def _listen(self) -> str:
         if self._runner is None:
-            app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+            limit = BODY_BYTES + BODY_BYTES_PER_TOKEN * (await self._engine.info()).max_context_len
+            app = web.Application(client_max_size=limit, middlewares=[_errors_as_json])
             app.add_routes(
                 [
                     web.post("/generate", self._generate),
@@ -122,23 +130,24 @@ class HttpFront:
         self._runner = self.url = None
 
     async def _generate(self, http: web.Request) -> web.Response:
-        body = await http.json()
+        body = await _read(http, {"rid": str, "sampling_params": dict, "stream": bool, "return_logprob": bool})
         if body.get("stream"):
             raise ValueError("stream=true is not supported; use --rollout-backend sglang")
         ids = body.get("input_ids")
         if ids is None:
-            if self._encode is None or not isinstance(body.get("text"), str):
+            if self._encode is None or not is_text(body.get("text")):
                 raise ValueError("send input_ids: one list of token ids (text needs an engine with an encode function)")
             ids = self._encode(body["text"])
-        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise ValueError("input_ids must be one list of token ids; send a request for each prompt")
         input_ids = tuple(ids)
-        if (body.get("sampling_params") or {}).get("max_new_tokens") == 0:
+        params = body.get("sampling_params") or {}
+        if params.get("max_new_tokens") == 0:
             return await self._score(body, input_ids)
         request = GenerateRequest(
             request_id=body.get("rid") or uuid.uuid4().hex,
             input_ids=input_ids,
-            params=parse_sampling_params(body.get("sampling_params") or {}),
+            params=parse_sampling_params(params),
             prefix_key=f"http-{hash(input_ids)}",
         )
         (result,) = await self._engine.generate([request])
@@ -152,12 +161,12 @@ class HttpFront:
         are divided by ``input_logprob_temperature`` (sgl-project/sglang#36213), 1 by default, which the answer repeats.
         """
         begin = body.get("logprob_start_len", -1)
-        if not body.get("return_logprob") or not 0 <= begin < len(input_ids) - 1:
+        if not body.get("return_logprob") or type(begin) is not int or not 0 <= begin < len(input_ids) - 1:
             raise ValueError(
                 "max_new_tokens 0 scores the prompt: send return_logprob=true and a logprob_start_len that leaves at "
-                f"least two of the {len(input_ids)} input_ids, not {begin}"
+                f"least two of the {len(input_ids)} input_ids, not {begin!r:.60}"
             )
-        temperature = float(body.get("input_logprob_temperature", 1.0))
+        temperature = body.get("input_logprob_temperature", 1.0)
         info = await self._engine.info()
         if not info.capabilities.score:
             raise ValueError(f"the {info.name} engine scores no prompts")
@@ -198,7 +207,7 @@ class HttpFront:
         return {"text": text, "output_ids": result.output_ids, "meta_info": meta}
 
     async def _abort(self, http: web.Request) -> web.Response:
-        body = await http.json()
+        body = await _read(http, {"rid": str, "abort_all": bool})
         if not body.get("abort_all") and not body.get("rid"):
             raise ValueError("send rid, or abort_all=true")
         await self._engine.abort(None if body.get("abort_all") else [body["rid"]])
@@ -236,5 +245,28 @@ async def _errors_as_json(
     """A mistake of the client is a 400 with the message, in SGLang's form; anything else stays a 500."""
     try:
         return await handler(request)
+    except web.HTTPRequestEntityTooLarge as error:
+        message, status = f"the body is larger than the engine's context can need: {error.text}", error.status
     except ValueError as error:
-        return web.json_response({"error": {"message": str(error)}}, status=400)
+        message, status = str(error), 400
+    return web.json_response({"error": {"message": message}}, status=status)
+
+
+async def _read(request: web.Request, kinds: dict[str, type]) -> dict[str, Any]:
+    """The body, a JSON object; ``kinds``: type of the fields that may be in it, or null.
+
+    Raises:
+        ValueError: it is something else.
+        HTTPRequestEntityTooLarge: it is too large, whatever is in it.
+    """
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise ValueError(f"the body must be a JSON object, not {body!r:.60}")
+    for name, kind in kinds.items():
+        value = body.get(name)
+        if value is not None and not (is_text(value) if kind is str else isinstance(value, kind)):
+            raise ValueError(f"{name} must be of type {kind.__name__}, not {value!r:.60}")
+    return body

@@ -244,12 +244,25 @@ class EngineContract:
         self.check_log_probs(self.request([4] * 10), result, self.model)
 
     @pytest.mark.parametrize(
-        "changes", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"stop": ("",)}, {"position": 3}]
+        "changes",
+        [
+            *(
+                {"max_new_tokens": 0},
+                {"max_new_tokens": 1.5},
+                {"min_new_tokens": -1},
+                {"position": 3},
+                {"position": "1"},
+            ),
+            *({"temperature": t} for t in (-1.0, float("nan"), float("inf"), 1e-300, "hot", True)),
+            *({"top_p": 0.0}, {"top_p": float("nan")}, {"top_k": "x"}, {"top_k": 2**70}, {"seed": "x"}, {"seed": 0.5}),
+            *({"stop": ("",)}, {"stop": (5,)}, {"stop": ("\ud800",)}, {"stop_token_ids": ("x",)}, {"ignore_eos": "no"}),
+        ],
+        ids=str,
     )
     def test_nonsense_is_refused(self, changes: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="request r"):
             self.generate(self.request(PROMPTS[0], **changes))
-        for ids in ((), (VOCAB,), (-1,)):
+        for ids in ((), (VOCAB,), (-1,), (4, "5"), (4.0,), ((4,), (4, 5)), (2**70,)):
             with pytest.raises(ValueError, match="request r"):
                 self.generate(self.request(ids))
 
@@ -291,7 +304,9 @@ class EngineContract:
             expected = log_probs(self.model, PROMPTS[2][:start], PROMPTS[2][start:], t)
             assert len(scores) == 30 - start
             assert (torch.tensor(scores) - expected).abs().max() < self.tolerance
-        for ids, start, t in ((PROMPTS[2], 0, 1.0), (PROMPTS[2], 30, 1.0), (PROMPTS[2], 1, 0.0), ((VOCAB, 1), 1, 1.0)):
+        wrong: list[tuple[Any, Any, Any]] = [(PROMPTS[2], 0, 1.0), (PROMPTS[2], 30, 1.0), ((VOCAB, 1), 1, 1.0)]
+        wrong += [(PROMPTS[2], 1, t) for t in (0.0, float("nan"), 1e-300, "x")] + [(PROMPTS[2], "x", 1.0)]
+        for ids, start, t in wrong:
             with pytest.raises(ValueError, match="score"):
                 self.run(self.engine.score(ids, start, t))
         with pytest.raises(ValueError, match=f"{MAX_CONTEXT + 1}.*{MAX_CONTEXT}"):

@@ -305,3 +305,19 @@ def test_other_families_and_impossible_limits_are_refused(tmp_path: Path, folder
 def test_stop_strings_need_a_decode_function(folder: Path) -> None:
     with pytest.raises(ValueError, match="decode function"):
         serve(folder, group((4, 5), 1, stop=("x",)))
+
+
+def test_a_score_that_fails_fails_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> list[float]:
+        raise MemoryError("logits")
+
+    async def scenario() -> None:
+        engine = EmbeddedEngine(str(folder), max_running_requests=2)
+        monkeypatch.setattr(engine._scheduler, "_score", fails)
+        beside = asyncio.ensure_future(engine.generate(group((4, 5), 2, max_new_tokens=40)))
+        with pytest.raises(MemoryError, match="logits"):
+            await engine.score((4, 5), 1)
+        assert all(result.output_ids for result in await beside)
+        await engine.close()
+
+    run(scenario())

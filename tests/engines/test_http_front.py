@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
@@ -202,6 +203,91 @@ def test_what_cannot_be_served_is_a_400_that_says_why(folder: Path, body: dict[s
         status, reply = await post("/generate", body)
         assert status == 400
         assert said in reply["error"]["message"]
+
+    served(folder, scenario)
+
+
+IDS = {"input_ids": PROMPT}
+SCORED = {"return_logprob": True, "logprob_start_len": 0}
+# as JSON, for half of it no client would write
+MALFORMED = [
+    *("", "[", "[1, 2]", "null", '"text"', "\xff", "[" * 100_000, '{"input_ids": ' + "9" * 5000 + "}"),
+    *(
+        json.dumps({"input_ids": value})
+        for value in ([], 5, "5 6", [5, "6"], [[5]], [5.0], [True], [96], [-1], {}, [float("inf")], [10**20])
+    ),
+    *('{"text": 5}', '{"text": "\\ud800"}'),
+    *(json.dumps({**IDS, name: 5}) for name in ("sampling_params", "rid", "stream", "return_logprob")),
+    *(json.dumps({**IDS, "rid": value}) for value in (["a"], {}, "\ud800")),
+    *(json.dumps({**IDS, "sampling_params": value}) for value in ("x", [1], [["n", 1]])),
+    *(
+        json.dumps({**IDS, "sampling_params": {name: value}})
+        for name, values in {
+            "temperature": (float("nan"), float("inf"), -1, 1e-300, "x", [1], True, {}),
+            "top_p": (float("nan"), 0, -0.1, 1.5, "x", [0.5], True),
+            "top_k": ("x", 1.5, -7, 2**70, [1], True, float("nan")),
+            "max_new_tokens": (-1, "x", 1.5, 2**70, float("inf"), [4], True),
+            "min_new_tokens": (-1, "x", 1.5, 500, True),
+            "sampling_seed": ("x", 1.5, [1], float("nan")),
+            "stop": (5, {"a": 1}, [5], [""], ["\ud800"], ["x"] * 5000, [["x"]]),
+            "stop_token_ids": (5, "x", ["x"], [1.5], [2**70], list(range(5000))),
+            "ignore_eos": ("x", 1),
+            "skip_special_tokens": ("x", 0.5),
+        }.items()
+        for value in values
+    ),
+    *(
+        json.dumps({**IDS, **SCORED, "sampling_params": {"max_new_tokens": 0}, name: value})
+        for name, values in {
+            "input_logprob_temperature": (float("nan"), 0, -1, 1e-300, "x", [1], True),
+            "logprob_start_len": ("x", 1.5, -2, 99, True),
+            "input_ids": ([5], [5, 96], [5, "x"]),
+        }.items()
+        for value in values
+    ),
+]
+
+
+def test_a_bad_request_is_a_400_and_hurts_no_other(folder: Path) -> None:
+    """Eight good ones are running all the while, and get the tokens that they would have got alone."""
+    params = {"max_new_tokens": 1200, "ignore_eos": True}
+    good = [{**IDS, "sampling_params": {**params, "sampling_seed": i}, "return_logprob": True} for i in range(8)]
+
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        calls = [asyncio.ensure_future(post("/generate", body)) for body in good]
+        while len(engine._scheduler.request_ids()) < 8:
+            await asyncio.sleep(0.01)
+        async with aiohttp.ClientSession() as session:
+            for body in MALFORMED:
+                async with session.post(f"{url}/generate", data=body.encode("latin-1")) as reply:
+                    said = await reply.json()
+                    assert (reply.status, bool(said["error"]["message"])) == (400, True), body[:200]
+            for body in ('{"rid": ["a"]}', '{"rid": 5}', "[]", '{"abort_all": "no"}'):
+                async with session.post(f"{url}/abort_request", data=body) as reply:
+                    assert reply.status == 400, body
+        assert not any(call.done() for call in calls)
+        for seed, (status, reply) in enumerate(await asyncio.gather(*calls)):
+            assert status == 200
+            assert len(reply["output_ids"]) == 1200
+            alone = GenerateRequest("alone", tuple(PROMPT), SamplingParams(20, seed=seed, ignore_eos=True))
+            assert reply["output_ids"][:20] == (await engine.generate([alone]))[0].output_ids
+
+    served(folder, scenario)
+
+
+def test_a_body_beyond_the_context_is_refused_unread(folder: Path) -> None:
+    """40 MB of tokens, for a context of 2,000."""
+
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        body = b'{"input_ids": [' + b"5, " * ((40 << 20) // 3) + b"5]}"
+        began = time.monotonic()
+        async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", data=body) as reply:
+            assert reply.status == 413
+            assert "larger than the engine's context can need" in (await reply.json())["error"]["message"]
+        assert time.monotonic() - began < 5
+        # the longest prompt that fits passes
+        most = {"input_ids": [95] * 1999, "sampling_params": {"max_new_tokens": 1}}
+        assert (await post("/generate", most))[0] == 200
 
     served(folder, scenario)
 

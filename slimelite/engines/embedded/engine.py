@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, GenerationConfig
 
-from slimelite.engines.checks import check_request
+from slimelite.engines.checks import LOWEST_TEMPERATURE, check_request, check_tokens, is_temperature, is_whole
 from slimelite.engines.embedded import rows
 from slimelite.engines.embedded.decoder import Decoder
 from slimelite.engines.embedded.kv_cache import KVCache, round_up
@@ -140,13 +140,11 @@ class EmbeddedEngine:
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
         """See `Engine.score`. One sequence is scored between two decoding steps."""
-        vocab = self._weights.shape.vocab_size
-        if not input_ids or min(input_ids) < 0 or max(input_ids) >= vocab:
-            raise ValueError(f"score: input_ids must be one or more of the model's tokens 0 to {vocab - 1}")
-        if not 0 < start < len(input_ids) or temperature <= 0:
+        check_tokens(input_ids, self._weights.shape.vocab_size, "score")
+        if not is_whole(start, 1, len(input_ids) - 1) or not is_temperature(temperature, greedy=False):
             raise ValueError(
-                f"score: needs a temperature above 0 and 0 < start < {len(input_ids)} (the number of input_ids), "
-                f"got {temperature} and {start}"
+                f"score: needs a temperature of at least {LOWEST_TEMPERATURE:g} and 0 < start < {len(input_ids)} (the "
+                f"number of input_ids), got {temperature!r:.60} and {start!r:.60}"
             )
         if len(input_ids) > self._max_context_len:
             raise ValueError(f"score: {len(input_ids)} tokens exceed the engine's context of {self._max_context_len}")

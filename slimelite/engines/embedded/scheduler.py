@@ -95,9 +95,11 @@ class Scheduler:
         cache = self._cache
         assert cache is not None, "no step while the cache is released"
         if self.scoring:
-            scoring = self.scoring[0]
-            scoring.future.set_result(self._score(scoring))
-            self.scoring.popleft()
+            scoring = self.scoring.popleft()
+            try:
+                scoring.future.set_result(self._score(scoring))
+            except Exception as error:  # it touched no row
+                scoring.future.set_exception(error)
         if self._stale and self.rows.sequences:
             cache.set_row_len(round_up(max(s.need for s in self.rows.sequences)), self._cached_lengths()[:0])
             self._fill(cache, 0)
