@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -57,12 +56,12 @@ def check_tokens(ids: Sequence[int], vocab_size: int, name: str) -> None:
 
 def is_whole(value: Any, low: int, high: int) -> bool:
     """Whether ``value`` is an integer from ``low`` to ``high``."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and low <= value <= high
 
 
 def is_temperature(value: Any, *, greedy: bool) -> bool:
     """Whether logits can be divided by ``value``; ``greedy``: or it is 0."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, float | int | np.number) or isinstance(value, bool) or not math.isfinite(value):
         return False
     return value >= LOWEST_TEMPERATURE or (greedy and value == 0)
 
@@ -74,11 +73,15 @@ def _problems(params: SamplingParams) -> Iterator[str]:
         yield f"min_new_tokens must be an integer from 0 to max_new_tokens, not {params.min_new_tokens!r:.60}"
     if not is_temperature(params.temperature, greedy=True):
         yield f"temperature must be 0, or at least {LOWEST_TEMPERATURE:g} and finite, not {params.temperature!r:.60}"
-    if not isinstance(params.top_p, Real) or isinstance(params.top_p, bool) or not 0 < params.top_p <= 1:
+    if (
+        not isinstance(params.top_p, float | int | np.number)
+        or isinstance(params.top_p, bool)
+        or not 0 < params.top_p <= 1
+    ):
         yield f"top_p must be above 0 and at most 1, not {params.top_p!r:.60}"
     if not is_whole(params.top_k, -1, INT32):
         yield f"top_k must be an integer, -1 for all tokens, not {params.top_k!r:.60}"
-    if params.seed is not None and not isinstance(params.seed, Integral):
+    if params.seed is not None and not isinstance(params.seed, int | np.integer):
         yield f"the seed (sampling_seed) must be an integer, not {params.seed!r:.60}"
     for switch in ("ignore_eos", "skip_special_tokens"):
         if not isinstance(getattr(params, switch), bool):
