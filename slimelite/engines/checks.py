@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from slimelite.engines.protocol import GenerateRequest, SamplingParams
 
 # logits divided by less than this overflow fp32; 0 is greedy
 LOWEST_TEMPERATURE = 1e-6
+LARGEST = 1e30
 MOST_STOPS = 256
 INT32 = 2**31
 
@@ -56,14 +56,17 @@ def check_tokens(ids: Sequence[int], vocab_size: int, name: str) -> None:
 
 def is_whole(value: Any, low: int, high: int) -> bool:
     """Whether ``value`` is an integer from ``low`` to ``high``."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and low <= value <= high
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and low <= int(value) <= high
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a number that fp32 can hold, and so finite."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(abs(value) <= LARGEST)
 
 
 def is_temperature(value: Any, *, greedy: bool) -> bool:
     """Whether logits can be divided by ``value``; ``greedy``: or it is 0."""
-    if not isinstance(value, float | int | np.number) or isinstance(value, bool) or not math.isfinite(value):
-        return False
-    return value >= LOWEST_TEMPERATURE or (greedy and value == 0)
+    return is_number(value) and (value >= LOWEST_TEMPERATURE or (greedy and value == 0))
 
 
 def _problems(params: SamplingParams) -> Iterator[str]:
@@ -73,15 +76,11 @@ def _problems(params: SamplingParams) -> Iterator[str]:
         yield f"min_new_tokens must be an integer from 0 to max_new_tokens, not {params.min_new_tokens!r:.60}"
     if not is_temperature(params.temperature, greedy=True):
         yield f"temperature must be 0, or at least {LOWEST_TEMPERATURE:g} and finite, not {params.temperature!r:.60}"
-    if (
-        not isinstance(params.top_p, float | int | np.number)
-        or isinstance(params.top_p, bool)
-        or not 0 < params.top_p <= 1
-    ):
+    if not is_number(params.top_p) or not 0 < params.top_p <= 1:
         yield f"top_p must be above 0 and at most 1, not {params.top_p!r:.60}"
     if not is_whole(params.top_k, -1, INT32):
         yield f"top_k must be an integer, -1 for all tokens, not {params.top_k!r:.60}"
-    if params.seed is not None and not isinstance(params.seed, int | np.integer):
+    if params.seed is not None and not is_whole(params.seed, -(2**63), 2**64):
         yield f"the seed (sampling_seed) must be an integer, not {params.seed!r:.60}"
     for switch in ("ignore_eos", "skip_special_tokens"):
         if not isinstance(getattr(params, switch), bool):

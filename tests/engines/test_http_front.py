@@ -223,12 +223,12 @@ MALFORMED = [
     *(
         json.dumps({**IDS, "sampling_params": {name: value}})
         for name, values in {
-            "temperature": (float("nan"), float("inf"), -1, 1e-300, "x", [1], True, {}),
-            "top_p": (float("nan"), 0, -0.1, 1.5, "x", [0.5], True),
+            "temperature": (float("nan"), float("inf"), -1, 1e-300, 10**400, "x", [1], True, {}),
+            "top_p": (float("nan"), 0, -0.1, 1.5, 10**400, "x", [0.5], True),
             "top_k": ("x", 1.5, -7, 2**70, [1], True, float("nan")),
             "max_new_tokens": (-1, "x", 1.5, 2**70, float("inf"), [4], True),
             "min_new_tokens": (-1, "x", 1.5, 500, True),
-            "sampling_seed": ("x", 1.5, [1], float("nan")),
+            "sampling_seed": ("x", 1.5, [1], float("nan"), True),
             "stop": (5, {"a": 1}, [5], [""], ["\ud800"], ["x"] * 5000, [["x"]]),
             "stop_token_ids": (5, "x", ["x"], [1.5], [2**70], list(range(5000))),
             "ignore_eos": ("x", 1),
