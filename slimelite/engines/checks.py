@@ -61,7 +61,9 @@ def is_whole(value: Any, low: int, high: int) -> bool:
 
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a number that fp32 can hold, and so finite."""
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and bool(abs(value) <= LARGEST)
+    if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
+        return False
+    return bool(-LARGEST <= value <= LARGEST)
 
 
 def is_temperature(value: Any, *, greedy: bool) -> bool:
