@@ -168,12 +168,13 @@ def _check_model(args: Args, findings: Findings) -> dict[str, Any]:
         return args.model_config
     if args.hf_checkpoint is None:
         return {}
+    from slimelite.model_files import has_weights
+
     path = args.hf_checkpoint
     config = _read_model(args, "--hf-checkpoint", path, findings)
     if config:
         findings.problems += check_architecture(args, config)
-    folder = Path(path)
-    if config and folder.is_dir() and not _has_weights(folder) and not args.resume_directory:
+    if config and not has_weights(path) and not args.resume_directory:
         what = f"training starts from random ones (--seed {args.seed})"
         if args.debug_rollout_only:
             what = f"the engines sample from random ones (--rollout-seed {args.rollout_seed})"
@@ -186,8 +187,7 @@ def _check_model(args: Args, findings: Findings) -> dict[str, Any]:
     reference = args.ref_load if args.use_reference else None
     if reference and reference != path:
         _read_model(args, "--ref-load", reference, findings)
-        folder = Path(reference)
-        if folder.is_dir() and not _has_weights(folder):
+        if not has_weights(reference):
             findings.warnings.append(f"--ref-load {reference} holds no weights: the reference is random")
     return config
 
@@ -201,7 +201,7 @@ def _read_model(args: Args, option: str, path: str, findings: Findings) -> dict[
         if not args.debug_rollout_only or args.rollout_backend == "embedded":
             from slimelite.training.loading import inspect_model
 
-            model_config = inspect_model(args, path)
+            model_config = inspect_model(args, path, new_head=option == "--critic-load")
             if option == "--hf-checkpoint" and not args.debug_train_only and args.rollout_backend == "embedded":
                 from slimelite.engines.embedded.weights import DecoderShape
 
@@ -222,10 +222,6 @@ def _read_config(path: str) -> dict[str, Any]:
     if path.startswith((".", "/", "~")):
         raise ValueError("no such folder")
     return read_json(cached_file(path, "config.json"))
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
 
 
 def _check_saved_rollouts(args: Args, findings: Findings) -> None:
@@ -277,25 +273,28 @@ def _check_teacher(
             ask_once(server)
             findings.facts.append(f"the teacher at {server.url} scores prompts")
         elif args.use_opd and args.opd_type == "trainer" and args.opd_teacher_load:
-            _compare_vocabularies(args.opd_teacher_load, config, tokenizer, findings)
+            _compare_vocabularies(args, args.opd_teacher_load, config, tokenizer, findings)
     except (OSError, ValueError) as error:
         where = "--rm-url" if server is not None else f"--opd-teacher-load {args.opd_teacher_load}"
         findings.problems.append(f"{where}: {_one_line(error)}")
 
 
 def _compare_vocabularies(
-    teacher: str, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, findings: Findings
+    args: Args, teacher: str, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None, findings: Findings
 ) -> None:
     """Raise ValueError unless teacher and student give a token the same id.
 
     Equal tokenizers suffice: models of one family pad their vocabularies to different sizes.
     """
     from slimelite.data.tokenizer import load_tokenizer
+    from slimelite.model_files import has_weights
+    from slimelite.training.loading import inspect_model
 
     theirs = _read_config(teacher)
     mine, size = (text_config(c).get("vocab_size") for c in (config, theirs))
     folder = Path(teacher)
-    if folder.is_dir() and not _has_weights(folder):
+    inspect_model(args, teacher)
+    if not has_weights(teacher):
         findings.warnings.append(f"--opd-teacher-load {teacher} holds no weights: the teacher is random")
     if tokenizer is None or (folder.is_dir() and not (folder / "tokenizer.json").is_file()):
         if mine != size:

@@ -18,6 +18,7 @@ from slimelite.engines.sglang.client import ServerOwner, SglangEngine
 from slimelite.engines.sglang.control import Server
 from slimelite.engines.sglang.options import server_command
 from slimelite.engines.sglang.server import SglangServer
+from slimelite.model_files import has_weights
 
 # SGLang ends a request this much below its context length [tokens]
 CONTEXT_MARGIN = 2
@@ -29,9 +30,8 @@ def build_server(args: Args, index: int, host: str) -> SglangServer:
     length = args.sglang_context_length
     if length is not None:
         length = min(length + CONTEXT_MARGIN, max(config.max_position_embeddings, length))
-    folder = Path(str(args.hf_checkpoint))
     # of a folder without weights the trainer makes random ones; the first sync brings them
-    random = folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
+    random = not has_weights(str(args.hf_checkpoint))
 
     def command(host: str, port: int) -> list[str]:
         load_format = "dummy" if random else args.sglang_overrides.get("load_format")

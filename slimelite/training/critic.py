@@ -76,7 +76,7 @@ class Critic:
         self._fresh = True
         own = args.critic_load is not None and (Path(args.critic_load) / STATE_FILE).is_file()
         path = args.hf_checkpoint if own else args.critic_load or args.hf_checkpoint
-        self.model = build_model(args, world, path, ValueModel, trainable=True)
+        self.model = build_model(args, world, path, ValueModel, trainable=True, new_head=True)
         self.optimizers = Optimizers(self.args, self.model)
         self.progress = checkpoint.Progress(-1, 0, 0, LrSchedule.from_args(self.args))
         if own:

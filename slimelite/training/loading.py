@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimelite.arguments import Args
+from slimelite.model_files import check_weights, has_weights, load_causal_lm
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.configs import without_noise
 from slimelite.training.model import LanguageModel, PolicyModel
@@ -29,6 +29,8 @@ class LogitsError(ValueError):
     """A model whose logits are more than hidden·weightᵀ."""
 
 
+LM_HEAD = ("lm_head.weight",)
+
 Model = TypeVar("Model", bound=LanguageModel)
 
 
@@ -38,7 +40,13 @@ def build_policy(args: Args, world: World, path: str | None, *, trainable: bool)
 
 
 def build_model(
-    args: Args, world: World, path: str | None, wrap: Callable[[PreTrainedModel], Model], *, trainable: bool
+    args: Args,
+    world: World,
+    path: str | None,
+    wrap: Callable[[PreTrainedModel], Model],
+    *,
+    trainable: bool,
+    new_head: bool = False,
 ) -> Model:
     """The causal LM at ``path`` in what ``wrap`` makes of it, sharded over the ranks and on the device.
 
@@ -50,7 +58,9 @@ def build_model(
     """
     config = read_config(path)
     packed = _may_pack(args, config, world)
-    hf = load_model(str(path), config, seed=args.seed, attention=_attention(args), empty=world.rank > 0)
+    hf = load_model(
+        str(path), config, seed=args.seed, attention=_attention(args), empty=world.rank > 0, new_head=new_head
+    )
     if trainable and args.gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
     model = wrap(hf).train()
@@ -82,7 +92,9 @@ def read_config(path: str | None) -> PretrainedConfig:
     return without_noise(config)
 
 
-def load_model(path: str, config: PretrainedConfig, *, seed: int, attention: str, empty: bool) -> PreTrainedModel:
+def load_model(
+    path: str, config: PretrainedConfig, *, seed: int, attention: str, empty: bool, new_head: bool = False
+) -> PreTrainedModel:
     """The causal LM at ``path`` in fp32 on the CPU; a folder with a config and no weights gives a new model.
 
     Args:
@@ -90,6 +102,10 @@ def load_model(path: str, config: PretrainedConfig, *, seed: int, attention: str
         seed: of a new model's weights.
         attention: a transformers attention name.
         empty: leave the parameters on the meta device (the weights come from another rank).
+        new_head: whether the LM head will be replaced, so that it may be missing.
+
+    Raises:
+        ValueError: see `load_causal_lm`.
     """
     register_attention()
     options = {"attn_implementation": attention, "dtype": torch.float32}
@@ -98,14 +114,14 @@ def load_model(path: str, config: PretrainedConfig, *, seed: int, attention: str
             hf = AutoModelForCausalLM.from_config(config, **options)
         hf.tie_weights()  # the context gave each of a tied pair a parameter of its own
         return hf
-    if _has_weights(path):
-        return AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+    if has_weights(path):
+        return load_causal_lm(path, config, unread=LM_HEAD if new_head else (), **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def inspect_model(args: Args, path: str) -> PretrainedConfig:
+def inspect_model(args: Args, path: str, *, new_head: bool = False) -> PretrainedConfig:
     """Make the model at ``path`` without its weights, to see before a run starts what `build_model` would say.
 
     Raises:
@@ -113,7 +129,7 @@ def inspect_model(args: Args, path: str) -> PretrainedConfig:
     """
     try:
         config = read_config(path)
-        load_model(path, config, seed=0, attention="eager", empty=True)
+        empty = load_model(path, config, seed=0, attention="eager", empty=True)
     except LogitsError:
         raise
     except Exception as error:  # transformers raises anything for a config that does not hold together
@@ -121,6 +137,7 @@ def inspect_model(args: Args, path: str) -> PretrainedConfig:
             "the installed transformers can build no causal language model from its config.json "
             f"({one_line(error)}); compare it with the original, or take another model"
         ) from error
+    check_weights(path, empty, unread=LM_HEAD if new_head else ())
     with suppress(NoSmallModel):  # the trainer says it
         may_pack(config, _attention(args), pairs=_trains_pairs(args))
     return config
@@ -142,10 +159,3 @@ def _attention(args: Args) -> str:
 
 def _trains_pairs(args: Args) -> bool:
     return args.loss_type == "dpo_loss"
-
-
-def _has_weights(path: str) -> bool:
-    folder = Path(path)
-    if not folder.is_dir():
-        return True  # a hub id
-    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))

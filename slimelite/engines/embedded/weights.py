@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from slimelite.model_files import has_weights, load_causal_lm
 
 logger = logging.getLogger(__name__)
 
@@ -197,13 +198,12 @@ class DecoderWeights:
 
     def load(self, model_path: str, config: PretrainedConfig, seed: int) -> None:
         """Fill in the checkpoint at ``model_path``, or, for a folder without weights, random ones from ``seed``."""
-        folder = Path(model_path)
-        if folder.is_dir() and not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-            logger.warning("no weight files in %s: the engine starts from random weights", model_path)
+        if has_weights(model_path):
+            model = load_causal_lm(model_path, config, dtype=self._dtype)
+        else:
+            logger.warning("no weight files in %s: starting from random weights (seed %d)", model_path, seed)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(config, dtype=self._dtype)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(model_path, config=config, dtype=self._dtype)
         self.update(list(model.state_dict().items()))
         assert not self.missing(), f"the checkpoint lacks {self.missing()[:4]}"

@@ -1,0 +1,154 @@
+"""The weights of a Hugging Face folder: whether there are any, whether they are whole, whether they are its model's.
+
+A weight that is missing would be left at random values by transformers, which says so in a table and goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# what transformers opens, the first that is there
+ENTRIES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+# what else looks like a part of a model
+PARTS = ("*.safetensors", "pytorch_model*.bin")
+REMEDY = "copy or save the model anew"
+
+
+def has_weights(path: str | Path) -> bool:
+    """Whether a model starts from the weights at ``path``, a folder or hub id; of a folder without any a new one."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return True  # a hub id
+    return any((folder / name).is_file() for name in ENTRIES) or any(any(folder.glob(part)) for part in PARTS)
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Name -> shape of each weight, from the headers of the safetensors files alone; None: the weights are of an older
+    format, whose files do not tell.
+
+    Raises:
+        ValueError: a file is missing, empty, cut short or no safetensors file; the message names it.
+    """
+    entry = next((name for name in ENTRIES if (folder / name).is_file()), None)
+    if entry is None:
+        found = sorted(file.name for part in PARTS for file in folder.glob(part))
+        raise ValueError(
+            f"{folder} holds {', '.join(found[:4])}, and neither {WHOLE} nor an index that names them: {REMEDY}"
+        )
+    if entry == WHOLE:
+        return _header(folder / WHOLE)
+    if entry != INDEX:
+        return None
+    try:
+        files = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / INDEX} is no index of weights ({error!r:.100}): {REMEDY}") from error
+    shards = sorted({str(file) for file in files.values()})
+    if missing := [file for file in shards if not (folder / file).is_file()]:
+        raise ValueError(f"{folder / INDEX} names {_some(missing)}, not in this folder: {REMEDY}")
+    return {name: shape for file in shards for name, shape in _header(folder / file).items()}
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the weights in a safetensors file: 8 bytes, the length of a JSON text, then it, then data."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > size - 8:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        what = "is empty" if not size else f"is cut short or no safetensors file ({error})"
+        raise ValueError(f"{file} {what}: {REMEDY}") from error
+    if end != size:
+        raise ValueError(f"{file} has {size:,} bytes, and its header speaks of {end:,}: {REMEDY}")
+    return shapes
+
+
+def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = ()) -> None:
+    """Whether the weights at ``path`` are those of ``empty``, as far as the headers of the files tell.
+
+    ``unread``: see `load_causal_lm`.
+
+    Raises:
+        ValueError: see `weight_shapes` and `load_causal_lm`.
+    """
+    folder = Path(path)
+    shapes = weight_shapes(folder) if folder.is_dir() and has_weights(folder) else None
+    if shapes is not None:
+        # transformers' own matching of names, on tensors without data
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        options = {"config": copy.deepcopy(empty.config), "state_dict": tensors, "device_map": "meta"}
+        _load(path, unread, lambda **kept: type(empty).from_pretrained(None, **options, **kept))
+
+
+def load_causal_lm(path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: Any) -> Any:
+    """`AutoModelForCausalLM.from_pretrained`, which leaves nothing at random values.
+
+    Args:
+        path: a folder with weights, or a hub id.
+        unread: weights that may be missing, for they will be replaced.
+
+    Raises:
+        ValueError: a weight is missing or of another shape, or a file cannot be read.
+    """
+    if Path(path).is_dir():
+        weight_shapes(Path(path))  # names the file that is damaged
+    return _load(
+        path,
+        unread,
+        lambda **kept: AutoModelForCausalLM.from_pretrained(
+            path, config=config, trust_remote_code=False, **options, **kept
+        ),
+    )
+
+
+def _load(path: str, unread: Iterable[str], load: Any) -> Any:
+    try:
+        with _without_reports():
+            model, info = load(output_loading_info=True, ignore_mismatched_sizes=True)
+    except Exception as error:  # pickles, conversions and readers of files raise anything
+        text = " ".join(str(error).split())[:300]
+        raise ValueError(f"the weights in {path} cannot be read ({type(error).__name__}: {text}): {REMEDY}") from error
+    missing = sorted(set(info["missing_keys"]) - set(unread))
+    shapes = [
+        f"{name} is {list(found)} and not {list(own)}" for name, found, own in sorted(info["mismatched_keys"], key=str)
+    ]
+    if not missing and not shapes:
+        return model
+    problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"of another shape: {_some(shapes)}"] * bool(shapes)
+    if unknown := sorted(info["unexpected_keys"]):
+        problems.append(f"not of this model: {_some(unknown)}")
+    raise ValueError(f"the weights in {path} are not those of its config.json; {'; '.join(problems)}: {REMEDY}")
+
+
+@contextmanager
+def _without_reports() -> Iterator[None]:
+    """transformers prints a table of what does not fit; here it is an error."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + rest
