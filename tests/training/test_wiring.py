@@ -234,9 +234,10 @@ CASES: list[tuple[Flags, Flags, Callable[[Known], Tensor]]] = [
 ]
 # flags of the loss that other tests have
 ELSEWHERE = {
-    "dpo_beta": "test_pairs.py",
-    "dpo_loss": "test_pairs.py",
-    "dpo_label_smoothing": "test_pairs.py",
+    "dpo_beta": "test_oracle.py",
+    "dpo_loss": "test_oracle.py",
+    "dpo_label_smoothing": "test_oracle.py",
+    "mis_batch_normalize": "test_oracle.py",
     "custom_tis_function_path": "test_correction.py",
     "custom_pg_loss_reducer_function_path": "test_correction.py",
     "custom_reward_post_process_path": "named by an error alone; tests/rollout/test_manager.py",
