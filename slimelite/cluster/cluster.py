@@ -178,7 +178,7 @@ class Cluster:
         size = max(self._all("checkpoint_size"), default=0)
         try:
             self._write_checkpoint(directory, rollout_id)
-        except Exception as error:
+        except BaseException as error:  # also when the run is ended meanwhile
             # it would fill the disk for whoever comes next
             shutil.rmtree(directory, ignore_errors=True)
             if not isinstance(error, OSError):

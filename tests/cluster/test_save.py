@@ -22,7 +22,7 @@ class Rollout(Worker):
 class Trainer(Worker):
     """Writes two files, and may die between them."""
 
-    def __init__(self, weights: str, *extra: str, dies: bool = False) -> None:
+    def __init__(self, weights: str, *extra: str, dies: type[BaseException] | None = None) -> None:
         self.weights, self.extra, self.dies = weights, extra, dies
 
     def checkpoint_size(self) -> int:
@@ -32,7 +32,7 @@ class Trainer(Worker):
         (Path(directory) / STATE_FILE).write_text('{"steps": 1}')
         (Path(directory) / "first").write_text(self.weights)
         if self.dies:
-            raise RuntimeError("killed")
+            raise self.dies("killed")
         for name in ("second", *self.extra):
             (Path(directory) / name).write_text(self.weights)
         return {}
@@ -56,7 +56,7 @@ def test_a_save_over_an_older_checkpoint_is_whole_or_not_there(tmp_path: Path) -
     assert contents(tmp_path) == old
     for _ in range(2):
         with pytest.raises(RuntimeError, match="killed"):
-            save(tmp_path, Trainer("new", dies=True))
+            save(tmp_path, Trainer("new", dies=RuntimeError))
         assert contents(tmp_path) == old
     save(tmp_path, Trainer("new"))
     assert contents(tmp_path) == {"first": "new", "second": "new"}, "nothing of the older one is left"
@@ -80,7 +80,7 @@ def test_between_the_two_names_the_older_checkpoint_is_found(tmp_path: Path, mon
         assert not (tmp_path / "iter_0000003").exists()
         assert contents(tmp_path) == {"first": "old", "second": "old"}
     with pytest.raises(RuntimeError, match="killed"):
-        save(tmp_path, Trainer("new", dies=True))
+        save(tmp_path, Trainer("new", dies=RuntimeError))
     assert contents(tmp_path) == {"first": "old", "second": "old"}
     save(tmp_path, Trainer("new"))
     assert contents(tmp_path) == {"first": "new", "second": "new"}
@@ -94,9 +94,11 @@ def test_what_a_killed_run_left_half_written_is_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
 
 
-def test_a_first_save_that_is_cut_short_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="killed"):
-        save(tmp_path, Trainer("new", dies=True))
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_first_save_that_is_cut_short_is_no_checkpoint(tmp_path: Path, error: type[BaseException]) -> None:
+    with pytest.raises(error, match="killed"):
+        save(tmp_path, Trainer("new", dies=error))
+    assert not list(tmp_path.iterdir()), "it would fill the disk"
     assert find_checkpoint(tmp_path)[0] is None
 
 
@@ -108,5 +110,5 @@ def test_only_checkpoints_of_the_retained_rollouts_stay(tmp_path: Path) -> None:
         kept.append(sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")))
     assert kept == [[1], [3], [3, 5], [3, 7], [3, 7, 9], [3, 7, 11]]
     with pytest.raises(RuntimeError, match="killed"):
-        save(tmp_path, Trainer("w", dies=True), 13, retain=5)
+        save(tmp_path, Trainer("w", dies=RuntimeError), 13, retain=5)
     assert (tmp_path / "iter_0000011").is_dir(), "the last whole one outlives a save that fails"
