@@ -21,8 +21,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-# what a child process of a run has in its environment
-MARK = "SLIMELITE_RUN"
+# what a child process of a run has in its environment; the other is read by setproctitle, with which Ray names its
+# processes: without it a long name is written over the environment that /proc shows
+MARK, KEEP = "SLIMELITE_RUN", "SPT_NOENV"
 WITHOUT_A_WORD = "stopped without a word"
 KILLED = "train.py was killed (SIGKILL), by hand, by a job scheduler, or because the machine ran out of memory"
 # launchers send a signal to a process and to its group: within this time both are one [s]
@@ -98,14 +99,15 @@ class Watchdog:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        self._before = os.environ.get(MARK)
-        os.environ[MARK] = self._mark
+        self._before = {name: os.environ.get(name) for name in (MARK, KEEP)}
+        os.environ.update({MARK: self._mark, KEEP: "1"})
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        os.environ.pop(MARK)
-        if self._before is not None:
-            os.environ[MARK] = self._before
+        for name, value in self._before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
         assert self._process.stdin is not None
         with self._process.stdin as told, suppress(BrokenPipeError):
             if error is None:
@@ -182,11 +184,11 @@ def _set_status(folder: Path, pid: int) -> None:
     status = read_status(folder)
     if status.get("pid") != pid or status["status"] != WITHOUT_A_WORD:
         return
+    for left in folder.glob("*.partial"):
+        left.unlink(missing_ok=True)
     partial = folder / "status.json.partial"
     partial.write_text(json.dumps(status, indent=1) + "\n", encoding="utf-8")
     partial.replace(folder / "status.json")
-    for left in folder.glob("*.partial"):
-        left.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import http.client
+import ipaddress
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import grpc
+import psutil
 import pytest
 
 import train
+
+from .conftest import ROOT
 
 pytestmark = pytest.mark.e2e
 
@@ -71,3 +83,143 @@ def test_sigterm_in_each_phase(
     assert "Traceback" not in out.out + out.err
     assert (run / "curves.png").is_file() == bool(done)
     assert not [left for left in run.rglob("*.partial") if left.is_file()]
+
+
+def start(args: list[str], run: Path, *flags: str) -> subprocess.Popen[str]:
+    """train.py on a Ray of its own, in the background."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.Popen(
+        [sys.executable, "train.py", *args, "--num-rollout", "9", "--run-dir", str(run), *flags],
+        cwd=ROOT,
+        env=clean,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # a test run in the background ignores Ctrl-C, and its children with it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_until(true: Callable[[], object], process: subprocess.Popen[str], seconds: float = 180) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            pytest.fail(f"exit status {process.poll()}:\n{process.communicate()[0][-3000:]}")
+        time.sleep(0.1)
+
+
+def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The run, Ray's daemons, the workers and the watchdog."""
+    driver = psutil.Process(process.pid)
+    return [driver, *driver.children(recursive=True)]
+
+
+def alive(processes: list[psutil.Process]) -> list[str]:
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid} {process.name()}")
+    return found
+
+
+def answer_without_token(port: int) -> set[str]:
+    """What a port of this machine answers to who has no token: gRPC codes of Ray's services, HTTP statuses."""
+    said = set()
+    channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+    for service in RAY_SERVICES:
+        try:
+            channel.unary_unary(f"/ray.rpc.{service}")(b"", timeout=5)
+            said.add("OK")
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return {"something else"}
+            said.add(error.code().name)
+    channel.close()
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    with suppress(http.client.BadStatusLine, OSError):
+        connection.request("POST", "/api/job_agent/jobs/", body="{}")
+        said.add(str(connection.getresponse().status))
+    connection.close()
+    return said - {"UNIMPLEMENTED", "UNAVAILABLE"}
+
+
+RAY_SERVICES = (
+    "CoreWorkerService/PushTask",
+    "NodeManagerService/RequestWorkerLease",
+    "ObjectManagerService/Push",
+    "JobInfoGcsService/AddJob",
+    "InternalKVGcsService/InternalKVPut",
+    "ReporterService/GetTraceback",
+)
+
+
+def test_ray_is_closed_to_others_and_ctrl_c_in_training_leaves_nothing(args: list[str], tmp_path: Path) -> None:
+    """One start of Ray; the run is held in the trainer, by a function of the user, which sees the secret."""
+    (tmp_path / "hold.py").write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        "def advantages(*args, **kwargs):\n"
+        f"    Path({str(tmp_path / 'held')!r}).write_text(os.environ['HF_TOKEN'][::-1])\n"
+        "    time.sleep(300)\n"
+    )
+    secret = "hf_" + "a1b2c3" * 3
+    flags = ["--train-env-vars", json.dumps({"HF_TOKEN": secret, "NCCL_DEBUG": "WARN"})]
+    flags += ["--custom-advantage-function-path", f"{tmp_path / 'hold.py'}:advantages"]
+    run = tmp_path / "run"
+    process = start(args, run, *flags)
+    wait_until((tmp_path / "held").is_file, process)
+    members = family(process)
+    try:
+        wait_until(lambda: (tmp_path / "held").read_text() == secret[::-1], process)
+        commands = {member.pid: " ".join(member.cmdline()) for member in members}
+        (gcs,) = [member for member in members if "gcs_server" in commands[member.pid]]
+        token = gcs.environ()["RAY_AUTH_TOKEN"]
+
+        answers: set[str] = set()
+        for member in members:
+            for connection in member.net_connections("inet"):
+                if connection.status != psutil.CONN_LISTEN:
+                    continue
+                trainer = "TrainerActor" in commands[member.pid]  # torch's rendezvous and gloo are there too
+                if ipaddress.ip_address(connection.laddr.ip.removeprefix("::ffff:")).is_loopback:
+                    said = answer_without_token(connection.laddr.port)
+                    # 405: pages of metrics, which are for reading
+                    known = {"UNAUTHENTICATED", "401", "405"} | ({"something else"} if trainer else set())
+                    assert said <= known, (commands[member.pid], connection, said)
+                    answers |= said
+                else:
+                    assert trainer, (commands[member.pid], connection)
+        assert answers >= {"UNAUTHENTICATED", "401", "405"}
+
+        session = Path(re.search(r"--log_dir=(\S+)/logs", commands[gcs.pid])[1])  # type: ignore[index]
+        written = [file for folder in (session, run) for file in folder.rglob("*") if file.is_file()]
+        assert any(file.suffix == ".log" for file in written)
+        for hidden in (token, secret):
+            assert [file for file in written if hidden.encode() in file.read_bytes()] == []
+            assert [words for pid, words in commands.items() if hidden in words and pid != process.pid] == []
+        assert token not in commands[process.pid]
+    finally:
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, out
+    assert out.splitlines()[-2] == "Ctrl-C: the run is being ended; a second Ctrl-C ends it at once"
+    assert out.splitlines()[-1].startswith("interrupted after 0 rollouts")
+    assert "Traceback" not in out
+    assert alive(members) == []
+    assert status(run)["status"] == "interrupted"
+
+
+def test_sigkill_while_ray_starts_leaves_nothing(args: list[str], tmp_path: Path) -> None:
+    """Of Ray's processes two outlive a driver that is killed."""
+    run = tmp_path / "run"
+    process = start(args, run)
+    wait_until(lambda: sum("Agent" in " ".join(m.cmdline()) for m in family(process)) >= 2, process)
+    members = family(process)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 15
+    while alive(members) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive(members) == []
+    assert status(run)["status"] == "stopped without a word"
