@@ -275,7 +275,10 @@ class SampleTable:
         """
         if not Path(path).is_file():
             raise ValueError(f"no saved rollout at {path}")
-        return cls.from_arrow(pq.read_table(path))
+        try:
+            return cls.from_arrow(pq.read_table(path))
+        except (pa.ArrowInvalid, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

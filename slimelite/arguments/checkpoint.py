@@ -70,14 +70,12 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
     """
     root = Path(load)
     marker = root / MARKER
-    if root.is_file():
-        raise ValueError(f"{load}: is a file; name the folder that --save wrote its checkpoints to")
     if not marker.is_file():
         _refuse_what_is_no_checkpoint(root)
         if step is not None:
             raise ValueError(f"{load}: holds no complete checkpoint, so not that of rollout {step} (--ckpt-step)")
         return None, "holds no checkpoint yet: this is a fresh start"
-    word = str(step) if step is not None else marker.read_text().strip()
+    word = str(step) if step is not None else marker.read_text(errors="replace").strip()
     if not any(root.glob(f"iter_*/{ROLLOUT_STATE}")):
         raise ValueError(
             f"{load}: {MARKER} says {word}, but there is no iter_{word:0>7}/{ROLLOUT_STATE}: a Megatron checkpoint?"

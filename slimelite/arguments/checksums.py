@@ -53,7 +53,7 @@ def damage(folder: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint.
+    """The object in a JSON file of a checkpoint or a model.
 
     Raises:
         ValueError: it is not there, cut short, or something else.

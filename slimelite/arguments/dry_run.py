@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from slimelite.arguments.args import Args
 from slimelite.arguments.base import Flag, group_flags, group_title, groups_of
 from slimelite.arguments.secret import masked
 
-if TYPE_CHECKING:
-    from slimelite.arguments.preflight import Findings
+
+@dataclass
+class Findings:
+    """What the checks found: problems stop the run, warnings and facts are shown."""
+
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks or traceback, and its kind where it is not a message to a user."""
+    text = " ".join(str(error).partition("Traceback (most")[0].split()) or type(error).__name__
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
 def format_report(args: Args, findings: Findings) -> str:

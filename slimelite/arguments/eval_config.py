@@ -106,9 +106,12 @@ def _read_eval_config(path: str, settings: Settings) -> tuple[dict[str, Any], li
     return defaults, [_read_entry(entry, f"{path}: dataset {entry.get('name')}", settings) for entry in entries]
 
 
-def _read_entry(entry: dict[str, Any], where: str, settings: Settings) -> dict[str, Any]:
+def _read_entry(entry: Any, where: str, settings: Settings) -> dict[str, Any]:
     flags = {f.name: f for f in group_flags(EvalDataset)}
     values: dict[str, Any] = {}
+    if not isinstance(entry, dict):
+        settings.complain("--eval-config", f"{where}: is not a mapping of settings")
+        return {}
     for key, value in entry.items():
         name = str(key).replace("-", "_")
         if name in UNSUPPORTED:
@@ -120,7 +123,7 @@ def _read_entry(entry: dict[str, Any], where: str, settings: Settings) -> dict[s
         elif value is not None:
             try:
                 values[name] = read_yaml(flags[name], value)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 settings.complain("--eval-config", f"{where}: {key} {error}")
     return values
 

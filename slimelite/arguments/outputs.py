@@ -41,13 +41,27 @@ def output_problems(args: Args) -> Iterator[str]:
     ]
     for option, template, rollout_id in templates:
         try:
-            if template:
-                places.append((option, fill(option, template, rollout_id).absolute().parent))
+            target = fill(option, template, rollout_id).absolute() if template else None
         except ValueError as error:
             yield str(error)
+            continue
+        if target is not None:
+            places.append((option, target.parent))
+        if target is not None and option == "--save-hf":
+            yield from _in_the_way(args, target)
     for option, place in places:
         there = next(folder for folder in (place, *place.parents) if folder.exists())
         try:
             tempfile.TemporaryDirectory(dir=there).cleanup()
         except OSError as error:
             yield f"{option}: {place} cannot be written to: {error.strerror} ({there})"
+
+
+def _in_the_way(args: Args, target: Path) -> Iterator[str]:
+    """What ``--save-hf`` would have to replace."""
+    if target.exists() and not target.is_dir():
+        yield f"--save-hf: {target} is a file; name a folder"
+    for option, model in (("--hf-checkpoint", args.hf_checkpoint), ("--tokenizer", args.tokenizer)):
+        if target.is_dir() and model and Path(model).is_dir() and target.samefile(model):
+            yield f"--save-hf: {target} is {option} itself, and would be written over; name another folder"
+            return

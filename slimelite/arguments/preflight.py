@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,32 +18,17 @@ from slimelite.arguments.args import Args
 from slimelite.arguments.base import all_flags
 from slimelite.arguments.checkpoint import STATE_FILE
 from slimelite.arguments.checksums import damage
+from slimelite.arguments.dry_run import Findings, format_report, one_line
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.arguments.outputs import fill, output_problems
+from slimelite.arguments.preflight_data import check_data
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    from slimelite.arguments.eval_datasets import EvalDataset
-    from slimelite.data.prompts import Prompt
-
-# rows of each file that a real start looks at; its data source reads the rest
-ROWS_AT_START = 64
-
-
-@dataclass
-class Findings:
-    """What the checks found: problems stop the run, warnings and facts are shown."""
-
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)
-
 
 def preflight(args: Args) -> int:
     """Check ``args`` against the world; print the dry run's report, or warnings and problems; the exit status."""
-    from slimelite.arguments.dry_run import format_report
-
     findings = inspect(args, this_machine())
     if args.dry_run:
         print(format_report(args, findings))
@@ -76,7 +61,7 @@ def _check_all(args: Args, machine: Machine, findings: Findings) -> None:
     _check_teacher(args, config, tokenizer, findings)
     if not (args.rollout_function_path or args.debug_train_only):  # else rewards come from elsewhere
         broken |= _check_rules(args, findings)
-    _check_data(args, tokenizer, config, broken, findings)
+    check_data(args, tokenizer, config, broken, findings)
 
 
 def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
@@ -140,10 +125,11 @@ def _check_plugins(args: Args, findings: Findings) -> set[str]:
     broken: set[str] = set()
     for flag, path in plugin_paths(args):
         try:
-            load_function(path)
+            if isinstance(load_function(path), type) and flag != "--data-source-path":
+                raise ValueError(f"{path!r} is a class, not a function")
         except Exception as error:  # a plugin's module may raise anything when it is imported
             broken.add(path)
-            findings.problems.append(f"{flag}: {_one_line(error)}")
+            findings.problems.append(f"{flag}: {one_line(error)}")
     return broken
 
 
@@ -207,7 +193,7 @@ def _read_model(args: Args, option: str, path: str, findings: Findings) -> dict[
 
                 DecoderShape.from_config(model_config)
     except (OSError, ValueError) as error:
-        findings.problems.append(f"{option} {path}: {_one_line(error)}")
+        findings.problems.append(f"{option} {path}: {one_line(error)}")
         return {}
     return config
 
@@ -215,13 +201,16 @@ def _read_model(args: Args, option: str, path: str, findings: Findings) -> dict[
 def _read_config(path: str) -> dict[str, Any]:
     from transformers.utils import cached_file
 
-    from slimelite.data.tokenizer import read_json
+    from slimelite.arguments.checksums import read_json
 
     if Path(path).is_dir():
         return read_json(Path(path) / "config.json")
     if path.startswith((".", "/", "~")):
         raise ValueError("no such folder")
-    return read_json(cached_file(path, "config.json"))
+    try:
+        return read_json(Path(cached_file(path, "config.json")))
+    except OSError as error:
+        raise ValueError(f"no such folder, and as a name on the Hugging Face hub: {error}") from error
 
 
 def _check_saved_rollouts(args: Args, findings: Findings) -> None:
@@ -232,8 +221,12 @@ def _check_saved_rollouts(args: Args, findings: Findings) -> None:
     except ValueError as error:
         findings.problems.append(str(error))
         return
-    if not path.is_file():
-        findings.problems.append(f"--load-debug-rollout-data: no saved rollout at {path}")
+    from slimelite.table import SampleTable
+
+    try:
+        SampleTable.from_parquet(path)
+    except (OSError, ValueError) as error:
+        findings.problems.append(f"--load-debug-rollout-data: {one_line(error)}")
 
 
 def _check_tokenizer(args: Args, config: dict[str, Any], findings: Findings) -> PreTrainedTokenizerBase | None:
@@ -246,9 +239,17 @@ def _check_tokenizer(args: Args, config: dict[str, Any], findings: Findings) -> 
         ends = [] if args.debug_train_only else stop_token_ids(args.tokenizer, tokenizer)
     except (OSError, ValueError) as error:
         option = "--hf-checkpoint" if args.tokenizer == args.hf_checkpoint else "--tokenizer"
-        findings.problems.append(f"{option}: {_one_line(error)}")
+        findings.problems.append(f"{option}: {one_line(error)}")
         return None
     rows = text_config(config).get("vocab_size")
+    if args.use_reference and args.ref_load and args.ref_load != args.hf_checkpoint:
+        with suppress(OSError, ValueError):  # said above
+            theirs = text_config(_read_config(args.ref_load)).get("vocab_size")
+            if theirs is not None and theirs < len(tokenizer):
+                findings.problems.append(
+                    f"--ref-load {args.ref_load}: its vocabulary has {theirs} tokens, the tokenizer {len(tokenizer)}: "
+                    "take a reference that reads the policy's tokens"
+                )
     if rows is not None and len(tokenizer) > rows:
         findings.problems.append(f"the tokenizer has {len(tokenizer)} tokens but the model's vocabulary has {rows}")
     size = rows or len(tokenizer)
@@ -276,7 +277,7 @@ def _check_teacher(
             _compare_vocabularies(args, args.opd_teacher_load, config, tokenizer, findings)
     except (OSError, ValueError) as error:
         where = "--rm-url" if server is not None else f"--opd-teacher-load {args.opd_teacher_load}"
-        findings.problems.append(f"{where}: {_one_line(error)}")
+        findings.problems.append(f"{where}: {one_line(error)}")
 
 
 def _compare_vocabularies(
@@ -321,136 +322,5 @@ def _check_rules(args: Args, findings: Findings) -> set[str]:
             find_rule(rule)
         except ValueError as error:
             missing.add(rule)
-            findings.problems.append(_one_line(error))
+            findings.problems.append(one_line(error))
     return missing
-
-
-def _check_data(
-    args: Args, tokenizer: PreTrainedTokenizerBase | None, config: dict[str, Any], broken: set[str], findings: Findings
-) -> None:
-    """Prompts and rewards of training and of every evaluation dataset; without a tokenizer, all but their lengths.
-
-    ``broken``: plugins and rules that are not tried again.
-    """
-    from slimelite.data.preferences import load_pairs
-    from slimelite.data.prompts import load_prompts
-
-    sources: list[tuple[str, Args | EvalDataset, list[str], int | None]] = []
-    if args.rollout_global_dataset and args.prompt_data and not args.load_debug_rollout_data:
-        sources.append(("--prompt-data", args, args.prompt_data, args.rollout_max_prompt_len))
-    if args.eval_interval is not None and not args.debug_train_only:
-        sources += [(f"eval dataset {d.name}", d, [d.path], d.max_prompt_len) for d in args.eval_datasets]
-    for name, columns, paths, limit in sources:
-        rows = paths if args.dry_run else [path if "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in paths]
-        kept: dict[str, Any] = {"max_prompt_len": limit, "skip_bad_rows": args.skip_bad_rows, "whole": rows == paths}
-        kept["warn"] = lambda text, name=name: findings.warnings.append(f"{name}: {text}")
-        pairs = columns is args and args.loss_type == "dpo_loss"
-        try:
-            prompts = (
-                load_pairs(args, tokenizer, rows, **kept) if pairs else load_prompts(columns, tokenizer, rows, **kept)
-            )
-        except (OSError, ValueError) as error:
-            findings.problems.append(f"{name}: {_one_line(error)}")
-            continue
-        if tokenizer and _generates(args, columns) and any(prompt.messages and not prompt.text for prompt in prompts):
-            findings.problems.append(
-                f"{name}: column {columns.input_key!r} holds messages: add --apply-chat-template, which makes text of "
-                "them, or name a column of text with --input-key"
-            )
-            continue
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        measured = f", the longest of {longest} tokens" if longest else ""
-        findings.facts.append(f"{name}: {len(prompts)} {'pairs' if pairs else 'prompts'}{measured}")
-        if pairs and tokenizer is not None:
-            _check_pair(args, tokenizer, name, prompts[0], findings)
-        if pairs:
-            continue
-        if args.loss_type != "sft_loss" or columns is not args:
-            dataset = None if isinstance(columns, Args) else columns
-            _check_lengths(args, dataset, name, longest, config, findings)
-            rewarded = args if dataset is None else dataset
-            if not broken & {rewarded.custom_rm_path, rewarded.rm_type}:
-                _check_reward(args, dataset, name, prompts[0], findings)
-
-
-def _generates(args: Args, columns: Args | EvalDataset) -> bool:
-    """Whether our own loop sends the prompts to an engine, so that they must be text."""
-    if columns is args:
-        own = args.rollout_function_path or args.custom_generate_function_path
-    else:
-        own = args.eval_function_path or columns.custom_generate_function_path
-    return not own and not (columns is args and args.debug_train_only)
-
-
-def _check_pair(args: Args, tokenizer: PreTrainedTokenizerBase, name: str, prompt: Prompt, findings: Findings) -> None:
-    """Make the two samples of one pair."""
-    from slimelite.data.preferences import pair_samples
-    from slimelite.sample import Sample
-
-    sample = Sample(group_index=0, index=0, prompt=prompt.text, tokens=list(prompt.token_ids), metadata=prompt.metadata)
-    settings: dict[str, Any] = {
-        "loss_mask_type": args.loss_mask_type,
-        "template_kwargs": args.apply_chat_template_kwargs,
-    }
-    try:
-        pair = pair_samples(sample, tokenizer, max_context_len=args.rollout_max_context_len, **settings)
-    except ValueError as error:
-        findings.problems.append(f"{name}: {_one_line(error)}")
-        return
-    shown = (f"{side.label} {side.response!r:.60} ({side.effective_response_length} tokens)" for side in pair)
-    findings.facts.append(f"{name}: the first pair: {', '.join(shown)}")
-
-
-def _check_lengths(
-    args: Args, dataset: EvalDataset | None, name: str, longest: int, config: dict[str, Any], findings: Findings
-) -> None:
-    """Whether prompt and response fit the context and the micro-batch."""
-    response = args.rollout_max_response_len if dataset is None else dataset.max_response_len
-    context = args.rollout_max_context_len if dataset is None else dataset.max_context_len
-    response = response or 0
-    whole = longest + response if context is None else min(longest + response, context)
-    limit = text_config(config).get("max_position_embeddings")
-    if limit is not None and longest >= limit:
-        findings.problems.append(f"{name}: a prompt of {longest} tokens fills the model's context of {limit}")
-    elif limit is not None and whole > limit:
-        findings.warnings.append(
-            f"{name}: {longest} prompt and {response} response tokens exceed the model's context of {limit}"
-        )
-    if dataset is None and args.max_tokens_per_gpu is not None and whole > args.max_tokens_per_gpu:
-        findings.warnings.append(
-            f"{name}: a sample may have {whole} tokens, more than --max-tokens-per-gpu {args.max_tokens_per_gpu}; "
-            "such a one is trained in a pass of its own"
-        )
-
-
-def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Prompt, findings: Findings) -> None:
-    """Score one real row, with the right answer where the rule knows what that looks like."""
-    from slimelite.rewards import check_reward
-    from slimelite.sample import Sample
-
-    settings, group_size = args, args.n_samples_per_prompt
-    if dataset is not None:
-        rule, path, group_size = dataset.rm_type, dataset.custom_rm_path, dataset.n_samples_per_eval_prompt
-        settings = replace(args, rm_type=rule, custom_rm_path=path, reward_key=args.eval_reward_key)
-    own_rollout = args.rollout_function_path if dataset is None else args.eval_function_path
-    scored = settings.custom_rm_path or settings.rm_type or prompt.metadata.get("rm_type")
-    if own_rollout or args.debug_train_only or (args.custom_generate_function_path and not scored):
-        return  # that code brings rewards of its own
-    text = prompt.text or prompt.messages or ""
-    sample = Sample(group_index=0, index=0, prompt=text, tokens=list(prompt.token_ids), label=prompt.label)
-    sample.metadata = prompt.sample_metadata(keep_messages=settings.reward_model_path is not None)
-    sample.status = Sample.Status.COMPLETED
-    try:
-        reward, response = check_reward(settings, sample, group_size)
-    except ValueError as error:
-        findings.problems.append(f"{name}: {_one_line(error)}")
-    else:
-        findings.facts.append(
-            f"{name}: {response} as the response to the first prompt gets {reward} (label {prompt.label!r:.60})"
-        )
-
-
-def _one_line(error: BaseException) -> str:
-    """The message of an error without line breaks or traceback, and its kind where it is not a message to a user."""
-    text = " ".join(str(error).partition("Traceback (most")[0].split()) or type(error).__name__
-    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"

@@ -79,7 +79,7 @@ def load_yaml(path: str, option: str, settings: Settings) -> Any:
         settings.complain(option, f"{path}: cannot be read: {error.strerror}")
     except yaml.YAMLError as error:
         settings.complain(option, f"{path}: is not YAML: {' '.join(str(error).split())}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         settings.complain(option, f"{path}: {error}")
     else:
         if content is None:
@@ -123,7 +123,7 @@ def _read_key(name: str, value: Any, vocabulary: Vocabulary, settings: Settings)
             settings.values[flag.name] = not read_yaml(flag, value)
         elif value is not False or not vocabulary.knows(name):  # false is "not given" for a flag of the tables
             vocabulary.read("--" + name, as_words(value), settings)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         settings.complain("--" + name, str(error))
 
 

@@ -62,6 +62,9 @@ def _modes(args: Args) -> Iterator[str]:
 
 def _engines(args: Args) -> Iterator[str]:
     yield from _weight_sync(args)
+    for name, text in args.train_env_vars.items():
+        if not name or "=" in name or isinstance(text, bool) or not isinstance(text, str | int | float):
+            yield f"--train-env-vars: {name!r}: {text!r} is no variable: a name without = and a text or number"
     if args.async_rollout and args.colocate:
         yield "--async-rollout with --colocate: engines that wait for the trainer's devices cannot run ahead; take one"
     if args.async_rollout and (args.offload_rollout or args.offload_train):

@@ -59,8 +59,8 @@ def _read_word(kind: type, word: str) -> Any:
     if kind is dict:
         try:
             return json.loads(word)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"takes JSON, and {word!r} is not: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"takes JSON, and {word!r:.200} is not: {error}") from None
     try:
         value = kind(word)
     except ValueError:
@@ -75,7 +75,7 @@ def as_words(value: Any) -> list[str]:
     if value is True:
         return []
     if isinstance(value, dict):
-        return [json.dumps(value)]
+        return [json.dumps(value, default=str)]
     if isinstance(value, list):
         return [word for item in value for word in as_words(item)]
     return [str(value)]

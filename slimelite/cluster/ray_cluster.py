@@ -230,12 +230,14 @@ def _gpus_of(args: Args, group: PlacementGroup, bundles: list[int]) -> dict[str,
 
 
 def _options(
-    args: Args, group: PlacementGroup, bundle: int, share: float, env: dict[str, str] | None = None
+    args: Args, group: PlacementGroup, bundle: int, share: float, env: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
     return {
         "num_cpus": share,
         "num_gpus": share if args.device == "cuda" else 0,
         "scheduling_strategy": strategy,
-        "runtime_env": {"env_vars": {**_env(args.cpu_threads), **(env or {})}},
+        "runtime_env": {
+            "env_vars": {**_env(args.cpu_threads), **{name: str(text) for name, text in (env or {}).items()}}
+        },
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from slimelite.arguments.checksums import read_json
+
 # between them: digits, operators, newlines, runs of spaces, code, accents, another script, an emoji
 PROBES = (
     "3+5+2+9=?\n3+5=8 8+2=10 10+9=19\n#### 19",
@@ -18,21 +19,6 @@ PROBES = (
     "  def f(x):\n\treturn {'a': [x ** 2]}  # two  spaces\n\n",
     "émigré ½ 你好 😀 \\boxed{\\frac{1}{2}}",
 )
-
-
-def read_json(file: str | Path) -> dict[str, Any]:
-    """The object that a JSON file of a model folder holds.
-
-    Raises:
-        ValueError: it holds something else; the message names the file.
-    """
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}): copy or save the model anew") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds a {type(content).__name__}, not an object with settings")
-    return content
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -93,7 +79,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
-            named = _eos_ids(read_json(file))
+            named = _eos_ids(read_json(Path(file)))
             if wrong := [i for i in named if not isinstance(i, int | None)]:
                 raise ValueError(f"{file}: eos_token_id {wrong[0]!r} is no token id")
             found.update(named)

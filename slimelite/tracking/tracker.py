@@ -120,11 +120,10 @@ class Tracker:
         self.folder.save_config(args)
         self._write("start", {"rollout/step": args.start_rollout_id or 0})
         if args.num_rollout is not None and args.start_rollout_id >= args.num_rollout:
-            self.console.line(
-                f"nothing is left to do: the checkpoint of --load has all {args.num_rollout} rollouts; to go on, raise "
-                "--num-rollout (or --num-epoch)",
-                "bold",
-            )
+            done = f"the checkpoint of --load has all {args.num_rollout} rollouts; to go on, raise"
+            if args.load is None:
+                done = f"the first rollout is number {args.start_rollout_id} of --num-rollout {args.num_rollout}: raise"
+            self.console.line(f"nothing is left to do: {done} --num-rollout (or --num-epoch)", "bold")
         self.console.facts({**run_facts(args), **(facts or {}), **{w.name: w.where for w in self._writers}})
         for note in args.notes:
             self.console.line(f"  note: {note}", "dim")

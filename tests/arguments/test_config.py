@@ -95,6 +95,9 @@ def test_derivations_see_the_file(make: Make, config: Any) -> None:
         ("num-rollout: 1\nnum_rollout: 2", "--num-rollout is there twice, with - and with _"),
         ("config: other.yaml", "--config is for the command line; a file of arguments names no other"),
         ("custom_config_path: other.yaml", "--custom-config-path is for the command line"),
+        ("lr: &a [*a]", "--lr maximum recursion depth"),
+        ("lr: " + "[" * 3000, "maximum recursion depth"),
+        ("apply_chat_template_kwargs: {day: 2020-01-01}\nlr: fast", "--lr takes a number, not 'fast'"),
     ],
 )
 def test_mistakes_in_a_file(problems: Problems, config: Any, text: str, says: str) -> None:

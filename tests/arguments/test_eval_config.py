@@ -89,6 +89,7 @@ def test_a_rule_of_its_own_beats_the_custom_reward(make: Make, config: Any) -> N
         ("datasets: {a: {path: p, top_k: many}}", "top_k takes a whole number"),
         ("datasets: {a: {temperature: 1}}", "a dataset needs a name and a path"),
         ("datasets: [p.jsonl]", "every dataset is a mapping"),
+        ("datasets: {a: {path: p}}\ndefaults: [temperature]", "defaults: is not a mapping of settings"),
         ("datasets: {a: {path: p}, a: {path: q}}", "line 1: a is there a second time"),
         ("", "is empty"),
         ("datasets: 3", "needs datasets: a list, or a mapping by name"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -145,6 +146,10 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--tool-key functions --dry-run", "--prompt-data: no row has a column 'functions' (--tool-key)"),
         ("--metadata-key meta --dry-run", "eval dataset sums: no row has a column 'meta' (--metadata-key)"),
         ("--prompt-data owner/name", "pip install -e '.[hub]'"),
+        ("--custom-generate-function-path slimelite.sample.Sample", "is a class, not a function"),
+        (f"--load-debug-rollout-data {__file__}", f"--load-debug-rollout-data: {__file__}: "),
+        (f"--save-hf {__file__}", f"--save-hf: {__file__} is a file; name a folder"),
+        ("--hf-checkpoint owner/name", "no such folder, and as a name on the Hugging Face hub: "),
     ],
 )
 def test_each_mistake_is_named(run: str, words: str, says: str) -> None:
@@ -197,10 +202,10 @@ def test_a_config_that_makes_no_model(run: str, model: Path, changes: dict[str, 
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
-        ("config.json", "{", "config.json is not JSON (Expecting property name"),
-        ("config.json", "[" * 100_000, "config.json is not JSON (maximum recursion depth"),
-        ("config.json", "[]", "config.json holds a list, not an object with settings"),
-        ("generation_config.json", "{", "generation_config.json is not JSON"),
+        ("config.json", "{", "config.json: is damaged or cut short: not JSON (Expecting property"),
+        ("config.json", "[" * 100_000, "config.json: is damaged or cut short: not JSON (maximum recursion"),
+        ("config.json", "[]", "config.json: is damaged: holds no JSON object"),
+        ("generation_config.json", "{", "generation_config.json: is damaged or cut short"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id 'x' is no token id"),
         ("tokenizer.json", "[]", "--hf-checkpoint: no tokenizer at "),
         ("tokenizer.json", None, "knows no words: its tokenizer.json is missing"),
@@ -243,6 +248,57 @@ def test_what_may_not_be_read_is_a_line_that_names_it(run: str, tmp_path: Path) 
         with pytest.raises(ArgumentError, match=f"--run-dir {closed}/run cannot be used: Permission denied"):
             parse(words)
     closed.chmod(0o700)
+
+
+def test_a_model_is_not_saved_over_the_one_that_it_starts_from(run: str, model: Path) -> None:
+    (problem,) = problems(f"{run} --save-hf {model}/")
+    assert problem == f"--save-hf: {model} is --hf-checkpoint itself, and would be written over; name another folder"
+
+
+def test_a_reference_of_fewer_tokens(run: str, model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "small")
+    config = tmp_path / "small" / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 200'))
+    (problem,) = problems(f"{run} --use-kl-loss --kl-loss-coef 0.1 --ref-load {tmp_path / 'small'}")
+    assert "small: its vocabulary has 200 tokens, the tokenizer 259: take a reference that" in problem
+
+
+def test_conversations_are_checked_and_some_are_made(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sft.jsonl"
+    words = f"--hf-checkpoint {model} --prompt-data {path} --loss-type sft_loss --num-rollout 1 --rollout-batch-size 2"
+    asked, reply = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+    template = model / "tokenizer_config.json"
+    template.write_text(template.read_text().replace("{{ m.content }}", "{{ m.content + '' }}"))
+    for row, says in (
+        ({"input": [asked, reply]}, None),
+        ({"input": "1+1="}, "SFT reads whole conversations, but the prompt is text"),
+        ({"input": [asked]}, "2 of the first 2 conversations have no token of an assistant to train on; --input-key"),
+        ({"input": [asked, {**reply, "content": 2}]}, "conversation 0 ('1+1='): the chat template refuses"),
+        ({"input": [asked, reply], "tools": [1]}, "conversation 0 ('1+1='): Tools should"),
+    ):
+        path.write_text(f"{json.dumps(row)}\n" * 2)
+        found = problems(words)
+        assert len(found) == (says is not None), found
+        assert says is None or says in found[0]
+    path.write_text(f"{json.dumps({'input': [asked, reply]})}\n{json.dumps({'input': [asked]})}\n")
+    assert any("1 of the first 2 conversations" in warning for warning in inspect(parse(words), CPU).warnings)
+
+
+def test_prompts_that_are_answered_already(run: str, tmp_path: Path) -> None:
+    path = tmp_path / "sft.jsonl"
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    path.write_text(json.dumps({"messages": turns, "label": "2"}))
+    warnings = inspect(parse(f"{run} --prompt-data {path}"), CPU).warnings
+    assert any("--prompt-data: conversations in column 'messages' end with an answer" in line for line in warnings)
+    assert not any("eval dataset sums: conversations" in line for line in warnings)
+
+
+def test_a_label_that_no_rule_reads_is_one_message(run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "labels.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "1+1="}], "label": true}\n')
+    (problem,) = problems(f"{run.replace('math', 'gsm8k')} --prompt-data {path}")
+    assert "gsm8k needs a number as label" in problem
+    assert caplog.text == "", "no traceback beside it"
 
 
 def test_pairs_are_checked_and_one_is_made(model: Path, tmp_path: Path) -> None:

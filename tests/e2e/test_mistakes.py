@@ -88,15 +88,26 @@ def test_all_problems_at_once(grpo_args: list[str], tmp_path: Path, capsys: pyte
 
 def test_a_file_in_the_way_of_the_saved_model(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What no check can foresee, a full disk say, ends a run in one line too."""
-    (tmp_path / "0").touch()
+    (tmp_path / "1").touch()
     status = train.main(
         [
             *("--launcher", "local", "--hf-checkpoint", str(task / "model"), "--loss-type", "sft_loss"),
-            *("--prompt-data", f"{task / 'sft.parquet'}@[:8]", "--input-key", "messages", "--rollout-batch-size", "8"),
-            *("--num-rollout", "1", "--run-dir", str(tmp_path / "run"), "--save-hf", str(tmp_path / "{rollout_id}")),
+            *("--prompt-data", f"{task / 'sft.parquet'}@[:8]", "--input-key", "messages", "--rollout-batch-size", "4"),
+            *(
+                "--num-rollout",
+                "2",
+                "--save-interval",
+                "1",
+                "--save",
+                str(tmp_path / "save"),
+                "--run-dir",
+                str(tmp_path / "run"),
+                "--save-hf",
+                str(tmp_path / "{rollout_id}"),
+            ),
         ]
     )
     said = capsys.readouterr().err.splitlines()
     assert status == 1
-    assert said[-1] == f"train.py: [Errno 17] File exists: '{tmp_path / '0'}'"
+    assert said[-1] == f"train.py: [Errno 17] File exists: '{tmp_path / '1'}'"
     assert not any("Traceback" in line for line in said)
