@@ -146,7 +146,7 @@ class SlimeSample(Sample):
 
 
 def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
-    """The weight version of each of ``count`` tokens, from the ``meta_info`` of the answer that has them."""
+    """The weight version of each of ``count`` tokens, the first ones of the answer that has this ``meta_info``."""
     spans = meta_info.get("weight_versions") or [{"version": meta_info.get("weight_version", ""), "start": 0}]
     ends = [*(span["start"] for span in spans[1:]), count]
     versions: list[int] = []
@@ -154,7 +154,7 @@ def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
         # SGLang says "default" until the first update
         version = int(span["version"]) if str(span["version"]).isdecimal() else UNSTAMPED
         versions += [version] * (end - span["start"])
-    return versions
+    return versions[:count]  # a plugin may have cut the answer
 
 
 def generate_state(args: PluginArgs) -> RolloutContext:

@@ -146,6 +146,27 @@ def test_both_ways_to_append_tokens() -> None:
         sample.append_response_tokens(None, tokens=[12])
 
 
+@pytest.mark.parametrize(
+    ("meta", "versions"),
+    [
+        ({"weight_version": "4"}, [4, 4, 4]),
+        ({"weight_version": "default"}, [UNSTAMPED] * 3),
+        ({}, [UNSTAMPED] * 3),
+        (
+            {"weight_version": "4", "weight_versions": [{"version": "3", "start": 0}, {"version": "4", "start": 2}]},
+            [3, 3, 4],
+        ),
+        # the answer was longer than what the plugin took of it
+        ({"weight_versions": [{"version": "3", "start": 0}, {"version": "4", "start": 7}]}, [3, 3, 3]),
+    ],
+)
+def test_weight_versions_of_an_answer(meta: dict[str, object], versions: list[int]) -> None:
+    sample = SlimeSample(tokens=[7])
+    whole = {"finish_reason": {"type": "stop"}, **meta}
+    sample.append_response_tokens(None, tokens=[8, 9, 10], log_probs=[-1.0] * 3, meta_info=whole)
+    assert sample.weight_versions == versions
+
+
 def test_a_slime_sample_is_a_copy_with_room_for_more() -> None:
     original = Sample(index=1, tokens=[1, 2], metadata={"a": [1]}, status=Status.ABORTED)
     copy = SlimeSample.copy_of(original)
