@@ -117,7 +117,7 @@ class Cluster:
 
         Returns:
             metrics of the rollout, reduced over ranks; ``train/*`` of each optimizer step; the advantages of tokens,
-            see `TokenColumns.own_advantages`.
+            see `Trainer.own_advantages`.
         """
         self._moved = True
         with self._memory_of("train"):

@@ -35,11 +35,11 @@ class TokenColumns:
 
     ``mask``: [N] bool, what the loss sees; ``segments``: [N] int64 rows; ``rollout_log_probs``: [N] of the engine, NaN
     where there are none; ``weights``: [N] weight in its optimizer step, ``pg_weights`` that of the policy loss;
-    ``advantages``: [N]; ``old``, ``ref``, ``teacher``: [N] log-probs of the trainer before the rollout's first step, of
-    the reference and of the teacher: None where not needed, NaN in rows that were not computed. ``entropy``: [N] that
-    goes with ``old``. ``returns``: [N] what the estimator made of the rewards, before distillation and whitening; with
-    a critic, what it learns. ``values``: [N] of the critic before the rollout's first step. ``pairs``: of ``--loss-type
-    dpo_loss``.
+    ``advantages``: [N], ``of_tokens`` when tokens have their own, not that of their row in the table; ``old``, ``ref``,
+    ``teacher``: [N] log-probs of the trainer before the rollout's first step, of the reference and of the teacher: None
+    where not needed, NaN in rows that were not computed. ``entropy``: [N] that goes with ``old``. ``returns``: [N] what
+    the estimator made of the rewards, before distillation and whitening; with a critic, what it learns. ``values``: [N]
+    of the critic before the rollout's first step. ``pairs``: of ``--loss-type dpo_loss``.
     """
 
     mask: Tensor
@@ -49,6 +49,7 @@ class TokenColumns:
     weights: Tensor
     pg_weights: Tensor
     advantages: Tensor
+    of_tokens: bool = False
     old: Tensor | None = None
     entropy: Tensor | None = None
     returns: Tensor | None = None
@@ -136,15 +137,8 @@ class TokenColumns:
         self._check_finite(args, table, advantages=self.advantages, returns=self.returns)
         if args.normalize_advantages:
             self.advantages = adv.whiten(self.advantages, self.mask)
-
-    def own_advantages(self, args: Args) -> np.ndarray | None:
-        """[N] float32 advantages that trained; None where every token has the ``advantage`` of its row in the table."""
-        if args.supervised or not args.compute_advantages_and_returns:
-            return None
         of_tokens = args.advantage_estimator in KL_ESTIMATORS or args.custom_advantage_function_path
-        if not (of_tokens or args.use_opd or args.normalize_advantages):
-            return None
-        return self.advantages.float().numpy()
+        self.of_tokens = bool(of_tokens or args.normalize_advantages or self.teacher is not None)
 
     def _estimate_advantages(self, args: Args, table: SampleTable) -> None:
         per_row = torch.tensor(table.advantage, dtype=torch.float32)

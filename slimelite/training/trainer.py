@@ -124,7 +124,7 @@ class Trainer:
                 self.critic.train(table, columns, schedule, sums, rates)
         if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
             computed = self._train_policy(table, columns, steps, sums, rates)
-        self._advantages = columns.own_advantages(self.args)
+        self._advantages = columns.advantages.float().numpy() if columns.of_tokens else None
         self.progress.rollout_id = rollout_id
         self._update_reference(rollout_id)
         metrics = self._metrics(table, columns, computed, sums, rates)
@@ -172,7 +172,9 @@ class Trainer:
         return self._step_metrics
 
     def own_advantages(self) -> np.ndarray | None:
-        """See `TokenColumns.own_advantages`, of the last rollout trained on."""
+        """[response tokens] float32 advantages that the last rollout was trained with; None where every token had the
+        ``advantage`` of its row in the table.
+        """
         return self._advantages
 
     def forward_backward(
