@@ -1,29 +1,88 @@
 """What a process may no longer do, set by itself before it becomes the program that a model wrote (Linux).
 
-Not a security boundary: the program runs as the same user, and reads and writes what that user may.
+Three layers, each as far as the kernel has it (`gaps` says what is missing): limits and no capabilities; seccomp, which
+refuses system calls; Landlock, which refuses files, signals and the memory of other processes.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import resource
 import struct
+import sys
+from collections.abc import Iterator
 from typing import ClassVar
 
-# system calls that fail with EPERM: new processes and threads, signals to others, sockets, ptrace, io_uring
+# system calls that fail with EPERM, by the machine that has the number
 DENIED = {
-    # fork, vfork, clone, clone3, kill, tkill, socket, ptrace, io_uring_setup
-    "x86_64": (57, 58, 56, 435, 62, 200, 41, 101, 425),
-    # clone, clone3, kill, tkill, socket, ptrace, io_uring_setup
-    "aarch64": (220, 435, 129, 130, 198, 117, 425),
+    "x86_64": (
+        # processes and threads: fork, vfork, clone, clone3
+        *(57, 58, 56, 435),
+        # signals: kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, pidfd_open, pidfd_getfd
+        *(62, 200, 234, 129, 297, 424, 434, 438),
+        # others' memory and scheduling: ptrace, process_vm_readv, process_vm_writev, process_madvise, process_mrelease,
+        # kcmp, migrate_pages, move_pages, setpriority, sched_set{affinity,param,scheduler,attr}, ioprio_set,
+        # perf_event_open
+        *(101, 310, 311, 440, 448, 312, 256, 279, 141, 203, 142, 144, 314, 251, 298),
+        # socket, io_uring (a way round this filter), bpf, userfaultfd, keys: add_key, request_key, keyctl
+        *(41, 425, 426, 427, 321, 323, 248, 249, 250),
+        # memory, semaphores and messages of System V, mq_open
+        *(29, 30, 31, 64, 65, 66, 220, 68, 69, 70, 71, 240),
+        # what Landlock leaves open in files: chmod, chown, times and attributes in all forms, truncate, handles
+        *(90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 188, 189, 190, 197, 198, 199, 463, 466, 76, 303, 304),
+        # namespaces and mounts: unshare, setns, mount, umount2, pivot_root, chroot, open_tree to fspick, mount_setattr
+        *(272, 308, 165, 166, 155, 161, 428, 429, 430, 431, 432, 433, 442),
+    ),
+    # in the same order
+    "aarch64": (
+        *(220, 435),
+        *(129, 130, 131, 138, 240, 424, 434, 438),
+        *(117, 270, 271, 440, 448, 272, 238, 239, 140, 122, 118, 119, 274, 30, 241),
+        *(198, 425, 426, 427, 280, 282, 217, 218, 219),
+        *(194, 195, 196, 190, 191, 192, 193, 186, 187, 188, 189, 180),
+        *(52, 53, 452, 54, 55, 88, 5, 6, 7, 14, 15, 16, 463, 466, 45, 264, 265),
+        *(97, 268, 40, 39, 41, 51, 428, 429, 430, 431, 432, 433, 442),
+    ),
 }
+# calls that fail with EPERM for some values of an argument: number by machine, argument, values
+DENIED_VALUES = (
+    # fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX and ioctl FIOSETOWN, SIOCSPGRP have a signal sent to any process
+    ({"x86_64": 72, "aarch64": 25}, 1, (8, 10, 15)),
+    ({"x86_64": 16, "aarch64": 29}, 1, (0x8901, 0x8902)),
+    # prctl PR_SET_PDEATHSIG: the program dies with the process that grades it
+    ({"x86_64": 157, "aarch64": 167}, 0, (1,)),
+)
+# prlimit64, which is for this process alone: its first argument must be 0
+PRLIMIT = {"x86_64": 302, "aarch64": 261}
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 LOAD, JUMP_EQUAL, JUMP_ABOVE, RETURN = 0x20, 0x15, 0x35, 0x06  # classic BPF
 ALLOW, EPERM, KILL = 0x7FFF0000, 0x00050001, 0x80000000
 X32_ABI = 0x40000000
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+FILTER = 2
+EFAULT = 14
 SIGKILL = 9
+
+# of root's capabilities these stay: to read an interpreter that another user installed; Landlock still says which files
+KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+CAPABILITY_VERSION = 0x20080522
+
+# Landlock, the same numbers on every machine
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, read folders
+OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15
+# all rights on files that a version of Landlock knows
+RIGHTS = {0: 0, 1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+TCP = 1 << 0 | 1 << 1  # bind, connect
+SCOPES = 1 << 0 | 1 << 1  # abstract unix sockets, signals
+
+# beside the interpreter's own folders: what the loader and the standard library read
+READABLE = (
+    *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
+    *("/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/random", "/dev/urandom"),
+)
 
 OPEN_FILES = 64
 FILE_BYTES = 16 << 20
@@ -35,12 +94,25 @@ class _Filter(ctypes.Structure):
     _fields_: ClassVar = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def confine(cpu_seconds: int, memory_bytes: int) -> None:
+def gaps() -> list[str]:
+    """What this machine cannot keep a program from, a sentence each; none where it has all layers."""
+    found = []
+    if not has_seccomp():
+        found.append("there is no seccomp: it can start processes, send signals and open sockets")
+    if landlock_abi() == 0:
+        found.append("there is no Landlock: it can read and write what this user may, /proc of its processes included")
+    return found
+
+
+def confine(folder: str, runner: str, cpu_seconds: int, memory_bytes: int) -> None:
     """Limit this process for good, and have it killed with its parent.
 
     Processor time, address space, 16 MiB a file (so too for output that goes to a file), 64 open files, no core dump,
-    no further processes or threads: by RLIMIT_NPROC, which root is exempt from, and by seccomp where kernel and
-    machine have it, which also denies sockets. The memory limit is the caller's to keep below its own.
+    no further processes or threads; writing in ``folder`` alone, reading there, ``runner`` and what Python needs. The
+    memory limit is the caller's to keep below its own.
+
+    Raises:
+        OSError: the kernel has a layer, and it could not be put on.
     """
     limits = {
         resource.RLIMIT_CPU: cpu_seconds,
@@ -52,22 +124,98 @@ def confine(cpu_seconds: int, memory_bytes: int) -> None:
     }
     for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, limit))
-    libc = ctypes.CDLL(None)
     if platform.system() == "Linux":
-        libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
-        deny_calls(libc)
+        libc = ctypes.CDLL(None, use_errno=True)
+        _check(libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0), "PR_SET_PDEATHSIG")
+        _drop_capabilities(libc)
+        _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
+        if abi := landlock_abi():
+            _restrict_files(libc, abi, folder, runner)
+        if has_seccomp():
+            _deny_calls(libc)
 
 
-def deny_calls(libc: ctypes.CDLL) -> bool:
-    """Deny the system calls of ``DENIED`` by seccomp; False where that cannot be had."""
-    machine = platform.machine()
-    if machine not in DENIED or libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
+def has_seccomp() -> bool:
+    """Whether this kernel filters system calls, and we know this machine's numbers of them."""
+    if platform.system() != "Linux" or platform.machine() not in DENIED:
         return False
-    calls = DENIED[machine]
-    # jumps count the instructions to leave out; the three returns stand at the end
-    program = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 0, len(calls) + 4, AUDIT_ARCH[machine]), (LOAD, 0, 0, 0)]
-    program.append((JUMP_ABOVE, len(calls) + 1, 0, X32_ABI))
-    program += [(JUMP_EQUAL, len(calls) - i, 0, call) for i, call in enumerate(calls)]
-    program += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, EPERM), (RETURN, 0, 0, KILL)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_SECCOMP, FILTER, None, 0, 0)  # no filter: EFAULT where there could be one
+    return ctypes.get_errno() == EFAULT
+
+
+def landlock_abi() -> int:
+    """The version of Landlock that this kernel has; 0: none."""
+    if platform.system() != "Linux":
+        return 0
+    return max(int(ctypes.CDLL(None).syscall(CREATE_RULESET, None, 0, 1)), 0)
+
+
+def _drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Root without capabilities cannot signal or trace other users' processes, nor raise its limits."""
+    for capability in range(64):
+        if not KEPT_CAPABILITIES >> capability & 1:
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # refused to users, who have none
+    header, data = struct.pack("Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
+    _check(libc.capget(header, data), "capget")
+    kept = [word & KEPT_CAPABILITIES for word in struct.unpack("6I", data.raw)[:2]]
+    _check(libc.capset(header, struct.pack("6I", *kept, 0, 0, 0, 0)), "capset")
+
+
+def _restrict_files(libc: ctypes.CDLL, abi: int, folder: str, runner: str) -> None:
+    """Landlock: files as said in `confine`, no TCP, and nothing to processes outside but to die with them."""
+    rights = RIGHTS[min(abi, 5)]
+    attributes = struct.pack("3Q", rights, TCP, SCOPES)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    ruleset = _check(libc.syscall(CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
+    readable = {sys.prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.executable), runner, *READABLE}
+    allowed = {**dict.fromkeys(readable, READ), "/dev/null": rights, folder: rights}
+    for path, granted in allowed.items():
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue  # not every system has each of them
+        granted &= rights if os.path.isdir(path) else rights & OF_FILES
+        rule = struct.pack("=Qi", granted, descriptor)
+        _check(libc.syscall(ADD_RULE, ruleset, 1, rule, 0), f"landlock_add_rule {path}")
+        os.close(descriptor)
+    _check(libc.syscall(RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    os.close(ruleset)
+
+
+def _deny_calls(libc: ctypes.CDLL) -> None:
+    """Refuse the system calls of ``DENIED``, and of the others the arguments of ``DENIED_VALUES``."""
+    program = list(_instructions(platform.machine()))
     packed = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-    return libc.prctl(PR_SET_SECCOMP, 2, ctypes.byref(_Filter(len(program), packed)), 0, 0) == 0
+    _check(libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(_Filter(len(program), packed)), 0, 0), "PR_SET_SECCOMP")
+
+
+def _instructions(machine: str) -> Iterator[tuple[int, int, int, int]]:
+    """(code, instructions to leave out if true, if false, operand) of the filter."""
+    deny = (RETURN, 0, 0, EPERM)
+    yield (LOAD, 0, 0, 4)
+    yield (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine])
+    yield (RETURN, 0, 0, KILL)
+    yield (LOAD, 0, 0, 0)
+    yield (JUMP_ABOVE, 0, 1, X32_ABI)
+    yield deny
+    for call in DENIED[machine]:
+        yield (JUMP_EQUAL, 0, 1, call)
+        yield deny
+    for numbers, argument, values in DENIED_VALUES:
+        yield (JUMP_EQUAL, 0, 2 + 2 * len(values), numbers[machine])
+        yield (LOAD, 0, 0, 16 + 8 * argument)
+        for value in values:
+            yield (JUMP_EQUAL, 0, 1, value)
+            yield deny
+        yield (RETURN, 0, 0, ALLOW)
+    yield (JUMP_EQUAL, 0, 3, PRLIMIT[machine])
+    yield (LOAD, 0, 0, 16)
+    yield (JUMP_EQUAL, 1, 0, 0)
+    yield deny
+    yield (RETURN, 0, 0, ALLOW)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), what)
+    return result

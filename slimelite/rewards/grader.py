@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from slimelite.arguments import RewardArgs
 from slimelite.plugins import load_function, own_traceback
+from slimelite.rewards import code
+from slimelite.rewards.confine import gaps
 from slimelite.rewards.custom import RewardLoop, RewardTimeout, call
 from slimelite.rewards.latex import extract_boxed_answer
 from slimelite.rewards.pool import WorkerPool
@@ -82,6 +84,7 @@ class Grader:
         self.error_reports: list[ErrorReport] = []
         self._errors: Counter[str] = Counter()
         self._costly = 0
+        self._told = False
         self._remote_attempts = remote_attempts
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pool = WorkerPool(workers or max(1, min(8, (os.cpu_count() or 2) // 2)), args.reward_timeout)
@@ -180,6 +183,12 @@ class Grader:
     def _rule(self, rm_type: str, reward_key: str | None) -> Rule | None:
         """The rule, with what it needs checked; None for remote_rm and reward_model."""
         rule = find_rule(rm_type)
+        if rule is code.RULE and not self._told:
+            self._told = True
+            for gap in gaps():
+                logger.warning(
+                    "--rm-type code runs what the model writes, and on this machine %s (docs/rewards.md)", gap
+                )
         if rm_type == REWARD_MODEL and self._model is None:
             raise ValueError("--rm-type reward_model needs --reward-model-path")
         if (

@@ -1,6 +1,6 @@
-"""Runs code that a model wrote in a process of its own, under limits; for workers, which have one thread.
+"""Runs code that a model wrote in a process of its own, confined; for workers, which have one thread.
 
-It is not a security boundary (docs/rewards.md).
+What it keeps out, and what not, is in docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory
             cwd=folder,
             env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
             start_new_session=True,
-            preexec_fn=lambda: confine(int(seconds) + 1, memory_mb << 20),
+            preexec_fn=lambda: confine(folder, str(RUNNER), int(seconds) + 1, memory_mb << 20),
         )
         try:
             code_of_exit = process.wait(timeout=seconds)
