@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,8 @@ from typing import Any
 # in a checkpoint: {"files": {"__0_0.distcp": {"bytes": 4096, "crc32": "89abcdef"}, ...}}; written last
 CHECKSUMS = "checksums.json"
 BLOCK = 1 << 24
+# bytes that take a while
+SAID_ABOVE = 10**10
 Checksums = dict[str, dict[str, Any]]
 REMEDY = "go on from an earlier checkpoint with --ckpt-step"
 
@@ -47,6 +50,8 @@ def damage(folder: Path) -> str | None:
             return f"{path}: is missing"
         if (size := path.stat().st_size) != each.get("bytes"):
             return f"{path}: has {size:,} bytes, not the {each.get('bytes'):,} that were written"
+    if (size := sum(each["bytes"] for each in expected.values())) > SAID_ABOVE:
+        print(f"comparing {size / 1e9:.0f} GB of {root} with its checksums", file=sys.stderr, flush=True)
     found = checksums(root, (root / name for name in expected))
     changed = [name for name, each in expected.items() if each != found[name]]
     return f"{root / changed[0]}: its contents have changed since it was written (CRC-32)" if changed else None

@@ -104,6 +104,10 @@ def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
     saved = reader.tensors
     state: dict[str, Any] = {**parts.weights()}
     if missing := [f"{key}.{name}" for key in state for name in state[key] if f"{key}.{name}" not in saved]:
+        if missing[0].startswith("reference."):
+            raise ValueError(
+                f"{directory} has no reference model: it was saved without --ref-update-interval; resume it without"
+            )
         raise ValueError(f"{directory} is a checkpoint of another model: it has no {missing[0]}")
     known = {f"model.{name}" for name in state["model"]}
     if more := [path for path in saved if path.startswith("model.") and path not in known]:

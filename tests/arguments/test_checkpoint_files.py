@@ -93,6 +93,17 @@ def test_a_part_is_verified_by_itself(tmp_path: Path) -> None:
     assert "critic/trainer.json" in str(damage(folder / "critic"))
 
 
+def test_a_long_comparison_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 3)
+    find_checkpoint(tmp_path)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr("slimelite.arguments.checksums.SAID_ABOVE", 1000)
+    find_checkpoint(tmp_path)
+    assert f"comparing 0 GB of {tmp_path / 'iter_0000003'} with its checksums" in capsys.readouterr().err
+
+
 def test_a_marker_that_names_no_rollout(tmp_path: Path) -> None:
     folder = write(tmp_path, 0)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")

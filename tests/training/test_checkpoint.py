@@ -103,6 +103,10 @@ def test_what_is_no_checkpoint_of_this_model_is_refused(model: Path, tmp_path: P
         trainer.save(str(tmp_path / "saved"), 0)
     with one_rank(tiny_args(other)) as trainer, pytest.raises(ValueError, match="another model"):
         trainer.load(str(tmp_path / "saved"))
+    updates = {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_reference": True, "ref_update_interval": 2}
+    said = "has no reference model: it was saved without --ref-update-interval"
+    with one_rank(tiny_args(model, **updates)) as trainer, pytest.raises(ValueError, match=said):
+        trainer.load(str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize(("saved", "other"), [("adam", "muon"), ("muon", "adamw")])
