@@ -103,7 +103,8 @@ class SmallModel:
         """Whether packed rows are right with this attention, and what is wrong with rows that are not packed."""
         register_attention()
         try:
-            twin = self._build(attention)
+            with torch.random.fork_rng(devices=[]):  # a run's own random numbers stay what they would be without this
+                twin = self._build(attention)
             twin.load_state_dict(self._model.state_dict())
             policy = PolicyModel(twin.to(self._model.device))
             together = self._gap(policy, [0, 1], packed=True)
