@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 def train(args: Args, cluster: Cluster, tracker: Tracker) -> None:
     """Every rollout from the first to the last, in the order that colocation needs."""
     if not args.debug_train_only:
-        if args.offload_rollout and not args.debug_rollout_only:
-            cluster.release_engines("kv_cache", "weights")
         sync(args, cluster, tracker, version=args.start_rollout_id)
         if args.start_rollout_id == 0 and args.eval_interval and not args.skip_eval_before_train:
             evaluate(cluster, tracker, rollout_id=-1)
@@ -37,7 +35,7 @@ def train(args: Args, cluster: Cluster, tracker: Tracker) -> None:
 
         if not args.debug_rollout_only:
             if args.offload_rollout:
-                cluster.release_engines("kv_cache", "weights")
+                cluster.release_engines()
             if args.offload_train:
                 cluster.onload_trainers()
             with tracker.phase("train"):
@@ -59,17 +57,18 @@ def train(args: Args, cluster: Cluster, tracker: Tracker) -> None:
 
 
 def sync(args: Args, cluster: Cluster, tracker: Tracker, version: int) -> None:
-    """Trainers' weights into the engines; the KV cache's memory comes back only after it (slime's order)."""
+    """Trainers' weights into the engines. Where they take turns on the GPUs, the trainers' memory is given back before
+    the engines take theirs, and their KV cache comes last, when no bucket of weights is in its way (slime's order)."""
     if args.debug_rollout_only:
         return
+    if args.offload_train:
+        cluster.offload_trainers()
     if args.offload_rollout:
         cluster.resume_engines("weights")
     with tracker.phase("update_weights"):
         tracker.log_perf(cluster.sync(version))
-    if args.offload_train:
-        cluster.offload_trainers()
     if args.offload_rollout:
-        cluster.resume_engines("kv_cache")
+        cluster.resume_engines("kv_cache", "cuda_graph")
 
 
 def evaluate(cluster: Cluster, tracker: Tracker, rollout_id: int) -> None:

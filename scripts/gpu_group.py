@@ -227,7 +227,7 @@ def takes_turns(lab: Lab) -> Numbers:
         watched = Watched(lab, cluster)
         train.train(cluster.complete_args(), watched, tracker)  # type: ignore[arg-type]
     weights = sum(file.stat().st_size for file in Path(lab.folder()).glob("*.safetensors")) / 1e9
-    left = {"release_engines kv_cache weights": 0.3, "offload_trainers": weights + 0.3}
+    left = {"release_engines": 0.3, "offload_trainers": weights + 0.3}
     assert not lab.cuda or left.keys() <= watched.memory.keys(), f"no memory was given back: {watched.memory}"
     return {f"GB after {verb}": Number(used, left.get(verb, math.inf)) for verb, used in watched.memory.items()}
 

@@ -37,23 +37,25 @@ class TrainerActor:
         _settle(folder, log)
         self.rank = rank
         self.world_size = world_size
+        self.listener: socket.socket | None = None
         self.trainer: Any = None
         self.sink: Any = None
 
     def rendezvous(self) -> str:
-        """An address of this host for the process group."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return f"tcp://{ray.util.get_node_ip_address()}:{port}"
+        """Where the ranks meet: host:port of this process, listened on from now on, so that nobody else gets it."""
+        self.listener = socket.create_server((ray.util.get_node_ip_address(), 0))
+        host, port = self.listener.getsockname()
+        return f"{host}:{port}"
 
-    def start(self, args: Args, init_method: str) -> None:
-        """Build the trainer; all ranks at once, for they meet at ``init_method``."""
+    def start(self, args: Args, address: str) -> None:
+        """Build the trainer; all ranks at once, for they meet at rank 0's `rendezvous`."""
         # Ray writes the environment that it makes to its logs, and to command lines
         os.environ.update(public_part(args.train_env_vars)[1])
+        from slimelite.training.parallel import meeting_store
         from slimelite.training.trainer import Trainer
 
-        self.trainer = Trainer(args, rank=self.rank, world_size=self.world_size, init_method=init_method)
+        store = meeting_store(args, address, self.rank, self.world_size, self.listener)
+        self.trainer = Trainer(args, rank=self.rank, world_size=self.world_size, init_method=store)
         if args.rollout_backend == "sglang":
             from slimelite.cluster.weight_sync import SglangSync
 

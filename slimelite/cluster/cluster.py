@@ -243,12 +243,12 @@ class Cluster:
         with self._memory_of("wake_up"):
             self._all("onload")
 
-    def release_engines(self, *tags: str) -> None:
-        """Engines give back the memory of ``weights`` and/or ``kv_cache``."""
-        self._ask(self._rollout, "release_memory", tags)
+    def release_engines(self) -> None:
+        """Engines give back all the device memory that they can."""
+        self._ask(self._rollout, "release_memory")
 
     def resume_engines(self, *tags: str) -> None:
-        """Engines take that memory again."""
+        """Engines take the memory of ``tags`` again; see `slimelite.engines.protocol.MEMORY_TAGS`."""
         self._ask(self._rollout, "resume_memory", tags)
 
     @contextmanager

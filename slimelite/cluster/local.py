@@ -18,6 +18,7 @@ from slimelite.training.trainer import Trainer
 from slimelite.training.weights import WeightSink
 
 if TYPE_CHECKING:
+    from slimelite.engines.sglang.control import Server
     from slimelite.engines.sglang.server import SglangServer
 
 
@@ -74,20 +75,27 @@ class LocalSink:
 
 @contextmanager
 def local_cluster(args: Args, progress: Progress) -> Iterator[Cluster]:
-    """Trainer, engine and rollout manager in this process (one rank, one engine)."""
+    """Trainer, engine and rollout manager in this process (one rank, one engine).
+
+    The engine loads first, as in `ray_cluster.start_workers`.
+    """
     if args.device == "cpu":
         torch.set_num_threads(args.cpu_threads)
     with ExitStack() as stack:
-        progress(0, 0, "loading the trainer")
-        trainer = None if args.debug_rollout_only else Trainer(args)
-        if trainer:
-            stack.callback(trainer.close)
         progress(0, 0, "loading the engine")
-        engines, sink = _engines(args, trainer, stack)
+        engines, servers = _engines(args, stack)
         for engine in engines:
             stack.callback(asyncio.run, engine.close())
         rollout = RolloutWorker(args, engines)
         stack.callback(rollout.close)
+        trains = not args.debug_rollout_only
+        if trains and args.offload_rollout:
+            rollout.release_memory()
+        progress(0, 0, "loading the trainer")
+        trainer = Trainer(args) if trains else None
+        if trainer:
+            stack.callback(trainer.close)
+        sink = _sink(args, trainer, engines, servers, stack)
         # the rollout has threads, so that its progress can be asked for; training stays where a debugger is
         threads = stack.enter_context(ThreadPoolExecutor(3, "rollout-worker"))
         # after Ctrl-C or an error in training nobody waits for the rest of a rollout
@@ -95,28 +103,36 @@ def local_cluster(args: Args, progress: Progress) -> Iterator[Cluster]:
         yield Cluster(args, LocalWorker(rollout, threads), [LocalWorker(trainer)] if trainer else [], sink)
 
 
-def _engines(args: Args, trainer: Trainer | None, stack: ExitStack) -> tuple[list[Engine], WeightSink | None]:
-    """The engines, and the way of weights to them."""
+def _engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[Server]]:
+    """The engines, and the SGLang servers behind them."""
     if args.debug_train_only:
-        return [], None
+        return [], []
     if args.rollout_backend != "sglang":
-        engine = build_engine(args, index=0)
-        return [engine], LocalSink([engine])
+        return [build_engine(args, index=0)], []
     from slimelite.cluster.servers import build_server, connect, external_servers
-    from slimelite.cluster.weight_sync import SglangSync
     from slimelite.engines.sglang.control import Server
 
-    external = bool(args.rollout_external_engine_addrs)
     owner = None
-    if external:
+    if args.rollout_external_engine_addrs:
         servers = external_servers(args)
     else:
         child = build_server(args, 0, "127.0.0.1")
         stack.callback(child.close)
         servers, owner = [Server(child.start(), args.engine_place(0).width)], LocalOwner(child)
-    engines: list[Engine] = [connect(args, server, owner) for server in servers]
-    if trainer is None:
-        return engines, None
+    return [connect(args, server, owner) for server in servers], servers
+
+
+def _sink(
+    args: Args, trainer: Trainer | None, engines: list[Engine], servers: list[Server], stack: ExitStack
+) -> WeightSink | None:
+    """The way of weights to the engines."""
+    if trainer is None or not engines:
+        return None
+    if not servers:
+        return LocalSink(engines)
+    from slimelite.cluster.weight_sync import SglangSync
+
+    external = bool(args.rollout_external_engine_addrs)
     sync = SglangSync(args, trainer.world.device, "127.0.0.1", external=external)
     stack.callback(sync.close)
-    return engines, sync.to(servers)
+    return sync.to(servers)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slimelite.arguments import Args
 from slimelite.arguments.secret import public_part
 from slimelite.cluster.actors import EngineActor, RolloutActor, ServerActor, TrainerActor
-from slimelite.cluster.cluster import Cluster, ClusterError, Progress
+from slimelite.cluster.cluster import Cluster, ClusterError, Progress, Worker
 from slimelite.cluster.ray_errors import explained, last_line
 from slimelite.cluster.ray_session import connected
 from slimelite.cluster.servers import external_servers
@@ -36,6 +36,12 @@ logger = logging.getLogger(__name__)
 # Trainer and engine of a colocated job share a bundle of one device: slime's fractions.
 TRAINER_SHARE, ENGINE_SHARE = 0.4, 0.2
 WAIT_REPORT_S, WAIT_LIMIT_S = 10, 300
+
+
+class NamedWorker(Worker, Protocol):
+    """A `Worker` that messages can name."""
+
+    name: str
 
 
 class RayWorker:
@@ -133,16 +139,38 @@ def ray_cluster(args: Args, progress: Progress) -> Iterator[Cluster]:
             threaded = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
             rollout = start(RolloutActor, "rollout", threaded, args, handles)
 
-            address = trainers[0].submit("rendezvous").result() if trainers else None
-            starting = {trainer.submit("start", args, address): trainer.name for trainer in trainers}
-            starting |= {worker.submit("start" if sglang else "info"): worker.name for worker in pool}
-            _wait_until_up(starting | {rollout.submit("num_prompts"): rollout.name}, progress)
+            start_workers(args, rollout, trainers, pool, progress)
             yield Cluster(args, rollout, trainers, targets, others=pool, share=ray.put)
             for worker in (*trainers, rollout, *(pool if sglang else [])):
                 worker.submit("close").result()
         finally:
             for worker in workers:
                 ray.kill(worker.handle)
+
+
+def start_workers(
+    args: Args,
+    rollout: NamedWorker,
+    trainers: Sequence[NamedWorker],
+    engines: Sequence[NamedWorker],
+    progress: Progress,
+) -> None:
+    """Let every worker load, side by side.
+
+    Only engines and trainers on the same GPUs load in turn, engines first: SGLang sizes its KV cache by what is free.
+    Before the trainers load, engines that take turns with them (``--offload-rollout``) give their memory back.
+    """
+    servers = args.rollout_backend == "sglang"
+    loading = {worker.submit("start" if servers else "info"): worker.name for worker in engines}
+    loading[rollout.submit("num_prompts")] = rollout.name
+    if trainers and engines and args.colocate and args.device == "cuda":
+        _wait_until_up(loading, progress)
+        loading = {}
+        if args.offload_rollout:
+            rollout.submit("release_memory").result()
+    address = trainers[0].submit("rendezvous").result() if trainers else None
+    loading |= {trainer.submit("start", args, address): trainer.name for trainer in trainers}
+    _wait_until_up(loading, progress)
 
 
 def _wait_until_up(starting: dict[Future[Any], str], progress: Progress) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from slimelite.arguments import Args
 from slimelite.cluster.agreement import probe
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
-from slimelite.engines.protocol import Engine
+from slimelite.engines.protocol import MEMORY_TAGS, Engine
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
 from slimelite.table import SampleTable
 
@@ -63,7 +63,7 @@ class RolloutWorker:
         """See `RolloutManager.load_state_dict`."""
         self.manager.load_state_dict(state)
 
-    def release_memory(self, tags: Sequence[str]) -> None:
+    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Every engine gives back the memory of ``tags``."""
         self.manager.each_engine("release_memory", tags)
 

@@ -13,6 +13,8 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 
 FinishReason = Literal["stop", "length", "abort"]
+# device memory that an engine can give back and take again, by SGLang's names
+MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class Engine(Protocol):
         ...
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Give back device memory of ``weights`` and/or ``kv_cache``."""
+        """Give back the device memory of ``tags``, of `MEMORY_TAGS`; what an engine does not have is nothing to it."""
         ...
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
@@ -176,6 +178,12 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Free everything."""
         ...
+
+
+def check_memory_tags(tags: Sequence[str]) -> None:
+    """Raise ValueError unless every one of ``tags`` is of `MEMORY_TAGS`."""
+    if unknown := set(tags) - set(MEMORY_TAGS):
+        raise ValueError(f"no memory is called {sorted(unknown)}; known are {MEMORY_TAGS}")
 
 
 @runtime_checkable

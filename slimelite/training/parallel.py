@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,8 +48,22 @@ class World:
             dist.destroy_process_group()
 
 
-def join_world(args: Args, rank: int, world_size: int, init_method: str | None) -> World:
-    """Meet the other ranks at ``init_method`` (a URL as torch.distributed takes it).
+def meeting_store(args: Args, address: str, rank: int, world_size: int, listener: socket.socket | None) -> dist.Store:
+    """The store at ``address`` (host:port) through which the ranks meet; rank 0 serves it on ``listener``, if given."""
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(
+        host,
+        int(port),
+        world_size,
+        is_master=rank == 0,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach() if listener is not None and rank == 0 else None,
+    )
+
+
+def join_world(args: Args, rank: int, world_size: int, init_method: str | dist.Store | None) -> World:
+    """Meet the other ranks at ``init_method`` (a URL as torch.distributed takes it, or a store).
 
     One rank alone needs no address and opens no port. CPU tensors always travel by gloo.
 
@@ -58,6 +74,9 @@ def join_world(args: Args, rank: int, world_size: int, init_method: str | None) 
         raise ValueError(f"--dp-replicate-size {args.dp_replicate_size} does not divide {world_size} training ranks")
     if world_size > 1 and init_method is None:
         raise ValueError(f"{world_size} training ranks need an init_method to meet at")
+    store = dist.HashStore() if init_method is None or world_size == 1 else init_method
+    # SGLang's servers set it: a broadcast to them needs the same on both sides. NCCL reads it when it is first used
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -68,8 +87,8 @@ def join_world(args: Args, rank: int, world_size: int, init_method: str | None) 
             backend,
             rank=rank,
             world_size=world_size,
-            init_method=init_method if world_size > 1 else None,
-            store=None if world_size > 1 else dist.HashStore(),
+            init_method=store if isinstance(store, str) else None,
+            store=None if isinstance(store, str) else store,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
         )
     shape = (args.dp_replicate_size, world_size // args.dp_replicate_size)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from slimelite.arguments import Args
@@ -43,13 +44,15 @@ class Trainer:
     Args:
         args: resolved arguments.
         rank, world_size: of this trainer among the training ranks.
-        init_method: where several ranks meet, a URL of torch.distributed.
+        init_method: where several ranks meet, a URL of torch.distributed or a store.
 
     Raises:
         ValueError: the arguments ask for what training here does not do, or name no model.
     """
 
-    def __init__(self, args: Args, *, rank: int = 0, world_size: int = 1, init_method: str | None = None) -> None:
+    def __init__(
+        self, args: Args, *, rank: int = 0, world_size: int = 1, init_method: str | dist.Store | None = None
+    ) -> None:
         _check(args)
         self.args = args
         self.world = join_world(args, rank, world_size, init_method)

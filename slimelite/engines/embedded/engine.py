@@ -22,10 +22,16 @@ from slimelite.engines.embedded.kv_cache import KVCache, round_up
 from slimelite.engines.embedded.scheduler import Decode, Scheduler, Scoring
 from slimelite.engines.embedded.weights import DecoderShape, DecoderWeights
 from slimelite.engines.http_front import HttpFront
-from slimelite.engines.protocol import Capabilities, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
+from slimelite.engines.protocol import (
+    Capabilities,
+    EngineInfo,
+    GenerateRequest,
+    GenerateResult,
+    WeightBucket,
+    check_memory_tags,
+)
 
 T = TypeVar("T")
-MEMORY_TAGS = ("weights", "kv_cache")
 # default size of the cache: on a CPU in bytes (memory is taken as it is used), on a GPU as a share of what is free
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6
@@ -195,7 +201,7 @@ class EmbeddedEngine:
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """See `Engine.release_memory`. Running requests wait for `resume_memory`; a CPU keeps its weights."""
-        self._check_tags(tags)
+        check_memory_tags(tags)
 
         def release() -> None:
             self._holds.update(tags)
@@ -210,7 +216,7 @@ class EmbeddedEngine:
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """See `Engine.resume_memory`."""
-        self._check_tags(tags)
+        check_memory_tags(tags)
 
         def resume() -> None:
             if "weights" in tags:
@@ -232,10 +238,6 @@ class EmbeddedEngine:
             self._jobs.put(None)
         await asyncio.to_thread(self._worker.join)
         await self._front.stop()
-
-    def _check_tags(self, tags: Sequence[str]) -> None:
-        if unknown := set(tags) - set(MEMORY_TAGS):
-            raise ValueError(f"no memory is called {sorted(unknown)}; known are {MEMORY_TAGS}")
 
     def _assert_updating(self) -> int:
         if self._next_version is None:

@@ -21,6 +21,7 @@ from slimelite.engines.protocol import (
     GenerateResult,
     SamplingParams,
     WeightBucket,
+    check_memory_tags,
 )
 from slimelite.engines.sglang.control import Server
 from slimelite.engines.sglang.http import Http
@@ -29,7 +30,6 @@ from slimelite.engines.sglang.weights import HttpSink
 
 logger = logging.getLogger(__name__)
 
-MEMORY_TAGS = ("weights", "kv_cache")
 ATTEMPTS = 3
 RETRY_S = 0.3
 POLL_S = 0.05
@@ -170,7 +170,7 @@ class SglangEngine:
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """See `Engine.release_memory`; requests wait on our side until all of it is back."""
-        self._check_tags(tags)
+        check_memory_tags(tags)
         self._released.update(tags)
         # the server dies of it while it decodes anything, a plugin's own requests too
         await self._http.post("/abort_request", {"rid": "", "abort_all": True})
@@ -179,7 +179,7 @@ class SglangEngine:
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """See `Engine.resume_memory`; the server dies of a tag that is not released."""
-        self._check_tags(tags)
+        check_memory_tags(tags)
         if released := [tag for tag in tags if tag in self._released]:
             await self._http.post("/resume_memory_occupation", {"tags": released})
             self._released.difference_update(released)
@@ -274,10 +274,6 @@ class SglangEngine:
             end = min(ends)
             del ids[end:], result.log_probs[end:], result.weight_versions[end:]
             result.finish_reason = "stop"
-
-    def _check_tags(self, tags: Sequence[str]) -> None:
-        if unknown := set(tags) - set(MEMORY_TAGS):
-            raise ValueError(f"no memory is called {sorted(unknown)}; known are {MEMORY_TAGS}")
 
     def _updating(self) -> HttpSink:
         if self._sink is None:

@@ -27,7 +27,8 @@ ATTACHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -KILL 0) & exec "$@" 3<&- </dev
 
 
 class SglangServer:
-    """One server at ``host:port``, the port chosen once, so that a restart keeps the address.
+    """One server at ``host:port``, the port chosen and taken at once, so that it is still free when the server gets
+    there, half a minute later, and after a restart.
 
     ``command``: makes the command line from (host, port); ``log``: what the server prints is appended here. The
     environment is ours, ``CUDA_VISIBLE_DEVICES`` included.
@@ -37,7 +38,8 @@ class SglangServer:
         self, command: Callable[[str, int], list[str]], host: str, log: Path, start_s: float = START_S
     ) -> None:
         self.host = host
-        self.port = free_port(host)
+        self._reserved = reserve_port(host)
+        self.port = int(self._reserved.getsockname()[1])
         self.url = f"http://{host}:{self.port}"
         self.log = log
         self._command = command(host, self.port)
@@ -68,9 +70,10 @@ class SglangServer:
         return self._process.pid
 
     def close(self) -> None:
-        """End the process group that `start` made, and nothing else."""
+        """End the process group that `start` made, and nothing else; the port is free again."""
         with self._lock:
             self._end()
+        self._reserved.close()
 
     def _start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -141,8 +144,10 @@ class SglangServer:
         logger.warning("some of the server of %s outlives SIGKILL by %.0f s", self.url, END_S)
 
 
-def free_port(host: str) -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def reserve_port(host: str) -> socket.socket:
+    """A socket on a port of this machine that nobody has. It does not listen: a server may bind the same port with
+    SO_REUSEADDR, as servers do, while the system gives the port to nobody who asks for a free one."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
