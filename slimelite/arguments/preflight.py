@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -101,6 +102,21 @@ def _check_packages(args: Args, findings: Findings) -> None:
     for package, needed, remedy in wanted:
         if needed and importlib.util.find_spec(package) is None:
             findings.problems.append(f"{package} is not installed: {remedy}")
+    if servers and args.device == "cuda":
+        findings.warnings += _missing_for_kernels()
+
+
+def _missing_for_kernels() -> Iterator[str]:
+    """What SGLang's kernels need of this machine besides Python packages."""
+    name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "another C library").partition(" ")
+    if name != "glibc" or [int(part) for part in version.split(".")[:2]] < [2, 34]:
+        yield f"SGLang's kernels need glibc 2.34 or newer, and this machine has {name} {version}: see docs/install.md"
+    if shutil.which("nvcc") is None and not (Path(os.environ.get("CUDA_HOME", "")) / "bin" / "nvcc").is_file():
+        yield (
+            "no nvcc is found, with which SGLang compiles kernels when it first needs them: all of them on GPUs before "
+            "Hopper (RTX 4090, L40S), top-k and top-p sampling (--eval-top-k 1) on any; install the CUDA toolkit, or "
+            "set CUDA_HOME"
+        )
 
 
 def _check_run_folder(args: Args, findings: Findings) -> None:

@@ -467,3 +467,22 @@ def test_train_py_dry_run(run: str, tmp_path: Path) -> None:
     bad = subprocess.run([*command[:-1], "--esp-clip", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert bad.returncode == 2
     assert bad.stderr == "train.py: --esp-clip is not a known flag; did you mean --eps-clip?\n"
+
+
+def test_what_sglangs_kernels_need_of_the_machine(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Machine(gpus=1, sglang=True)
+    args = make_args([*run.split(), "--colocate", "--dry-run", "--rollout-backend", "sglang"], machine=node)
+
+    def warnings() -> list[str]:
+        return [w for w in inspect(args, node).warnings if "nvcc" in w or "glibc" in w]
+
+    monkeypatch.setattr(os, "confstr", lambda _name: "glibc 2.31")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    old, compiler = warnings()
+    assert "glibc 2.34 or newer, and this machine has glibc 2.31" in old
+    assert "RTX 4090" in compiler
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvcc").touch()
+    monkeypatch.setattr(os, "confstr", lambda _name: "glibc 2.36")
+    assert warnings() == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -94,3 +97,16 @@ def test_they_never_load_at_once_on_the_same_gpus(shared: bool, released: bool) 
     if shared:
         assert order == ["engine start", *(["rollout release_memory"] if released else []), "trainer start"]
     assert "trainer start" in calls
+
+
+def test_trainers_meet_with_the_nccl_settings_of_sglangs_servers() -> None:
+    """SGLang sets it in its own process; a broadcast needs the same on both sides. Another value of the user's stays."""
+    program = (
+        "import os; from slimelite.arguments import Args; from slimelite.training.parallel import join_world;"
+        "join_world(Args(device='cpu'), 0, 1, None).close(); print(os.environ['NCCL_CUMEM_ENABLE'])"
+    )
+    clean = {k: v for k, v in os.environ.items() if k != "NCCL_CUMEM_ENABLE"}
+    for given, seen in (({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")):
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env={**clean, **given}, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == seen, done.stderr
