@@ -29,6 +29,14 @@ def grader() -> Iterator[Grader]:
     grader.close()
 
 
+@pytest.fixture(scope="module")
+def patient() -> Iterator[Grader]:
+    """For programs that end by themselves, on a machine that has much else to do."""
+    grader = Grader(RewardArgs(rm_type="code", code_timeout=20.0, code_memory_mb=256, reward_error="fail"), workers=1)
+    yield grader
+    grader.close()
+
+
 def fenced(code: str) -> str:
     return f"I think\n```python\n{code}\n```\nDone."
 
@@ -75,9 +83,9 @@ def running() -> list[str]:
     ],
 )
 def test_an_answer_passes_all_tests_or_none(
-    grader: Grader, code: str, metadata: dict[str, Any], label: str | None, expected: float
+    patient: Grader, code: str, metadata: dict[str, Any], label: str | None, expected: float
 ) -> None:
-    assert score(grader, code, metadata, label) == expected
+    assert score(patient, code, metadata, label) == expected
 
 
 MISBEHAVING = {
@@ -149,13 +157,13 @@ def test_all_cases_share_one_time_limit(grader: Grader) -> None:
 
 
 def test_the_program_sees_neither_environment_nor_folder_of_the_run(
-    grader: Grader, monkeypatch: pytest.MonkeyPatch
+    patient: Grader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     look = "import os\ndef look():\n    return sorted(k for k in os.environ if 'KEY' in k), os.listdir('.')"
-    assert score(grader, look, {"test_list": ["assert look() == ([], []), look()"]}) == 1.0
+    assert score(patient, look, {"test_list": ["assert look() == ([], []), look()"]}) == 1.0
     write = "open('left', 'w').write('x')\nimport os\ndef look():\n    return os.getcwd()"
-    assert score(grader, write, {"test_list": ["assert look() != '/' and 'answer-' in look()"]}) == 1.0
+    assert score(patient, write, {"test_list": ["assert look() != '/' and 'answer-' in look()"]}) == 1.0
 
 
 def test_memory_is_limited_by_the_flag() -> None:
