@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import transformers
 from gpu_lab import Lab, Number, Numbers, relative, scores
+from gpu_memory import another_process_reads, fits_a_small_card, reference_is_policy
 from torch import Tensor
 
 import train
@@ -306,7 +307,8 @@ def sync_speed(lab: Lab) -> Numbers:
 def offload_speed(lab: Lab) -> Numbers:
     """Weights and AdamW's moments to host memory and back, and what the trainer still holds of the device meanwhile."""
     with closing(lab.trainer()) as trainer:
-        trainer.train(0, lab.table(4, 8, 4, 16))
+        # long enough for activations that the allocator would keep
+        trainer.train(0, lab.table(lab.size(16, 4), lab.size(512, 8), lab.size(512, 4), lab.size(1024, 16)))
         took: list[float] = []
         for _ in range(3):  # the first takes the host memory
             for move in (trainer.memory.offload, trainer.memory.onload):
@@ -321,7 +323,7 @@ def offload_speed(lab: Lab) -> Numbers:
         "GB/s the first time": Number(size / took[0]),
         "GB/s out": Number(size / took[-2], low=8.0 if lab.cuda else 0.0),
         "GB/s back": Number(size / took[-1], low=8.0 if lab.cuda else 0.0),
-        "GB reserved while offloaded": Number(reserved, 0.3),
+        "GB reserved after training and offload": Number(reserved, 0.3),
     }
 
 
@@ -334,6 +336,9 @@ CHECKS: list[tuple[str, str, bool, Callable[[Lab], Numbers]]] = [
     ("kernels", "chunked LM head = full logits", False, head_agrees),
     ("trainer", "optimizer step = transformers in fp32", False, step_agrees),
     ("trainer", "gradient checkpointing", False, partial(variant_agrees, memory=0.8, gradient_checkpointing=True)),
+    ("trainer", "reference = policy before the first step", True, reference_is_policy),
+    ("trainer", "CUDA IPC into another process", True, another_process_reads),
+    ("trainer", "a step on a card of 24 GB", True, fits_a_small_card),
     ("trainer", "fsdp cpu offload", True, partial(variant_agrees, memory=0.95, fsdp_cpu_offload=True)),
     ("loop", "quickstart learns, and resumes", False, learns),
     ("loop", "colocate with --offload", True, takes_turns),

@@ -100,7 +100,7 @@ def test_they_never_load_at_once_on_the_same_gpus(shared: bool, released: bool) 
 
 
 def test_trainers_meet_with_the_nccl_settings_of_sglangs_servers() -> None:
-    """SGLang sets it in its own process; a broadcast needs the same on both sides. Another value of the user's stays."""
+    """SGLang sets it in its own process, and a broadcast needs the same on both sides. A value of the user's stays."""
     program = (
         "import os; from slimelite.arguments import Args; from slimelite.training.parallel import join_world;"
         "join_world(Args(device='cpu'), 0, 1, None).close(); print(os.environ['NCCL_CUMEM_ENABLE'])"
