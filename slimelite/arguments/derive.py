@@ -17,6 +17,7 @@ from slimelite.arguments.distillation import derive_distillation
 from slimelite.arguments.engine_groups import derive_engine_groups
 from slimelite.arguments.eval_config import resolve_eval_datasets
 from slimelite.arguments.machine import Machine
+from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.vocabulary import Settings
 
 # what slime's flags name by default is what runs here when they name nothing
@@ -75,6 +76,7 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     derive_distillation(draft)
     _algorithm(draft)
     derive_correction(draft)
+    derive_memory(draft)
     _checkpoints(draft)
     _tracking(draft)
     draft.args = replace(draft.args, eval_datasets=resolve_eval_datasets(draft.args, settings))
@@ -355,8 +357,6 @@ def _algorithm(draft: Draft) -> None:
         )
     if args.eval_reward_key is None and args.reward_key is not None:
         draft.set("eval_reward_key", args.reward_key, "as --reward-key")
-    if args.recompute_granularity == "full" and not args.gradient_checkpointing:
-        draft.set("gradient_checkpointing", True, "--recompute-granularity full")
     if args.optimizer_cpu_offload and not args.fsdp_cpu_offload:
         draft.set("fsdp_cpu_offload", True, "--optimizer-cpu-offload")
 

@@ -138,7 +138,7 @@ class Critic:
         loss = torch.zeros((), device=self.world.device)
         batches = step.micro_batches[self.world.rank]
         for i, rows in enumerate(batches):
-            set_last_micro_batch(self.model, self.world, last=i + 1 == len(batches))
+            set_last_micro_batch(self.model, once=self.args.reduce_once_a_step, last=i + 1 == len(batches))
             batch = MicroBatch.from_table(table, rows, self.world.device)
             mask, old = batch.take(columns.mask), batch.take(columns.values)
             values = self.model(batch)

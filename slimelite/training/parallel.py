@@ -129,15 +129,16 @@ def _scatter(model: nn.Module, full: dict[str, Tensor], world: World, home: torc
         parameter.to_local().detach().copy_(part.to_local())
 
 
-def set_last_micro_batch(model: nn.Module, world: World, last: bool) -> None:
+def set_last_micro_batch(model: nn.Module, *, once: bool, last: bool) -> None:
     """Before a micro-batch's forward: whether it is the ``last`` one of its optimizer step.
 
-    On a CPU, where communication cannot hide behind computation, ranks add up their gradients after the last one
-    only; on a GPU after each, so that a rank keeps no more than its shard of them.
+    ``once``: ranks add up their gradients after the last one only, and hold whole ones until then; else after each, so
+    that a rank keeps no more than its shard of them.
     """
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(last or world.device.type == "cuda")
-    model.set_is_last_backward(last)
+    model.set_requires_gradient_sync(last or not once)
+    # also what FSDP sends from is freed then: for embedding and head together that is 4 GB of a 7B model
+    model.set_is_last_backward(last or not once)
 
 
 def reshard(model: nn.Module) -> None:

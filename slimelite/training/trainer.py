@@ -201,7 +201,7 @@ class Trainer:
         total = torch.zeros((), device=self.world.device)
         batches = step.micro_batches[self.world.rank]
         for i, rows in enumerate(batches):
-            set_last_micro_batch(self.model, self.world, last=i + 1 == len(batches))
+            set_last_micro_batch(self.model, once=self.args.reduce_once_a_step, last=i + 1 == len(batches))
             batch = MicroBatch.from_table(table, rows, self.world.device)
             inputs = LossInputs.of(batch, columns)
             log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)

@@ -32,6 +32,24 @@ ANSWERS: dict[type, Any] = {bool: True, int: 1, float: 1.0}
 _swap = torch.utils.swap_tensors
 
 
+# Qwen2.5's and, at 4B, Qwen3's: vocabulary, hidden size, inner size, heads, key/value heads, tied embeddings
+SHAPES = {
+    "0.5B": (151936, 896, 4864, 14, 2, True),
+    "4B": (151936, 2560, 9728, 32, 8, True),
+    "7B": (152064, 3584, 18944, 28, 4, False),
+    "32B": (152064, 5120, 27648, 40, 8, False),
+}
+NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def model_config(shape: str, layers: int) -> dict[str, Any]:
+    """The config.json of a model of that shape with so many layers."""
+    *sizes, tied = SHAPES[shape]
+    family = {"model_type": "qwen3", "head_dim": 128} if shape == "4B" else {"model_type": "qwen2"}
+    sized = dict(zip(NAMES, sizes, strict=True))
+    return {**family, **sized, "num_hidden_layers": layers, "tie_word_embeddings": tied, "bos_token_id": 1}
+
+
 def build(folder: Path) -> Path:
     """Compile guard.cpp with the machine's compiler."""
     root, library = Path(torch.__file__).parent, folder / "guard.so"

@@ -17,17 +17,26 @@ from typing import Any
 import fake_cuda
 import pytest
 
+from slimelite.arguments.memory import Shapes, peak_bytes
+
 ROOT = Path(__file__).parents[2]
 SHAPES = ("0.5B", "4B", "7B", "32B")
 RUNS: dict[str, dict[str, Any]] = {
-    f"{shape} on {ranks}": {"shape": shape, "ranks": ranks, "rank": rank}
+    f"{shape} on {ranks}": {"shape": shape, "ranks": ranks, "rank": rank, "again": ranks == 8}
     for shape in SHAPES
     for ranks, rank in ((1, 0), (8, 0), (64, 63))
 }
 FEATURES: dict[str, dict[str, Any]] = {
-    "checkpointing, entropy": {"shape": "4B", "ranks": 8, "gradient_checkpointing": True, "entropy_coef": 0.01},
+    "checkpointing, entropy": {
+        "shape": "4B",
+        "ranks": 8,
+        "again": True,
+        "gradient_checkpointing": True,
+        "entropy_coef": 0.01,
+    },
     "replicas": {"shape": "0.5B", "ranks": 64, "rank": 9, "dp_replicate_size": 8},
     "muon": {"shape": "0.5B", "ranks": 8, "optimizer": "muon"},
+    "two reductions": {"shape": "7B", "ranks": 8, "again": True, "reduce_once_a_step": False},
     "critic": {"shape": "0.5B", "ranks": 8, "advantage_estimator": "ppo", "use_critic": True, "critic_lr": 1e-5},
 }
 # mistake -> what is said of it
@@ -78,6 +87,9 @@ def problems(found: dict[str, Any], ranks: int, *, optimizer: str = "adamw") -> 
         reduced = {name for name in found["sent"] if name.startswith("reduce_scatter")}
         if (gathered, reduced) != ({"allgather_base bfloat16"}, {"reduce_scatter_base float32"}):
             wrong.append(f"a step gathers {gathered} and reduces {reduced}")
+        reductions = found["sent"].get("reduce_scatter_base float32", 0) / (4 * found["parameters"])
+        if not 1 <= reductions < 1.05:
+            wrong.append(f"{reductions:.2f} gradient reductions a step of two micro-batches")
         if found["push_sent"] != {"all_gather_into_tensor bfloat16": 2 * found["parameters"]}:
             wrong.append(f"weights for engines travel in {found['push_sent']}")
     return wrong
@@ -113,7 +125,27 @@ def test_a_step_runs_on_its_device_in_its_dtypes_and_its_memory(simulated: dict[
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_run_on_their_device(simulated: dict[str, Any], name: str) -> None:
     optimizer = FEATURES[name].get("optimizer", "two" if name == "critic" else "adamw")
-    assert problems(simulated[name], FEATURES[name]["ranks"], optimizer=optimizer) == []
+    found = problems(simulated[name], FEATURES[name]["ranks"], optimizer=optimizer)
+    twice = {"critic", "two reductions"}  # two models, or two micro-batches
+    expected = ["2.00 gradient reductions a step of two micro-batches"] if name in twice else []
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", [name for name, run in (RUNS | FEATURES).items() if run.get("again")])
+def test_the_estimate_of_memory_is_that_of_a_step(simulated: dict[str, Any], name: str) -> None:
+    """That by which gradient checkpointing is chosen; micro-batches have 960 tokens."""
+    run, found = (RUNS | FEATURES)[name], simulated[name]
+    shapes = Shapes.of(fake_cuda.model_config(run["shape"], 2))
+    assert shapes is not None
+    checkpointing, once = run.get("gradient_checkpointing", False), run.get("reduce_once_a_step", True)
+    estimate = peak_bytes(shapes, 960, run["ranks"], models=1, checkpointing=checkpointing, whole_grads=once)
+    assert found["parameters"] == pytest.approx(shapes.parameters, rel=1e-3)
+    assert 0.95 < estimate / found["peak"] < 1.3
+
+
+def test_what_ranks_send_from_is_freed_after_each_reduction(simulated: dict[str, Any]) -> None:
+    outer = 2 * 152064 * 3584
+    assert simulated["7B on 8"]["peak"] - simulated["two reductions"]["peak"] > 4 * outer
 
 
 @pytest.mark.parametrize("fault", FAULTS)

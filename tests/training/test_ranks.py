@@ -132,6 +132,7 @@ def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> di
         "in_half": in_half(trainer),
         "weights": weights_of(trainer),
         "exact": [exact_step(another(**case), table) for case in CASES],
+        "exact_of_each_batch": exact_step(another(**CASES[0], reduce_once_a_step=False), table),
         "exact_of_replicas": exact_step(another(**CASES[0], dp_replicate_size=size), table),
     }
 
@@ -175,8 +176,8 @@ def test_ranks_do_not_matter(
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
     # no matrix is worked on twice
     assert sum(count for count, *_ in stacks) == 3 * len(MATRICES)
-    theirs = [many["exact_of_replicas"], *many["exact"]]
-    for (gradient, means), (expected, expected_means) in zip(theirs, [exact[0], *exact], strict=True):
+    theirs = [many["exact_of_each_batch"], many["exact_of_replicas"], *many["exact"]]
+    for (gradient, means), (expected, expected_means) in zip(theirs, [exact[0], exact[0], *exact], strict=True):
         assert_same_gradient(gradient, expected)
         assert means == pytest.approx(expected_means, rel=1e-9, abs=1e-12)
 

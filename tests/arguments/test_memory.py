@@ -1,0 +1,111 @@
+"""Gradient checkpointing and the reduction of gradients, chosen by the model's shapes and the GPUs' memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import Make
+
+from slimelite.arguments import Args
+from slimelite.arguments.machine import Machine, this_machine
+
+# vocabulary, width, width of the MLP, layers, heads, key/value heads, tied
+QWEN2_5 = {
+    "0.5B": (151936, 896, 4864, 24, 14, 2, True),
+    "7B": (152064, 3584, 18944, 28, 28, 4, False),
+    "32B": (152064, 5120, 27648, 64, 40, 8, False),
+}
+NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+@pytest.fixture
+def plan(make: Make, tmp_path: Path) -> Make:
+    """Arguments for a Qwen2.5 of some size on so many GPUs of so many GB, 9,216 tokens at a time."""
+
+    def plan(size: str, gpus: int, gigabytes: float | None, words: str = "") -> Args:
+        *sizes, groups, tied = QWEN2_5[size]
+        config = dict(zip(NAMES, sizes, strict=True)) | {"model_type": "qwen2", "num_key_value_heads": groups}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+        machine = Machine(gpus=gpus, gpu_bytes=None if gigabytes is None else int(gigabytes * 1e9))
+        words += f" --actor-num-nodes {max(1, gpus // 8)} --actor-num-gpus-per-node {min(gpus, 8)}"
+        flags = f"--colocate --use-dynamic-batch-size --max-tokens-per-gpu 9216 --hf-checkpoint {tmp_path} {words}"
+        return make(flags, machine)
+
+    return plan
+
+
+def reason(args: Args, name: str) -> str:
+    return {d.name: d.reason for d in args.derivations}[name]
+
+
+@pytest.mark.parametrize(
+    ("size", "gpus", "gigabytes", "needed", "says"),
+    [
+        ("0.5B", 1, 80, False, "takes about 22 GB; a GPU has 70 GB for training"),
+        ("0.5B", 1, 24, True, "takes about 22 GB, with it 9 GB; a GPU has 21 GB"),
+        ("7B", 8, 80, True, "takes about 78 GB, with it 23 GB; a GPU has 70 GB"),
+        ("7B", 8, 141, False, "takes about 78 GB; a GPU has 124 GB"),
+        ("32B", 64, 80, True, ", with it "),
+    ],
+)
+def test_checkpointing_where_the_shapes_need_it(
+    plan: Make, size: str, gpus: int, gigabytes: float, needed: bool, says: str
+) -> None:
+    """0.5B and 7B: a simulated step of all layers takes 21.7 and 77 to 81 GB without, 9.4 and 29 GB with it."""
+    args = plan(size, gpus, gigabytes)
+    assert args.gradient_checkpointing is needed
+    assert says in reason(args, "gradient_checkpointing")
+    assert args.notes == ()
+
+
+def test_a_flag_wins_and_what_will_not_fit_is_noted(plan: Make) -> None:
+    args = plan("7B", 8, 80, "--no-gradient-checkpointing")
+    assert args.gradient_checkpointing is False
+    (note,) = args.notes
+    assert "takes about 78 GB of a GPU, and a GPU has 70 GB" in note
+    assert "--gradient-checkpointing, a lower --max-tokens-per-gpu" in note
+    assert plan("0.5B", 1, 80, "--gradient-checkpointing").gradient_checkpointing is True
+    assert plan("0.5B", 1, 80, "--recompute-granularity full").gradient_checkpointing is True
+    (note,) = plan("7B", 1, 80).notes
+    assert "--gradient-checkpointing" not in note
+    assert plan("7B", 1, 80, "--fsdp-cpu-offload").notes == ()
+
+
+def test_engines_that_keep_their_memory_leave_less(plan: Make) -> None:
+    assert plan("0.5B", 1, 40).gradient_checkpointing is False
+    assert plan("0.5B", 1, 40, "--no-offload-rollout").gradient_checkpointing is True
+
+
+def test_gradients_are_reduced_once_a_step_where_whole_ones_fit(plan: Make) -> None:
+    for size, gpus, once in (("0.5B", 8, True), ("7B", 8, True), ("32B", 64, False), ("0.5B", 1, False)):
+        args = plan(size, gpus, 80)
+        assert args.reduce_once_a_step is once, size
+    assert "a step takes about" in reason(plan("7B", 8, 80), "reduce_once_a_step")
+
+
+def test_without_numbers_checkpointing_is_on(plan: Make, make: Make) -> None:
+    assert "the GPUs' memory is not known" in reason(plan("0.5B", 1, None), "gradient_checkpointing")
+    hub = make("--colocate --use-dynamic-batch-size --max-tokens-per-gpu 9216", Machine(gpus=1, gpu_bytes=8 * 10**10))
+    for args in (plan("0.5B", 1, None), hub):
+        assert args.gradient_checkpointing is True
+        assert args.reduce_once_a_step is False
+    assert "the model's shapes are not known" in reason(hub, "gradient_checkpointing")
+
+
+def test_a_cpu_recomputes_nothing_unless_asked(make: Make) -> None:
+    assert make().gradient_checkpointing is False
+    assert make("--gradient-checkpointing").gradient_checkpointing is True
+    assert make().reduce_once_a_step is True
+
+
+def test_the_smallest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`nvidia-smi` as it answers; one that fails is one that is not there."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("slimelite.arguments.machine._count_gpus", lambda: 2)
+    assert this_machine().gpu_bytes is None
+    for answer, found in (("echo 81559; echo 24564", 24564 * 2**20), ("echo '[N/A]'", None), ("exit 9", None)):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        assert this_machine().gpu_bytes == found
