@@ -13,6 +13,8 @@ AT_LEAST = {
     **dict.fromkeys(["n_samples_per_eval_prompt", "max_response_len", "max_prompt_len", "max_context_len"], 1),
     **dict.fromkeys(["temperature", "min_new_tokens"], 0),
 }
+# of a dataset's name; files have 255, with the number of the rollout
+NAME_BYTES = 200
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class EvalDataset:
     def problems(self) -> Iterator[str]:
         """What its settings, from whichever flag or file, cannot be."""
         where = f"eval dataset {self.name}:"
+        if len(self.name.encode()) > NAME_BYTES:
+            name = f"{self.name[:40]}..."
+            yield f"eval dataset {name}: its files are called after it: a name of {NAME_BYTES} bytes or less"
         if self.max_response_len is None:
             yield f"{where} give --eval-max-response-len"
         for name, low in AT_LEAST.items():
