@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 WHOLE = "model.safetensors"
@@ -45,7 +45,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     if entry is None:
         found = sorted(file.name for part in PARTS for file in folder.glob(part))
         raise ValueError(
-            f"{folder} holds {', '.join(found[:4])}, and neither {WHOLE} nor an index that names them: {REMEDY}"
+            f"{folder} holds {_some(found) or 'no weights'}, and neither {WHOLE} nor an index that names them: {REMEDY}"
         )
     if entry == WHOLE:
         return _header(folder / WHOLE)
@@ -84,10 +84,10 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
 def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = ()) -> None:
     """Whether the weights at ``path`` are those of ``empty``, as far as the headers of the files tell.
 
-    ``unread``: see `load_causal_lm`.
+    ``unread``: see `load_weights`.
 
     Raises:
-        ValueError: see `weight_shapes` and `load_causal_lm`.
+        ValueError: see `weight_shapes` and `load_weights`.
     """
     folder = Path(path)
     shapes = weight_shapes(folder) if folder.is_dir() and has_weights(folder) else None
@@ -98,8 +98,8 @@ def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = 
         _load(path, unread, lambda **kept: type(empty).from_pretrained(None, **options, **kept))
 
 
-def load_causal_lm(path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained`, which leaves nothing at random values.
+def load_weights(kind: Any, path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: Any) -> Any:
+    """``from_pretrained`` of ``kind``, an auto class of transformers, which leaves nothing at random values.
 
     Args:
         path: a folder with weights, or a hub id.
@@ -113,9 +113,7 @@ def load_causal_lm(path: str, config: PretrainedConfig, *, unread: Iterable[str]
     return _load(
         path,
         unread,
-        lambda **kept: AutoModelForCausalLM.from_pretrained(
-            path, config=config, trust_remote_code=False, **options, **kept
-        ),
+        lambda **kept: kind.from_pretrained(path, config=config, trust_remote_code=False, **options, **kept),
     )
 
 

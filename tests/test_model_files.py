@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
 from slimelite.engines.embedded.weights import DecoderShape, DecoderWeights
-from slimelite.model_files import has_weights, load_causal_lm
+from slimelite.model_files import has_weights, load_weights
 from slimelite.training.loading import inspect_model, load_model, read_config
 
 NAME = "model.layers.1.mlp.down_proj.weight"
@@ -132,10 +132,10 @@ def test_old_pickles_are_read_and_refused_likewise(tmp_path: Path) -> None:
     assert torch.equal(model.state_dict()[NAME], weights[NAME])
     torch.save({name: weight for name, weight in weights.items() if name != NAME}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match=f"missing: {NAME}"):
-        load_causal_lm(str(folder), config)
+        load_weights(AutoModelForCausalLM, str(folder), config)
     cut(folder / "pytorch_model.bin", 3000)
     with pytest.raises(ValueError, match=r"the weights in .* cannot be read .*: copy or save the model anew"):
-        load_causal_lm(str(folder), config)
+        load_weights(AutoModelForCausalLM, str(folder), config)
 
 
 def test_experts_are_matched_as_transformers_does(tmp_path: Path) -> None:

@@ -203,7 +203,9 @@ def _read_model(args: Args, option: str, path: str, findings: Findings) -> dict[
         if not args.debug_rollout_only or args.rollout_backend == "embedded":
             from slimelite.training.loading import inspect_model
 
-            model_config = inspect_model(args, path, new_head=option == "--critic-load")
+            model_config, packed = inspect_model(args, path, new_head=option == "--critic-load")
+            if not packed:
+                findings.facts.append(f"{option}: {model_config.model_type} is trained on one sequence a forward pass")
             if option == "--hf-checkpoint" and not args.debug_train_only and args.rollout_backend == "embedded":
                 from slimelite.engines.embedded.weights import DecoderShape
 

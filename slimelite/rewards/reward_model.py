@@ -12,9 +12,10 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from slimelite.data.tokenizer import load_tokenizer
+from slimelite.model_files import load_weights
 from slimelite.rewards.rule import Exchange, Failure
 from slimelite.rewards.worker import serve
 
@@ -29,17 +30,19 @@ class RewardModel:
         """``device``: auto, cpu or cuda.
 
         Raises:
-            ValueError: the model has not one output, or there is no such device.
+            ValueError: the model has not one output, lacks weights, or there is no such device.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--reward-model-device cuda: this process sees no GPU; take cpu, or auto")
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
-        self.model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype).to(self.device).eval()
-        config = self.model.config
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if config.num_labels != 1:
             raise ValueError(f"--reward-model-path {path} has {config.num_labels} outputs; a reward model has one")
+        # the head of a folder that is no reward model would be random
+        model = load_weights(AutoModelForSequenceClassification, path, config, dtype=dtype)
+        self.model = model.to(self.device).eval()
         self.pad = config.get_text_config().pad_token_id
         self.longest = getattr(config.get_text_config(), "max_position_embeddings", None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimelite.arguments import Args
-from slimelite.model_files import check_weights, has_weights, load_causal_lm
+from slimelite.model_files import check_weights, has_weights, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.configs import without_noise
 from slimelite.training.model import LanguageModel, PolicyModel
@@ -105,7 +104,7 @@ def load_model(
         new_head: whether the LM head will be replaced, so that it may be missing.
 
     Raises:
-        ValueError: see `load_causal_lm`.
+        ValueError: see `load_weights`.
     """
     register_attention()
     options = {"attn_implementation": attention, "dtype": torch.float32}
@@ -115,14 +114,16 @@ def load_model(
         hf.tie_weights()  # the context gave each of a tied pair a parameter of its own
         return hf
     if has_weights(path):
-        return load_causal_lm(path, config, unread=LM_HEAD if new_head else (), **options)
+        return load_weights(AutoModelForCausalLM, path, config, unread=LM_HEAD if new_head else (), **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def inspect_model(args: Args, path: str, *, new_head: bool = False) -> PretrainedConfig:
+def inspect_model(args: Args, path: str, *, new_head: bool = False) -> tuple[PretrainedConfig, bool]:
     """Make the model at ``path`` without its weights, to see before a run starts what `build_model` would say.
+
+    Returns its config, and whether its sequences are packed.
 
     Raises:
         ValueError: transformers cannot make it, or see `build_model`.
@@ -138,9 +139,10 @@ def inspect_model(args: Args, path: str, *, new_head: bool = False) -> Pretraine
             f"({one_line(error)}); compare it with the original, or take another model"
         ) from error
     check_weights(path, empty, unread=LM_HEAD if new_head else ())
-    with suppress(NoSmallModel):  # the trainer says it
-        may_pack(config, _attention(args), pairs=_trains_pairs(args))
-    return config
+    try:
+        return config, may_pack(config, _attention(args), pairs=_trains_pairs(args))
+    except NoSmallModel:  # the trainer says it
+        return config, False
 
 
 def _may_pack(args: Args, config: PretrainedConfig, world: World) -> bool:

@@ -173,6 +173,18 @@ def test_messages_without_the_chat_template_name_the_flag(run: str, tmp_path: Pa
     assert "row 0 (line 1): column 'messages': messages written as text; keep them as a list" in problem
 
 
+def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    facts = inspect(parse(run), CPU).facts
+    assert not any("one sequence" in fact for fact in facts)
+    lfm2 = {**config, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
+    (model / "config.json").write_text(json.dumps(lfm2))
+    assert "--hf-checkpoint: lfm2 is trained on one sequence a forward pass" in inspect(parse(run), CPU).facts
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "phi"}))
+    (problem,) = problems(run)
+    assert "phi cannot be trained: its log-probs differ" in problem
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForSequenceClassification,
@@ -101,6 +102,12 @@ def test_what_cannot_be_a_reward_model_is_said_at_start(tmp_path: Path) -> None:
         check_reward(RewardArgs(rm_type="reward_model"), row)
     path = save_model(tmp_path, labels=2)
     with pytest.raises(ValueError, match="has 2 outputs; a reward model has one"):
+        check_reward(RewardArgs(rm_type="reward_model", reward_model_path=path), row)
+    path = save_model(tmp_path / "headless")
+    weights = load_file(file := f"{path}/model.safetensors")
+    weights.pop("score.weight")  # as in a folder of a causal language model
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"--reward-model-path .* missing: score\.weight"):
         check_reward(RewardArgs(rm_type="reward_model", reward_model_path=path), row)
     missing = str(tmp_path / "none")
     with pytest.raises(ValueError, match=f"--reward-model-path {missing}: "):

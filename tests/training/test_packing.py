@@ -17,6 +17,7 @@ from slimelite.table import SampleTable
 from slimelite.training import packing
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.batch import MicroBatch
+from slimelite.training.loading import inspect_model
 from slimelite.training.model import PolicyModel
 from slimelite.training.packing import NoSmallModel, may_pack
 
@@ -158,6 +159,8 @@ def test_what_is_not_right_even_alone_is_refused(family: str, tmp_path: Path) ->
     }
     with pytest.raises(ValueError, match=said[family]), one_rank(tiny_args(folder)):
         pass
+    with pytest.raises(ValueError, match=said[family]):  # the pre-flight check, before anything starts
+        inspect_model(tiny_args(folder), str(folder))
 
 
 def test_the_remedy_works(tmp_path: Path) -> None:

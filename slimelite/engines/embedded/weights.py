@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from slimelite.model_files import has_weights, load_causal_lm
+from slimelite.model_files import has_weights, load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ class DecoderWeights:
     def load(self, model_path: str, config: PretrainedConfig, seed: int) -> None:
         """Fill in the checkpoint at ``model_path``, or, for a folder without weights, random ones from ``seed``."""
         if has_weights(model_path):
-            model = load_causal_lm(model_path, config, dtype=self._dtype)
+            model = load_weights(AutoModelForCausalLM, model_path, config, dtype=self._dtype)
         else:
             logger.warning("no weight files in %s: starting from random weights (seed %d)", model_path, seed)
             with torch.random.fork_rng(devices=[]):
