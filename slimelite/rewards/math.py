@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import accumulate
 
 from slimelite.rewards.latex import extract_boxed_answer, normalize_answer
 from slimelite.rewards.rule import Answer, Rule
@@ -34,13 +35,14 @@ TIDY = tuple(
         (r"\\frac([0-9])([0-9])", r"\\frac{\1}{\2}"),
         (r" (?:or|and) ", " , "),
         (rf"(?:{UNITS})(?:es)?s? ?(?:\^[0-9]+)?", ""),
-        (rf"(?<=[0-9}}]) ?(?:{SHORT_UNITS})s?(?:\^\{{?[23]\}}?)?$", ""),
-        (r"\^ ?\{?\\circ\}?", ""),
+        (rf"(?<=[0-9}}]) ?(?:{SHORT_UNITS})s?(?:\^\{{?[23]\}}?)?\.?$", ""),
+        (r"\^ ?(?:\{\\circ\}|\\circ)", ""),
         (r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", ""),
         (r"^\s*(-?[0-9]+)\s+([0-9]+)/([0-9]+)\s*$", r"\1\\frac{\2}{\3}"),
         (r"- +", "-"),
     )
 )
+WRAPPER = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf|mbox))?\{")
 INTEGER = re.compile(r"-?[0-9]+(?:\.0*)?")
 # three digits of exponent: Fraction computes the power
 DECIMAL = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
@@ -135,9 +137,17 @@ def tidy(text: str) -> str:
     """The answer without units, currency, percent signs, layout commands and commas in numbers."""
     for pattern, replacement in TIDY:
         text = pattern.sub(replacement, text)
-    text = text.strip()
-    whole = re.fullmatch(r"\{([^{}]*)\}", text)
-    return whole[1].strip() if whole else text
+    return unwrapped(text.strip())
+
+
+def unwrapped(text: str) -> str:
+    r"""What stands inside braces or a ``\text{}`` that hold the whole text, without a full stop behind it."""
+    while match := WRAPPER.match(text):
+        depths = accumulate({"{": 1, "}": -1}.get(c, 0) for c in text[match.end() - 1 :])
+        if next((i for i, depth in enumerate(depths) if depth == 0), 0) != len(text) - match.end():
+            break
+        text = text[match.end() : -1].strip()
+    return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
 def pairs(given: str, truth: str) -> list[tuple[str, str]]:

@@ -29,8 +29,9 @@ MAX_POWER_OF_SUM = 1000
 MAX_TERMS = 10_000
 # a number with its base, such as 101_2 or 1A_{16}: the grammar drops the base of the first
 BASE = re.compile(r"[0-9)][\s}]*_|[0-9][A-F]+_\{?(?:1[1-6]|[23][0-9])")
-# commands that are written without their backslash: pi/2, 2sqrt3, sin(x); sqrt(2) the library reads itself
-BARE = re.compile(r"(?<![\\a-zA-Z])(pi|sqrt(?!\s?\()|sin|cos|tan|cot|sec|csc|log|ln|exp|theta|alpha|beta)(?![a-zA-Z])")
+# commands that are written without their backslash: pi/2, 2sqrt3, sin(x)
+BARE = re.compile(r"(?<![\\a-zA-Z])(pi|sqrt|sin|cos|tan|cot|sec|csc|log|ln|exp|theta|alpha|beta)(?![a-zA-Z])")
+ROOT = re.compile(r"\\?sqrt\s?\(([^()]*)\)")
 # functions that make a matrix out of a number: eye(10000)
 MATRIX_MAKERS = re.compile(r"\\operatorname\s*\{\s*(?:eye|zeros|ones|diag)\s*\}")
 
@@ -132,7 +133,7 @@ def _parse(text: str) -> Any:
     """The expression that ``text`` is, or else the last side of its chain of equations."""
     if BASE.search(text) or ":" in text or MATRIX_MAKERS.search(text):
         raise ValueError(f"not an expression: {text}")
-    text = text.replace("\\sqrt(", "sqrt(").replace("**", "^")
+    text = ROOT.sub(r"\\sqrt{\1}", text).replace("**", "^")
     text = normalize_latex(BARE.sub(r"\\\1", text), NORMALIZATION)
     try:
         expression = _read(text)

@@ -32,9 +32,8 @@ def main(descriptor: int, seconds: float) -> None:
     """Serve until the parent closes its end."""
     from slimelite.rewards import symbolic  # sympy is loaded, and its grammar read, before the first answer's time runs
 
-    symbolic.equivalent("1+x", "x+1")
-
     logging.disable(logging.CRITICAL)  # math-verify warns of every answer it cannot read
+    symbolic.equivalent("1+x", "x+1")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGPROF, _out_of_time)
 
