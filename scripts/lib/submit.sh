@@ -30,6 +30,8 @@ start_head() {
     export RAY_AUTH_MODE=token
     RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
     export RAY_AUTH_TOKEN
+    # after `ray job stop` a run has this long to end its workers and draw its curves; by default 3 s
+    export RAY_JOB_STOP_WAIT_TIME_S=30
     local dashboard log
     dashboard=$(free_port)
     log=$(mktemp)

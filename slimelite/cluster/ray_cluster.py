@@ -114,7 +114,7 @@ def ray_cluster(args: Args, progress: Progress) -> Iterator[Cluster]:
         workers.append(worker)
         return worker
 
-    with _one_message(), connected(bundles), _reserved(args, bundles, progress) as group:
+    with _one_message(), connected(bundles) as kept, _reserved(args, bundles, progress, kept) as group:
         try:
             bundle = bundles_by_node(placement_group_table(group)["bundles_to_node_id"], _this_node())
             public = len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
@@ -188,7 +188,7 @@ def _wait_until_up(starting: dict[Future[Any], str], progress: Progress) -> None
 
 
 @contextmanager
-def _reserved(args: Args, bundles: int, progress: Progress) -> Iterator[PlacementGroup]:
+def _reserved(args: Args, bundles: int, progress: Progress, kept: bool) -> Iterator[PlacementGroup]:
     device = "GPU" if args.device == "cuda" else "CPU"
     total = int(ray.cluster_resources().get(device, 0))
     if total < bundles:
@@ -206,7 +206,9 @@ def _reserved(args: Args, bundles: int, progress: Progress) -> Iterator[Placemen
         _wait_for(group, device, total, f"{bundles} x {bundle}")
         yield group
     finally:
-        remove_placement_group(group)
+        # schedulers send SIGTERM to all of a job: Ray's daemons may be gone, and this would wait for them for a minute
+        if kept:
+            remove_placement_group(group)
 
 
 def _wait_for(group: PlacementGroup, device: str, total: int, wanted: str) -> None:

@@ -27,21 +27,25 @@ LOCAL = "--launcher local needs no Ray (one rank, one engine)"
 
 
 @contextmanager
-def connected(bundles: int) -> Iterator[None]:
+def connected(bundles: int) -> Iterator[bool]:
     """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or start one for ``bundles`` devices, and leave it.
+
+    Yields:
+        whether it outlives the run, so that what the run took has to be given back.
 
     Raises:
         ClusterError: there is none, it refuses us, or it does not start.
     """
     if ray.is_initialized():
-        yield
+        yield True
         return
+    address = os.environ.get("RAY_ADDRESS")
     try:
-        if address := os.environ.get("RAY_ADDRESS"):
+        if address:
             _join(address)
         else:
             _start(bundles)
-        yield
+        yield bool(address)
     finally:
         ray.shutdown()
 

@@ -146,15 +146,21 @@ def test_the_gsm8k_script_starts_its_own_head_and_submits(grpo_args: list[str], 
 
 
 def test_jobs_for_a_head_that_runs_already(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
-    """``ray start --head``, then as users type them: ``ray job submit -- python train.py``, and the script."""
+    """``ray start --head``, then as users type them: ``ray job submit -- python train.py``, the script, and a stop."""
     head = tmp_path / "head.sh"
     flags = ["--num-rollout", "1", "--run-dir", str(tmp_path / "bare")]
     script, env = gsm8k_script(grpo_args, task, tmp_path / "script")
+    endless = [sys.executable, str(ROOT / "train.py"), *grpo_args, "--num-rollout", "9999"]
+    endless += ["--run-dir", str(tmp_path / "stopped")]
     head.write_text(
         "set -eu\nsource scripts/lib/submit.sh\nstart_head\n"
         'ray job submit --address "$RAY_ADDRESS" --working-dir . -- '
         f"{shlex.join([sys.executable, 'train.py', *grpo_args, *flags])}\n"
         f"{shlex.join(script)}\n"
+        f"ray job submit --no-wait --submission-id stopped -- {shlex.join(endless)}\n"
+        f"while ! [ -f {tmp_path / 'stopped' / 'rollouts' / '0000001.parquet'} ]; do sleep 0.1; done\n"
+        "ray job stop stopped\n"
+        "ray job logs stopped\n"
         # without the token the same cluster refuses
         'if RAY_AUTH_TOKEN=wrong ray job list --address "$RAY_ADDRESS" >/dev/null 2>&1; then exit 7; fi\n'
     )
@@ -163,6 +169,10 @@ def test_jobs_for_a_head_that_runs_already(grpo_args: list[str], task: Path, tmp
     assert done.stdout.count("starting a Ray head") == 1
     for run in ("bare", "script"):
         assert len(metrics(tmp_path / run, "train/loss")) == 1
+    status = json.loads((tmp_path / "stopped" / "status.json").read_text())
+    assert (status["status"], status["message"]) == ("interrupted", "SIGTERM")
+    assert "SIGTERM: the run is being ended" in done.stdout
+    assert (tmp_path / "stopped" / "curves.png").is_file()
 
 
 def test_a_worker_that_raises_is_one_message(grpo_args: list[str], tmp_path: Path) -> None:
