@@ -97,6 +97,8 @@ def _start(bundles: int) -> None:
 
 def _init(**options: Any) -> None:
     """`ray.init`, which sets a SIGTERM handler of its own and leaves it there; ours is put back."""
+    # it prints what it knows of a dead worker, beside the message that we make of it
+    ray._private.worker._worker_logs_enabled = False
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)

@@ -1,0 +1,84 @@
+"""Ray that does not start, cannot be joined, or loses a worker: one message that names the remedy."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import ray
+from ray.exceptions import ActorUnavailableError, OutOfDiskError, OutOfMemoryError, RayActorError, RayError
+
+from slimelite.cluster.cluster import ClusterError
+from slimelite.cluster.ray_errors import explained
+from slimelite.cluster.ray_session import connected
+
+
+def why_not(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ClusterError) as caught, connected(1):
+        pytest.fail("Ray started")
+    assert not ray.is_initialized()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_folder_that_ray_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    missing, long = tmp_path / "missing", tmp_path / ("x" * 100)
+    long.mkdir()
+    for folder, says in ((missing, "No such file or directory"), (long, "cannot exceed 107 bytes")):
+        message = why_not(monkeypatch, RAY_TMPDIR=str(folder))
+        assert message.startswith(f"Ray cannot keep its files in {folder}: ")
+        assert says in message
+        assert "export RAY_TMPDIR=" in message
+
+
+def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("slimelite.cluster.ray_session.ROOM", 1 << 60)
+    message = why_not(monkeypatch, RAY_TMPDIR=str(tmp_path))
+    assert "MB are free" in message
+    assert "Make room" in message
+
+
+def test_a_ray_that_does_not_come_up_is_tried_twice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = why_not(monkeypatch, RAY_gcs_server_port_wait_time_s="0")
+    assert message.startswith("Ray did not start, in 2 tries: Timed out")
+    assert "session_latest/logs" in message
+    assert "--launcher local" in message
+    assert [record.message for record in caplog.records if "once more" in record.message]
+
+
+def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and not listening
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        assert f"RAY_ADDRESS={address} ([Errno 111] Connection refused)" in why_not(monkeypatch, RAY_ADDRESS=address)
+    message = why_not(monkeypatch, RAY_ADDRESS="http://127.0.0.1:8265")
+    assert "such as 10.0.0.1:6379" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OutOfMemoryError("Memory on the node was 15 GB / 16 GB\na table\nof processes"), "lower --max-tokens-per-gpu"),
+        (RayActorError(error_msg="The actor died.\nWorker unexpectedly exits with code 2"), "was killed (SIGKILL"),
+        (
+            RayActorError(error_msg="The actor died.\nValueError: no such model"),
+            "died: ValueError: no such model; its log",
+        ),
+        (OutOfDiskError("full"), "export RAY_TMPDIR="),
+        (ActorUnavailableError("gone", None), "trainer_1 died: The actor None is unavailable: gone"),
+    ],
+)
+def test_a_lost_worker_is_one_line(error: RayError, says: str) -> None:
+    one = explained(error, "trainer_1", Path("logs/trainer_1.log"))
+    assert "\n" not in str(one)
+    assert str(one).startswith("trainer_1 ") or str(one).startswith("trainer_1: ")
+    assert says in str(one)
+    assert str(one).endswith("; its log is logs/trainer_1.log")
+    assert one.__notes__ == [str(error)], "Ray's own words are for log.txt"
