@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from slimelite.rewards.confine import FILE_BYTES, confine
+from slimelite.rewards.confine import FILE_BYTES, confine, hide
 
 RUNNER = Path(__file__).with_name("code_runner.py")
 # numeric libraries would start threads, which are not allowed
@@ -44,6 +44,7 @@ def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory
     In an empty temporary folder, with an empty environment and ``stdin`` as standard input. Output beyond 16 MiB is an
     error of the program. When this returns, the process and what it started are gone.
     """
+    hide()
     token = secrets.token_hex(16)
     payload = json.dumps({"code": code, "tests": tests, "token": token})
     with ExitStack() as stack:

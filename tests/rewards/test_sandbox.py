@@ -70,7 +70,6 @@ PROCESSES = {
     "environ of the parent": "open(f'/proc/{os.getppid()}/environ').read()",
     "memory of the grader": "open(f'/proc/{HOST}/mem', 'r+b')",
     "maps of the grader": "open(f'/proc/{HOST}/maps').read()",
-    "open files of the grader": "os.listdir(f'/proc/{HOST}/fd')",
     "ptrace": "check(libc.ptrace(16, HOST, None, None))",
     "ptrace seize": "check(libc.ptrace(0x4206, HOST, None, None))",
     "process_vm_readv": "here = ctypes.create_string_buffer(8); v = struct.pack('QQ', ctypes.addressof(here), 8); "
@@ -83,6 +82,7 @@ FILES = {
     "list a folder": "os.listdir('OUTSIDE')",
     "list the root": "os.listdir('/')",
     "read passwd": "open('/etc/passwd').read()",
+    "open files of the grader": "os.listdir(f'/proc/{HOST}/fd')",
     "its own proc": "open('/proc/self/environ').read()",
     "write a file": "open('OUTSIDE/secret', 'a').write('x')",
     "make a file": "open('OUTSIDE/new', 'w').write('x')",
@@ -119,8 +119,8 @@ WITH_SECCOMP = {
     "x32 fork": "call(220 if ARM else 0x40000000 + 57) or os._exit(0)",
 }
 ATTACKS = {**SIGNALS, **PROCESSES, **FILES, **WITH_SECCOMP}
-# kernels without Landlock: a user's processes can be read, and files are open; `gaps` says so
-ALONE = {"all": ATTACKS, "seccomp": SIGNALS | WITH_SECCOMP, "landlock": SIGNALS | PROCESSES | FILES}
+# without Landlock files are open, and the processes of the user that do not grade; `gaps` says so
+ALONE = {"all": ATTACKS, "seccomp": SIGNALS | PROCESSES | WITH_SECCOMP, "landlock": SIGNALS | PROCESSES | FILES}
 # Landlock drops these signals without a word; the grader, which they would end, goes on
 SILENT = {"kill everybody", "SIGIO by F_SETOWN", "SIGIO by F_SETOWN_EX"}
 USERS = ("root", "plain") if os.geteuid() == 0 else ("plain",)
