@@ -236,3 +236,15 @@ def test_the_curves_are_not_redrawn_all_the_time(tmp_path: Path, monkeypatch: py
     args = replace(make_args(tmp_path), num_rollout=4)
     play(args, range(4))
     assert len(drawn) == 1, "at the end; two evaluations within a second of the start draw nothing"
+
+
+def test_a_run_says_that_the_one_before_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    play(make_args(tmp_path), range(3))
+    assert "the run before" not in capsys.readouterr().out
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    left = {**status(tmp_path), "status": "running", "pid": child.pid}
+    (tmp_path / "status.json").write_text(json.dumps(left))
+    play(make_args(tmp_path), range(3, 5))
+    assert "the run before this one stopped without a word after 3 of 5 rollouts: " in capsys.readouterr().out
+    assert status(tmp_path)["status"] == "finished"
