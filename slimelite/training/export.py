@@ -41,7 +41,7 @@ def save_hf(directory: Path, model: PolicyModel, world: World, tokenizer: str | 
     The weights have the dtype that the trainer computes in and the engines sample with: what is saved is what was
     evaluated. ``tokenizer``: a folder or hub id whose tokenizer files are copied.
     """
-    weights = full_weights(model, world.compute_dtype)
+    weights = full_weights(model, world.compute_dtype, world.device)
     if world.rank > 0:
         for _ in weights:
             pass

@@ -39,14 +39,16 @@ class WeightSink(Protocol):
 
 
 @torch.no_grad()
-def full_weights(model: PolicyModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def full_weights(
+    model: PolicyModel, dtype: torch.dtype, device: torch.device | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor in ``dtype``), tied weights once; every rank runs it to the end (collective).
 
     A tensor may share memory with the parameter: read it before the next step. Shards are cast before they are
-    gathered: in bf16 half as much travels between ranks.
+    gathered: in bf16 half as much travels between ranks. ``device``: where they are gathered; None: where they are.
     """
     for name, parameter in model.named_weights():
-        yield name, whole(parameter.detach().to(dtype))
+        yield name, whole(parameter.detach().to(device=device, dtype=dtype))
 
 
 @torch.no_grad()
@@ -54,10 +56,11 @@ def buckets(
     weights: Iterable[tuple[str, Tensor]],
     size: int,
     dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
     memory: HostMemory | None = None,
 ) -> Iterator[WeightBucket]:
     """Whole weights, sharded or not, flattened together (collective); a bucket ends with the tensor that brings it to
-    ``size`` bytes. ``dtype``: of all of them; None: they have one dtype. ``memory``: where they may wait.
+    ``size`` bytes. ``dtype``, ``device``: of the buckets; None: those of the weights. ``memory``: where they may wait.
 
     A tensor is never cut: the loaders of SGLang and vLLM take whole ones. Nor does one that does not fit wait for the
     next bucket: of a 32B model, whose larger matrices are just over half of 512 MiB, each would then travel alone.
@@ -69,17 +72,19 @@ def buckets(
         layout[-1].append((name, tensor))
     for part in filter(None, layout):
         # nothing here refers to the bucket while the next one is filled
-        yield _fill(part, dtype or part[0][1].dtype, memory)
+        yield _fill(part, dtype or part[0][1].dtype, device or part[0][1].device, memory)
 
 
-def _fill(weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype, memory: HostMemory | None) -> WeightBucket:
+def _fill(
+    weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, memory: HostMemory | None
+) -> WeightBucket:
     shapes = [tuple(tensor.shape) for _, tensor in weights]
-    flat = torch.empty(sum(tensor.numel() for _, tensor in weights), dtype=dtype, device=weights[0][1].device)
+    flat = torch.empty(sum(tensor.numel() for _, tensor in weights), dtype=dtype, device=device)
     bucket = WeightBucket([name for name, _ in weights], shapes, flat)
     # beside the bucket there is only the tensor that is being gathered
     for (_, place), (_, tensor) in zip(bucket.tensors(), weights, strict=True):
         with memory.present(tensor) if memory else nullcontext():
-            place.copy_(whole(tensor.detach().to(dtype)))
+            place.copy_(whole(tensor.detach().to(device=device, dtype=dtype)))
     return bucket
 
 
@@ -101,7 +106,7 @@ def push(
     if sink is not None:
         failure = _failure(sink.begin, version)
     sent = count = 0
-    for bucket in buckets(model.named_weights(), bucket_bytes, world.compute_dtype, memory):
+    for bucket in buckets(model.named_weights(), bucket_bytes, world.compute_dtype, world.device, memory):
         if sink is not None and failure is None:
             failure = _failure(sink.send, bucket)
         sent += bucket.flat.nbytes

@@ -97,6 +97,7 @@ def install() -> None:
     torch.cuda.Event = torch.cuda.Stream = _Event  # type: ignore[misc]
     torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment]
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
     _fsdp_init._move_states_to_device = _move_states_to_device
     torch.utils.swap_tensors = _become  # what Module.to does with fake parameters
     # DTensor finds the shape of a result with tensors of global size, that no device holds
@@ -134,13 +135,13 @@ class Meter(TorchDispatchMode):
 
     Memory is that of storages on this rank: DTensors are passed on to be taken apart, so that shards count, not the
     tensors that they are shards of. ``now`` and ``peak`` are in bytes, each storage rounded up as torch's allocator
-    does. ``products``: how often each matrix product, with the dtypes of operands and result; ``sent``: bytes by
-    collective and dtype.
+    does; ``pinned``: bytes of host memory that were pinned. ``products``: how often each matrix product, with the
+    dtypes of operands and result; ``sent``: bytes by collective and dtype.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = self.pinned = 0
         self.products: dict[str, int] = defaultdict(int)
         self.sent: dict[str, int] = defaultdict(int)
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -154,6 +155,8 @@ class Meter(TorchDispatchMode):
             dtype = args[0].dtype
             return ANSWERS[bool if dtype == torch.bool else float if dtype.is_floating_point else int]
         out = func(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            self.pinned += out.nbytes
         tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor) and x.device.type == "cuda"]
         for tensor in tensors:
             self.see(tensor)

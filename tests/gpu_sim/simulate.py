@@ -89,7 +89,7 @@ def keep_the_hosts_numbers() -> None:
 def plant(name: str) -> Any:
     """A mistake that no CPU test would see."""
     take, tensors, patch = MicroBatch.take, offload.training_tensors, mock.patch.object
-    only_weights = mock.Mock(all=[])
+    only_weights, empty, onload = mock.Mock(all=[]), torch.empty, HostMemory.onload
     faults = {
         "column left on the host": (MicroBatch, "take", lambda batch, column: take(batch, column).cpu()),
         "fp32 compute": (parallel, "MixedPrecisionPolicy", lambda **_: MixedPrecisionPolicy()),
@@ -97,6 +97,8 @@ def plant(name: str) -> Any:
         "weights gathered in fp32": (weights, "whole", lambda t: parallel.whole(t.float()).to(t.dtype)),
         "offload forgotten": (HostMemory, "offload", lambda memory, **_: None),
         "moments not offloaded": (trainer, "training_tensors", lambda model, _: tensors(model, only_weights)),
+        "pageable memory": (torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options)),
+        "fresh memory": (HostMemory, "onload", lambda memory: (onload(memory), memory._blocks.clear())),
         "gradients kept": (torch.optim.Optimizer, "zero_grad", lambda optimizer: None),
     }
     return patch(*faults[name])
@@ -121,7 +123,7 @@ def simulate(
         found["products"], found["sent"] = dict(meter.products), dict(meter.sent)
         meter.sent.clear()
         t.offload()
-        found["offloaded"], meter.peak = meter.now, 0
+        found["offloaded"], found["pinned"], meter.peak = meter.now, meter.pinned, 0
         found["pushed"] = t.push_weights(Sink(), 1)["perf/update_weights_bytes"]
         found["push_peak"], found["after_push"] = meter.peak, meter.now
         found["push_sent"] = dict(meter.sent)
@@ -130,6 +132,8 @@ def simulate(
         if again:  # the first step makes the optimizer's state at its end
             t.train(1, table)
             found["peak"] = meter.peak
+        t.offload()
+        found["pinned_later"] = meter.pinned
     return found
 
 
