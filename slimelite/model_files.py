@@ -8,12 +8,14 @@ from __future__ import annotations
 import copy
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -32,6 +34,15 @@ def has_weights(path: str | Path) -> bool:
     if not folder.is_dir():
         return True  # a hub id
     return any((folder / name).is_file() for name in ENTRIES) or any(any(folder.glob(part)) for part in PARTS)
+
+
+def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
+    """A safetensors file of ``weights`` with the mode that the umask gives; the library's own is the owner's alone."""
+    file.unlink(missing_ok=True)
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(weights), file, metadata={"format": "pt"})
+    file.chmod(mode)
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:

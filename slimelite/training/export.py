@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slimelite.files import free_space
+from slimelite.model_files import write_weights
 from slimelite.training.model import PolicyModel
 from slimelite.training.parallel import World
 from slimelite.training.weights import full_weights
@@ -81,12 +81,7 @@ def _write_weights(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> No
 
     def write() -> None:
         shards.append(list(pending))
-        file = directory / f"model-{len(shards):05d}.partial"
-        file.unlink(missing_ok=True)
-        file.touch()
-        mode = file.stat().st_mode  # by the umask, as any other file's; that of safetensors is its owner's alone
-        save_file(pending, file, metadata={"format": "pt"})
-        file.chmod(mode)
+        write_weights(pending, directory / f"model-{len(shards):05d}.partial")
         pending.clear()
 
     for name, tensor in weights:

@@ -7,11 +7,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server, each
 from slimelite.engines.sglang.weights import ServerSink, Shapes, pause, resume
+from slimelite.model_files import write_weights
 
 CONFIG = "config.json"
 
@@ -43,7 +42,7 @@ class DiskSink(ServerSink):
     def _transfer(self, bucket: WeightBucket) -> None:
         file = f"model-{len(set(self._files.values())):05d}.safetensors"
         host = WeightBucket(bucket.names, bucket.shapes, bucket.flat.cpu())
-        save_file(dict(host.tensors()), self._folder / file, metadata={"format": "pt"})
+        write_weights(dict(host.tensors()), self._folder / file)
         self._files |= dict.fromkeys(bucket.names, file)
 
     def _finish(self) -> None:
