@@ -47,14 +47,14 @@ class TrainerActor:
         host, port = self.listener.getsockname()
         return f"{host}:{port}"
 
-    def start(self, args: Args, address: str) -> None:
-        """Build the trainer; all ranks at once, for they meet at rank 0's `rendezvous`."""
+    def start(self, args: Args, address: str | None) -> None:
+        """Build the trainer; all ranks at once, for they meet at rank 0's `rendezvous` (None: there is one rank)."""
         # Ray writes the environment that it makes to its logs, and to command lines
         os.environ.update(public_part(args.train_env_vars)[1])
         from slimelite.training.parallel import meeting_store
         from slimelite.training.trainer import Trainer
 
-        store = meeting_store(args, address, self.rank, self.world_size, self.listener)
+        store = meeting_store(args, address, self.rank, self.world_size, self.listener) if address else None
         self.trainer = Trainer(args, rank=self.rank, world_size=self.world_size, init_method=store)
         if args.rollout_backend == "sglang":
             from slimelite.cluster.weight_sync import SglangSync

@@ -168,7 +168,7 @@ def start_workers(
         loading = {}
         if args.offload_rollout:
             rollout.submit("release_memory").result()
-    address = trainers[0].submit("rendezvous").result() if trainers else None
+    address = trainers[0].submit("rendezvous").result() if len(trainers) > 1 else None
     loading |= {trainer.submit("start", args, address): trainer.name for trainer in trainers}
     _wait_until_up(loading, progress)
 
