@@ -133,10 +133,10 @@ def _weight_sync(args: Args) -> Iterator[str]:
             f"--rollout-num-gpus {args.rollout_num_gpus} with --colocate: the engines share the GPUs of {ranks} "
             f"training rank(s); lower it to {ranks}, or leave it out"
         )
-    if args.check_weight_update_equal and args.offload_rollout:
+    if args.check_weight_update_equal and (args.offload_rollout or args.offload_train):
         yield (
-            "--check-weight-update-equal with --offload-rollout: no engine can decode right after a sync, before its "
-            "KV cache is back; take --ci-test, or --no-offload-rollout"
+            "--check-weight-update-equal with --offload: right after a sync no engine has its KV cache and no trainer "
+            "its weights, to compare with; take --ci-test, or --no-offload-train --no-offload-rollout"
         )
 
 

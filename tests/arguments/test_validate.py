@@ -235,3 +235,13 @@ def test_saved_rollouts_make_no_epochs() -> None:
     with pytest.raises(ArgumentError, match="give --num-rollout"):
         make_args(words, machine=Machine(gpus=0))
     assert make_args([*words, "--num-rollout", "3"], machine=Machine(gpus=0)).num_rollout == 3
+
+
+def test_a_check_after_a_sync_needs_both_sides_in_memory(problems: Problems) -> None:
+    """On shared GPUs the trainer's memory is given back before a sync."""
+    gpu, check = Machine(gpus=1, sglang=True), "--colocate --check-weight-update-equal"
+    for words in (check, f"{check} --no-offload-rollout", f"{check} --no-offload-train"):
+        (problem,) = problems(words, gpu)
+        assert problem.startswith("--check-weight-update-equal with --offload")
+        assert "--no-offload-train --no-offload-rollout" in problem
+    assert problems(f"{check} --no-offload-train --no-offload-rollout", gpu) == []
