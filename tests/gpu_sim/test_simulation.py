@@ -37,6 +37,7 @@ FEATURES: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.01,
     },
     "replicas": {"shape": "0.5B", "ranks": 64, "rank": 9, "dp_replicate_size": 8},
+    "reference updated": {"shape": "0.5B", "ranks": 8, "layers": 1, "ref_update_interval": 1},
     "fsdp cpu offload": {"shape": "0.5B", "ranks": 8, "fsdp_cpu_offload": True},
     "muon": {"shape": "0.5B", "ranks": 8, "optimizer": "muon"},
     "two reductions": {"shape": "7B", "ranks": 8, "again": True, "reduce_once_a_step": False},
