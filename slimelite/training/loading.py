@@ -76,7 +76,7 @@ def read_config(path: str | None) -> PretrainedConfig:
     """The config of the causal LM at ``path``, a Hugging Face folder or hub id.
 
     Raises:
-        ValueError: no model there, or one whose logits are not plain hidden·weightᵀ.
+        ValueError: no model there, one that needs code of its own, or one whose logits are not plain hidden·weightᵀ.
     """
     if path is None:
         raise ValueError("no model to train; give --hf-checkpoint")
@@ -84,6 +84,12 @@ def read_config(path: str | None) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except OSError as error:
         raise ValueError(f"no model at {path}: {error}") from error
+    except ValueError as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{path} needs Python files of its own (auto_map in its config.json), which slimelite never runs"
+            ) from error
+        raise
     for name, harmless in LOGIT_TRANSFORMS.items():
         value = getattr(config, name, harmless)
         if value != harmless:

@@ -86,8 +86,8 @@ class Trainer:
         self._packed = not leaking
         if leaking and self.world.rank == 0:
             logger.warning(
-                "%s is trained on one sequence a forward pass, for packed ones are not known to stay apart in it: this "
-                "is right and slower, and --micro-batch-size and --max-tokens-per-gpu have no effect",
+                "%s is trained on one sequence a forward pass, because its layers may mix packed sequences: the "
+                "results are right, training is slower, and --micro-batch-size and --max-tokens-per-gpu have no effect",
                 " and ".join(sorted(leaking)),
             )
 
