@@ -36,8 +36,12 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C or SIGTERM, raised in the main thread; ``status``: the exit status, 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
-        super().__init__("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        super().__init__(number)  # torch's checkpoints pickle it, and make it anew from this
+        self._name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.status = 128 + number
+
+    def __str__(self) -> str:
+        return self._name
 
 
 class StopSignals:

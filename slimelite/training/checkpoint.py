@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from slimelite.arguments import CheckpointArgs
 from slimelite.arguments.checkpoint import STATE_FILE
 from slimelite.arguments.checksums import REMEDY, Checksums, checksums, read_json
-from slimelite.training.checkpoint_reader import METADATA, CheckpointReader
+from slimelite.training.checkpoint_reader import METADATA, CheckpointReader, failure
 from slimelite.training.lr_schedule import FLAGS, LrSchedule
 from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import Optimizers
@@ -72,7 +72,7 @@ def save(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
     try:
         dcp.save(_state(args, parts), checkpoint_id=directory)
     except CheckpointException as error:  # not an Exception, and its text is several tracebacks
-        (cause, _), *_ = error.failures.values()
+        cause = failure(error)
         raise (cause if isinstance(cause, OSError) else OSError(f"{type(cause).__name__}: {cause}")) from error
     files = list(directory.glob(f"__{parts.world.rank}_*.distcp"))
     if parts.world.rank == 0:

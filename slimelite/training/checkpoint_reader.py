@@ -94,9 +94,7 @@ class CheckpointReader(dcp.FileSystemReader):
         try:
             dcp.load(state, storage_reader=self)
         except (CheckpointException, Exception) as error:
-            cause: BaseException = error
-            if isinstance(error, CheckpointException):
-                cause = next(iter(error.failures.values()))[0]
+            cause = failure(error) if isinstance(error, CheckpointException) else error
             reason = " ".join(str(cause).split())[:200]
             raise _damaged(self.directory, f"a part is damaged ({type(cause).__name__}: {reason})") from error
 
@@ -119,6 +117,19 @@ class CheckpointReader(dcp.FileSystemReader):
                     raise _damaged(file, "is missing")
                 if file.stat().st_size < end:
                     raise _damaged(file, f"is cut short: {file.stat().st_size:,} bytes of at least {end:,}")
+
+
+def failure(error: CheckpointException) -> BaseException:
+    """What failed on a rank.
+
+    Raises:
+        KeyboardInterrupt: the run is being ended (Ctrl-C, SIGTERM), which torch takes for a failure like any other.
+    """
+    causes = [cause for cause, _ in error.failures.values()]
+    for cause in causes:
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
+    return causes[0]
 
 
 def _damaged(place: Path, what: str) -> ValueError:

@@ -36,6 +36,7 @@ PHASES = {
     "train": ("slimelite.training.trainer.Trainer", "train"),
     "sync": ("slimelite.cluster.local.LocalSink", "send"),
     "save": ("slimelite.training.trainer.Trainer", "save"),
+    "write": ("torch.distributed.checkpoint.filesystem.FileSystemWriter", "write_data"),
 }
 
 

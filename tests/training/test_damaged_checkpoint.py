@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import shutil
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tiny import one_rank, random_table, save_tiny_model, tiny_args
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from slimelite.lifecycle import Stopped
 
 NAME = "model.model.norm.weight"
 
@@ -174,3 +177,17 @@ def test_files_outside_the_checkpoint_are_not_read(model: Path, folder: Path, tm
         where.relative_path = "../elsewhere"
     (folder / ".metadata").write_bytes(pickle.dumps(found))
     assert "names ../elsewhere, a file outside the checkpoint" in refusal(model, folder)
+
+
+def test_a_run_that_is_ended_while_it_reads_is_no_damage(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch catches Ctrl-C and SIGTERM among the errors of a rank, and sends them around."""
+
+    def stopped(*_: Any) -> None:
+        raise Stopped(signal.SIGTERM)
+
+    monkeypatch.setattr(dcp.FileSystemReader, "read_data", stopped)
+    with one_rank(tiny_args(model)) as trainer, pytest.raises(Stopped, match="SIGTERM") as caught:
+        trainer.load(str(folder))
+    assert caught.value.status == 143
