@@ -1,8 +1,8 @@
 """Trainers on a CUDA device that is not there: ``LD_PRELOAD=guard.so python simulate.py '[{"shape": "7B", ...}]'``.
 
-Each case is a trainer of the product itself, on one rank of so many: built, trained for one rollout with a reference
-pass, offloaded, its weights pushed, onloaded. Prints what was found of each as a line of JSON. The guard is loaded
-first of all because torch asks once, early, whether CUDA is there.
+Each case is a trainer of the product itself, on one rank of so many: built, offloaded and onloaded, trained for one
+rollout with a reference pass, offloaded, its weights pushed, onloaded. Prints what was found of each as a line of
+JSON. The guard is loaded first of all because torch asks once, early, whether CUDA is there.
 """
 
 from __future__ import annotations
@@ -117,6 +117,9 @@ def simulate(
     with fake_cuda.simulation() as meter, closing(Trainer(args, rank=rank, world_size=ranks, init_method="-")) as t:
         found: dict[str, Any] = {"parameters": sum(p.numel() for _, p in t.model.named_weights())}
         found["shard"] = sum(local(p).numel() for _, p in t.model.named_weights())
+        t.offload()  # as a run begins: weights go to the engines before anything is trained
+        found["offloaded_first"] = meter.now
+        t.onload()
         t.train(0, table)
         found["state"] = sum(local(x).untyped_storage().nbytes() for x in t._device_tensors())
         found["resting"] = meter.now
