@@ -109,7 +109,9 @@ GRADERS: dict[str, Callable[[Case], Any]] = {
     "slime.dapo.is_correct_minerva": lambda c: dapo.verify_minerva(c["response"], c["label"]),
     "slime.dapo.is_correct_strict_box": lambda c: dapo.verify_strict_box(c["response"], c["label"]),
     "slime.dapo.verify": dapo_verify,
-    "slime.dapo.compute_score": lambda c: dapo.compute_score(c["response"], c["label"], strict_box=strict_box(c)),
+    "slime.dapo.compute_score": lambda c: dapo.compute_score(
+        c["response"], c["label"], strict_box_verify=strict_box(c)
+    ),
     "slime.f1.normalize_answer": lambda c: f1.normalize_answer(c["response"]),
     "slime.f1.f1_score": lambda c: f1.f1_score(c["response"], c["label"]),
     "slime.gpqa._extract_letter_from_response": lambda c: gpqa.extract_letter(c["response"], c["params"]["args"][0]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -26,10 +27,24 @@ UNSTAMPED = -2
 # finish reason of an engine -> status of the sample
 FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
+# fields of slime's Sample that are not here -> what they would carry; None and what is empty is taken without a word
+NOT_HERE = {
+    "multimodal_inputs": "images, video or audio",
+    "multimodal_train_inputs": "images, video or audio",
+    "multimodal_train_input_id": "images, video or audio",
+    "apply_chat_template_kwargs": "chat template settings of one sample alone",
+    "rollout_routed_experts": "routing replay",
+    "rollout_top_p_token_ids": "top-p replay",
+    "rollout_top_p_token_offsets": "top-p replay",
+    "mopd_teacher_log_probs": "several teachers",
+}
 
-@dataclass(slots=True)
+
+@dataclass
 class Sample:
-    """A prompt and the response being written to it.
+    """A prompt and the response being written to it; `slime.utils.types.Sample` is this class.
+
+    Plugins may set attributes of their own: they are copied, saved and loaded with the sample.
 
     ``tokens`` is prompt and response together; the four per-token lists (``loss_mask``,
     ``rollout_log_probs``, ``weight_versions`` and, when a teacher scored it, ``teacher_log_probs``)
@@ -49,7 +64,8 @@ class Sample:
     tokens: list[int] = field(default_factory=list)
     response: str = ""
     response_length: int = 0
-    label: str | None = None
+    # the right answer as the data has it: any value that JSON knows
+    label: Any = None
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
     rollout_log_probs: list[float] | None = None
@@ -66,6 +82,19 @@ class Sample:
     # seconds spent waiting for tools and environments
     non_generation_time: float = 0.0
 
+    multimodal_inputs: InitVar[Any] = None
+    multimodal_train_inputs: InitVar[Any] = None
+    multimodal_train_input_id: InitVar[Any] = None
+    apply_chat_template_kwargs: InitVar[Any] = None
+    rollout_routed_experts: InitVar[Any] = None
+    rollout_top_p_token_ids: InitVar[Any] = None
+    rollout_top_p_token_offsets: InitVar[Any] = None
+    mopd_teacher_log_probs: InitVar[Any] = None
+
+    def __post_init__(self, *not_here: Any) -> None:
+        """Refuse what slime's constructor takes and nothing here would use."""
+        _refuse(dict(zip(NOT_HERE, not_here, strict=True)))
+
     @property
     def prompt_length(self) -> int:
         """Number of prompt tokens."""
@@ -78,42 +107,60 @@ class Sample:
 
     def append_response_tokens(
         self,
-        tokens: Sequence[int],
+        first: Any = None,
         log_probs: Sequence[float] | None = None,
         *,
-        text: str = "",
+        tokens: Sequence[int] | None = None,
+        text: str | None = None,
         trainable: bool = True,
         weight_version: int | None = None,
         weight_versions: Sequence[int] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        update_terminal_info: bool = True,
     ) -> None:
-        """Append ``tokens`` to the response and keep every per-token list aligned.
+        """Append tokens to the response and keep every per-token list aligned.
+
+        Called as ``(tokens, log_probs)``, or as slime does it: ``(args, tokens=…, log_probs=…, meta_info=…)``.
 
         ``log_probs``: the engine's, one a token; tokens of a tool or environment (``trainable=False``)
         get mask 0 and log-prob 0. ``weight_version``: of the weights that wrote the tokens (``weight_versions``: one
         a token); without either they get the version that the engine had when the generate function was called.
+        ``meta_info``: the engine's answer, which has the weight versions and the reason it finished; the status
+        follows from it unless ``update_terminal_info`` is False.
 
         Raises:
             ValueError: trainable tokens without log-probs, or lists of different lengths.
         """
-        count = len(tokens)
+        given = first if tokens is None else tokens
+        added = [] if given is None else list(given)
+        count = len(added)
         if log_probs is None:
             if trainable and count:
                 raise ValueError(f"{count} trainable tokens came without log-probs; pass log_probs, or trainable=False")
             log_probs = [0.0] * count
+        if meta_info is not None and weight_version is None and weight_versions is None:
+            weight_versions = versions_of(meta_info, count)
         version = UNSTAMPED if weight_version is None else weight_version
         versions = [version] * count if weight_versions is None else list(weight_versions)
         for name, values in (("log_probs", log_probs), ("weight_versions", versions)):
             if len(values) != count:
                 raise ValueError(f"{count} response tokens but {len(values)} {name}; they must be one to one")
+        if self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
         self.check_aligned()
-        self.loss_mask = self.loss_mask if self.loss_mask is not None else [1] * self.response_length
-        self.rollout_log_probs = self.rollout_log_probs if self.rollout_log_probs is not None else []
-        self.tokens = [*self.tokens, *tokens]
-        self.loss_mask = [*self.loss_mask, *([int(trainable)] * count)]
-        self.rollout_log_probs = [*self.rollout_log_probs, *log_probs]
+        self.tokens = [*self.tokens, *added]
+        # in place, as slime does it: its retool example keeps the list, and sets it again at the end
+        self.loss_mask += [int(trainable)] * count
+        self.rollout_log_probs = [*(self.rollout_log_probs or []), *log_probs]
         self.weight_versions = [*self.weight_versions, *versions]
         self.response_length += count
-        self.response += text
+        self.response += text or ""
+        if meta_info is not None and update_terminal_info:
+            self.update_from_meta_info(None, meta_info)
+
+    def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:  # noqa: ARG002
+        """Take the status from the reason that an engine finished for; slime's signature."""
+        self.status = FINISH_STATUS.get(meta_info["finish_reason"]["type"], Status.COMPLETED)
 
     @property
     def trained_versions(self) -> list[int]:
@@ -122,14 +169,17 @@ class Sample:
         return [version for version, kept in zip(self.weight_versions, mask, strict=False) if kept]
 
     def check_aligned(self) -> None:
-        """Raise ValueError unless every per-token list has ``response_length`` entries."""
+        """Raise ValueError unless every per-token list has ``response_length`` entries, and all it carries is used."""
+        _refuse({name: getattr(self, name) for name in NOT_HERE})
         if self.response_length > len(self.tokens):
             raise ValueError(
                 f"response_length {self.response_length} exceeds the {len(self.tokens)} tokens of the sample"
             )
         for name in ("loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs"):
             values = getattr(self, name)
-            if values and len(values) != self.response_length:
+            # an empty mask would mask nothing in particular; the other lists are absent when empty
+            there = values is not None if name == "loss_mask" else bool(values)
+            if there and len(values) != self.response_length:
                 raise ValueError(
                     f"sample {self.index}: {name} has {len(values)} entries but the response has "
                     f"{self.response_length} tokens; add tokens with append_response_tokens only"
@@ -157,16 +207,43 @@ class Sample:
         return self.reward_value(args.reward_key)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values."""
-        return asdict(self)
+        """All fields as plain values, copied; what plugins set beside them is given as it is."""
+        return {**vars(self), **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
-        """The inverse of `to_dict`; fields it does not know raise ValueError."""
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(f"not fields of Sample: {unknown}")
-        return cls(**{**values, "status": SampleStatus(values.get("status", SampleStatus.PENDING))})
+        """The inverse of `to_dict`; what is no field becomes an attribute, as a plugin set it."""
+        given = {f.name for f in fields(cls)} & values.keys()
+        sample = cls(**{name: values[name] for name in given})
+        sample.status = SampleStatus(sample.status)
+        vars(sample).update({name: value for name, value in values.items() if name not in given})
+        return sample
+
+
+def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
+    """The weight version of each of ``count`` tokens, the first ones of the answer that has this ``meta_info``."""
+    spans = meta_info.get("weight_versions") or [{"version": meta_info.get("weight_version", ""), "start": 0}]
+    ends = [*(span["start"] for span in spans[1:]), count]
+    versions: list[int] = []
+    for span, end in zip(spans, ends, strict=True):
+        # SGLang says "default" until the first update
+        version = int(span["version"]) if str(span["version"]).isdecimal() else UNSTAMPED
+        versions += [version] * (end - span["start"])
+    return versions[:count]  # a plugin may have cut the answer
+
+
+def label_text(label: Any) -> str:
+    """A label as rules compare it: text as it is, numbers as written, lists and dicts as JSON, "" for none."""
+    if isinstance(label, list | dict):
+        return json.dumps(plain(label), ensure_ascii=False)
+    return "" if label is None else str(label)
+
+
+def _refuse(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        carried = value.values() if isinstance(value, dict) else [value]
+        if any(entry is not None and not (hasattr(entry, "__len__") and len(entry) == 0) for entry in carried):
+            raise ValueError(f"Sample.{name} carries something, and {NOT_HERE[name]} are not supported here")
 
 
 def plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slimelite.files import whole
-from slimelite.sample import Sample, Status, plain
+from slimelite.sample import Sample, Status, label_text, plain
 
 SCHEMA_VERSION = "1"
 
@@ -63,7 +63,9 @@ class SampleTable:
     weight_versions: np.ndarray
     teacher_log_probs: np.ndarray
     status: list[str]
-    label: list[str | None]
+    label: list[
+        Any
+    ]  # values that JSON knows; a file has ``label_value`` (JSON) beside the text of those that are no text
     prompt: list[str]
     response: list[str]
     metadata: list[str]  # JSON
@@ -138,7 +140,7 @@ class SampleTable:
             response_offsets=_offsets(lengths),
             **flat,
             status=[str(s.status) for s in samples],
-            label=[s.label for s in samples],
+            label=[plain(s.label) for s in samples],
             prompt=[s.prompt if isinstance(s.prompt, str) else json.dumps(s.prompt) for s in samples],
             response=[s.response for s in samples],
             metadata=[json.dumps(plain(s.metadata)) for s in samples],
@@ -221,7 +223,10 @@ class SampleTable:
             else:
                 arrays[name] = pa.LargeListArray.from_arrays(pa.array(getattr(self, offsets)), pa.array(column))
         for name in TEXT_COLUMNS:
-            arrays[name] = pa.array(getattr(self, name), pa.string())
+            arrays[name] = pa.array(getattr(self, name) if name != "label" else _texts(self.label), pa.string())
+        values = [None if isinstance(label, str | None) else json.dumps(label) for label in self.label]
+        if any(value is not None for value in values):
+            arrays["label_value"] = pa.array(values, pa.string())
         if self.advantages is not None:
             del arrays["advantage"]
             offsets = pa.array(self.response_offsets)
@@ -257,6 +262,11 @@ class SampleTable:
         for name in TEXT_COLUMNS:
             found = name in table.column_names
             values[name] = table.column(name).to_pylist() if found else [ABSENT[name]] * len(table)
+        if "label_value" in table.column_names:
+            typed = table.column("label_value").to_pylist()
+            values["label"] = [
+                text if value is None else json.loads(value) for text, value in zip(values["label"], typed, strict=True)
+            ]
         return cls(**values)
 
     def to_parquet(self, path: str | Path) -> None:
@@ -279,6 +289,10 @@ class SampleTable:
             return cls.from_arrow(pq.read_table(path))
         except (pa.ArrowInvalid, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _texts(labels: list[Any]) -> list[str | None]:
+    return [None if label is None else label_text(label) for label in labels]
 
 
 def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:

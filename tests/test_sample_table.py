@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from slimelite.sample import Sample, Status
@@ -167,8 +168,23 @@ def test_rewards_by_key() -> None:
 def test_sample_dict_round_trip() -> None:
     sample = make_sample(3, 1, 2, 4, metadata={"k": 1})
     assert Sample.from_dict(sample.to_dict()) == sample
-    with pytest.raises(ValueError, match="spam"):
-        Sample.from_dict({"spam": 1})
+    assert Sample.from_dict({"spam": 1}).spam == 1  # type: ignore[attr-defined]
+
+
+LABELS = ["42", None, 42, 0.5, True, {"ground_truth": {"target": ["a", "b"]}}, ["1", 2], "", '{"a": 1}']
+
+
+def test_labels_keep_their_type(tmp_path: Path) -> None:
+    table = SampleTable.from_samples([[make_sample(i, i, 1, 1, label=label) for i, label in enumerate(LABELS)]])
+    table.to_parquet(tmp_path / "t.parquet")
+    back = SampleTable.from_parquet(tmp_path / "t.parquet")
+    assert back.label == LABELS
+    assert [type(label) for label in back.label] == [type(label) for label in LABELS]
+    assert [group[0].label for group in back.to_samples()] == LABELS
+    texts = pq.read_table(tmp_path / "t.parquet").column("label").to_pylist()
+    assert texts[2:6] == ["42", "0.5", "True", '{"ground_truth": {"target": ["a", "b"]}}']
+    plain = SampleTable.from_samples([[make_sample(0, 0, 1, 1, label="7")]])
+    assert "label_value" not in plain.to_arrow().column_names, "a file of text labels is as it was"
 
 
 def test_metadata_of_plugins_is_kept_as_plain_values() -> None:

@@ -15,6 +15,7 @@ from slimelite.arguments.data import DataArgs
 from slimelite.arguments.debug import DebugArgs
 from slimelite.arguments.distillation import DistillationArgs
 from slimelite.arguments.eval import EvalArgs
+from slimelite.arguments.megatron import PLUGIN_CONSTANTS
 from slimelite.arguments.model import ModelArgs
 from slimelite.arguments.optimizer import OptimizerArgs
 from slimelite.arguments.perf import PerfArgs
@@ -67,8 +68,8 @@ class Args(
     if not TYPE_CHECKING:  # a type checker would then take every misspelt field for a key of the user's
 
         def __getattr__(self, name: str) -> Any:
-            """A key of ``--custom-config-path``, as slime's plugins read it: ``args.key``."""
+            """A key of ``--custom-config-path``, or what else slime's plugins read: ``args.key``."""
             try:
-                return self.__dict__["custom_config"][name]
+                return {**PLUGIN_CONSTANTS, **self.__dict__["custom_config"]}[name]
             except KeyError:
                 raise AttributeError(f"there is no argument {name}") from None

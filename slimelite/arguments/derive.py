@@ -20,12 +20,14 @@ from slimelite.arguments.machine import Machine
 from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.vocabulary import Settings
 
-# what slime's flags name by default is what runs here when they name nothing
+_ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
+# what slime's flags name by default is what runs here when they name nothing; --async-rollout generates ahead
 SLIME_DEFAULTS = {
-    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-    "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout",
-    "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer",
+    "rollout_function_path": _ROLLOUTS,
+    "eval_function_path": _ROLLOUTS,
+    "data_source_path": ("rollout.data_source.RolloutDataSourceWithBuffer",),
 }
+AHEAD = "; --async-rollout generates ahead of training"
 SUPERVISED_ROLLOUTS = {
     "sft_loss": "slimelite.rollout.sft.generate_rollout",
     "dpo_loss": "slimelite.rollout.dpo.generate_rollout",
@@ -94,9 +96,10 @@ def _modes(draft: Draft) -> None:
     args = draft.args
     if args.train_backend == "megatron":
         draft.set("train_backend", "fsdp", "--train-backend megatron: FSDP2 trains the Hugging Face model instead")
-    for name, path in SLIME_DEFAULTS.items():
-        if getattr(args, name) == path:
-            draft.set(name, None, f"{path} is what runs anyway")
+    for name, paths in SLIME_DEFAULTS.items():
+        root, _, path = str(getattr(args, name)).partition(".")
+        if root in ("slime", "miles") and path in paths:
+            draft.set(name, None, f"{root}.{path} is what runs anyway{AHEAD if 'async' in path else ''}")
     if draft.args.rollout_function_path is not None and not args.supervised:
         draft.default("eval_function_path", args.rollout_function_path, "as --rollout-function-path")
     if args.supervised:

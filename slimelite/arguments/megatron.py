@@ -6,6 +6,8 @@ Megatron's flags that do something here are fields of the groups: the model's sh
 
 from __future__ import annotations
 
+from typing import Any
+
 _FSDP = "FSDP2 shards parameters, gradients and optimizer state over all ranks"
 _LAYOUT = "FSDP2 shards over all ranks instead: results are the same, and the longest sequence must fit one rank"
 _CONFIG = "the model's config.json says it"
@@ -19,6 +21,16 @@ _NO_MTP = "there are no multi-token-prediction layers to train"
 _HEALTH = "checks begin when the engines have started"
 _CRITIC = "the critic is trained on the ranks of the policy, on the same samples"
 _UNPADDED = "samples are packed without padding"
+
+# what plugins of slime's read of flags that are no fields here, whatever was given for them
+PLUGIN_CONSTANTS: dict[str, Any] = {
+    **dict.fromkeys(["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"], 1),
+    **dict.fromkeys(["expert_model_parallel_size", "expert_tensor_parallel_size", "sglang_dp_size"], 1),
+    **dict.fromkeys(["sequence_parallel", "allgather_cp", "use_slime_router", "use_rollout_routing_replay"], False),
+    **dict.fromkeys(["sglang_speculative_algorithm", "sglang_model_routers", "router_policy", "multimodal_keys"], None),
+    "sglang_enable_deterministic_inference": False,
+    "qkv_format": "thd",  # packed without padding
+}
 
 # flag -> (number of values, why it changes nothing)
 NO_EFFECT: dict[str, tuple[int, str]] = {

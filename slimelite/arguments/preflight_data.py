@@ -66,7 +66,7 @@ def check_data(
         if pairs:
             continue
         if args.loss_type == "sft_loss" and columns is args:
-            if tokenizer is not None and str(args.rollout_function_path).startswith(("slime.", "slimelite.")):
+            if tokenizer is not None and str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite.")):
                 _check_conversations(args, tokenizer, name, prompts[:ROWS_AT_START], findings)
         else:
             dataset = None if isinstance(columns, Args) else columns

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slimelite.data.reader import BadRows, Row, read_rows
+from slimelite.sample import plain
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -48,7 +49,7 @@ class Prompt:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    label: str | None = None
+    label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     messages: Messages | None = None
@@ -230,14 +231,12 @@ def sound(value: Any, column: str, depth: int = 0) -> Any:
     return value
 
 
-def _label(value: Any, column: str) -> str:
-    """Labels are text; numbers are written as such, lists and dicts as JSON."""
+def _label(value: Any, column: str) -> Any:
+    """A label keeps its type; what JSON does not know (dates, decimals) becomes text."""
     sound(value, column)
     if value is None:
         raise BadCell(column, "the label is null")
-    if isinstance(value, list | dict):
-        return json.dumps(value, ensure_ascii=False)
-    return str(value)
+    return plain(value)
 
 
 def _parsed(value: Any, column: str, kind: type) -> Any:

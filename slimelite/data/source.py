@@ -13,7 +13,7 @@ from slimelite.arguments import Args
 from slimelite.data.preferences import PAIR, load_pairs
 from slimelite.data.prompts import Prompt, load_prompts
 from slimelite.plugins import load_function
-from slimelite.sample import Sample, plain
+from slimelite.sample import Sample, label_text, plain
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ class DataSource:
                 index=self._next_sample,
                 prompt=prompt.text or copy.deepcopy(prompt.messages) or "",
                 tokens=list(prompt.token_ids),
-                label=prompt.label,
+                label=copy.deepcopy(prompt.label),
                 metadata=prompt.sample_metadata(keep_messages=self.args.reward_model_path is not None),
             )
             group.append(sample)
@@ -166,7 +166,9 @@ def _digest(prompts: list[Prompt]) -> str:
     for prompt in prompts:
         asked = prompt.text or json.dumps(prompt.messages, sort_keys=True, default=str)
         replies = [prompt.metadata[PAIR]] if PAIR in prompt.metadata else []
-        state.update(json.dumps([asked, prompt.label, *replies], default=str).encode())
+        # the label as text: so it was when labels were text, and saved positions are to stay valid
+        label = None if prompt.label is None else label_text(prompt.label)
+        state.update(json.dumps([asked, label, *replies], default=str).encode())
     return state.hexdigest()
 
 

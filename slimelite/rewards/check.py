@@ -10,7 +10,7 @@ from slimelite.arguments import RewardArgs
 from slimelite.rewards.grader import Grader, answer_of, route_of
 from slimelite.rewards.registry import BOXED, find_rule
 from slimelite.rewards.rule import Reward, Settings
-from slimelite.sample import Sample
+from slimelite.sample import Sample, label_text
 
 
 class Trial(NamedTuple):
@@ -36,13 +36,19 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
         route = route_of(trial, args.custom_rm_path, args.rm_type)
         rule = None if route.custom else find_rule(route.name)
         example = rule.example if rule is not None and trial.label is not None and not trial.response else None
-        stood = "the sample's response" if trial.response else "the bare label" if trial.label else "an empty response"
+        stood = (
+            "the sample's response"
+            if trial.response
+            else "the bare label"
+            if label_text(trial.label)
+            else "an empty response"
+        )
         if example is not None:
             stood = "the right answer"
             right = example(answer_of(trial, "", Settings()))
             trial.response = f"\\boxed{{{right}}}" if route.name.startswith(BOXED) else right
         elif not trial.response:
-            trial.response = str(trial.label or "")
+            trial.response = label_text(trial.label)
         siblings = (
             [replace(trial, index=i, metadata=dict(trial.metadata)) for i in range(1, group_size)]
             if args.group_rm

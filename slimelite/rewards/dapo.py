@@ -44,13 +44,15 @@ def quick(answer: Answer) -> dict[str, Any]:
     Raises:
         ValueError: the label is not an integer.
     """
-    return compute_score(answer.response, answer.label, strict_box=bool(answer.metadata.get("strict_box_verify")))
+    return compute_score(
+        answer.response, answer.label, strict_box_verify=bool(answer.metadata.get("strict_box_verify"))
+    )
 
 
-def compute_score(response: str, label: str, *, strict_box: bool = False) -> dict[str, Any]:
+def compute_score(response: str, label: str, *, strict_box_verify: bool = False) -> dict[str, Any]:
     """``{"score", "acc", "pred"}`` of the response's last 300 characters."""
-    tail = response[-RESPONSE_CHARS:]
-    correct, pred = verify_strict_box(tail, label) if strict_box else verify_minerva(tail, label)
+    tail, label = response[-RESPONSE_CHARS:], str(label)
+    correct, pred = verify_strict_box(tail, label) if strict_box_verify else verify_minerva(tail, label)
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 

@@ -22,7 +22,7 @@ from slimelite.rewards.registry import BOXED, REWARD_MODEL, find_rule
 from slimelite.rewards.remote_rm import ATTEMPTS, remote_rewards
 from slimelite.rewards.rule import Answer, Exchange, Failure, Reward, Rule, Settings
 from slimelite.rewards.shaping import overlong_penalty
-from slimelite.sample import Sample
+from slimelite.sample import Sample, label_text
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ErrorReport:
     failure: Failure
     index: int | None
     group_index: int | None
-    label: str | None
+    label: Any
     response: str
 
     def __str__(self) -> str:
@@ -306,8 +306,9 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
 
 def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
     """What a rule sees of ``sample``."""
-    label = "" if sample.label is None else str(sample.label)
-    return Answer(response, label, sample.metadata or {}, f"{sample.group_index}/{sample.index}", settings)
+    return Answer(
+        response, label_text(sample.label), sample.metadata or {}, f"{sample.group_index}/{sample.index}", settings
+    )
 
 
 def exchange_of(sample: Sample) -> Exchange:

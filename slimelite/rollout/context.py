@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slimelite.arguments import Args
+from slimelite.arguments.megatron import PLUGIN_CONSTANTS
 from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.requests import rollout_params, slime_params
 from slimelite.rollout.teacher import Teacher
@@ -68,7 +69,7 @@ class RolloutContext:
     async def plugin_args(self, engine: int | None = None) -> PluginArgs:
         """A fresh copy of the arguments for a plugin, with the address of ``engine`` (None: of no engine)."""
         values = {f.name: getattr(self.args, f.name) for f in fields(self.args)}
-        args = PluginArgs(**self.args.custom_config, **values, rollout_context=self)
+        args = PluginArgs(**PLUGIN_CONSTANTS | self.args.custom_config, **values, rollout_context=self)
         if engine is not None:
             address = urlsplit(await self.engines.url(engine))
             args.sglang_router_ip, args.sglang_router_port = address.hostname, address.port

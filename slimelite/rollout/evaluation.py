@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable
 
 from slimelite.arguments import EvalDataset
@@ -81,7 +82,7 @@ def _sample(dataset: EvalDataset, prompt: Prompt, group_index: int, index: int, 
         index=index,
         prompt=prompt.text or prompt.messages or "",
         tokens=list(prompt.token_ids),
-        label=prompt.label,
+        label=copy.deepcopy(prompt.label),
         metadata={**prompt.sample_metadata(keep_messages=keep_messages), **dataset.metadata_overrides},
         custom_rm_path=dataset.custom_rm_path,
     )

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from slimelite.compat import SlimeSample
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.plugins import PluginError, load_function, own_traceback
 from slimelite.rollout.context import PluginArgs, RolloutContext
@@ -215,7 +214,7 @@ class GroupGenerator:
     async def _call(self, function: Callable[..., Any], args: PluginArgs, sample: Sample) -> list[Sample]:
         # several requests of one seed would draw the same numbers, so plugins get one only where slime gives one
         seed = self._seed(sample) if self.context.args.deterministic_mode else None
-        given = SlimeSample.copy_of(sample)
+        given = Sample.from_dict(sample.to_dict())  # a plugin that fails half-way leaves the original as it was
         given.session_id = given.session_id or f"{self.work.stream}-{sample.index}"
         extra = {"evaluation": self.work.evaluation} if "evaluation" in inspect.signature(function).parameters else {}
         answer = function(args, given, slime_params(self.work.params, seed), **extra)

@@ -9,6 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from slimelite.sample import label_text
 from slimelite.table import SampleTable
 
 logger = logging.getLogger("slimelite.console")
@@ -34,7 +35,7 @@ def samples_table(title: str, table: SampleTable, count: int = 4) -> Table:
     components = table.numeric_components()
     for row in spread(table.reward, count):
         prompt, response = tail(one_line(table.prompt[row])), middle_out(one_line(table.response[row]))
-        label = one_line(table.label[row] or "")
+        label = one_line(label_text(table.label[row]))
         parts = "".join(f"\n{one_line(name)[:16]} {value:.3g}" for name, value in list(components[row].items())[:8])
         shown.add_row(Text(f"{table.reward[row]:.3g}{parts}"), Text(label[:60]), Text(prompt), Text(response))
         named = f"{table.reward[row]:.4g}" + "".join(f", {one_line(n)} {v:.4g}" for n, v in components[row].items())

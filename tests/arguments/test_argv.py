@@ -35,7 +35,6 @@ LORA = {"--lora-rank", "--lora-alpha", "--lora-dropout", "--target-modules"}
 REFUSED = {
     "examples/lora/dev.sh": LORA,
     "examples/lora/run-qwen3-4b-megatron-lora-result.sh": LORA,
-    "tests/test_qwen2.5_0.5B_fully_async_short.py": {"--rollout-function-path:", "--eval-function-path:"},
     "tests/test_sglang_config_mixed_offload.py": {"--sglang-config"},
 }
 

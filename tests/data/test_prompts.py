@@ -63,14 +63,14 @@ def test_template_settings_and_tools_reach_the_template(tmp_path: Path) -> None:
 
 def test_labels_are_text(tmp_path: Path) -> None:
     rows = [{"input": "q", "y": y} for y in ("a", 3, 0.5, [1, "é"])]
-    assert [p.label for p in load(tmp_path, rows, label_key="y")] == ["a", "3", "0.5", '[1, "é"]']
+    assert [p.label for p in load(tmp_path, rows, label_key="y")] == ["a", 3, 0.5, [1, "é"]]
     assert [p.label for p in load(tmp_path, rows)] == [None] * 4
 
 
 def test_the_columns_of_an_eval_dataset_are_its_own(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"q": "x", "a": 1}, {"q": "yyyy", "a": 2}])
     dataset = EvalDataset(name="a", path=path, input_key="q", label_key="a")
-    assert [(p.text, p.label) for p in load_prompts(dataset, TOKENIZER, [path], max_prompt_len=3)] == [("x", "1")]
+    assert [(p.text, p.label) for p in load_prompts(dataset, TOKENIZER, [path], max_prompt_len=3)] == [("x", 1)]
 
 
 def test_several_paths_are_one_dataset_in_order(tmp_path: Path) -> None:

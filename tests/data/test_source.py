@@ -44,7 +44,7 @@ def test_a_group_is_ready_to_generate(ten: str) -> None:
     assert [[s.index for s in g] for g in groups] == [[0, 1], [2, 3]]
     assert [[s.group_index for s in g] for g in groups] == [[0, 0], [1, 1]]
     sample = groups[1][1]
-    assert (sample.prompt, sample.label, sample.metadata) == ("1", "1", {"tags": ["1"]})
+    assert (sample.prompt, sample.label, sample.metadata) == ("1", 1, {"tags": ["1"]})
     assert TOKENIZER.decode(sample.tokens) == "1"
     assert (sample.prompt_length, sample.response_length) == (1, 0)
 
@@ -165,3 +165,18 @@ def test_without_a_global_dataset_groups_are_blank() -> None:
 def test_no_prompt_data_is_an_error() -> None:
     with pytest.raises(ValueError, match="--prompt-data"):
         make([])
+
+
+def test_a_position_saved_when_labels_were_text_is_still_valid(tmp_path: Path) -> None:
+    """A label's type is no other data: today 3 and [1] are kept, the first version had "3" and "[1]"."""
+    sources = []
+    for name, labels in (("typed", (3, [1])), ("text", ("3", "[1]"))):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"input": "a", "y": label}) + "\n" for label in labels))
+        sources.append(make([str(file)]))
+    typed, text = sources
+    typed.load_state_dict(text.state_dict())
+    labels = [group[0].label for group in typed.get_samples(4)]
+    assert labels == [3, [1], 3, [1]]
+    labels[1].append(2)
+    assert typed.get_samples(2)[1][0].label == [1], "each sample has a label of its own"
