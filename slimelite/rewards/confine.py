@@ -50,7 +50,8 @@ DENIED = {
 DENIED_VALUES = (
     # fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX and ioctl FIOSETOWN, SIOCSPGRP have a signal sent to any process
     ({"x86_64": 72, "aarch64": 25}, 1, (8, 10, 15)),
-    ({"x86_64": 16, "aarch64": 29}, 1, (0x8901, 0x8902)),
+    # ioctl FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR change attributes of files that are open for reading alone
+    ({"x86_64": 16, "aarch64": 29}, 1, (0x8901, 0x8902, 0x40086602, 0x401C5820)),
     # prctl PR_SET_PDEATHSIG: the program dies with the process that grades it
     ({"x86_64": 157, "aarch64": 167}, 0, (1,)),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +49,8 @@ def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory
     token = secrets.token_hex(16)
     payload = json.dumps({"code": code, "tests": tests, "token": token})
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="answer-", ignore_cleanup_errors=True))
+        folder = tempfile.mkdtemp(prefix="answer-")
+        stack.callback(_remove, folder)
         files = [_file(stack, payload), _file(stack, stdin), _file(stack), _file(stack)]
         numbers = [file.fileno() for file in files]
         process = subprocess.Popen(
@@ -71,6 +73,14 @@ def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory
         finished = code_of_exit == 0 and (tests is None or os.pread(numbers[3], len(token), 0) == token.encode())
         output = os.pread(numbers[2], FILE_BYTES, 0).decode("utf-8", "replace")
     return Run(finished, output)
+
+
+def _remove(folder: str) -> None:
+    """Remove ``folder``, which a program may have filled with folders in folders, deeper than Python can follow."""
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def _file(stack: ExitStack, text: str = "") -> IO[bytes]:

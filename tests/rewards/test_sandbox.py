@@ -107,6 +107,7 @@ WITH_SECCOMP = {
     "chown": "os.chown('OUTSIDE/secret', os.getuid(), os.getgid())",
     "times": "os.utime('OUTSIDE/secret', (0, 0))",
     "attributes": "os.setxattr('OUTSIDE/secret', 'user.x', b'x')",
+    "inode flags": "fcntl.ioctl(0, 0x40086602, bytes(8))",
     "tcp": "socket.socket()",
     "unix socket": "socket.socket(socket.AF_UNIX)",
     "namespace": "check(libc.unshare(0x10000000))",
@@ -188,6 +189,13 @@ def test_a_program_has_what_it_needs(user: str, layers: str) -> None:
     """
     run = in_sandbox(user, layers, textwrap.dedent(program))
     assert run.stdout.strip() == "fine", run.stderr
+
+
+def test_folders_in_folders_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run = in_sandbox("root", "all", "import os\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')\nprint('made')")
+    assert run.stdout.strip() == "made", run.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("missing", ["has_seccomp", "landlock_abi"])
