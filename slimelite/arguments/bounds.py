@@ -67,7 +67,7 @@ UNBOUNDED |= {"mis_upper_bound", "mis_rejection_upper_bound"}
 
 
 def bound_problems(args: Args) -> Iterator[str]:
-    """Every number that means nothing."""
+    """A problem for each number that is outside the range in which it has a meaning, such as ``--lr -1``."""
     for field in fields(args):
         value = getattr(args, field.name)
         option = f"--{field.name.replace('_', '-')}"

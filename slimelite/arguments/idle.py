@@ -1,4 +1,7 @@
-"""Flags that were given and have nothing to act on: no errors, but said when a run starts."""
+"""Flags that were given but change nothing in this run, such as ``--mis-level`` without ``--correction mis``.
+
+They are no errors. The run lists them under "no effect here" when it starts.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,10 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         lambda a: a.loss_type == "dpo_loss" and a.dpo_loss == "sigmoid",
         "--loss-type dpo_loss with --dpo-loss sigmoid",
     ),
-    "n_samples_per_prompt": (lambda a: a.loss_type != "dpo_loss", "responses to generate; a row of pairs has its two"),
+    "n_samples_per_prompt": (
+        lambda a: a.loss_type != "dpo_loss",
+        "generated responses; a pair has its two replies already",
+    ),
     **dict.fromkeys(
         ["value_clip", "lambd", "critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "critic_load"],
         (lambda a: a.use_critic, "--advantage-estimator ppo"),

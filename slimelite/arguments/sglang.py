@@ -29,7 +29,7 @@ class SglangArgs:
     sglang_config: str | None = flag(
         None, "YAML of engine groups with sizes and SGLang options of their own (slime's format)", metavar="FILE"
     )
-    rollout_external: bool = flag(False, "as --rollout-external-engine-addrs says, which it needs")
+    rollout_external: bool = flag(False, "slime's switch; --rollout-external-engine-addrs has to be given as well")
     rollout_external_engine_addrs: list[str] = flag(
         [], "host:port of SGLang servers that someone else runs, instead of starting any"
     )

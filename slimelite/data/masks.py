@@ -110,9 +110,10 @@ def _compared(render: Renderer, messages: list[Message], tools: list[Any] | None
 def _reply_span(render: Renderer, messages: list[Message], tools: list[Any] | None, i: int, text: str) -> Span:
     """Where the reply ``messages[i]`` stands in ``text``, the rendering of all messages.
 
-    In place, with the reply replaced by a probe, the text before the probe ends with the header and whatever the
-    template puts in front of a reply (an empty thinking block); the question alone, answered by the probe and beside
-    its generation prompt, says which of the two is which, and shows how a turn ends.
+    The conversation is rendered again with a probe in place of the reply. The text before the probe then ends with the
+    header of the turn, and with whatever the template puts in front of a reply, such as an empty thinking block. To
+    tell the header from that, the question alone is rendered twice: answered by the probe, and with its generation
+    prompt. The first of these also shows how a turn ends.
     """
     probe, before, after = _probed(render, messages, tools, i)
     shared = _common(before, text)

@@ -1,4 +1,4 @@
-"""What engines check alike: requests, and whether a weight update is whole."""
+"""Checks that every engine makes: of a request, and of whether a weight update brought every weight."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 The row's metadata (or its label, as JSON) brings ``instruction_id_list`` and ``kwargs``, one dict for each, as the data
 sets IFEval and IFBench have them. The checks are IFEval's 25 (`ifeval`) and IFBench's own 58 (`ifbench_checks`);
-another instruction is a reward error. Loose takes an instruction as followed if it is without stars, the first line,
-the last line, or any of these.
+any other instruction is a reward error. The loose rule also tries the response without its asterisks, without its first
+line, without its last line, and without several of these: one that follows the instruction is enough.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ class Health:
             self.changed(engine)
 
     async def _take_back(self, engine: int) -> bool:
-        """Whether it takes part again, as it does when it has been in a weight sync since it started."""
+        """Whether an engine that was out of use serves again: it must have got weights since it was started anew."""
         info = await asyncio.wait_for(self._engines[engine].info(), self._timeout)
         if self._syncs and info.weight_version < 0:
             return False

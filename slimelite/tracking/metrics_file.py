@@ -2,8 +2,8 @@
 
 A line has ``time`` (seconds since the epoch), ``kind`` and metrics by their full names, its axes among them. Numbers
 that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` understands. The file is only
-ever appended to: a line of kind ``start`` says at which rollout the run began or went on, and takes back
-what an earlier start wrote about that rollout and later ones.
+ever appended to: a line of kind ``start`` says at which rollout the run began or went on, and records that
+an earlier start wrote about this rollout or later ones no longer hold.
 """
 
 from __future__ import annotations

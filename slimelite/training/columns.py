@@ -177,7 +177,11 @@ class TokenColumns:
                 raise ValueError(f"samples {ids} have {name} that are not finite; look at {source}")
 
     def rows_to_compute(self, args: Args, steps: list[np.ndarray]) -> np.ndarray:
-        """[n] bool: rows that can have a gradient; of a step without one a few others, for they are measured too."""
+        """[n] bool: the rows that need a forward pass: those that can have a gradient.
+
+        Of a step in which no row can have one, a few rows are computed all the same, because its entropy and its
+        mismatch with the engine are measured on them.
+        """
         trained, computed = self.trained_rows(), self.rows_with_gradient(args)
         for rows in steps:
             if not computed[rows].any():

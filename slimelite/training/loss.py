@@ -62,8 +62,10 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """``total``: 0-d, this micro-batch's share of the step's loss; ``shares``: 0-d shares of what adds up over the step
-    like it; ``metrics``: (sum, weight) pairs.
+    """The loss of a micro-batch.
+
+    ``total``: 0-d, what it adds to the loss of its optimizer step. ``shares``: 0-d, by metric, what it adds to others
+    that are sums over the step, such as ``pg_loss``. ``metrics``: (sum, weight) pairs of means.
     """
 
     total: Tensor

@@ -149,14 +149,14 @@ class Trainer:
         every = checked or normalized
         computed = columns.trained_rows() if every else columns.rows_to_compute(self.args, steps)
         schedule = [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
-        # checked: those that advantages read are of other micro-batches
+        # for the check they are computed again, over the micro-batches of training, to be equal to the bit
         if (columns.old is None or checked) and (normalized or self._needs_old(len(steps))):
             columns.old, columns.entropy = self._pass(
                 "log_probs", self.model, table, self._deal_old(table, computed, schedule)
             )
         if normalized:
             columns.normalize_correction(self.args, steps)
-        # what the only step sees is what was there before it
+        # in a rollout's only step the training pass itself gives the log-probs from before the step
         alone = columns.old is None and len(steps) == 1
         scores = Scores(len(table.response_tokens), self.world) if alone else None
         with self.timer("actor_train"):

@@ -31,7 +31,7 @@ class Decoder:
 
         Returns:
             [T, hidden] after the final norm. With ``cache_only`` the last layer stops once its keys and
-            values are written, and what comes back is of no use.
+            values are written: use the cache then, not the result.
         """
         w, shape = self.weights, self.weights.shape
         hidden = (shape.hidden_size,)
