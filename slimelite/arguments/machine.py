@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 
@@ -33,7 +34,9 @@ def _count_gpus() -> int:
     return min(devices, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
+@cache
 def _gpu_bytes() -> int | None:
+    # without persistence mode nvidia-smi takes seconds
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import Make
 
-from slimelite.arguments import Args
+from slimelite.arguments import Args, machine
 from slimelite.arguments.machine import Machine, this_machine
 
 # vocabulary, width, width of the MLP, layers, heads, key/value heads, tied
@@ -28,10 +28,10 @@ def plan(make: Make, tmp_path: Path) -> Make:
         *sizes, groups, tied = QWEN2_5[size]
         config = dict(zip(NAMES, sizes, strict=True)) | {"model_type": "qwen2", "num_key_value_heads": groups}
         (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
-        machine = Machine(gpus=gpus, gpu_bytes=None if gigabytes is None else int(gigabytes * 1e9))
+        here = Machine(gpus=gpus, gpu_bytes=None if gigabytes is None else int(gigabytes * 1e9))
         words += f" --actor-num-nodes {max(1, gpus // 8)} --actor-num-gpus-per-node {min(gpus, 8)}"
         flags = f"--colocate --use-dynamic-batch-size --max-tokens-per-gpu 9216 --hf-checkpoint {tmp_path} {words}"
-        return make(flags, machine)
+        return make(flags, here)
 
     return plan
 
@@ -104,8 +104,11 @@ def test_the_smallest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """`nvidia-smi` as it answers; one that fails is one that is not there."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("slimelite.arguments.machine._count_gpus", lambda: 2)
+    machine._gpu_bytes.cache_clear()
     assert this_machine().gpu_bytes is None
     for answer, found in (("echo 81559; echo 24564", 24564 * 2**20), ("echo '[N/A]'", None), ("exit 9", None)):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
+        machine._gpu_bytes.cache_clear()
         assert this_machine().gpu_bytes == found
+    machine._gpu_bytes.cache_clear()
