@@ -87,7 +87,7 @@ def test_every_instruction_has_a_case() -> None:
 
 def test_the_language_is_langdetects_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "langdetect", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'slimelite\[ifbench\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[ifbench\]'"):
         ifbench.follows("language:response_language", "hello", {"language": "en"})
     said = ModuleType("langdetect")
     said.__dict__.update(detect=lambda text: "de", DetectorFactory=type("F", (), {}), LangDetectException=KeyError)
