@@ -144,7 +144,7 @@ def _shapes(args: Args) -> Shapes | None:
     try:
         config = json.loads((Path(str(args.hf_checkpoint)) / "config.json").read_text())
         return Shapes.of(config)
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None  # a hub id, say; what is wrong with a folder the pre-flight check says
 
 

@@ -13,7 +13,9 @@ def run_facts(args: Args) -> dict[str, str]:
         "data": ", ".join(args.prompt_data) or str(args.load_debug_rollout_data or args.data_source_path or "none"),
         "eval": ", ".join(f"{d.name} ({d.path})" for d in args.eval_datasets),
         "method": _method(args),
-        "plugins": ", ".join(f"{flag} {path}" for flag, path in plugin_paths(args)),
+        "plugins": ", ".join(
+            f"{flag} {path}" for flag, path in plugin_paths(args) if not path.startswith("slimelite.")
+        ),
         "device": _device(args),
         "batch": batch_identity(args),
         "rollouts": f"{args.num_rollout}" + (f", going on at {args.start_rollout_id}" if args.start_rollout_id else ""),

@@ -94,6 +94,13 @@ def test_without_numbers_checkpointing_is_on(plan: Make, make: Make) -> None:
     assert "the model's shapes are not known" in reason(hub, "gradient_checkpointing")
 
 
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"hidden_size": Infinity}', '{"intermediate_size": [1]}', "[]"])
+def test_a_config_without_shapes_is_left_to_the_checks_before_a_start(make: Make, tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    args = make(f"--colocate --hf-checkpoint {tmp_path}", Machine(gpus=1, gpu_bytes=8 * 10**10))
+    assert "the model's shapes are not known" in reason(args, "gradient_checkpointing")
+
+
 def test_a_cpu_recomputes_nothing_unless_asked(make: Make) -> None:
     assert make().gradient_checkpointing is False
     assert make("--gradient-checkpointing").gradient_checkpointing is True

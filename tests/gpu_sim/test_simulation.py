@@ -49,6 +49,7 @@ OTHER_STATE = {"critic": "two", "fsdp cpu offload": "on the host"}
 FAULTS = {
     "column left on the host": "two devices, cpu and cuda:0",
     "fp32 compute": "matrix products in other dtypes",
+    "attention of CPUs": "no varlen_attn",
     "logits rounded to bf16": "no fp32 logits",
     "weights gathered in fp32": "weights for engines travel in",
     "offload forgotten": "while offloaded",
@@ -78,6 +79,8 @@ def problems(found: dict[str, Any], ranks: int, *, optimizer: str = "adamw") -> 
         wrong.append(f"matrix products in other dtypes: {others}")
     if not found["products"].get("mm bfloat16 -> float32"):
         wrong.append("no fp32 logits")
+    if not found["products"].get("_varlen_attn bfloat16 -> float32"):
+        wrong.append("no varlen_attn")
     expected = found["state"] if optimizer != "on the host" else 0
     # fp32 weights and AdamW's two moments; Muon and a critic have others
     if optimizer == "adamw" and not 12 * found["shard"] <= expected <= 12.1 * found["shard"] + MB:

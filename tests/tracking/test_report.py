@@ -31,7 +31,10 @@ def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
         "--rollout-sample-hook-path a.b",
         "--rollout-sample-hook-path c.d",
     ]
-    assert run_facts(make_args(run, loss_type="sft_loss", **kl))["method"] == "sft, adam lr 1e-06"
+    own = "slimelite.rollout.sft.generate_rollout"
+    sft = run_facts(make_args(run, loss_type="sft_loss", rollout_function_path=own, **kl))
+    assert sft["method"] == "sft, adam lr 1e-06"
+    assert "plugins" not in sft
     assert facts["device"] == "cpu, 1 training rank, 1 embedded engine, Ray"
     train_only = make_args(run, debug_train_only=True, launcher="local", eval_datasets=())
     assert run_facts(train_only)["device"] == "cpu, 1 training rank, in one process"
