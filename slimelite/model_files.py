@@ -106,7 +106,8 @@ def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = 
         # transformers' own matching of names, on tensors without data
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         options = {"config": copy.deepcopy(empty.config), "state_dict": tensors, "device_map": "meta"}
-        _load(path, unread, lambda **kept: type(empty).from_pretrained(None, **options, **kept))
+        with _without_progress_bar():
+            _load(path, unread, lambda **kept: type(empty).from_pretrained(None, **options, **kept))
 
 
 def load_weights(kind: Any, path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: Any) -> Any:
@@ -156,6 +157,18 @@ def _without_reports() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """A bar would say that weights are loaded, where headers alone are compared."""
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
 
 
 def _some(names: list[str]) -> str:

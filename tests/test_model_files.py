@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from slimelite.arguments import Args
 from slimelite.engines.embedded.weights import DecoderShape, DecoderWeights
@@ -156,6 +157,15 @@ def test_what_may_be_missing(tmp_path: Path) -> None:
     args = Args(hf_checkpoint=str(folder))
     inspect_model(args, str(folder), new_head=True)  # of a critic
     load_model(str(folder), read_config(str(folder)), seed=0, attention="sdpa", empty=False, new_head=True)
+
+
+def test_a_look_before_a_start_draws_no_progress_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = str(save_model(tmp_path))
+    bars = logging.is_progress_bar_enabled()
+    capfd.readouterr()
+    inspect_model(Args(hf_checkpoint=folder), folder)
+    assert capfd.readouterr() == ("", "")
+    assert logging.is_progress_bar_enabled() is bars
 
 
 def test_a_folder_of_other_files_has_no_weights(tmp_path: Path) -> None:
