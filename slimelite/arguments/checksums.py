@@ -41,15 +41,19 @@ def damage(folder: Path) -> str | None:
         return None
     try:
         expected: Checksums = read_json(root / CHECKSUMS)["files"]
-        expected = {name: dict(each) for name, each in expected.items() if folder in (root / name).parents}
+        expected = {
+            name: {"bytes": int(each["bytes"]), "crc32": str(each["crc32"])}
+            for name, each in expected.items()
+            if folder in (root / name).parents
+        }
     except (KeyError, TypeError, AttributeError, ValueError):
         return f"{root / CHECKSUMS}: cannot be read"
     for name, each in expected.items():
         path = root / name
         if not path.is_file():
             return f"{path}: is missing"
-        if (size := path.stat().st_size) != each.get("bytes"):
-            return f"{path}: has {size:,} bytes, not the {each.get('bytes'):,} that were written"
+        if (size := path.stat().st_size) != each["bytes"]:
+            return f"{path}: has {size:,} bytes, not the {each['bytes']:,} that were written"
     if (size := sum(each["bytes"] for each in expected.values())) > SAID_ABOVE:
         print(f"comparing {size / 1e9:.0f} GB of {root} with its checksums", file=sys.stderr, flush=True)
     found = checksums(root, (root / name for name in expected))

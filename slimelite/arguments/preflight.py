@@ -129,8 +129,8 @@ def _check_run_folder(args: Args, findings: Findings) -> None:
     # one that failed before its first rollout left nothing to mix with
     if any('"kind": "start"' not in line for line in metrics.read_text(encoding="utf-8").splitlines() if line):
         findings.problems.append(
-            f"--run-dir {args.run_dir} holds another run: name a new folder, or remove this one; to go on with that "
-            "run, give its checkpoints as --load"
+            f"--run-dir {args.run_dir} holds another run: name a new folder, or, if that run is over, remove this one; "
+            "to go on with it, give its checkpoints as --load"
         )
 
 

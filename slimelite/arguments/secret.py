@@ -10,9 +10,9 @@ HIDDEN = "***"
 # flags whose value is a secret, or a JSON object that may have some
 WHOLE, HOLDERS = ("wandb_key",), ("train_env_vars",)
 # in a dict (environment variables, options of SGLang, a user's own settings) the name tells: HF_TOKEN, api_key,
-# AWS_SECRET_ACCESS_KEY, but not MAX_TOKENS, TOKENIZERS_PARALLELISM or a column's name
+# AWS_SECRET_ACCESS_KEY, PGPASSWORD, but not MAX_TOKENS, TOKENIZERS_PARALLELISM or a column's name
 _TELLING = re.compile(
-    r"(^|_)((secret|password|passwd|passphrase|credentials?)(_.*)?|(key|apikey|token|auth|pat)(_id|_\d+)?)$",
+    r"secret|password|passwd|passphrase|credential|webhook|(^|_)(key|apikey|token|auth|pat|pwd|dsn)(_id|_\d+)?$",
     re.IGNORECASE,
 )
 _COLUMN = re.compile(r"(^|_)(input|label|tool|metadata|reward|chosen|rejected)_key$")

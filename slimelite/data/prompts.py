@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slimelite.data.reader import BadRows, Row, read_rows
+from slimelite.data.reader import BadRows, Row, read_rows, split_path
 from slimelite.sample import plain
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def load_prompts(
     measured: list[str] = []
     problems: list[str] = []
     left_out: list[str] = []
+    whole = whole or all(split_path(path)[0].endswith(".parquet") for path in paths)  # all its rows have the same columns
     unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
     for path in paths:
         bad = BadRows(skip_bad_rows, left_out.append)

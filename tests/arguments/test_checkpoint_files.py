@@ -39,6 +39,10 @@ DAMAGE = {
     "part": (lambda f: flip(f / "critic" / "trainer.json"), "critic/trainer.json: its contents have changed"),
     "state": (lambda f: (f / "rollout_state.json").write_text("[]"), "rollout_state.json: its contents have changed"),
     "sums": (lambda f: os.truncate(f / CHECKSUMS, 20), "checksums.json: cannot be read"),
+    "sums' key": (
+        lambda f: (f / CHECKSUMS).write_text((f / CHECKSUMS).read_text().replace('"bytes"', '"bytez"', 1)),
+        "checksums.json: cannot be read",
+    ),
     "folder": (lambda f: f.rename(f.with_name("gone")), "iter_0000009: is not there"),
 }
 

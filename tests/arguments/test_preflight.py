@@ -62,7 +62,7 @@ def test_a_run_folder_is_for_one_run(run: str, tmp_path: Path) -> None:
     metrics.write("rollout", {"rollout/step": 0, "rollout/raw_reward": 0.5})
     metrics.close(False)
     (problem,) = problems(words)
-    assert problem.startswith(f"--run-dir {tmp_path} holds another run: name a new folder")
+    assert problem.startswith(f"--run-dir {tmp_path} holds another run: name a new folder, or, if that run is over, ")
     # a script that resumes may be started again before its first checkpoint
     assert problems(f"{words} --load {tmp_path / 'checkpoints'}") == []
     assert problems(f"{words} --load {tmp_path / 'checkpoints'} --finetune") == [problem]

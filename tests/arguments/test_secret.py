@@ -30,6 +30,7 @@ def parse(words: list[str]) -> Args:
     [
         *((name, True) for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")),
         *((name, True) for name in ("api_key", "OPENAI_KEY", "PG_PASSWORD_2", "db_password", "ssl_keyfile_password")),
+        *((name, True) for name in ("PGPASSWORD", "MYSQL_PWD", "MYSECRETKEY", "SLACK_WEBHOOK_URL", "DATABASE_DSN")),
         *((name, False) for name in ("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "speculative_token_map", "MONKEY")),
         *((name, False) for name in ("input_key", "eval_label_key", "NCCL_DEBUG", "PATH", "KEYBOARD")),
     ],
