@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 
 from slimelite.engines.embedded import EmbeddedEngine
+from slimelite.model_files import has_weights
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -19,6 +21,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args(argv)
+    if not has_weights(args.model):
+        print(f"warning: {args.model} holds no weights: random ones answer", file=sys.stderr)
     asyncio.run(_serve(args))
 
 

@@ -143,7 +143,7 @@ def test_rollout_only_and_its_data(local_run: Run) -> None:
     assert metrics(run, "train/loss") == []
 
 
-def test_a_model_defined_by_flags(task: Path, tmp_path: Path) -> None:
+def test_a_model_defined_by_flags(task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vocabulary = json.loads((task / "model" / "config.json").read_text())["vocab_size"]
     flags = (
         f"--num-layers 1 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --vocab-size {vocabulary} "
@@ -158,6 +158,7 @@ def test_a_model_defined_by_flags(task: Path, tmp_path: Path) -> None:
     assert train.main([*flags, *paths, "--run-dir", str(tmp_path / "run")]) == 0
     config = json.loads((out / "config.json").read_text())
     assert (config["model_type"], config["num_hidden_layers"], config["hidden_size"]) == ("qwen3", 1, 32)
+    assert "random weights" not in capsys.readouterr().out, "the engine's own are never used: the trainer's come first"
 
 
 def test_evaluation_before_at_intervals_and_at_the_end(local_run: Run, task: Path) -> None:

@@ -201,7 +201,8 @@ class DecoderWeights:
         if has_weights(model_path):
             model = load_weights(AutoModelForCausalLM, model_path, config, dtype=self._dtype)
         else:
-            logger.warning("no weight files in %s: starting from random weights (seed %d)", model_path, seed)
+            # in a run the pre-flight check has warned of it, and the trainer's weights take the place of these
+            logger.info("no weight files in %s: random weights (seed %d)", model_path, seed)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(config, dtype=self._dtype)
