@@ -34,6 +34,8 @@ def output_problems(args: Args) -> Iterator[str]:
         "--wandb-dir": args.wandb_dir if args.use_wandb else None,
     }
     places = [(option, Path(folder).absolute()) for option, folder in folders.items() if folder]
+    if args.ci_save_grad_norm:
+        places.append(("--ci-save-grad-norm", Path(args.ci_save_grad_norm).absolute().parent))
     templates: list[tuple[str, str | None, int | str]] = [
         ("--save-hf", args.save_hf, 0),
         # an evaluation has a name instead of a number

@@ -60,7 +60,7 @@ def masked_words(argv: Sequence[str]) -> list[str]:
 
 def without(words: Sequence[str], message: str) -> str:
     """A message about the values ``words`` without them."""
-    for word in sorted(words, key=len, reverse=True):
+    for word in sorted(filter(None, words), key=len, reverse=True):
         message = message.replace(repr(word), HIDDEN).replace(word, HIDDEN)
     return message
 

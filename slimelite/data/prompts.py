@@ -101,7 +101,8 @@ def load_prompts(
     measured: list[str] = []
     problems: list[str] = []
     left_out: list[str] = []
-    whole = whole or all(split_path(path)[0].endswith(".parquet") for path in paths)  # all its rows have the same columns
+    # rows of a parquet file all have the same columns
+    whole = whole or all(split_path(path)[0].endswith(".parquet") for path in paths)
     unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
     for path in paths:
         bad = BadRows(skip_bad_rows, left_out.append)

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slimelite.arguments import DebugArgs
+from slimelite.arguments.checksums import read_json
+from slimelite.files import whole
 
 # slime's: runs of other layouts must have the gradient norms of the recorded one
 GRAD_NORM_TOLERANCE = 0.03
@@ -26,7 +28,7 @@ class RunChecks:
         self._norms: dict[str, float] = {}
         self._expected: dict[str, float] = {}
         if args.ci_load_grad_norm is not None:
-            self._expected = json.loads(Path(args.ci_load_grad_norm).read_text(encoding="utf-8"))
+            self._expected = read_json(Path(args.ci_load_grad_norm))
 
     def note(self, metrics: Mapping[str, float]) -> None:
         """Look for the checked metric among ``metrics``."""
@@ -42,7 +44,9 @@ class RunChecks:
         name = f"{rollout_id}/{step}"
         if self._save is not None:
             self._norms[name] = norm
-            Path(self._save).write_text(json.dumps(self._norms), encoding="utf-8")
+            Path(self._save).parent.mkdir(parents=True, exist_ok=True)
+            with whole(Path(self._save)) as partial:
+                partial.write_text(json.dumps(self._norms), encoding="utf-8")
         if not self._expected:
             return
         recorded = self._expected.get(name)

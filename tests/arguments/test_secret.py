@@ -87,8 +87,10 @@ def test_the_dry_run_and_errors_show_none(capsys: pytest.CaptureFixture[str]) ->
     ):
         with pytest.raises(SystemExit):
             parse_args(wrong)
+    with pytest.raises(SystemExit):
+        parse_args(["--train-env-vars", ""])  # a variable that is not set
     said += capsys.readouterr().err
-    assert said.count("--train-env-vars takes") == 2
+    assert said.count("--train-env-vars takes") == 3
     for secret in ("hf_123", "pw456", "k789", "s012"):
         assert secret not in said
 

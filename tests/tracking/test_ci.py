@@ -26,7 +26,9 @@ def test_a_metric_that_must_be_reached(tmp_path: Path) -> None:
 
 
 def test_gradient_norms_of_another_run(tmp_path: Path) -> None:
-    path = tmp_path / "norms.json"
+    path = tmp_path / "new" / "norms.json"
+    with pytest.raises(ValueError, match=f"{path}: is missing"):
+        RunChecks(make_args(tmp_path, ci_load_grad_norm=str(path)))
     saving = RunChecks(make_args(tmp_path, ci_save_grad_norm=str(path)))
     saving.note_grad_norm(0, 0, 1.0)
     saving.note_grad_norm(0, 1, 0.001)
