@@ -21,8 +21,7 @@ from slimelite.training.batch import MicroBatch
 from slimelite.training.configs import LENGTHS, VOCABULARY, small_config
 from slimelite.training.model import PolicyModel
 
-# largest difference of log-probs that is rounding [nats]: in 165 families it is below 5e-5 where the forward passes
-# are the same, and above 5e-3 where they are not
+# largest difference of log-probs that is rounding [nats]; docs/algorithms.md says what was seen in 165 families
 TOLERANCE = 1e-3
 # as large as weights of a trained model's layers are to their inputs: defaults are nearly the identity
 SPREAD = 0.1
