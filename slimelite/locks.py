@@ -53,10 +53,9 @@ def _held(folder: Path, flag: str) -> Iterator[tuple[Path, dict[str, Any]]]:
         if holder is None:
             continue  # it was removed meanwhile
         if not _is_stale(holder, mine, age):
-            began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.get("time", 0)))
             raise ValueError(
-                f"{flag} {folder}: another run writes there: process {holder.get('pid')} on {holder.get('host')}, "
-                f"since {began}, last seen {age:.0f} s ago. Name another folder; if that run is over, remove {path}"
+                f"{flag} {folder}: another run writes there{_whose(holder)}, last seen {age:.0f} s ago. Name another "
+                f"folder; if that run is over, remove {path}"
             )
         _remove(path, holder)
     try:
@@ -74,7 +73,7 @@ def _create(path: Path, mine: dict[str, Any]) -> bool:
     try:
         with named(path), file:
             json.dump(mine, file)
-    except OSError:
+    except BaseException:  # also when the run is ended meanwhile
         path.unlink()
         raise
     return True
@@ -93,6 +92,13 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, float]:
         return dict(json.loads(text)), age
     except (ValueError, TypeError):
         return {"text": text}, age
+
+
+def _whose(holder: dict[str, Any]) -> str:
+    if not holder.keys() >= {"pid", "host", "time"}:
+        return f", or left {LOCK} half written"
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["time"]))
+    return f": process {holder['pid']} on {holder['host']}, since {began}"
 
 
 def _is_stale(holder: dict[str, Any], mine: dict[str, Any], age: float) -> bool:

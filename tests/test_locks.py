@@ -92,6 +92,29 @@ def test_a_lock_of_another_machine_is_judged_by_its_age(tmp_path: Path) -> None:
         assert json.loads(path.read_text())["host"] != "elsewhere"
 
 
+def test_a_lock_that_does_not_say_whose_it_is(tmp_path: Path) -> None:
+    """Its run was killed, or the machine went down, while it was written."""
+    path = tmp_path / LOCK
+    path.touch()
+    said = rf"another run writes there, or left run\.lock half written, .* remove {path}"
+    with pytest.raises(ValueError, match=said) as caught, hold({"--save": str(tmp_path)}):
+        pass
+    assert "None" not in str(caught.value)
+    os.utime(path, (1, 1))
+    with hold({"--save": str(tmp_path)}):
+        pass
+
+
+def test_a_run_that_is_ended_while_it_takes_a_lock_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slimelite.locks.json.dump", ended)
+    with pytest.raises(KeyboardInterrupt), hold({"--save": str(tmp_path)}):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_released_on_an_error_and_one_folder_may_be_both(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), hold({"--run-dir": str(tmp_path), "--save": f"{tmp_path}/"}):
         raise RuntimeError
