@@ -98,8 +98,8 @@ def test_it_runs_as_it_is_and_ends_nothing_of_others(grpo_args: list[str], task:
     command += ["--args-group", "own_args.py:NoteArgs", "--note-bonus", "7"]
     env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "sglang"])
     others = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "sglang"])
     try:
         done = run_process(*command, env=env, cwd=tmp_path)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
