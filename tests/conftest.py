@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+# Ray keeps the token that a process begins with: without one here, the first test that starts Ray would settle on
+# another than the runs that later tests start in this process
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 SHIMS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_CPU_OMP_THREADS_BIND": "1",

@@ -18,7 +18,7 @@ class DebugArgs:
         "dataclass of flags of your own, my_file.py:MyArgs: on the command line, in --help, in config files and as "
         "args.my_flag in plugins; may be given several times",
         repeat=True,
-        metavar="PLUGIN",
+        metavar="CLASS",
     )
     config: str | None = flag(None, "YAML of arguments; the command line wins over it", metavar="FILE")
     custom_config_path: str | None = flag(

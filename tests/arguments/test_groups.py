@@ -15,6 +15,7 @@ from conftest import COMPLETE, CPU
 import slimelite.arguments as arguments
 from slimelite.arguments import Args, ArgumentError, flag, make_args, parse_args
 from slimelite.arguments.base import all_flags, group_flags, group_title, groups_of
+from slimelite.arguments.preflight import plugin_paths
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def test_a_group_is_named_on_the_command_line(tmp_path: Any, capsys: pytest.Capt
     named = ["--args-group", f"{tmp_path}/own.py:MyArgs"]
     args: Any = make_args([*COMPLETE.split(), "--my-bonus", "0.7", *named], machine=CPU)
     assert (args.my_bonus, args.global_batch_size) == (0.7, 8)
+    assert "--args-group" not in dict(plugin_paths(args)), "the pre-flight would call it a function"
     config = tmp_path / "c.yaml"
     config.write_text(f"args_group: ['{tmp_path}/own.py:MyArgs']\nmy_bonus: 0.2")
     assert make_args([*COMPLETE.split(), "--config", str(config)], machine=CPU).my_bonus == 0.2  # type: ignore
