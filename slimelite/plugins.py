@@ -128,6 +128,13 @@ def own_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, first or error.__traceback__)).rstrip()
 
 
+def raised_at(error: BaseException) -> str:
+    """Where a plugin raised ``error``, for a message: `` (file, line 3, in reward)``; empty if not known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not Path(f.filename).is_relative_to(PACKAGE)]
+    return f" ({theirs[-1].filename}, line {theirs[-1].lineno}, in {theirs[-1].name})" if theirs else ""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean …?"``, or nothing when no known name is like it."""
     close = get_close_matches(name, [k for k in known if not k.startswith("__")], n=1)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from slimelite.arguments import RewardArgs
+from slimelite.plugins import PACKAGE
 from slimelite.rewards.grader import Grader, answer_of, route_of
 from slimelite.rewards.registry import BOXED, find_rule
 from slimelite.rewards.rule import Reward, Settings
@@ -31,7 +34,7 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
         ValueError: the reward cannot be had, or even the right answer does not get 1.
     """
     trial = replace(sample, metadata=dict(sample.metadata or {}))
-    grader = Grader(replace(args, reward_error="zero"), workers=1, remote_attempts=2)
+    grader = Grader(replace(args, reward_error="zero"), workers=1, remote_attempts=2, warns=False)
     try:
         route = route_of(trial, args.custom_rm_path, args.rm_type)
         rule = None if route.custom else find_rule(route.name)
@@ -59,9 +62,15 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
         grader.close()
     if grader.error_reports:
         report = grader.error_reports[0]
+        places = re.findall(r'File "(.+)", line (\d+), in (\S+)', report.failure.traceback)
+        theirs = [place for place in places if not Path(place[0]).is_relative_to(PACKAGE)]
+        where = " ({}, line {}, in {})".format(*theirs[-1]) if route.custom and theirs else ""
+        if where in report.failure.message:  # an error of the plugin's call says it itself
+            where = ""
         raise ValueError(
             f"the reward {report.reward} fails on the first row, which no --reward-error excuses: "
-            f"{report.failure.kind}: {report.failure.message} (label {report.label!r}, response {report.response!r})"
+            f"{report.failure.kind}: {report.failure.message}{where} (label {report.label!r}, response "
+            f"{report.response!r})"
         )
     if example is not None and trial.reward_value(args.reward_key) != 1.0:
         raise ValueError(

@@ -72,8 +72,11 @@ class Grader:
     until `metrics` is called, noted in the sample's ``metadata["reward_error"]``, and settled by ``--reward-error``.
     """
 
-    def __init__(self, args: RewardArgs, *, workers: int | None = None, remote_attempts: int = ATTEMPTS) -> None:
-        """``workers``: grading processes at most; None: one for every two processors, 1 to 8.
+    def __init__(
+        self, args: RewardArgs, *, workers: int | None = None, remote_attempts: int = ATTEMPTS, warns: bool = True
+    ) -> None:
+        """``workers``: grading processes at most; None: one for every two processors, 1 to 8. ``warns``: the first
+        failures of each kind go to the log.
 
         Raises:
             ValueError: ``args`` name a rule or a function that does not exist, or lack what it needs.
@@ -86,6 +89,7 @@ class Grader:
         self._costly = 0
         self._told = False
         self._remote_attempts = remote_attempts
+        self._warns = warns
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pool = WorkerPool(workers or max(1, min(8, (os.cpu_count() or 2) // 2)), args.reward_timeout)
         self._model = _reward_model(args)
@@ -277,7 +281,8 @@ class Grader:
         known = any(kept.failure == result for kept in self.error_reports)
         if not known and len(self.error_reports) < KEPT_REPORTS:
             self.error_reports.append(report)
-            logger.warning("%s", report)
+            if self._warns:
+                logger.warning("%s", report)
         if self.args.reward_error == "fail":
             raise RewardError(f"{report}\n(--reward-error zero or drop would go on)")
         rule = None if route.custom else find_rule(route.name)

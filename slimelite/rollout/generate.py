@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 
 from slimelite.arguments import Args
-from slimelite.plugins import load_function
+from slimelite.plugins import PluginError, load_function, raised_at
 from slimelite.rollout.context import PluginArgs, RolloutContext
 from slimelite.rollout.dropped import DroppedGroups
 from slimelite.rollout.evaluation import evaluate_datasets
@@ -293,6 +293,7 @@ class Patience:
     def __init__(self, args: Args, kept: DroppedGroups) -> None:
         self.kept = kept
         self.filter_path = args.dynamic_sampling_filter_path
+        self.generate_path = args.custom_generate_function_path
         self.reward_key = args.reward_key
         self.most_drops = max(16 * args.rollout_batch_size, 128)
         self.most_failures = max(args.rollout_batch_size, 4)
@@ -317,8 +318,10 @@ class Patience:
         """
         self.failures += 1
         if self.failures >= self.most_failures:
+            by = f" by --custom-generate-function-path {self.generate_path}" if self.generate_path else ""
+            where = raised_at(error) if self.generate_path and not isinstance(error, PluginError) else ""
             raise ValueError(
-                f"{self.failures} groups in a row could not be generated; the last one: {error!r}"
+                f"{self.failures} groups in a row could not be generated{by}; the last one: {error!r}{where}"
             ) from error
 
     def dropped(self, samples: list[Sample], reason: str) -> None:

@@ -461,10 +461,17 @@ def test_check_reward_finds_labels_that_cannot_work(args: RewardArgs, label: str
         check_reward(args, Sample(index=0, group_index=0, label=label))
 
 
-def test_check_reward_reports_a_custom_function_that_raises(plugin: str) -> None:
-    args = RewardArgs(custom_rm_path=f"{plugin}:raises", reward_error="drop")
-    with pytest.raises(ValueError, match=r"fails on the first row, which no --reward-error excuses: .*missing key"):
+@pytest.mark.parametrize(("name", "says"), [("raises", "missing key"), ("leaves", "SystemExit|sys.exit")])
+def test_check_reward_reports_a_custom_function_that_raises_in_one_message(
+    plugin: str, name: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = RewardArgs(custom_rm_path=f"{plugin}:{name}", reward_error="drop")
+    with pytest.raises(
+        ValueError, match=rf"fails on the first row, which no --reward-error excuses: .*({says})"
+    ) as told:
         check_reward(args, Sample(index=0, group_index=0, label="42"))
+    assert str(told.value).count(f"in {name})") == 1, "where it failed"
+    assert caplog.records == [], "no traceback beside it"
 
 
 def test_check_reward_tries_a_whole_group(plugin: str) -> None:

@@ -124,6 +124,10 @@ ATTACKS = {**SIGNALS, **PROCESSES, **FILES, **WITH_SECCOMP}
 ALONE = {"all": ATTACKS, "seccomp": SIGNALS | PROCESSES | WITH_SECCOMP, "landlock": SIGNALS | PROCESSES | FILES}
 # Landlock drops these signals without a word; the grader, which they would end, goes on
 SILENT = {"kill everybody", "SIGIO by F_SETOWN", "SIGIO by F_SETOWN_EX"}
+# continuous integration has such a kernel: there a test that did not run would hide something
+NEEDS_KERNEL = pytest.mark.skipif(
+    bool(confine.gaps()) and not os.environ.get("CI"), reason="this kernel lacks seccomp or Landlock"
+)
 USERS = ("root", "plain") if os.geteuid() == 0 else ("plain",)
 CASES = [(user, layers, name) for user in USERS for layers, names in ALONE.items() for name in names]
 
@@ -162,14 +166,14 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("outside")
 
 
-@pytest.mark.skipif(bool(confine.gaps()), reason="this kernel lacks seccomp or Landlock")
+@NEEDS_KERNEL
 @pytest.mark.parametrize(("user", "layers", "name"), CASES)
 def test_an_attack_is_refused(outside: Path, user: str, layers: str, name: str) -> None:
     printed = outputs(user, layers, outside / f"{user}-{layers}")[name]
     assert printed == "refused" or (layers == "landlock" and name in SILENT)
 
 
-@pytest.mark.skipif(bool(confine.gaps()), reason="this kernel lacks seccomp or Landlock")
+@NEEDS_KERNEL
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("layers", ["all", "seccomp", "landlock"])
 def test_a_program_has_what_it_needs(user: str, layers: str) -> None:
