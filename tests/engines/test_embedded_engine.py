@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -259,12 +260,16 @@ def test_ids_must_be_unique_and_a_closed_engine_says_so(folder: Path) -> None:
 
 
 def test_a_config_without_weights_gives_seeded_random_ones(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "slimelite")
     (folder / "model.safetensors").unlink()
     requests = group((4, 5, 6), 2)
     first, again, other = (serve(folder, requests, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
-    assert "random weights" in caplog.text
+    assert "random weights (seed 2)" in caplog.text
+    assert not [r for r in caplog.records if r.levelno > logging.INFO], (
+        "the trainer's weights take their place in a run"
+    )
 
 
 def test_eos_comes_from_the_generation_config_too(folder: Path) -> None:
