@@ -89,8 +89,9 @@ def test_wandb_of_a_resumed_run_goes_on_under_its_id(tmp_path: Path) -> None:
 
 def test_wandb_disabled_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
-    (writer,) = open_writers(make_args(tmp_path, use_wandb=True, wandb_mode="disabled"), {})
-    writer.close(False)
+    writers = open_writers(make_args(tmp_path, use_wandb=True, wandb_mode="disabled"), {})
+    assert [writer.name for writer in writers] == ["metrics"]
+    writers[0].close(False)
 
 
 def test_tensorboard_holds_every_metric_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
