@@ -63,9 +63,8 @@ class SampleTable:
     weight_versions: np.ndarray
     teacher_log_probs: np.ndarray
     status: list[str]
-    label: list[
-        Any
-    ]  # values that JSON knows; a file has ``label_value`` (JSON) beside the text of those that are no text
+    # values that JSON knows; a file has ``label_value`` (JSON) beside the text of those that are no text
+    label: list[Any]
     prompt: list[str]
     response: list[str]
     metadata: list[str]  # JSON

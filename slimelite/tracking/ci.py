@@ -26,7 +26,7 @@ class RunChecks:
         self._best: float | None = None
         self._save = args.ci_save_grad_norm
         self._norms: dict[str, float] = {}
-        self._expected: dict[str, float] = {}
+        self._expected: dict[str, float] | None = None
         if args.ci_load_grad_norm is not None:
             self._expected = read_json(Path(args.ci_load_grad_norm))
 
@@ -47,7 +47,7 @@ class RunChecks:
             Path(self._save).parent.mkdir(parents=True, exist_ok=True)
             with whole(Path(self._save)) as partial:
                 partial.write_text(json.dumps(self._norms), encoding="utf-8")
-        if not self._expected:
+        if self._expected is None:
             return
         recorded = self._expected.get(name)
         if recorded is None or not math.isclose(norm, recorded, rel_tol=GRAD_NORM_TOLERANCE):

@@ -39,3 +39,6 @@ def test_gradient_norms_of_another_run(tmp_path: Path) -> None:
         loading.note_grad_norm(0, 1, 0.0011)
     with pytest.raises(AssertionError, match=r"1/0.*none was recorded"):
         loading.note_grad_norm(1, 0, 1.0)
+    path.write_text("{}")  # of a run that ended before its first step: nothing in it agrees with anything
+    with pytest.raises(AssertionError, match=r"0/0.*none was recorded"):
+        RunChecks(make_args(tmp_path, ci_load_grad_norm=str(path))).note_grad_norm(0, 0, 1.0)
