@@ -1,0 +1,86 @@
+"""Registries: what there are several of, such as advantage estimators, with one record an entry.
+
+::
+
+    from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+
+    ESTIMATORS.add(Estimator("mine", ...))
+
+in a file that ``--import-file`` names adds one. Choices, dispatch, checks, help and docs read the records, so that no
+second list of names exists. Records need the standard library alone: a function that imports torch is given as
+``"package.module:function"`` and looked up when it is first called (`function`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, Generic, Protocol, TypeVar
+
+# a function, or "package.module:function"
+Function = Callable[..., Any] | str
+
+
+class Record(Protocol):
+    """What a registry holds: a frozen dataclass with a ``name``."""
+
+    @property
+    def name(self) -> str:
+        """What the option takes."""
+        ...
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Registry(Mapping[str, R], Generic[R]):
+    """Records by name, in the order in which they were added."""
+
+    def __init__(self, what: str, option: str) -> None:
+        """``what``: one entry in words, such as "advantage estimator"; ``option``: the flag that takes the name."""
+        self.what = what
+        self.option = option
+        self._records: dict[str, R] = {}
+
+    def add(self, record: R) -> R:
+        """Register ``record``.
+
+        Raises:
+            ValueError: another record has its name.
+        """
+        if record.name in self._records:
+            raise ValueError(f"there is a {self.what} called {record.name!r} already; give yours another name")
+        self._records[record.name] = record
+        return record
+
+    def __getitem__(self, name: str) -> R:
+        """The record called ``name``.
+
+        Raises:
+            ValueError: there is none; the message has the nearest name.
+        """
+        try:
+            return self._records[name]
+        except KeyError:
+            near = get_close_matches(name, self._records, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(self._records)}"
+            raise ValueError(f"{self.option} {name}: there is no such {self.what}; {hint}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._records
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+def function(reference: Function) -> Callable[..., Any]:
+    """The function that a record names: ``reference`` itself, or what ``"package.module:function"`` says."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
