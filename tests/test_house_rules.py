@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slimelite"
+SPEC = importlib.util.spec_from_file_location("house_counts", ROOT / "scripts" / "house_counts.py")
+assert SPEC is not None
+assert SPEC.loader is not None
+house_counts = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(house_counts)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -80,3 +86,26 @@ def test_arguments_need_only_the_standard_library() -> None:
 
 def test_the_loop_fits_on_a_screen() -> None:
     assert len((ROOT / "train.py").read_text().splitlines()) <= 120
+
+
+def test_files_and_functions_are_short() -> None:
+    sources = house_counts.read_sources(ROOT)
+    long_files = {s.name for s in sources if len(s.text.splitlines()) > house_counts.LONGEST_FILE}
+    functions = [function for source in sources for function in house_counts.functions(source)]
+    assert long_files == set()
+    assert [name for name, lines in functions if lines > house_counts.LONGEST_FUNCTION] == []
+    assert len(functions) > 1000
+
+
+def test_circles_are_found_inside_functions_too(tmp_path: Path) -> None:
+    folder = tmp_path / "slimelite" / "room"
+    folder.mkdir(parents=True)
+    (folder / "first.py").write_text("from slimelite.room import second\n")
+    (folder / "second.py").write_text("def later():\n    from slimelite.room.third import x\n")
+    (folder / "third.py").write_text("import slimelite.room.first\n")
+    (folder / "typed.py").write_text(
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import slimelite.room.own\n"
+    )
+    (folder / "own.py").write_text("import slimelite.room.typed\n")
+    circle = ["slimelite.room.first", "slimelite.room.second", "slimelite.room.third"]
+    assert house_counts.import_circles(house_counts.read_sources(tmp_path)) == [circle]
