@@ -32,7 +32,7 @@ from slimelite.table import SampleTable
 from slimelite.tracking import Tracker
 from slimelite.tracking.metrics_file import read_metrics
 from slimelite.training.attention import PackedSequences, varlen_attention
-from slimelite.training.lm_head import chunked_log_probs
+from slimelite.training.model import chunked_log_probs
 
 # dense bf16, from the data sheets
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312}

@@ -18,7 +18,7 @@ USABLE = 0.88
 # left to a trainer by engines that stay beside it
 BESIDE_ENGINES = 0.35
 
-# logits in the LM head's chunks, and elements of the parts of its gradient (`training/lm_head.py`)
+# logits in the LM head's chunks, and elements of the parts of its gradient (`training/model.py`)
 CHUNK = 2**27
 
 # what names layers of other kinds: their activations are not those that are counted here

@@ -21,10 +21,9 @@ from slimelite.training import checkpoint, first_step
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.loading import build_model
-from slimelite.training.lr_schedule import CRITIC_FLAGS, LrSchedule
 from slimelite.training.metrics import MetricSums
 from slimelite.training.model import LanguageModel
-from slimelite.training.optimizer import Optimizers
+from slimelite.training.optimizer import CRITIC_FLAGS, LrSchedule, Optimizers
 from slimelite.training.parallel import World, reshard, set_last_micro_batch
 from slimelite.training.passes import Scores
 from slimelite.training.schedule import Step

@@ -13,9 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from slimelite.arguments import Args
 from slimelite.model_files import check_weights, has_weights, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
-from slimelite.training.configs import without_noise
 from slimelite.training.model import LanguageModel, PolicyModel
-from slimelite.training.packing import NoSmallModel, may_pack, one_line
+from slimelite.training.packing import NoSmallModel, may_pack, one_line, without_noise
 from slimelite.training.parallel import World, shard_model
 
 logger = logging.getLogger(__name__)

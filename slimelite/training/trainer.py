@@ -18,19 +18,17 @@ from slimelite.arguments import Args
 from slimelite.arguments.checksums import Checksums
 from slimelite.table import SampleTable
 from slimelite.tracking.timer import Timer
-from slimelite.training import checkpoint, export, first_step, weights
+from slimelite.training import checkpoint, first_step, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.critic import Critic
-from slimelite.training.flops import ForwardFlops
 from slimelite.training.frozen import FrozenPolicy
 from slimelite.training.loading import build_policy
 from slimelite.training.loss import LossInputs, micro_batch_loss
-from slimelite.training.lr_schedule import LrSchedule
 from slimelite.training.metrics import MetricSums
-from slimelite.training.model import LanguageModel, PolicyModel
+from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory, memory_used, return_freed_memory, training_tensors
-from slimelite.training.optimizer import Optimizers
+from slimelite.training.optimizer import LrSchedule, Optimizers
 from slimelite.training.parallel import join_world, set_last_micro_batch
 from slimelite.training.passes import Scores, table_scores
 from slimelite.training.schedule import PackingLimits, Step, deal, split_steps
@@ -274,8 +272,8 @@ class Trainer:
         return self.progress.rollout_id
 
     def save_hf(self, directory: str) -> None:
-        """Write the policy as a Hugging Face folder; see `export.save_hf`."""
-        export.save_hf(Path(directory), self.model, self.world, self.args.tokenizer)
+        """Write the policy as a Hugging Face folder; see `weights.save_hf`."""
+        weights.save_hf(Path(directory), self.model, self.world, self.args.tokenizer)
 
     def offload(self) -> dict[str, float]:
         """Weights and optimizer state to host memory; on a CPU, or with ``--fsdp-cpu-offload``, they are there."""

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from slimelite.arguments import Args
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
-from slimelite.training import attention, critic, lm_head, loading, offload, parallel, trainer, weights
+from slimelite.training import attention, critic, loading, model, offload, parallel, trainer, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.metrics import MetricSums
@@ -94,7 +94,7 @@ def plant(name: str) -> Any:
         "column left on the host": (MicroBatch, "take", lambda batch, column: take(batch, column).cpu()),
         "fp32 compute": (parallel, "MixedPrecisionPolicy", lambda **_: MixedPrecisionPolicy()),
         "attention of CPUs": (attention, "_flash_attention", attention._bucketed_attention),
-        "logits rounded to bf16": (lm_head, "_product", lambda left, right: (left @ right).float()),
+        "logits rounded to bf16": (model, "_product", lambda left, right: (left @ right).float()),
         "weights gathered in fp32": (weights, "whole", lambda t: parallel.whole(t.float()).to(t.dtype)),
         "offload forgotten": (HostMemory, "offload", lambda memory, **_: None),
         "moments not offloaded": (trainer, "training_tensors", lambda model, _: tensors(model, only_weights)),

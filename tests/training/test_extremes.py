@@ -16,8 +16,8 @@ from slimelite.algorithms.dpo import DPO_KINDS, dpo_loss
 from slimelite.algorithms.kl import KL_KINDS, kl_estimate
 from slimelite.algorithms.value import value_loss
 from slimelite.table import SampleTable
-from slimelite.training.lm_head import chunked_log_probs
 from slimelite.training.loss import micro_batch_loss
+from slimelite.training.model import chunked_log_probs
 
 EXTREME = (0.0, 1e3, -1e3, 20.0, -20.0, 1e-8)
 TERMS = {"use_kl_loss": True, "kl_loss_coef": 0.1, "entropy_coef": 0.01, "kl_loss_type": "k3"}

@@ -1,16 +1,20 @@
-"""Muon, and what holds for every optimizer; `test_oracle.py` has AdamW."""
+"""Learning rates, Muon, and what holds for every optimizer; `test_oracle.py` has AdamW."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny import gradients, one_rank, random_table, save_tiny_model, tiny_args, weights_of
 
-from slimelite.training import muon
-from slimelite.training.muon import Muon, orthogonalize
+from slimelite.arguments import OptimizerArgs
+from slimelite.training import optimizer as optimizers
+from slimelite.training.optimizer import LrSchedule, Muon, orthogonalize
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +62,8 @@ def test_newton_schulz_makes_matrices_nearly_orthogonal(shape: tuple[int, ...]) 
 def test_muon_holds_few_matrices_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     sizes: list[int] = []
-    original = muon.orthogonalize
-    monkeypatch.setattr(muon, "orthogonalize", lambda x, steps: sizes.append(x.nbytes) or original(x, steps))
+    original = optimizers.orthogonalize
+    monkeypatch.setattr(optimizers, "orthogonalize", lambda x, steps: sizes.append(x.nbytes) or original(x, steps))
 
     def moved() -> list[torch.Tensor]:
         torch.manual_seed(0)
@@ -70,7 +74,7 @@ def test_muon_holds_few_matrices_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
         return [parameter.detach() for parameter in parameters]
 
     together = moved()
-    monkeypatch.setattr(muon, "STACK_BYTES", 2000)  # two of them
+    monkeypatch.setattr(optimizers, "STACK_BYTES", 2000)  # two of them
     for mine, theirs in zip(moved(), together, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert sizes == [7 * 800, 1600, 1600, 1600, 800]
@@ -108,3 +112,55 @@ def test_muons_rate_follows_the_schedule_whatever_this_runs_lr_is(model: Path) -
         trainer.progress.steps = 2
         metrics = trainer.train(0, random_table())
     assert sorted(v for k, v in metrics.items() if "lr-pg" in k) == pytest.approx([2.5e-3, 2.5e-3, 0.01])
+
+
+RUN = 100
+
+
+def rates(**given: Any) -> list[float]:
+    schedule = LrSchedule.from_args(OptimizerArgs(lr=1.0, **given))
+    return [schedule.at(step, RUN) for step in range(RUN + 10)]
+
+
+def test_constant_after_warm_up() -> None:
+    lr = rates(lr_warmup_iters=4, lr_warmup_init=0.2)
+    assert lr[:6] == pytest.approx([0.4, 0.6, 0.8, 1.0, 1.0, 1.0])
+    assert set(lr[4:]) == {1.0}
+    assert rates()[0] == 1.0
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_decay_from_peak_to_minimum_over_the_run(style: str) -> None:
+    lr = rates(lr_decay_style=style, min_lr=0.1, lr_warmup_fraction=0.1)
+    assert lr[9] == lr[10] == 1.0
+    assert lr[RUN:] == [0.1] * 10
+    assert all(a > b for a, b in pairwise(lr[10 : RUN + 1]))
+    assert lr[55] == pytest.approx(0.55), "both styles are half way in the middle"
+
+
+def test_decay_iters_win_over_the_run() -> None:
+    lr = rates(lr_decay_style="linear", lr_decay_iters=10)
+    assert lr[5] == pytest.approx(0.5)
+    assert lr[10] == 0.0
+
+
+def test_inverse_square_root() -> None:
+    lr = rates(lr_decay_style="inverse-square-root", lr_warmup_iters=4, min_lr=0.25)
+    assert lr[3] == 1.0
+    assert lr[15] == pytest.approx(math.sqrt(4 / 16))
+    assert lr[-1] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("style", "half"), [("linear", 0.5), ("cosine", 0.5), ("exponential", 2**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)]
+)
+def test_wsd_is_stable_then_decays(style: str, half: float) -> None:
+    lr = rates(lr_decay_style="WSD", lr_wsd_decay_style=style, lr_wsd_decay_iters=20, lr_warmup_iters=5)
+    assert set(lr[4:81]) == {1.0}
+    assert lr[90] == pytest.approx(half)
+    assert lr[RUN] == 0.0
+
+
+def test_wsd_needs_the_length_of_its_last_phase() -> None:
+    with pytest.raises(ValueError, match="--lr-wsd-decay-iters"):
+        rates(lr_decay_style="WSD")

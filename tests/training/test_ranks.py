@@ -25,7 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimelite.table import SampleTable
-from slimelite.training import muon
+from slimelite.training import optimizer as optimizers
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import buckets, full_weights
 
@@ -81,7 +81,7 @@ def muon_steps(trainer: Trainer | None) -> tuple[list[torch.Tensor], list[tuple[
     that were orthogonalized, of all ranks.
     """
     generator, stacks = torch.Generator().manual_seed(0), []
-    original = muon.orthogonalize
+    original = optimizers.orthogonalize
 
     def watched(matrices: torch.Tensor, steps: int) -> torch.Tensor:
         stacks.append(tuple(matrices.shape))
@@ -91,14 +91,14 @@ def muon_steps(trainer: Trainer | None) -> tuple[list[torch.Tensor], list[tuple[
         whole = torch.randn(shape, generator=generator, dtype=torch.float64)
         return whole if trainer is None else distribute_tensor(whole, trainer.world.mesh["shard"], [Shard(0)])
 
-    muon.orthogonalize = watched
+    optimizers.orthogonalize = watched
     parameters = [torch.nn.Parameter(draw(shape)) for shape in MATRICES]
-    optimizer = muon.Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+    optimizer = optimizers.Muon(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
     for _ in range(3):
         for parameter in parameters:
             parameter.grad = draw(tuple(parameter.shape))
         optimizer.step()
-    muon.orthogonalize = original
+    optimizers.orthogonalize = original
     if trainer is None:
         return [p.detach() for p in parameters], stacks
     everyones: list[Any] = [None] * trainer.world.size

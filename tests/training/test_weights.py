@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny import Recorder, one_rank, random_table, save_tiny_model, tiny_args
 from transformers import AutoModelForCausalLM
 
-from slimelite.training import export
+from slimelite.training import weights
 from slimelite.training.weights import buckets
 
 
@@ -73,7 +73,7 @@ def test_an_untied_head_is_sent(tmp_path: Path) -> None:
 def test_a_saved_model_opens_in_transformers(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
-    monkeypatch.setattr(export, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(weights, "SHARD_BYTES", shard_bytes)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (model / name).write_text(json.dumps({"file": name}))
     table = random_table()
