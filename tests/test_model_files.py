@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from slimelite.arguments import Args
-from slimelite.engines.embedded.weights import DecoderShape, DecoderWeights
+from slimelite.engines.embedded.model import DecoderShape, DecoderWeights
 from slimelite.model_files import has_weights, load_weights
 from slimelite.training.loading import inspect_model, load_model, read_config
 

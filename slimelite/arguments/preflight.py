@@ -207,7 +207,7 @@ def _read_model(args: Args, option: str, path: str, findings: Findings) -> dict[
             if not packed:
                 findings.facts.append(f"{option}: {model_config.model_type} is trained on one sequence a forward pass")
             if option == "--hf-checkpoint" and not args.debug_train_only and args.rollout_backend == "embedded":
-                from slimelite.engines.embedded.weights import DecoderShape
+                from slimelite.engines.embedded.model import DecoderShape
 
                 DecoderShape.from_config(model_config)
     except (OSError, ValueError) as error:

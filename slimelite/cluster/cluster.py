@@ -141,7 +141,7 @@ class Cluster:
         self._version, self._moved = version, False
         if self.args.rollout_backend != "sglang":
             return self._all("push_weights", self._engines, version)[0]
-        from slimelite.engines.sglang.weights import WeightSyncError
+        from slimelite.engines.sglang.transports import WeightSyncError
 
         retries = int(self.args.use_fault_tolerance)
         while True:

@@ -19,7 +19,7 @@ from slimelite.training.weights import WeightSink
 
 if TYPE_CHECKING:
     from slimelite.engines.sglang.control import Server
-    from slimelite.engines.sglang.server import SglangServer
+    from slimelite.engines.sglang.process import SglangServer
 
 
 class LocalWorker:

@@ -16,8 +16,7 @@ from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.checks import weight_shapes
 from slimelite.engines.sglang.client import ServerOwner, SglangEngine
 from slimelite.engines.sglang.control import Server
-from slimelite.engines.sglang.options import server_command
-from slimelite.engines.sglang.server import SglangServer
+from slimelite.engines.sglang.process import SglangServer, server_command
 from slimelite.model_files import has_weights
 
 # SGLang ends a request this much below its context length [tokens]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slimelite.arguments import Args
-from slimelite.engines.sglang.options import ON_CPU
+from slimelite.engines.sglang.process import ON_CPU
 
 
 def server_fields(args: Args, index: int, **placement: Any) -> dict[str, Any]:

@@ -15,10 +15,16 @@ from slimelite.cluster.servers import check_model
 from slimelite.engines.checks import weight_shapes
 from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server, ServerError
-from slimelite.engines.sglang.sync_disk import CONFIG, DiskSink
-from slimelite.engines.sglang.sync_group import GroupSink
-from slimelite.engines.sglang.sync_ipc import IpcSink, from_all
-from slimelite.engines.sglang.weights import HttpSink, ServerSink, WeightSyncError
+from slimelite.engines.sglang.transports import (
+    CONFIG,
+    DiskSink,
+    GroupSink,
+    HttpSink,
+    IpcSink,
+    ServerSink,
+    WeightSyncError,
+    from_all,
+)
 
 
 def choose_transport(args: Args, *, external: bool) -> Transport:

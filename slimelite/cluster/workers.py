@@ -102,7 +102,7 @@ def build_engine(args: Args, index: int, http_host: str = "127.0.0.1") -> Engine
         "http_host": http_host,
     }
     if args.rollout_backend == "vllm":
-        from slimelite.engines.vllm.engine import VllmEngine
+        from slimelite.engines.vllm import VllmEngine
 
         return VllmEngine(str(args.hf_checkpoint), **options)
     from slimelite.engines.embedded.engine import EmbeddedEngine

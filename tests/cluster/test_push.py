@@ -18,7 +18,7 @@ from slimelite.cluster.cluster import Cluster, ClusterError
 from slimelite.cluster.weight_sync import SglangSync
 from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server
-from slimelite.engines.sglang.weights import WeightSyncError
+from slimelite.engines.sglang.transports import WeightSyncError
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
 from slimelite.training.weights import buckets

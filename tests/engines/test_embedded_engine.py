@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.engines.embedded.decoder import Decoder
+from slimelite.engines.embedded.model import Decoder
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams, WeightBucket
 from tests.engines.contract import EngineContract, as_buckets
 from tests.engines.tiny_models import EOS, VOCAB, build_model, greedy, log_probs

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from slimelite.engines.embedded.kv_cache import KVCache
-from slimelite.engines.embedded.weights import DecoderShape, DecoderWeights
+from slimelite.engines.embedded.attention import KVCache
+from slimelite.engines.embedded.model import DecoderShape, DecoderWeights
 from tests.engines.tiny_models import build_model
 
 CPU = torch.device("cpu")

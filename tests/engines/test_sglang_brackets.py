@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server
-from slimelite.engines.sglang.weights import HttpSink, WeightSyncError
+from slimelite.engines.sglang.transports import HttpSink, WeightSyncError
 from tests.engines.bracketing import Bracketing, bracketing_server
 
 SHAPES = {"a": (2, 3), "b": (4,)}

@@ -17,9 +17,8 @@ from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.engines.sglang import client
 from slimelite.engines.sglang.client import SglangEngine
 from slimelite.engines.sglang.control import Server
-from slimelite.engines.sglang.options import ON_CPU, server_command
-from slimelite.engines.sglang.server import SglangServer
-from slimelite.engines.sglang.sync_group import GroupSink
+from slimelite.engines.sglang.process import ON_CPU, SglangServer, server_command
+from slimelite.engines.sglang.transports import GroupSink
 from tests.conftest import sglang_variables
 from tests.engines.contract import PROMPTS, EngineContract, as_buckets, push_weights
 from tests.engines.tiny_models import build_model, greedy
@@ -137,7 +136,7 @@ def test_a_server_that_is_never_healthy_is_given_up_and_ended(tmp_path: Path) ->
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """However that ends."""
     script = (
-        "import sys; from pathlib import Path; from slimelite.engines.sglang.server import SglangServer\n"
+        "import sys; from pathlib import Path; from slimelite.engines.sglang.process import SglangServer\n"
         "c = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)']\n"
         f"SglangServer(lambda h, p: c, '127.0.0.1', Path({str(tmp_path / 'log')!r})).start()"
     )

@@ -15,8 +15,7 @@ from slimelite.arguments.args import Args
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import Vocabulary
 from slimelite.cluster.sglang_fields import server_fields
-from slimelite.engines.sglang.options import server_command
-from slimelite.engines.sglang.serve import check_fields, command_line
+from slimelite.engines.sglang.process import check_fields, command_line, server_command
 
 RUN = (
     "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
@@ -86,7 +85,7 @@ def test_options_with_an_off_switch_and_options_without_values() -> None:
 @pytest.mark.sglang
 def test_the_record_and_the_installed_sglang_agree(sglang_environment: dict[str, str]) -> None:
     """Every installed option parses as --sglang-*, and SGLang knows every field of a run."""
-    program = "from slimelite.engines.sglang.serve import *; print(json.dumps(list(installed_options())))"
+    program = "from slimelite.engines.sglang.process import *; print(json.dumps(list(installed_options())))"
     done = subprocess.run([sys.executable, "-c", program], env=sglang_environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     installed = json.loads(done.stdout.splitlines()[-1])

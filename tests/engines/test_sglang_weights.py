@@ -19,8 +19,7 @@ from slimelite.cluster.weight_sync import SglangSync, choose_transport
 from slimelite.engines.checks import weight_shapes
 from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.control import Server, ServerError
-from slimelite.engines.sglang.sync_disk import CONFIG, DiskSink
-from slimelite.engines.sglang.weights import HttpSink, WeightSyncError
+from slimelite.engines.sglang.transports import CONFIG, DiskSink, HttpSink, WeightSyncError
 from slimelite.training.weights import WeightSink, buckets
 from tests.engines.tiny_models import build_model, greedy, log_probs
 

@@ -18,6 +18,6 @@ class TestVllm(EngineContract):
 
     @classmethod
     def make_engine(cls, folder: Path, decode: Any, encode: Any, **limits: int) -> Any:
-        from slimelite.engines.vllm.engine import VllmEngine
+        from slimelite.engines.vllm import VllmEngine
 
         return VllmEngine(str(folder), decode=decode, encode=encode, eos_token_ids=[EOS], **limits)

@@ -16,11 +16,9 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from slimelite.engines.checks import LOWEST_TEMPERATURE, check_request, check_tokens, is_temperature, is_whole
-from slimelite.engines.embedded import rows
-from slimelite.engines.embedded.decoder import Decoder
-from slimelite.engines.embedded.kv_cache import KVCache, round_up
-from slimelite.engines.embedded.scheduler import Decode, Scheduler, Scoring
-from slimelite.engines.embedded.weights import DecoderShape, DecoderWeights
+from slimelite.engines.embedded.attention import KVCache, round_up
+from slimelite.engines.embedded.model import Decoder, DecoderShape, DecoderWeights
+from slimelite.engines.embedded.scheduler import Decode, Running, Scheduler, Scoring
 from slimelite.engines.http_front import HttpFront
 from slimelite.engines.protocol import (
     Capabilities,
@@ -254,7 +252,7 @@ class EmbeddedEngine:
         for index, request in enumerate(requests):
             params = request.params
             stop_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-            sequence = rows.Sequence(
+            sequence = Running(
                 request=request,
                 seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
                 stop_ids=tuple(sorted(t for t in stop_ids if 0 <= t < self._weights.shape.vocab_size)),

@@ -25,8 +25,8 @@ from slimelite.engines.protocol import (
 )
 from slimelite.engines.sglang.control import Server
 from slimelite.engines.sglang.http import Http
-from slimelite.engines.sglang.server import REPORT_S, START_S
-from slimelite.engines.sglang.weights import HttpSink
+from slimelite.engines.sglang.process import REPORT_S, START_S
+from slimelite.engines.sglang.transports import HttpSink
 
 logger = logging.getLogger(__name__)
 

@@ -11,21 +11,32 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
 from transformers import AutoConfig
+from vllm import SamplingParams
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
 
 from slimelite.engines.checks import check_request, weight_shapes
 from slimelite.engines.http_front import HttpFront
-from slimelite.engines.protocol import Capabilities, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
-from slimelite.engines.vllm import worker
-from slimelite.engines.vllm.requests import Running, sampling_params
+from slimelite.engines.protocol import (
+    Capabilities,
+    EngineInfo,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    WeightBucket,
+)
 
 T = TypeVar("T")
 CPU_CACHE_BYTES = 1 << 30
@@ -33,7 +44,7 @@ CPU_CACHE_BYTES = 1 << 30
 ENVIRONMENT = {
     # a fork would bring the trainer's threads and process group along
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # `worker.TemperedLogProbs` is a sampler of the first one
+    # `TemperedLogProbs` is a sampler of the first one
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
@@ -44,6 +55,111 @@ CPU_ENVIRONMENT = {
     # compiling the sampler's helpers takes longer than a short run
     "TORCHDYNAMO_DISABLE": "1",
 }
+
+
+class TemperedLogProbs(Sampler):
+    """vLLM's sampler, reporting log softmax(logits / temperature) before bans, top-k and top-p.
+
+    vLLM itself offers the log-probs of the untempered logits, or those after top-k and top-p. It also takes top-p of
+    what top-k left; here both cut the whole distribution, and a token has to survive both.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("raw_logprobs")
+        draw = self.topk_topp_sampler.forward
+
+        def cut_and_draw(logits: torch.Tensor, generators: Any, k: torch.Tensor | None, p: torch.Tensor | None) -> Any:
+            if k is not None and p is not None:
+                logits, p = apply_top_k_top_p(logits, None, p), None
+            return draw(logits, generators, k, p)
+
+        self.topk_topp_sampler.forward = cut_and_draw
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sample [requests, vocab] logits; a temperature of 0 is read as 1 in the log-probs."""
+        temperature = sampling_metadata.temperature
+        self.temperature = None if sampling_metadata.all_greedy else temperature.where(temperature > 0, 1.0)[:, None]
+        return super().forward(logits, sampling_metadata, *args, **kwargs)
+
+    def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        """What vLLM calls on the logits as the model gave them (``logprobs_mode`` raw_logprobs)."""
+        tempered = logits.float() if self.temperature is None else logits.float() / self.temperature
+        return tempered.log_softmax(-1)
+
+
+def install_sampler(worker: Any) -> None:
+    """Put `TemperedLogProbs` in the place of vLLM's sampler."""
+    runner = worker.model_runner
+    if type(runner.sampler) is not Sampler:
+        raise ValueError(f"no log-probs from the sampler {type(runner.sampler)}; set VLLM_USE_V2_MODEL_RUNNER=0")
+    runner.sampler = TemperedLogProbs()
+
+
+def begin_reload(worker: Any) -> None:
+    """From now on each layer takes its weights when the last of them is there."""
+    initialize_layerwise_reload(worker.model_runner.get_model())
+
+
+def reload(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Some of the model's weights, under their Hugging Face names."""
+    with set_current_vllm_config(worker.vllm_config):
+        worker.model_runner.get_model().load_weights(iter(tensors))
+
+
+def end_reload(worker: Any) -> None:
+    """The last layers are completed, and packed as their kernels want them."""
+    model, config = worker.model_runner.get_model(), worker.model_runner.model_config
+    with set_current_vllm_config(worker.vllm_config):
+        finalize_layerwise_reload(model, config)
+        if config.hf_config.tie_word_embeddings:
+            # vLLM 0.31 renews the embedding, but not the head's packed copy of it
+            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+
+
+def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: int) -> SamplingParams:
+    """Ours as vLLM's; stop strings are not passed on, see `Running.completes_stop_string`."""
+    params = request.params
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+    return SamplingParams(
+        max_tokens=params.max_new_tokens,
+        min_tokens=params.min_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        stop_token_ids=[token for token in stops if 0 <= token < vocab_size],
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+    )
+
+
+class Running:
+    """A request in vLLM, and what came out of it."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.result = GenerateResult(request.request_id, [], [], [], "abort")
+        self.future: Future[GenerateResult] = Future()
+        self.future.set_running_or_notify_cancel()
+
+    def finish(self, reason: FinishReason) -> None:
+        """Hand the result to the caller."""
+        self.result.finish_reason = reason
+        self.future.set_result(self.result)
+
+    def completes_stop_string(self, decode: Callable[[list[int]], str]) -> bool:
+        """Whether the tail of the response, a continued one's older part included, holds one of its stop strings.
+
+        vLLM does not look for them: to it the older part is prompt.
+        """
+        params, output = self.request.params, self.result.output_ids
+        if not params.stop or len(output) < params.min_new_tokens:
+            return False
+        # a token brings at least one byte; one more keeps the first from being decoded as the start of a text
+        tail = max(len(stop.encode()) for stop in params.stop) + 1
+        prompt_length = len(self.request.input_ids) - self.request.position
+        text = decode([*self.request.input_ids[prompt_length:], *output][-tail:])
+        return any(stop in text for stop in params.stop)
 
 
 class VllmEngine:
@@ -120,7 +236,7 @@ class VllmEngine:
             disable_log_stats=True,
         ).create_engine_config()
         self._llm = LLMEngine(args, Executor.get_class(args), log_stats=False, multiprocess_mode=False)
-        self._llm.collective_rpc(worker.install_sampler)
+        self._llm.collective_rpc(install_sampler)
         self._max_context_len: int = args.model_config.max_model_len
 
     async def info(self) -> EngineInfo:
@@ -153,9 +269,9 @@ class VllmEngine:
 
         def begin() -> None:
             if self._sent is not None:
-                self._llm.collective_rpc(worker.end_reload)
+                self._llm.collective_rpc(end_reload)
             self._next_version, self._sent = version, set()
-            self._llm.collective_rpc(worker.begin_reload)
+            self._llm.collective_rpc(begin_reload)
 
         await self._do(begin)
 
@@ -170,9 +286,7 @@ class VllmEngine:
                 if tuple(shape) != self._shapes[name]:
                     raise ValueError(f"{name}: shape {tuple(shape)}, the model's is {self._shapes[name]}")
             # they are pickled on their way to the worker: a view would take the whole bucket along
-            self._llm.collective_rpc(
-                worker.reload, args=([(name, tensor.clone()) for name, tensor in bucket.tensors()],)
-            )
+            self._llm.collective_rpc(reload, args=([(name, tensor.clone()) for name, tensor in bucket.tensors()],))
             sent.update(bucket.names)
 
         await self._do(load)
@@ -183,7 +297,7 @@ class VllmEngine:
         def end() -> None:
             if missing := sorted(self._shapes.keys() - self._updating()):
                 raise ValueError(f"weight version {self._next_version} lacks {len(missing)} weights: {missing[:4]}")
-            self._llm.collective_rpc(worker.end_reload)
+            self._llm.collective_rpc(end_reload)
             self._llm.reset_prefix_cache(reset_running_requests=True)
             self._version, self._sent = self._next_version, None
 

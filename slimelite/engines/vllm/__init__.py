@@ -1,1 +1,0 @@
-"""vLLM behind the engine protocol."""
