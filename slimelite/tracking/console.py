@@ -11,22 +11,12 @@ from typing import TextIO
 import rich.console
 from rich.text import Text
 
+from slimelite.tracking.phases import duration
+
 logger = logging.getLogger("slimelite.console")
 
 HEADER_EVERY = 20  # rows
 FILE_WIDTH = 120  # characters of a table where there is no terminal
-
-
-def duration(seconds: float) -> str:
-    """``0.35s``, ``7.1s``, ``42s``, ``3m05s``, ``2h07m``."""
-    if seconds < 10:
-        return f"{seconds:.2f}s" if seconds < 1 else f"{seconds:.1f}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
 def small(value: float) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from slimelite.files import whole
 from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series
-from slimelite.tracking.timer import LABELS
+from slimelite.tracking.phases import LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,11 +1,25 @@
-"""Sentences about a run: its evaluations, its end, and what looks wrong."""
+"""What the console shows of a run besides the table of rollouts: its first lines, evaluations, samples, its summary."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from slimelite.arguments import Args
+from slimelite.arguments.preflight import plugin_paths
+from slimelite.sample import label_text
+from slimelite.table import SampleTable
 from slimelite.tracking.metrics_file import Record, eval_metrics, series
 
+logger = logging.getLogger("slimelite.console")
+
+PROMPT_CHARS = 160
+RESPONSE_CHARS = 360
 MISMATCH = "train/train_rollout_logprob_abs_diff"
 MISMATCH_LIMIT = 0.02
 MISMATCH_WARNING = (
@@ -21,6 +35,59 @@ SKIPPED_WARNING = (
     "rollout {}: {:.0%} of its optimizer steps changed nothing, for their loss or gradient was not finite ({}); "
     "--nonfinite-grad fail stops at the first"
 )
+
+
+def run_facts(args: Args) -> dict[str, str]:
+    """Name -> value, in the order to show; ``args`` as `complete_args` leaves them."""
+    facts = {
+        "model": args.hf_checkpoint or "new, random weights",
+        "data": ", ".join(args.prompt_data) or str(args.load_debug_rollout_data or args.data_source_path or "none"),
+        "eval": ", ".join(f"{d.name} ({d.path})" for d in args.eval_datasets),
+        "method": _method(args),
+        "plugins": ", ".join(
+            f"{flag} {path}" for flag, path in plugin_paths(args) if not path.startswith("slimelite.")
+        ),
+        "device": _device(args),
+        "batch": batch_identity(args),
+        "rollouts": f"{args.num_rollout}" + (f", going on at {args.start_rollout_id}" if args.start_rollout_id else ""),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def batch_identity(args: Args) -> str:
+    """``32 prompts x 8 samples = 256 = 2 steps of 100 + 1 of 56``."""
+    total = args.rollout_batch_size * args.n_samples_per_prompt
+    full, rest = divmod(total, args.global_batch_size)
+    steps = [f"{full} step{'s' if full > 1 else ''} of {args.global_batch_size}"] if full else []
+    steps += [f"1 of {rest}" if full else f"1 step of {rest}"] if rest else []
+    samples = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {total}"
+    return f"{f'{total} pairs' if args.loss_type == 'dpo_loss' else samples} = {' + '.join(steps)}"
+
+
+def _device(args: Args) -> str:
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    parts: list[str] = [args.device]
+    if not args.debug_rollout_only:
+        parts.append(f"{ranks} training rank{'s' if ranks > 1 else ''}")
+    if not args.debug_train_only:
+        engines = args.num_engines
+        parts.append(f"{engines} {args.rollout_backend} engine{'s' if engines > 1 else ''}")
+    parts.append("in one process" if args.launcher == "local" else "Ray")
+    return ", ".join(parts)
+
+
+def _method(args: Args) -> str:
+    name = args.loss_type.removesuffix("_loss") if args.supervised else args.advantage_estimator
+    critic = f", critic lr {args.critic_lr:g}" if args.use_critic else ""
+    return f"{name}, {args.optimizer} lr {args.lr:g}{critic}{_kl(args)}"
+
+
+def _kl(args: Args) -> str:
+    if args.supervised:
+        return ""
+    if args.use_kl_loss and args.kl_loss_coef:
+        return f", KL loss {args.kl_loss_coef:g} ({args.kl_loss_type})"
+    return f", KL reward {args.kl_coef:g}" if args.kl_coef else ""
 
 
 def eval_text(metrics: Mapping[str, float]) -> str:
@@ -53,3 +120,44 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
                 f"first {values[0]:.3f}, best {values[best]:.3f} at {trained:.0f} rollouts, last {values[-1]:.3f}"
             )
     return lines
+
+
+def spread(rewards: np.ndarray, count: int) -> list[int]:
+    """Rows from the highest reward to the lowest, evenly over the ranks. ``rewards``: [rows]."""
+    order = np.argsort(-rewards, kind="stable")
+    picks = np.linspace(0, len(order) - 1, min(count, len(order)))
+    return [int(order[round(p)]) for p in picks]
+
+
+def samples_table(title: str, table: SampleTable, count: int = 4) -> Table:
+    """Prompt (its end), response, reward, its components and label of ``count`` rows; they go to the log too."""
+    shown = Table(title="\n" + title, box=box.SIMPLE, title_justify="left", title_style="bold", show_edge=False)
+    shown.add_column("reward", justify="right", no_wrap=True)
+    shown.add_column("label", max_width=20)
+    shown.add_column("prompt", ratio=2, style="dim")
+    shown.add_column("response", ratio=3)
+    components = table.numeric_components()
+    for row in spread(table.reward, count):
+        prompt, response = tail(one_line(table.prompt[row])), middle_out(one_line(table.response[row]))
+        label = one_line(label_text(table.label[row]))
+        parts = "".join(f"\n{one_line(name)[:16]} {value:.3g}" for name, value in list(components[row].items())[:8])
+        shown.add_row(Text(f"{table.reward[row]:.3g}{parts}"), Text(label[:60]), Text(prompt), Text(response))
+        named = f"{table.reward[row]:.4g}" + "".join(f", {one_line(n)} {v:.4g}" for n, v in components[row].items())
+        logger.info("%s: reward %s, label %s\n  %s\n  -> %s", title, named, label, prompt, response)
+    return shown
+
+
+def one_line(text: str) -> str:
+    """``text`` with line breaks as ↵ and other control characters, terminal escapes among them, spelled out."""
+    return "".join(c if c.isprintable() else "↵" if c == "\n" else repr(c)[1:-1] for c in text.strip())
+
+
+def tail(text: str) -> str:
+    """The end of a prompt: the question stands there."""
+    return text if len(text) <= PROMPT_CHARS else "…" + text[-PROMPT_CHARS:]
+
+
+def middle_out(text: str) -> str:
+    """Beginning and end of a response."""
+    half = RESPONSE_CHARS // 2
+    return text if len(text) <= RESPONSE_CHARS else f"{text[:half]} … {text[-half:]}"

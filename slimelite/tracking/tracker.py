@@ -19,17 +19,22 @@ import slimelite
 from slimelite.arguments import Args
 from slimelite.lifecycle import WITHOUT_A_WORD, Stopped, read_status, this_process
 from slimelite.table import SampleTable
-from slimelite.tracking import report
-from slimelite.tracking.banner import run_facts
 from slimelite.tracking.ci import RunChecks
-from slimelite.tracking.console import Console, duration
+from slimelite.tracking.console import Console
 from slimelite.tracking.metrics_file import Kind, axis_of, eval_metrics, read_metrics
 from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
-from slimelite.tracking.progress import Phase
-from slimelite.tracking.run_folder import RunFolder, config_dict
-from slimelite.tracking.samples import samples_table
-from slimelite.tracking.timer import LABELS, PERF_NAMES, Timer
-from slimelite.tracking.versions import versions
+from slimelite.tracking.phases import LABELS, PERF_NAMES, Phase, Timer, duration
+from slimelite.tracking.report import (
+    MISMATCH,
+    MISMATCH_LIMIT,
+    MISMATCH_WARNING,
+    SKIPPED_WARNING,
+    eval_text,
+    run_facts,
+    samples_table,
+    summary,
+)
+from slimelite.tracking.run_folder import RunFolder, config_dict, versions
 from slimelite.tracking.writers import Writer, open_writers
 
 logger = logging.getLogger(__name__)
@@ -111,11 +116,8 @@ class Tracker:
             said = str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}".removesuffix(": ")
             self._save_status(_status_of(error), said)
 
-    def banner(self, args: Args, facts: Mapping[str, str] | None = None) -> None:
-        """Say what this run is.
-
-        ``args``: complete now, with the number of rollouts and the first one's id; ``facts``: more to say.
-        """
+    def banner(self, args: Args) -> None:
+        """Say what this run is; ``args`` are complete now, with the number of rollouts and the first one's id."""
         self.args = args
         self.folder.save_config(args)
         self._write("start", {"rollout/step": args.start_rollout_id or 0})
@@ -124,7 +126,7 @@ class Tracker:
             if args.load is None:
                 done = f"the first rollout is number {args.start_rollout_id} of --num-rollout {args.num_rollout}: raise"
             self.console.line(f"nothing is left to do: {done} --num-rollout (or --num-epoch)", "bold")
-        self.console.facts({**run_facts(args), **(facts or {}), **{w.name: w.where for w in self._writers}})
+        self.console.facts({**run_facts(args), **{w.name: w.where for w in self._writers}})
         for note in args.notes:
             self.console.line(f"  note: {note}", "dim")
         if args.no_effect:
@@ -132,18 +134,17 @@ class Tracker:
             self.console.line(f"  no effect here: {names} (config.yaml says why)", "dim")
 
     @contextmanager
-    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
+    def phase(self, name: str) -> Iterator[Phase]:
         """A phase of the loop: its seconds go to ``perf/{name}_time``, its progress is shown.
 
-        ``name``: generate, train, update_weights, save_model, eval, or another; ``total``: how many units it has;
-        `Phase.update` tells how far it is.
+        ``name``: generate, train, update_weights, save_model, eval, or another; `Phase.update` tells how far it is.
         """
         if name == "generate" and not self._looping:
             # what came before the first rollout is no part of it
             self._looping = True
             self._now = _Rollout()
             self.timer.restart()
-        with self.timer(PERF_NAMES.get(name, name)), Phase(self.console, name.replace("_", " "), total) as phase:
+        with self.timer(PERF_NAMES.get(name, name)), Phase(self.console, name.replace("_", " ")) as phase:
             yield phase
 
     def log_rollout(self, rollout_id: int, table: SampleTable, metrics: Mapping[str, float]) -> None:
@@ -204,7 +205,7 @@ class Tracker:
             self._note_score(self._now.row)
         if len(self._now.scores) > self._looping:  # the row of a rollout has room for one score
             when = f"after {step} rollouts" if step else "before training"
-            self.console.line(f"  eval {when}: {report.eval_text(metrics)}")
+            self.console.line(f"  eval {when}: {eval_text(metrics)}")
 
     def finish_rollout(self, rollout_id: int) -> None:
         """A turn of the loop is over: its line on the console, and now and then samples and curves."""
@@ -214,10 +215,10 @@ class Tracker:
         first, self._finished = self._finished is None, rollout_id
         self._save_status("running")
         self._print_row(rollout_id, times)
-        self._warn_of_mismatch(self._now.row.get(report.MISMATCH, 0.0))
+        self._warn_of_mismatch(self._now.row.get(MISMATCH, 0.0))
         for name in ("train/skipped_steps", "train/critic-skipped_steps"):
             if share := self._now.row.get(name):
-                logger.warning(report.SKIPPED_WARNING.format(rollout_id + 1, share, name))
+                logger.warning(SKIPPED_WARNING.format(rollout_id + 1, share, name))
         if first or self._now.scores:
             self._show_samples(rollout_id)
         if self._now.scores and time.monotonic() - self._drawn_at > self._drawing_took / DRAWING_SHARE:
@@ -275,12 +276,12 @@ class Tracker:
 
     def _warn_of_mismatch(self, difference: float) -> None:
         """In full once, briefly each time it has doubled."""
-        if difference <= max(report.MISMATCH_LIMIT, 2 * self._mismatch):
+        if difference <= max(MISMATCH_LIMIT, 2 * self._mismatch):
             return
         if self._mismatch:
             logger.warning("trainer and engine drift further apart: mean |log-prob difference| is %.3f now", difference)
         else:
-            logger.warning(report.MISMATCH_WARNING.format(difference, report.MISMATCH_LIMIT))
+            logger.warning(MISMATCH_WARNING.format(difference, MISMATCH_LIMIT))
         self._mismatch = difference
 
     def _show_samples(self, rollout_id: int) -> None:
@@ -322,7 +323,7 @@ class Tracker:
         records = read_metrics(self.folder.path)
         self.console.line(f"\ndone in {duration(time.time() - self._began)}", "bold")
         curves = {"curves": f"{self.args.run_dir}/curves.png"} if self._finished is not None else {}
-        self.console.facts({**report.summary(records), **curves, "run folder": self.args.run_dir})
+        self.console.facts({**summary(records), **curves, "run folder": self.args.run_dir})
 
 
 def _status_of(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from slimelite.arguments import Args
 from slimelite.arguments.checksums import Checksums
 from slimelite.table import SampleTable
-from slimelite.tracking.timer import Timer
+from slimelite.tracking.phases import Timer
 from slimelite.training import checkpoint, first_step, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns

@@ -67,7 +67,7 @@ def make_metrics(i: int) -> dict[str, float]:
 def play(args: Args, rollouts: range, seconds: float = 0.0, then: Callable[[], None] = lambda: None) -> None:
     """The loop of train.py from ``rollouts.start`` on; generating takes ``seconds``."""
     with Tracker(args) as tracker:
-        tracker.banner(replace(args, start_rollout_id=rollouts.start), {"model size": "1.2M parameters"})
+        tracker.banner(replace(args, start_rollout_id=rollouts.start))
         with tracker.phase("update_weights"):
             tracker.log_perf({"perf/update_weights_bytes": 1e6})
         if rollouts.start == 0:

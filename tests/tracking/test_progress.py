@@ -8,13 +8,13 @@ import time
 from terminal import terminal
 
 from slimelite.tracking.console import Console
-from slimelite.tracking.progress import Phase
+from slimelite.tracking.phases import Phase
 
 
 def test_elsewhere_a_line_now_and_then_says_how_far_it_is() -> None:
     out = io.StringIO()
-    with Phase(Console(out), "generate", 64, line_every=0.05) as phase:
-        phase.update(16, note="groups")
+    with Phase(Console(out), "generate", line_every=0.05) as phase:
+        phase.update(16, 64, "groups")
         time.sleep(0.4)
     lines = out.getvalue().splitlines()
     assert re.fullmatch(r"  generate: 16/64 groups, 0\.\d\ds, about [\d.]+s left", lines[0])

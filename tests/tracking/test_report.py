@@ -5,8 +5,7 @@ from pathlib import Path
 from fake_run import make_args
 
 from slimelite.arguments import EvalDataset
-from slimelite.tracking.banner import batch_identity, run_facts
-from slimelite.tracking.report import eval_text, summary
+from slimelite.tracking.report import batch_identity, eval_text, run_facts, summary
 
 
 def test_batch_identity_counts_the_step_that_is_not_full() -> None:

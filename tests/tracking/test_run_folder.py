@@ -15,8 +15,7 @@ from slimelite.arguments import Derivation
 from slimelite.arguments import make_args as parse
 from slimelite.arguments.machine import Machine
 from slimelite.table import SampleTable
-from slimelite.tracking.run_folder import RunFolder
-from slimelite.tracking.versions import commit, gpus
+from slimelite.tracking.run_folder import RunFolder, commit, gpus
 
 COMPLETE = (
     "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
@@ -81,7 +80,7 @@ def test_samples_are_kept_and_names_stay_inside_the_folder(tmp_path: Path) -> No
 
 def test_versions_are_found_without_importing_anything_heavy() -> None:
     code = (
-        "import sys, json; from slimelite.tracking.versions import versions\n"
+        "import sys, json; from slimelite.tracking.run_folder import versions\n"
         "print(json.dumps(versions('cpu'))); assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

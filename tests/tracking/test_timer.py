@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slimelite.tracking.timer import Timer
+from slimelite.tracking.phases import Timer
 
 
 def ticks(*times: float) -> Iterator[float]:
