@@ -41,7 +41,7 @@ def test_a_whole_run_leaves_everything_in_its_folder(tmp_path: Path, capsys: pyt
     assert not list(tmp_path.rglob("*.partial"))
 
     out = capsys.readouterr().out
-    assert "  batch       4 prompts x 2 samples = 8 = 1 step of 8\n" in out
+    assert "  batch     4 prompts x 2 samples = 8 = 1 step of 8\n" in out
     assert "  eval before training: sums 0.100 (length 6, truncated 5%)\n" in out
     rows = [line.split() for line in out.splitlines() if line.strip().startswith(("1/5", "2/5", "5/5"))]
     assert [row[1] for row in rows] == ["0.250", "0.375", "0.875"]
