@@ -43,8 +43,8 @@ MODULES: dict[str, dict[str, str]] = {
         ["all_gather_with_cp", "slice_log_prob_with_cp"], f"{F}.whole_response"
     ),
     "slime.rollout.base_types": {
-        "RolloutFnTrainOutput": "slimelite.rollout.outputs.RolloutFnTrainOutput",
-        "RolloutFnEvalOutput": "slimelite.rollout.outputs.RolloutFnEvalOutput",
+        "RolloutFnTrainOutput": "slimelite.rollout.context.RolloutFnTrainOutput",
+        "RolloutFnEvalOutput": "slimelite.rollout.context.RolloutFnEvalOutput",
         "call_rollout_fn": f"{F}.call_rollout_fn",
     },
     "slime.rollout.sglang_rollout": {
@@ -52,21 +52,21 @@ MODULES: dict[str, dict[str, str]] = {
         "generate": f"{F}.generate",
         "generate_and_rm": f"{F}.generate_and_rm",
         "generate_and_rm_group": f"{F}.generate_and_rm_group",
-        "GenerateState": f"{F}.generate_state",
+        "GenerateState": f"{F}.GenerateState",
         "get_model_url": f"{F}.get_model_url",
     },
     # --async-rollout generates ahead of training; the rollout itself is the same
     "slime.rollout.fully_async_rollout": {
         "generate_rollout_fully_async": "slimelite.rollout.generate.generate_rollout",
     },
-    "slime.rollout.sft_rollout": {"generate_rollout": "slimelite.rollout.sft.generate_rollout"},
+    "slime.rollout.sft_rollout": {"generate_rollout": "slimelite.rollout.generate.offline_rollout"},
     "slime.rollout.sample_hooks": {"apply_rollout_sample_hooks": f"{F}.apply_rollout_sample_hooks"},
     "slime.rollout.on_policy_distillation": {
         "reward_func": "slimelite.rollout.teacher.reward_func",
         "post_process_rewards": "slimelite.rollout.teacher.post_process_rewards",
     },
     "slime.rollout.data_source": dict.fromkeys(
-        ["RolloutDataSource", "RolloutDataSourceWithBuffer"], "slimelite.rollout.source.PluginDataSource"
+        ["RolloutDataSource", "RolloutDataSourceWithBuffer"], "slimelite.rollout.context.PluginDataSource"
     ),
     "slime.rollout.rm_hub": {name: f"{F}.{name}" for name in ("async_rm", "batched_async_rm", "grade_answer_verl")},
     "slime.rollout.rm_hub.math_utils": {

@@ -28,10 +28,7 @@ SLIME_DEFAULTS = {
     "data_source_path": ("rollout.data_source.RolloutDataSourceWithBuffer",),
 }
 AHEAD = "; --async-rollout generates ahead of training"
-SUPERVISED_ROLLOUTS = {
-    "sft_loss": "slimelite.rollout.sft.generate_rollout",
-    "dpo_loss": "slimelite.rollout.dpo.generate_rollout",
-}
+OFFLINE_ROLLOUT = "slimelite.rollout.generate.offline_rollout"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -103,8 +100,8 @@ def _modes(draft: Draft) -> None:
     if draft.args.rollout_function_path is not None and not args.supervised:
         draft.default("eval_function_path", args.rollout_function_path, "as --rollout-function-path")
     if args.supervised:
-        path = SUPERVISED_ROLLOUTS[args.loss_type]
-        draft.default("rollout_function_path", path, f"--loss-type {args.loss_type}: nothing is generated")
+        why = f"--loss-type {args.loss_type}: nothing is generated"
+        draft.default("rollout_function_path", OFFLINE_ROLLOUT, why)
     if args.supervised and args.eval_interval is None and not (args.debug_train_only or args.debug_rollout_only):
         draft.set("debug_train_only", True, f"--loss-type {args.loss_type} without --eval-interval needs no engine")
     if args.loss_type == "dpo_loss" and args.n_samples_per_prompt != 1:

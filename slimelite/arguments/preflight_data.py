@@ -27,8 +27,7 @@ def check_data(
 
     ``broken``: plugins and rules that are not tried again.
     """
-    from slimelite.data.preferences import load_pairs
-    from slimelite.data.prompts import load_prompts
+    from slimelite.data.prompts import load_pairs, load_prompts
 
     sources: list[tuple[str, Args | EvalDataset, list[str], int | None]] = []
     if args.rollout_global_dataset and args.prompt_data and not args.load_debug_rollout_data:
@@ -87,7 +86,7 @@ def _generates(args: Args, columns: Args | EvalDataset) -> bool:
 
 def _check_pair(args: Args, tokenizer: PreTrainedTokenizerBase, name: str, prompt: Prompt, findings: Findings) -> None:
     """Make the two samples of one pair."""
-    from slimelite.data.preferences import pair_samples
+    from slimelite.data.conversations import pair_samples
     from slimelite.sample import Sample
 
     sample = Sample(group_index=0, index=0, prompt=prompt.text, tokens=list(prompt.token_ids), metadata=prompt.metadata)
@@ -108,7 +107,7 @@ def _check_conversations(
     args: Args, tokenizer: PreTrainedTokenizerBase, name: str, prompts: list[Prompt], findings: Findings
 ) -> None:
     """Make the samples of some conversations."""
-    from slimelite.data.sft import fill_conversation
+    from slimelite.data.conversations import fill_conversation
     from slimelite.sample import Sample
 
     samples = [Sample(group_index=i, index=i, prompt=p.text or p.messages or "") for i, p in enumerate(prompts)]

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slimelite.data.reader import BadRows, Row, read_rows, split_path
@@ -15,6 +16,8 @@ from slimelite.sample import plain
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+    from slimelite.arguments import Args
+
 logger = logging.getLogger(__name__)
 
 Messages = list[dict[str, Any]]
@@ -22,6 +25,8 @@ Messages = list[dict[str, Any]]
 BATCH = 1024
 # what is nested deeper than this cannot be copied and written everywhere
 DEPTH = 100
+# where a prompt's metadata keeps [chosen, rejected]: two whole conversations, or the texts that follow a plain prompt
+PAIR = "pair"
 # columns that need not be there, unless they are named otherwise
 DEFAULT_COLUMNS = {"metadata_key": "metadata", "tool_key": "tools"}
 
@@ -253,3 +258,59 @@ def _parsed(value: Any, column: str, kind: type) -> Any:
     if value is not None and not isinstance(value, kind):
         raise BadCell(column, f"a {kind.__name__} or its JSON is expected, not {value!r:.60}")
     return sound(value, column)
+
+
+def load_pairs(
+    args: Args, tokenizer: PreTrainedTokenizerBase | None, paths: Sequence[str], **settings: Any
+) -> list[Prompt]:
+    """As `load_prompts`, with the replies of ``--chosen-key`` and ``--rejected-key`` in ``metadata["pair"]``.
+
+    A reply is text, the turns that follow the prompt, or the whole conversation from the prompt's first message on.
+    Without a column for the prompt alone ``--input-key`` names that of the chosen conversation, and the prompt is what
+    stands before its first answer. ``settings``: those of `load_prompts`.
+    """
+    keys = (args.chosen_key, args.rejected_key)
+    return load_prompts(args, tokenizer, paths, also=keys, read=partial(_read_pair, keys=keys), **settings)
+
+
+def _read_pair(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None, keys: tuple[str, str]) -> Prompt:
+    """One row; a pair is a chat as soon as its prompt or one of its replies is."""
+    prompt = read_prompt(row, columns, tokenizer)
+    cells = {key: row.values[key] for key in keys}
+    for key, cell in cells.items():
+        sound(cell, key)
+        if cell is None or cell == "":
+            raise BadCell(key, "the reply is empty")
+    pair: list[Any] = list(cells.values())
+    inside = columns.input_key in keys
+    if inside and not isinstance(row.values[columns.input_key], list):
+        raise BadCell(columns.input_key, "a reply that is text holds no prompt; name the prompt's column: --input-key")
+    if prompt.messages is not None or not all(isinstance(cell, str) for cell in pair):
+        asked = prompt.messages or [{"role": "user", "content": prompt.text}]
+        if inside:
+            asked = before_answers(asked)
+        if not asked:
+            raise BadCell(columns.input_key, "nothing stands before the first answer")
+        prompt.text, prompt.messages = "", asked
+        pair = [_conversation(asked, cell, key, columns.input_key) for key, cell in cells.items()]
+    if pair[0] == pair[1]:
+        raise BadCell(keys[1], f"the same as {keys[0]!r}: neither is preferred")
+    prompt.metadata = {**prompt.metadata, PAIR: pair}
+    return prompt
+
+
+def _conversation(asked: Messages, cell: Any, key: str, input_key: str) -> Messages:
+    """The prompt's messages and the reply's."""
+    reply = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else checked_messages(cell, key)
+    whole = reply[: len(asked)] == asked
+    if not whole and reply[0]["role"] != "assistant":
+        raise BadCell(
+            key,
+            f"starts with a {reply[0]['role']} message that is not the first of {input_key!r}; a reply is the "
+            "assistant's turns, or the whole conversation from the prompt on (--input-key "
+            f"{key} where no column has the prompt alone)",
+        )
+    conversation = reply if whole else [*asked, *reply]
+    if len(conversation) == len(asked) or conversation[-1]["role"] != "assistant":
+        raise BadCell(key, "does not end with a message of the assistant")
+    return conversation

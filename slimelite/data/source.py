@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slimelite.arguments import Args
-from slimelite.data.preferences import PAIR, load_pairs
-from slimelite.data.prompts import Prompt, load_prompts
+from slimelite.data.prompts import PAIR, Prompt, load_pairs, load_prompts
 from slimelite.plugins import load_function
 from slimelite.sample import Sample, label_text, plain
 

@@ -1,24 +1,96 @@
-"""What the parts of the rollout share, and how plugins see it."""
+"""What the parts of the rollout share, and what plugins meet of it: arguments, data source, what they return."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from slimelite.arguments import Args
 from slimelite.arguments.megatron import PLUGIN_CONSTANTS
+from slimelite.data.source import DataSource
+from slimelite.data.tokenizer import load_tokenizer
+from slimelite.plugins import guarded, load_function
 from slimelite.rollout.pool import EnginePool
-from slimelite.rollout.requests import rollout_params, slime_params
 from slimelite.rollout.teacher import Teacher
+from slimelite.sample import Sample
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     from slimelite.data.prompts import Prompt
     from slimelite.rewards import Grader
+
+
+class Generated(NamedTuple):
+    """What a rollout added to one response: ``tokens``, those the loss sees, and seconds spent on tools."""
+
+    tokens: int
+    effective: int
+    waited: float = 0.0
+
+
+@dataclass
+class RolloutFnTrainOutput:
+    """Finished, scored groups (fan-out siblings side by side in their group), and metrics by their full names.
+
+    ``generated``: all that this rollout generated, also what was not accepted; None: the samples from end to end.
+    """
+
+    samples: list[list[Sample]]
+    metrics: dict[str, Any] = field(default_factory=dict)
+    generated: list[Generated] | None = None
+
+
+@dataclass
+class RolloutFnEvalOutput:
+    """For each dataset its ``samples``, and slime's ``rewards`` and ``truncated`` columns; metrics by full names."""
+
+    data: dict[str, dict[str, Any]]
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+def train_output(value: Any) -> RolloutFnTrainOutput:
+    """What a rollout function returned: an object with ``samples`` and ``metrics``, groups, or samples (regrouped).
+
+    Raises:
+        ValueError: it is none of these, or empty.
+    """
+    samples = getattr(value, "samples", value)
+    metrics = getattr(value, "metrics", None) or {}
+    generated = getattr(value, "generated", None)
+    if not isinstance(samples, list) or not samples:
+        raise ValueError(
+            f"a rollout function returns a list of groups of samples, or an object with it, not {value!r:.200}"
+        )
+    if isinstance(samples[0], Sample):
+        by_group: dict[int | None, list[Sample]] = {}
+        for sample in samples:
+            by_group.setdefault(sample.group_index, []).append(sample)
+        samples = list(by_group.values())
+    return RolloutFnTrainOutput([flatten(group) for group in samples], metrics, generated)
+
+
+def flatten(group: list[Any]) -> list[Sample]:
+    """slime nests the siblings of a fan-out in their group; here they stand side by side, sharing a rollout id.
+
+    Raises:
+        ValueError: something in it is not a sample.
+    """
+    flat: list[Sample] = []
+    for item in group:
+        siblings = item if isinstance(item, list) else [item]
+        for sample in siblings:
+            if not isinstance(sample, Sample):
+                raise ValueError(f"expected a Sample in a group, got a {type(sample).__name__}")
+            if isinstance(item, list) and sample.rollout_id is None:
+                sample.rollout_id = siblings[0].index
+        flat.extend(siblings)
+    return flat
+
 
 # done, total, what it is about
 Progress = Callable[[int, int, str], None]
@@ -51,14 +123,6 @@ class RolloutContext:
     # name of an eval dataset -> its prompts, once read
     eval_prompts: dict[str, list[Prompt]] = field(default_factory=dict)
 
-    # slime's GenerateState has these two
-    processor: None = None
-
-    @property
-    def sampling_params(self) -> dict[str, Any]:
-        """slime's dict of the run's sampling parameters."""
-        return slime_params(rollout_params(self.args), seed=None)
-
     def version_trained_on(self, rollout_id: int) -> int:
         """The weight version that rollout ``rollout_id`` meets in training; the engines' own, if none runs ahead."""
         return rollout_id if self.args.async_rollout else self.engines.weight_version
@@ -74,3 +138,35 @@ class RolloutContext:
             address = urlsplit(await self.engines.url(engine))
             args.sglang_router_ip, args.sglang_router_port = address.hostname, address.port
         return args
+
+
+FLAG = "--data-source-path"
+# the methods that a run calls
+CALLED = ("get_samples", "add_samples", "state_dict", "load_state_dict")
+
+
+class PluginDataSource(DataSource):
+    """`DataSource` for subclasses written for slime, which are built from ``args`` alone."""
+
+    def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        super().__init__(args, load_tokenizer(args.tokenizer) if tokenizer is None else tokenizer)
+
+
+def build_source(args: Args, plugin_args: PluginArgs, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """What ``--data-source-path`` names, called with (args, tokenizer) or slime's (args); else a `DataSource`.
+
+    Raises:
+        ValueError: the class lacks a method that a rollout calls.
+    """
+    if args.data_source_path is None:
+        return DataSource(args, tokenizer)
+    kind = load_function(args.data_source_path, FLAG)
+    if missing := [m for m in ("get_samples", "add_samples", "__len__") if not hasattr(kind, m)]:
+        raise ValueError(f"{FLAG} {args.data_source_path}: a data source needs {', '.join(missing)}")
+    wants_tokenizer = len(inspect.signature(kind).parameters) > 1
+    make = guarded(kind, args.data_source_path, FLAG)
+    source = make(plugin_args, tokenizer) if wants_tokenizer else make(plugin_args)
+    for name in CALLED:
+        if hasattr(source, name):
+            setattr(source, name, guarded(getattr(source, name), f"{args.data_source_path}.{name}", FLAG))
+    return source

@@ -8,10 +8,16 @@ from collections.abc import Callable
 
 from slimelite.arguments import EvalDataset
 from slimelite.data.prompts import Prompt, load_prompts
-from slimelite.rollout.context import RolloutContext
-from slimelite.rollout.groups import Group, GroupGenerator, Work
-from slimelite.rollout.outputs import RolloutFnEvalOutput
-from slimelite.rollout.requests import check_scored, eval_params, is_finished, without_dropped
+from slimelite.rollout.context import RolloutContext, RolloutFnEvalOutput
+from slimelite.rollout.groups import (
+    Group,
+    GroupGenerator,
+    Work,
+    check_scored,
+    eval_params,
+    is_finished,
+    without_dropped,
+)
 from slimelite.sample import Sample
 
 

@@ -21,15 +21,15 @@ from itertools import count
 from typing import Any
 
 from slimelite.arguments import Args
-from slimelite.plugins import PluginError, load_function, raised_at
-from slimelite.rollout.context import PluginArgs, RolloutContext
-from slimelite.rollout.dropped import DroppedGroups
+from slimelite.data.conversations import fill_conversation, pair_samples
+from slimelite.plugins import load_function
+from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput, RolloutFnTrainOutput
 from slimelite.rollout.evaluation import evaluate_datasets
-from slimelite.rollout.filters import DynamicFilterOutput, verdict
-from slimelite.rollout.groups import Group, GroupGenerator, Work
-from slimelite.rollout.outputs import RolloutFnEvalOutput, RolloutFnTrainOutput
-from slimelite.rollout.requests import (
-    check_scored,
+from slimelite.rollout.filters import FILTER_FLAG, NO_REWARD, DroppedGroups, DynamicFilterOutput, Patience, verdict
+from slimelite.rollout.groups import (
+    Group,
+    GroupGenerator,
+    Work,
     is_finished,
     mask_off_policy,
     restart,
@@ -43,9 +43,6 @@ logger = logging.getLogger(__name__)
 
 # what is in flight when the batch is full has this long to end [s]
 STOP_SECONDS = 600.0
-FILTER_FLAG = "--dynamic-sampling-filter-path"
-# why --reward-error drop leaves nothing of a group
-NO_REWARD = "no_reward"
 # logged by every rollout, as rollout/<name>
 COUNTS = (
     "submitted_groups",
@@ -67,6 +64,43 @@ def generate_rollout(
     if evaluation:
         return context.run(evaluate_datasets(context, rollout_id))
     return context.run(Collection(context, rollout_id, data_source, args).collect())
+
+
+def offline_rollout(
+    args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """``--rollout-batch-size`` conversations (SFT) or pairs of them (DPO) out of the data; no engine is needed.
+
+    Evaluation is that of RL.
+
+    Raises:
+        ValueError: a prompt is no conversation, there are no pairs, or the chat template does not fit.
+    """
+    if evaluation:
+        return generate_rollout(args, rollout_id, data_source, evaluation=True)
+    tokenizer = args.rollout_context.tokenizer
+    settings: dict[str, Any] = {
+        "loss_mask_type": args.loss_mask_type,
+        "template_kwargs": args.apply_chat_template_kwargs,
+        "max_context_len": args.rollout_max_context_len,
+    }
+    groups = data_source.get_samples(args.rollout_batch_size)
+    samples = [s for group in groups for s in group]
+    if args.loss_type == "dpo_loss":
+        pairs = [pair_samples(sample, tokenizer, **settings) for sample in samples]
+        untrained = sum(chosen.remove_sample for chosen, _ in pairs)
+        if untrained:
+            logger.warning("%d of %d pairs have a reply without a token to train on", untrained, len(pairs))
+        return RolloutFnTrainOutput(pairs, {"rollout/untrained_pairs": float(untrained)})
+    for sample in samples:
+        fill_conversation(sample, tokenizer, **settings)
+    untrained = sum(s.remove_sample for s in samples)
+    if untrained:
+        logger.warning("%d of %d conversations have no token to train on", untrained, len(samples))
+    return RolloutFnTrainOutput(groups, {"rollout/untrained_samples": float(untrained)})
+
+
+BUILT_IN = (generate_rollout, offline_rollout)
 
 
 class Collection:
@@ -285,73 +319,3 @@ class Collection:
             metrics["rollout/avg_cached_tokens_per_sample"] = cached / self.generator.requests
         metrics["rollout/retries"] = float(self.generator.retries)
         return RolloutFnTrainOutput(self.accepted, metrics, self.generator.generated)
-
-
-class Patience:
-    """Ends a rollout that cannot succeed, with what is known about why."""
-
-    def __init__(self, args: Args, kept: DroppedGroups) -> None:
-        self.kept = kept
-        self.filter_path = args.dynamic_sampling_filter_path
-        self.generate_path = args.custom_generate_function_path
-        self.reward_key = args.reward_key
-        self.most_drops = max(16 * args.rollout_batch_size, 128)
-        self.most_failures = max(args.rollout_batch_size, 4)
-        self.reasons: Counter[str] = Counter()
-        self.rewards: list[float] = []
-        self.lengths: list[int] = []
-        self.failures = 0
-        self.warned = False
-
-    def accepted(self) -> None:
-        """Start counting anew."""
-        self.reasons.clear()
-        self.rewards.clear()
-        self.lengths.clear()
-        self.failures = 0
-
-    def failed(self, error: Exception) -> None:
-        """Another group failed.
-
-        Raises:
-            ValueError: nothing else happened for too long.
-        """
-        self.failures += 1
-        if self.failures >= self.most_failures:
-            by = f" by --custom-generate-function-path {self.generate_path}" if self.generate_path else ""
-            where = raised_at(error) if self.generate_path and not isinstance(error, PluginError) else ""
-            raise ValueError(
-                f"{self.failures} groups in a row could not be generated{by}; the last one: {error!r}{where}"
-            ) from error
-
-    def dropped(self, samples: list[Sample], reason: str) -> None:
-        """Another group was dropped.
-
-        Raises:
-            ValueError: nothing was accepted for too long.
-        """
-        self.failures = 0
-        self.reasons[reason] += 1
-        self.rewards += [s.reward_value(self.reward_key) for s in samples if "reward_error" not in s.metadata]
-        self.lengths += [s.response_length for s in samples]
-        drops = self.reasons.total()
-        if self.reasons[NO_REWARD] == drops >= self.most_failures:
-            check_scored(samples, f"--reward-error drop left nothing of {drops} groups in a row")
-        if drops == self.most_drops // 4 and not self.warned:
-            self.warned = True
-            logger.warning("%s; the run ends at %d", self._story(), self.most_drops)
-        if drops >= self.most_drops:
-            raise ValueError(
-                f"{self._story()}. Is the reward right (--rm-type, --label-key), the task within the model's reach, "
-                "the temperature above 0, --n-samples-per-prompt above 1? Or leave --dynamic-sampling-filter-path out."
-            )
-
-    def _story(self) -> str:
-        count = max(len(self.rewards), 1)
-        where = self.kept.save()
-        return (
-            f"{FILTER_FLAG} {self.filter_path} dropped {self.reasons.total()} groups in a row and kept none: reasons "
-            f"{dict(self.reasons)}; rewards from {min(self.rewards, default=0):g} to {max(self.rewards, default=0):g}, "
-            f"mean {math.fsum(self.rewards) / count:.4g}; responses of {sum(self.lengths) / count:.0f} tokens on "
-            "average" + (f"; {where}" if where else "")
-        )

@@ -19,9 +19,16 @@ from slimelite.arguments import Args
 from slimelite.engines.protocol import Engine
 from slimelite.plugins import load_function
 from slimelite.rewards import Grader
-from slimelite.rollout import dpo, generate, sft
-from slimelite.rollout.context import Progress, RolloutContext
-from slimelite.rollout.health import Health
+from slimelite.rollout.context import (
+    Generated,
+    Progress,
+    RolloutContext,
+    RolloutFnEvalOutput,
+    build_source,
+    train_output,
+)
+from slimelite.rollout.generate import BUILT_IN, generate_rollout
+from slimelite.rollout.groups import check_scored, stamp_versions
 from slimelite.rollout.metrics import (
     component_means,
     eval_metrics,
@@ -31,10 +38,7 @@ from slimelite.rollout.metrics import (
     sample_metrics,
     table_metrics,
 )
-from slimelite.rollout.outputs import Generated, RolloutFnEvalOutput, train_output
-from slimelite.rollout.pool import EnginePool
-from slimelite.rollout.requests import check_scored, stamp_versions
-from slimelite.rollout.source import build_source
+from slimelite.rollout.pool import EnginePool, Health
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
@@ -45,8 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # for cancelled requests to end
 CANCEL_S = 5.0
-
-BUILT_IN = (generate.generate_rollout, sft.generate_rollout, dpo.generate_rollout)
 
 
 @dataclass(slots=True)
@@ -101,9 +103,7 @@ class RolloutManager:
         self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._run, progress or _silent)
         self._context.teacher = Teacher.of(args)
         self._context.grader.plugin_args = self._plugin_args()
-        self._rollout_function = (
-            _load(args.rollout_function_path, "--rollout-function-path") or generate.generate_rollout
-        )
+        self._rollout_function = _load(args.rollout_function_path, "--rollout-function-path") or generate_rollout
         self._eval_function = _load(args.eval_function_path, "--eval-function-path") or self._rollout_function
         self._post_process = _load(args.custom_reward_post_process_path, "--custom-reward-post-process-path")
         self._log = _load(args.custom_rollout_log_function_path, "--custom-rollout-log-function-path")

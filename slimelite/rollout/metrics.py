@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from slimelite.arguments import Args
+from slimelite.rollout.context import Generated
 from slimelite.rollout.filters import rollout_rewards
-from slimelite.rollout.outputs import Generated
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
 

@@ -1,13 +1,165 @@
-"""The engines of a run behind one door: who is free, who has which address, which weights they hold."""
+"""The engines of a run: which of them can be used, who is free, who has which address and which weights."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
-from slimelite.engines.protocol import Engine, EngineInfo, GenerateRequest, GenerateResult
-from slimelite.rollout.health import Health
+from slimelite.engines.protocol import Engine, EngineInfo, GenerateRequest, GenerateResult, Restartable
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+# deaths of one engine in a run that end it: there is something wrong with more than a machine
+MOST_DEATHS = 5
+
+
+class Health:
+    """Engines that are out of use, and the way back.
+
+    A restarted engine has the weights it began with, so it serves nothing until a weight sync has stamped it: the next
+    one, or, when no other engine is left, one that the driver makes on purpose (`needs_weights`). ``changed`` is called
+    when an engine goes or comes back.
+
+    Args:
+        restarts: ``--use-fault-tolerance``; without it a dead engine ends the run.
+        interval, timeout: between two checks, and for the answer to one [s].
+        syncs: whether the run has weight syncs at all.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        restarts: bool = False,
+        interval: float = 30.0,
+        timeout: float = 30.0,
+        syncs: bool = True,
+    ) -> None:
+        self.infos: dict[int, EngineInfo] = {}
+        self.down: set[int] = set()
+        self.changed: Callable[[int], None] = lambda _: None
+        self.deaths: Counter[int] = Counter()
+        self.broken: ValueError | None = None
+        self._engines = list(engines)
+        self._restarts, self._syncs = restarts, syncs
+        self._interval, self._timeout = interval, timeout
+        self._waiting: set[int] = set()  # alive again, without weights
+        self._revivals: dict[int, asyncio.Task[None]] = {}
+        self._started: dict[int, asyncio.Event] = {}
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def up(self) -> list[int]:
+        """Engines that can be used."""
+        return [i for i in range(len(self._engines)) if i not in self.down]
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether nothing can go on before somebody sends the current weights."""
+        return not self.up and bool(self._waiting)
+
+    async def check(self, engine: int) -> None:
+        """Ask for its info; without an answer it is out of use and started anew, with weights again it takes part.
+
+        Raises:
+            ValueError: it is dead, and nothing is restarted in this run.
+        """
+        if engine in self._waiting:
+            with suppress(ConnectionError, TimeoutError):  # its revival notices too
+                await self._take_back(engine)
+        if engine in self.down:
+            return
+        # a slow answer is a death only where a restart can mend it
+        limit = self._timeout if self._restarts else None
+        try:
+            self.infos[engine] = await asyncio.wait_for(self._engines[engine].info(), limit)
+        except (ConnectionError, TimeoutError) as error:
+            self._lost(engine, f"{error or f'no answer within {self._timeout:g} s'}")
+
+    async def watch(self) -> None:
+        """Check every engine now and then, until `rest`."""
+        if self._restarts and self._watch is None:
+            self._watch = asyncio.create_task(self._check_now_and_then())
+
+    async def rest(self) -> None:
+        """No more checks."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watch
+            self._watch = None
+
+    async def settle(self) -> None:
+        """Every engine answers: the dead are found, and waited for until they have started.
+
+        Raises:
+            ValueError: an engine does not start again.
+        """
+        await asyncio.gather(*(self.check(engine) for engine in self.up))
+        await asyncio.gather(*(event.wait() for event in self._started.values()))
+        if self.broken:
+            raise self.broken
+
+    async def _check_now_and_then(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            await asyncio.gather(*(self.check(engine) for engine in self.up))
+
+    def _lost(self, engine: int, why: str) -> None:
+        if engine in self.down:
+            return
+        if not self._restarts:
+            raise ValueError(f"engine {engine} is gone: {why}; --use-fault-tolerance would start it anew")
+        logger.error("engine %d is gone: %s; its requests go to others until it runs again", engine, why)
+        self.down.add(engine)
+        self.deaths[engine] += 1
+        if engine not in self._started or self._started[engine].is_set():  # else somebody may wait for it
+            self._started[engine] = asyncio.Event()
+        earlier = self._revivals.get(engine)
+        if earlier is not None and earlier is not asyncio.current_task():
+            earlier.cancel()
+        self._revivals[engine] = asyncio.create_task(self._revive(engine, why))
+        self.changed(engine)
+
+    async def _revive(self, engine: int, why: str) -> None:
+        begin = time.monotonic()
+        try:
+            target = self._engines[engine]
+            if self.deaths[engine] > MOST_DEATHS or not isinstance(target, Restartable):
+                raise ValueError(f"it died {self.deaths[engine]} times, the last time of: {why}")
+            await target.restart()
+            logger.warning("engine %d runs again after %.0f s", engine, time.monotonic() - begin)
+            self._waiting.add(engine)
+            self._started[engine].set()
+            while not await self._take_back(engine):
+                await asyncio.sleep(POLL_S)
+        except (ConnectionError, TimeoutError) as error:
+            self.down.discard(engine)
+            self._lost(engine, f"dead once more: {error}")
+        except Exception as error:
+            self.broken = ValueError(f"engine {engine} does not start again: {error}")
+            self._started[engine].set()
+        finally:
+            self._waiting.discard(engine)
+            self.changed(engine)
+
+    async def _take_back(self, engine: int) -> bool:
+        """Whether an engine that was out of use serves again: it must have got weights since it was started anew."""
+        info = await asyncio.wait_for(self._engines[engine].info(), self._timeout)
+        if self._syncs and info.weight_version < 0:
+            return False
+        if engine in self._waiting:
+            logger.warning("engine %d has weights %d and takes part again", engine, info.weight_version)
+            self.infos[engine] = info
+            self._waiting.discard(engine)
+            self.down.discard(engine)
+            self.changed(engine)
+        return True
 
 
 class EnginePool:

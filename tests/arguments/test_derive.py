@@ -234,7 +234,7 @@ def test_slime_defaults_are_ours(make: Make) -> None:
 def test_sft_needs_no_engine_unless_it_evaluates(make: Make) -> None:
     sft = make("--loss-type sft_loss")
     assert sft.debug_train_only
-    assert sft.rollout_function_path == "slimelite.rollout.sft.generate_rollout"
+    assert sft.rollout_function_path == "slimelite.rollout.generate.offline_rollout"
     both = make("--loss-type sft_loss --eval-interval 1 --eval-prompt-data e e.jsonl")
     assert not both.debug_train_only
     assert both.eval_function_path is None
@@ -243,7 +243,7 @@ def test_sft_needs_no_engine_unless_it_evaluates(make: Make) -> None:
 def test_dpo_counts_pairs_and_has_a_reference(make: Make) -> None:
     args = make("--loss-type dpo_loss --rollout-batch-size 5 --global-batch-size 2 --dpo-loss ipo --kl-loss-type k2")
     assert args.debug_train_only
-    assert args.rollout_function_path == "slimelite.rollout.dpo.generate_rollout"
+    assert args.rollout_function_path == "slimelite.rollout.generate.offline_rollout"
     assert (args.use_reference, args.ref_load) == (True, "owner/model")
     assert (args.n_samples_per_prompt, args.num_steps_per_rollout) == (1, 3)
     assert args.notes == ("5 pairs: the last of 3 steps of each rollout has 1 pairs instead of 2, and its own divisor",)

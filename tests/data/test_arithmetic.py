@@ -19,7 +19,7 @@ from slimelite.data.arithmetic import (
     worked_answer,
     write_model_folder,
 )
-from slimelite.data.masks import conversation_tokens
+from slimelite.data.conversations import conversation_tokens
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 
 TOKENIZER = build_tokenizer()

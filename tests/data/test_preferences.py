@@ -12,9 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.data.masks import conversation_tokens
-from slimelite.data.preferences import load_pairs, pair_samples
-from slimelite.data.prompts import Prompt
+from slimelite.data.conversations import conversation_tokens, pair_samples
+from slimelite.data.prompts import Prompt, load_pairs
 from slimelite.data.source import DataSource
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slimelite.rollout import metrics
-from slimelite.rollout.outputs import Generated
+from slimelite.rollout.context import Generated
 from slimelite.sample import Sample, Status
 
 from .conftest import MakeArgs

@@ -30,7 +30,7 @@ def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
         "--rollout-sample-hook-path a.b",
         "--rollout-sample-hook-path c.d",
     ]
-    own = "slimelite.rollout.sft.generate_rollout"
+    own = "slimelite.rollout.generate.offline_rollout"
     sft = run_facts(make_args(run, loss_type="sft_loss", rollout_function_path=own, **kl))
     assert sft["method"] == "sft, adam lr 1e-06"
     assert "plugins" not in sft

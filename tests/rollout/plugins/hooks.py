@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slimelite.rollout.outputs import RolloutFnTrainOutput
+from slimelite.rollout.context import RolloutFnTrainOutput
 from slimelite.sample import Sample, Status
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, SamplingParams
-from slimelite.rollout import health
+from slimelite.rollout import pool as pool_module
 from slimelite.rollout.pool import EnginePool
 from tests.rollout.scripted import ScriptedEngine
 
@@ -48,12 +48,12 @@ def request() -> GenerateRequest:
 
 
 def make_pool(engines: list[Mortal], **options: bool) -> EnginePool:
-    return EnginePool(engines, 8, health.Health(engines, **{"restarts": True, **options}))
+    return EnginePool(engines, 8, pool_module.Health(engines, **{"restarts": True, **options}))
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "POLL_S", 0.01)
+    monkeypatch.setattr(pool_module, "POLL_S", 0.01)
 
 
 async def soon(condition: object) -> None:
@@ -109,7 +109,7 @@ def test_a_restarted_engine_serves_only_after_a_sync(caplog: pytest.LogCaptureFi
 
 
 def test_an_engine_with_weights_is_back_for_the_very_next_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "POLL_S", 1000.0)
+    monkeypatch.setattr(pool_module, "POLL_S", 1000.0)
 
     async def scenario() -> None:
         engines = [Mortal(), Mortal()]
@@ -182,10 +182,10 @@ def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
             await pool.refresh()
         pool = make_pool(engines, syncs=False)
         engines[0].may_start.set()
-        for death in range(health.MOST_DEATHS + 1):
+        for death in range(pool_module.MOST_DEATHS + 1):
             engines[0].alive = False
             await pool.health.check(0)
-            if death < health.MOST_DEATHS:
+            if death < pool_module.MOST_DEATHS:
                 await soon(lambda: pool.health.up)
         with pytest.raises(ValueError, match="engine 0 does not start again"):
             await pool.health.settle()
@@ -199,7 +199,7 @@ def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
 def test_the_watch_finds_an_engine_that_nobody_asks() -> None:
     async def scenario() -> None:
         engines = [Mortal(), Mortal()]
-        pool = EnginePool(engines, 8, health.Health(engines, restarts=True, interval=0.01, timeout=1.0))
+        pool = EnginePool(engines, 8, pool_module.Health(engines, restarts=True, interval=0.01, timeout=1.0))
         await pool.refresh()
         await pool.health.watch()
         engines[1].alive = False
