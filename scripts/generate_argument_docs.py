@@ -9,12 +9,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slimelite.arguments.args import Args
-from slimelite.arguments.base import Flag, group_flags, group_title, groups_of
 from slimelite.arguments.eval_config import UNSUPPORTED
-from slimelite.arguments.eval_datasets import EvalDataset
+from slimelite.arguments.flags import Flag, group_flags, group_title, groups_of
 from slimelite.arguments.help import shown_default, usage
 from slimelite.arguments.megatron import NO_EFFECT, ROUTER
 from slimelite.arguments.refused import REFUSED, SGLANG_SET_HERE
+from slimelite.arguments.rollout import EvalDataset
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "arguments.md"
 

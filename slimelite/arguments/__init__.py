@@ -3,29 +3,23 @@
 Only the standard library is imported here, so that ``train.py --help`` is instant.
 """
 
-from slimelite.arguments.algorithm import AlgorithmArgs
-from slimelite.arguments.architecture import ArchitectureArgs, check_architecture, model_config_from_flags
+from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
 from slimelite.arguments.args import Args, Derivation
-from slimelite.arguments.base import ArgumentError, flag, resolved
-from slimelite.arguments.checkpoint import CheckpointArgs, find_checkpoint
-from slimelite.arguments.cluster import ClusterArgs
-from slimelite.arguments.correction import CorrectionArgs
-from slimelite.arguments.critic import CriticArgs
-from slimelite.arguments.data import DataArgs
-from slimelite.arguments.debug import DebugArgs
-from slimelite.arguments.distillation import DistillationArgs
-from slimelite.arguments.eval import EvalArgs
-from slimelite.arguments.eval_datasets import EvalDataset
-from slimelite.arguments.model import ModelArgs
-from slimelite.arguments.optimizer import OptimizerArgs
+from slimelite.arguments.checkpoint import find_checkpoint
+from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
+from slimelite.arguments.flags import ArgumentError, flag, resolved
+from slimelite.arguments.model import (
+    ArchitectureArgs,
+    CheckpointArgs,
+    ClusterArgs,
+    ModelArgs,
+    check_architecture,
+    model_config_from_flags,
+)
 from slimelite.arguments.parse import make_args, parse_args
-from slimelite.arguments.perf import PerfArgs
-from slimelite.arguments.preference import PreferenceArgs
-from slimelite.arguments.reward import RewardArgs
-from slimelite.arguments.rollout import RolloutArgs
-from slimelite.arguments.sglang import SglangArgs
-from slimelite.arguments.tracking import TrackingArgs
-from slimelite.arguments.weight_sync import WeightSyncArgs
+from slimelite.arguments.rollout import DataArgs, EvalArgs, EvalDataset, RewardArgs, RolloutArgs
+from slimelite.arguments.tracking import DebugArgs, TrackingArgs
+from slimelite.arguments.training import OptimizerArgs, PerfArgs
 
 __all__ = [
     "AlgorithmArgs",

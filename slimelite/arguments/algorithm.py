@@ -1,11 +1,11 @@
-"""Advantages and losses; the formulas are in docs/algorithms.md."""
+"""Advantages, losses and what goes with them; the formulas are in docs/algorithms.md."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from slimelite.arguments.base import flag, resolved
+from slimelite.arguments.flags import flag, resolved
 from slimelite.arguments.presets import PRESETS
 
 AdvantageEstimator = Literal[
@@ -86,3 +86,111 @@ class AlgorithmArgs:
     def supervised(self) -> bool:
         """The responses are the data's: none was sampled, so there is neither a temperature nor an old policy."""
         return self.loss_type in ("sft_loss", "dpo_loss")
+
+
+@dataclass(frozen=True)
+class PreferenceArgs:
+    """Preference pairs.
+
+    What --loss-type dpo_loss reads: the prompt is in --input-key, and batch sizes count pairs.
+    """
+
+    chosen_key: str = flag("chosen", "column of the preferred reply: text, messages, or the whole conversation")
+    rejected_key: str = flag("rejected", "column of the other reply")
+    dpo_loss: Literal["sigmoid", "ipo"] = flag("sigmoid", "loss of a pair; ipo averages over a reply's tokens")
+    dpo_beta: float = flag(0.1, "strength of the pull to the reference model")
+    dpo_label_smoothing: float = flag(0.0, "share of pairs whose preference is assumed to be the wrong way round")
+
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+@dataclass(frozen=True)
+class CorrectionArgs:
+    """Train/inference mismatch.
+
+    The ratio is the trainer's probability of a token over the engine's; its metrics are logged whatever is chosen.
+    """
+
+    correction: Literal["none", "tis", "icepop", "mis", "custom"] = flag(
+        "none", "weight or drop tokens by that ratio: truncate it, mask outliers, or one of the --mis-... family"
+    )
+    use_tis: bool = flag(False, "--correction tis")
+    tis_clip: float = flag(2.0, "tis, icepop: upper bound of the ratio")
+    tis_clip_low: float = flag(0.0, "tis, icepop: lower bound of the ratio")
+    mis_level: Level = flag(
+        "token", "ratio of a token, or of its response as the product or geometric mean", aliases=("--tis-level",)
+    )
+    mis_mode: Literal["truncate", "mask", "clip", "none"] = flag(
+        "truncate",
+        "weight: min(ratio, upper), the ratio inside the bounds else 0, clamped into them, or always 1",
+        aliases=("--tis-mode",),
+    )
+    mis_upper_bound: float = flag(2.0, "largest ratio", aliases=("--tis-upper-bound",))
+    mis_lower_bound: float | None = flag(
+        None,
+        "smallest ratio of the modes mask and clip",
+        auto="1 / --mis-upper-bound",
+        aliases=("--tis-lower-bound",),
+    )
+    mis_batch_normalize: bool = flag(
+        False,
+        "divide the weights of --correction mis by their mean over the whole optimizer step",
+        aliases=("--tis-batch-normalize",),
+    )
+    mis_rejection_level: Level | None = flag(
+        None, "also drop what is outside the rejection bounds at this level", aliases=("--rs-level",)
+    )
+    mis_rejection_upper_bound: float | None = flag(
+        None, "largest ratio that is kept", auto="--mis-upper-bound", aliases=("--rs-upper-bound",)
+    )
+    mis_rejection_lower_bound: float | None = flag(
+        None,
+        "smallest ratio that is kept",
+        auto="--mis-lower-bound where that is given, else 1 / --mis-rejection-upper-bound",
+        aliases=("--rs-lower-bound",),
+    )
+    mis_veto_threshold: float | None = flag(
+        None, "drop a response that has a token with a ratio below this", aliases=("--rs-veto-threshold",)
+    )
+    use_rs: bool | None = flag(
+        None, "slime's switch: on rejects at --mis-rejection-level (token, if none is given), off rejects nothing"
+    )
+    custom_tis_function_path: str | None = flag(None, "plugin: a correction of your own", metavar="PLUGIN")
+    use_opsm: bool = flag(False, "drop off-policy responses with a negative advantage")
+    opsm_delta: float = flag(1e-4, "mean log-ratio above which a response is off-policy")
+
+
+@dataclass(frozen=True)
+class CriticArgs:
+    """Critic.
+
+    Of --advantage-estimator ppo: a second model on the trainer's ranks. What is not here it shares with the policy.
+    """
+
+    critic_lr: float = flag(None, "peak learning rate of the critic (AdamW)", auto="--lr")
+    critic_lr_warmup_iters: int = flag(0, "optimizer steps of warm-up of the critic")
+    num_critic_only_steps: int = flag(0, "rollouts at the start of the run that train the critic alone")
+    critic_load: str | None = flag(
+        None,
+        "what the critic starts from: a Hugging Face model, or the folder 'critic' of a checkpoint",
+        auto="--hf-checkpoint",
+        metavar="DIR",
+    )
+
+    # ppo trains one
+    use_critic: bool = resolved(False)
+
+
+@dataclass(frozen=True)
+class DistillationArgs:
+    """On-policy distillation."""
+
+    use_opd: bool = flag(
+        False, "subtract --opd-kl-coef x (student's - teacher's log-prob) from every token's advantage"
+    )
+    opd_type: Literal["trainer", "sglang", "megatron"] | None = flag(
+        None, "teacher: a model beside the trainer (--opd-teacher-load) or a server (--rm-url); megatron means trainer"
+    )
+    opd_kl_coef: float = flag(1.0, "weight of the reverse KL to the teacher")
+    opd_teacher_load: str | None = flag(None, "Hugging Face folder or hub id of the teacher", metavar="DIR")

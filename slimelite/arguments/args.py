@@ -5,26 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slimelite.arguments.algorithm import AlgorithmArgs
-from slimelite.arguments.base import resolved
-from slimelite.arguments.checkpoint import CheckpointArgs
-from slimelite.arguments.cluster import ClusterArgs
-from slimelite.arguments.correction import CorrectionArgs
-from slimelite.arguments.critic import CriticArgs
-from slimelite.arguments.data import DataArgs
-from slimelite.arguments.debug import DebugArgs
-from slimelite.arguments.distillation import DistillationArgs
-from slimelite.arguments.eval import EvalArgs
+from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
+from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
+from slimelite.arguments.flags import resolved
 from slimelite.arguments.megatron import PLUGIN_CONSTANTS
-from slimelite.arguments.model import ModelArgs
-from slimelite.arguments.optimizer import OptimizerArgs
-from slimelite.arguments.perf import PerfArgs
-from slimelite.arguments.preference import PreferenceArgs
-from slimelite.arguments.reward import RewardArgs
-from slimelite.arguments.rollout import RolloutArgs
-from slimelite.arguments.sglang import SglangArgs
-from slimelite.arguments.tracking import TrackingArgs
-from slimelite.arguments.weight_sync import WeightSyncArgs
+from slimelite.arguments.model import CheckpointArgs, ClusterArgs, ModelArgs
+from slimelite.arguments.rollout import DataArgs, EvalArgs, RewardArgs, RolloutArgs
+from slimelite.arguments.tracking import DebugArgs, TrackingArgs
+from slimelite.arguments.training import OptimizerArgs, PerfArgs
 
 
 class Derivation(NamedTuple):

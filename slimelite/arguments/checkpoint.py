@@ -1,54 +1,24 @@
-"""Saving and resuming."""
+"""Finding the checkpoint to resume from, and telling whether its files are whole, without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from slimelite.arguments.base import flag, resolved
 from slimelite.arguments.checksums import CHECKSUMS, damage, read_json
 
 # written last, names the newest complete checkpoint (slime's and Megatron's name for it)
 MARKER = "latest_checkpointed_iteration.txt"
+
+
 ROLLOUT_STATE = "rollout_state.json"
+
+
 # of the trainer, beside its tensors
 STATE_FILE = "trainer.json"
+
+
 # beside the checkpoints, and in a run folder: which run writes there, see `locks.hold`
 LOCK = "run.lock"
-
-
-@dataclass(frozen=True)
-class CheckpointArgs:
-    """Checkpoints."""
-
-    load: str | None = flag(
-        None,
-        "resume from the newest checkpoint in this folder; without one start afresh, in a Hugging Face folder with its "
-        "weights",
-        metavar="DIR",
-    )
-    save: str | None = flag(None, "folder for checkpoints", metavar="DIR")
-    save_interval: int | None = flag(None, "save every this many rollouts, and after the last one")
-    save_retain_interval: int | None = flag(
-        None,
-        "keep the checkpoints of every this many rollouts; any other is deleted when the next one is complete",
-    )
-    save_hf: str | None = flag(
-        None, "also write the model in Hugging Face format here; {rollout_id} is replaced", metavar="TEMPLATE"
-    )
-    ckpt_step: int | None = flag(None, "resume from the checkpoint of this rollout instead of the newest")
-    load_fallback: bool = flag(
-        False, "when a file of the checkpoint is damaged or missing, take the newest whole checkpoint before it"
-    )
-    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
-    no_load_optim: bool = flag(False, "resume the weights only, with a fresh optimizer")
-    no_load_rng: bool = flag(False, "resume without the random state")
-    finetune: bool = flag(False, "take the weights of --load only: fresh optimizer, random state and rollout count")
-    start_rollout_id: int = flag(None, "number of the first rollout", auto="one after the checkpoint's, else 0")
-    override_lr_scheduler: bool = flag(False, "on resume the flags win over the checkpoint's schedule")
-
-    # the checkpoint under --load to resume from; None: a fresh start
-    resume_directory: str | None = resolved(None)
 
 
 def holds_model(folder: str | Path) -> bool:

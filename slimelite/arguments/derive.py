@@ -9,15 +9,13 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from slimelite.arguments.architecture import model_config_from_flags
+from slimelite.arguments.algorithm import GROUP_ESTIMATORS
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.checkpoint import find_checkpoint, holds_model
-from slimelite.arguments.correction import derive_correction
-from slimelite.arguments.distillation import derive_distillation
-from slimelite.arguments.engine_groups import derive_engine_groups
 from slimelite.arguments.eval_config import resolve_eval_datasets
-from slimelite.arguments.machine import Machine
+from slimelite.arguments.machine import Machine, derive_devices, derive_engine_groups, derive_engines
 from slimelite.arguments.memory import derive_memory
+from slimelite.arguments.model import model_config_from_flags
 from slimelite.arguments.vocabulary import Settings
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
@@ -65,8 +63,8 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     """
     draft = Draft(args, given, machine, settings, list(args.derivations))
     _modes(draft)
-    _devices(draft)
-    _engines(draft)
+    derive_devices(draft)
+    derive_engines(draft)
     derive_engine_groups(draft)
     _initial_weights(draft)
     _model(draft)
@@ -119,82 +117,6 @@ def _modes(draft: Draft) -> None:
             f"--save-debug-rollout-data {template} has no {{rollout_id}}: each rollout replaces the one before it, and "
             "evaluations are not written there"
         )
-
-
-def _devices(draft: Draft) -> None:
-    """What to compute on, and how many of it."""
-    args, gpus = draft.args, draft.machine.gpus
-    if args.device == "auto":
-        found = f"{gpus} GPU(s) found" if gpus else "no GPU found"
-        draft.set("device", "cuda" if gpus else "cpu", found)
-    cuda = draft.args.device == "cuda"
-    draft.default("distributed_backend", "nccl" if cuda else "gloo", f"on {draft.args.device}")
-    if not cuda and draft.args.distributed_backend == "nccl":
-        draft.set("distributed_backend", "gloo", "nccl needs GPUs")
-    per_node, why = 1, "one rank on a CPU"
-    if cuda:
-        taken = 0 if args.colocate or args.debug_train_only else (args.rollout_num_gpus or 0)
-        per_node, why = (
-            max(1, min(8, gpus) - taken),
-            f"{gpus} GPU(s) here" + (f", {taken} of them for engines" if taken else ""),
-        )
-    draft.default("actor_num_gpus_per_node", per_node, why)
-    if args.offload:
-        draft.default("offload_train", True, "--offload")
-        draft.default("offload_rollout", True, "--offload")
-    turns = cuda and draft.args.colocate
-    for name in ("offload_train", "offload_rollout"):
-        if not cuda and getattr(draft.args, name):
-            draft.set(name, False, "on a CPU there is only host memory")
-        draft.default(
-            name, turns, "trainer and engines take turns on the GPUs" if turns else "nobody else needs the memory"
-        )
-
-
-def _engines(draft: Draft) -> None:
-    """Which inference engine, how many, and how often they get weights."""
-    args = draft.args
-    if not args.async_rollout and args.update_weights_interval > 1:
-        draft.set("update_weights_interval", 1, "without --async-rollout every rollout is made with the newest weights")
-    cuda = args.device == "cuda"
-    repeats = draft.settings.sglang.get("enable_deterministic_inference")
-    if args.rollout_backend == "auto":
-        if args.rollout_external_engine_addrs:
-            draft.set("rollout_backend", "sglang", "--rollout-external-engine-addrs")
-        elif cuda and draft.machine.sglang and args.deterministic_mode and not repeats:
-            draft.set("rollout_backend", "embedded", "SGLang repeats with --sglang-enable-deterministic-inference only")
-        elif cuda and draft.machine.sglang:
-            draft.set("rollout_backend", "sglang", "GPUs, and SGLang is installed")
-        else:
-            draft.set("rollout_backend", "embedded", "SGLang is not installed" if cuda else "no GPU")
-    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-    if servers := len(args.rollout_external_engine_addrs):
-        draft.set("rollout_num_gpus", 0, "--rollout-external-engine-addrs: the servers' GPUs are not ours")
-        draft.set("num_engines", 0 if args.debug_train_only else servers, "--rollout-external-engine-addrs")
-        return
-    if args.colocate:
-        draft.default("rollout_num_gpus", ranks, "--colocate: the GPUs of training")
-        if cuda and draft.args.rollout_backend == "sglang" and draft.args.rollout_num_gpus > ranks:
-            draft.set("rollout_num_gpus", ranks, f"--colocate: the engines share the GPUs of {ranks} training rank(s)")
-    elif args.debug_train_only:
-        draft.default("rollout_num_gpus", 0, "no engine runs")
-    elif not cuda:
-        draft.default("rollout_num_gpus", args.rollout_num_gpus_per_engine, "one engine on a CPU")
-    elif args.debug_rollout_only:
-        draft.default("rollout_num_gpus", ranks, "--debug-rollout-only: every GPU")
-    elif args.rollout_num_gpus is None:
-        draft.complain(
-            "--rollout-num-gpus",
-            "is missing: give inference GPUs of its own, or share those of training with --colocate",
-        )
-        draft.args = replace(draft.args, rollout_num_gpus=ranks)
-    total, width = draft.args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    if args.sglang_config and draft.args.rollout_backend == "sglang":
-        return  # its groups say how many engines there are, and how wide
-    if width < 1 or total % width:
-        draft.complain("--rollout-num-gpus", f"{total} is not a multiple of --rollout-num-gpus-per-engine {width}")
-        return
-    draft.set("num_engines", 0 if args.debug_train_only else total // width, f"{total} / {width} of one engine")
 
 
 def _initial_weights(draft: Draft) -> None:
@@ -385,3 +307,74 @@ def _tracking(draft: Draft) -> None:
     data = [path.parent.name if path.stem in ("train", "test", "data") else path.stem for path in paths]
     name = "-".join(part for part in [model, *data] if part)
     draft.default("run_dir", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", "model, data and the time")
+
+
+# functions of slime, as --custom-tis-function-path names them, that are corrections of ours
+SLIME_FUNCTIONS = {
+    "slime.backends.megatron_utils.loss.vanilla_tis_function": "tis",
+    "slime.backends.megatron_utils.loss.icepop_function": "icepop",
+    "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp": "mis",
+}
+
+
+def derive_correction(draft: Draft) -> None:
+    """slime's ways to choose a correction, and bounds that follow from others."""
+    args = draft.args
+    if args.custom_tis_function_path is not None:
+        _resolve_plugin(draft, args.custom_tis_function_path)
+    elif args.use_tis and args.correction == "none" and "correction" not in draft.given:
+        draft.set("correction", "tis", "--use-tis")
+    if draft.args.correction != "mis":
+        return
+    if args.use_rs:
+        draft.default("mis_rejection_level", "token", "--use-rs")
+    elif args.use_rs is False and args.mis_rejection_level is not None:
+        draft.set("mis_rejection_level", None, "--no-use-rs")
+    args = draft.args
+    if args.mis_mode in ("mask", "clip"):
+        draft.default("mis_lower_bound", _inverse(args.mis_upper_bound), "1 / --mis-upper-bound")
+    if args.mis_rejection_level is not None:
+        if args.mis_rejection_upper_bound is None and "mis_lower_bound" in draft.given:
+            draft.default("mis_rejection_lower_bound", args.mis_lower_bound, "as --mis-lower-bound")
+        draft.default("mis_rejection_upper_bound", args.mis_upper_bound, "as --mis-upper-bound")
+        upper = draft.args.mis_rejection_upper_bound
+        draft.default("mis_rejection_lower_bound", _inverse(upper), "1 / --mis-rejection-upper-bound")
+
+
+def _inverse(upper: float | None) -> float:
+    return 1 / upper if upper is not None and upper > 0 else 0.0
+
+
+def _resolve_plugin(draft: Draft, path: str) -> None:
+    ours = SLIME_FUNCTIONS.get(path.replace("/", ".").replace(".py:", ".").replace(":", "."))
+    if "correction" not in draft.given:
+        draft.set("correction", ours or "custom", "--custom-tis-function-path")
+    if ours == draft.args.correction:
+        draft.set("custom_tis_function_path", None, f"slime's function is --correction {ours}")
+        if draft.args.use_tis and ours != "tis":
+            draft.set("use_tis", False, f"slime's switch, with --correction {ours}")
+
+
+def derive_distillation(draft: Draft) -> None:
+    """slime's name of the trainer's teacher, and what a run without task reward scores with."""
+    args = draft.args
+    if not args.use_opd:
+        return
+    if args.opd_type == "megatron":
+        draft.set("opd_type", "trainer", "--opd-type megatron: the teacher is a Hugging Face model beside the trainer")
+    if args.rm_type is None and args.custom_rm_path is None:
+        draft.set("rm_type", "zero", "--use-opd without a reward: pure distillation")
+    elif args.custom_rm_path is None and args.label_key is None:
+        reason = "--use-opd without --label-key: where the reward needs a label it is 0, and the teacher alone trains"
+        draft.set("unlabelled_is_zero", True, reason)
+    if compares_groups_of_one(args):
+        draft.notes.append(
+            f"--use-opd with --n-samples-per-prompt 1: {args.advantage_estimator} has nothing to compare, so the "
+            "reward is reported only and the teacher alone trains"
+        )
+
+
+def compares_groups_of_one(args: Args) -> bool:
+    """Whether the advantage of every response is 0 because it is alone in its group."""
+    compares = args.rewards_normalization and args.advantage_estimator in GROUP_ESTIMATORS
+    return args.n_samples_per_prompt == 1 and compares

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slimelite.arguments.args import Args
-from slimelite.arguments.base import Flag, group_flags, group_title, groups_of
+from slimelite.arguments.flags import Flag, group_flags, group_title, groups_of
 from slimelite.arguments.secret import masked
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from slimelite.arguments.args import Args
-from slimelite.arguments.base import group_flags
-from slimelite.arguments.eval_datasets import EvalDataset
+from slimelite.arguments.flags import group_flags
+from slimelite.arguments.rollout import EvalDataset
 from slimelite.arguments.sources import load_yaml
 from slimelite.arguments.values import read_yaml
 from slimelite.arguments.vocabulary import SIMILAR, Settings

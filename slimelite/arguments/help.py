@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from slimelite.arguments.base import Flag, group_flags, group_title, groups_of
+from slimelite.arguments.flags import Flag, group_flags, group_title, groups_of
 from slimelite.arguments.megatron import NO_EFFECT
 from slimelite.arguments.refused import REFUSED
 

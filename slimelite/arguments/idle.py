@@ -10,7 +10,7 @@ from typing import Any
 
 from slimelite.arguments.algorithm import GROUP_ESTIMATORS
 from slimelite.arguments.args import Args
-from slimelite.arguments.base import all_flags
+from slimelite.arguments.flags import all_flags
 
 
 def _has_advantages(args: Args, *estimators: str) -> bool:

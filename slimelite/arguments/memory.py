@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimelite.arguments.architecture import text_config
+from slimelite.arguments.model import text_config
 
 if TYPE_CHECKING:
     from slimelite.arguments.args import Args

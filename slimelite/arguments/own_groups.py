@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from slimelite.arguments.args import Args
-from slimelite.arguments.base import ArgumentError, all_flags
+from slimelite.arguments.flags import ArgumentError, all_flags
 
 OPTION = "--args-group"
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from slimelite.arguments.args import Args, Derivation
-from slimelite.arguments.base import ArgumentError
 from slimelite.arguments.derive import derive
+from slimelite.arguments.flags import ArgumentError
 from slimelite.arguments.help import format_help
 from slimelite.arguments.idle import idle_flags
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.arguments.own_groups import compose, load_groups
 from slimelite.arguments.presets import read_presets
+from slimelite.arguments.problems import validate
 from slimelite.arguments.secret import HIDDEN, is_masked
 from slimelite.arguments.sources import drop_unusable_paths, read_command_line, read_config
-from slimelite.arguments.validate import validate
 from slimelite.arguments.vocabulary import Settings, Vocabulary
 
 MASKED = (

@@ -14,13 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slimelite.arguments.architecture import check_architecture, shape_problems, text_config
 from slimelite.arguments.args import Args
-from slimelite.arguments.base import all_flags
 from slimelite.arguments.checkpoint import STATE_FILE
 from slimelite.arguments.checksums import damage
 from slimelite.arguments.dry_run import Findings, format_report, one_line
+from slimelite.arguments.flags import all_flags
 from slimelite.arguments.machine import Machine, this_machine
+from slimelite.arguments.model import check_architecture, shape_problems, text_config
 from slimelite.arguments.outputs import fill, output_problems
 from slimelite.arguments.preflight_data import check_data
 

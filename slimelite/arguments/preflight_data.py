@@ -6,14 +6,14 @@ import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from slimelite.arguments.architecture import text_config
 from slimelite.arguments.args import Args
 from slimelite.arguments.dry_run import Findings, one_line
+from slimelite.arguments.model import text_config
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    from slimelite.arguments.eval_datasets import EvalDataset
+    from slimelite.arguments.rollout import EvalDataset
     from slimelite.data.prompts import Prompt
 
 # rows of each file that a real start looks at; its data source reads the rest

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from slimelite.arguments.base import Flag
+from slimelite.arguments.flags import Flag
 
 
 def read_flag(flag: Flag, words: Sequence[str]) -> Any:

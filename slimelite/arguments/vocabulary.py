@@ -9,7 +9,7 @@ from functools import cached_property
 from importlib.resources import files
 from typing import Any
 
-from slimelite.arguments.base import Flag, all_flags
+from slimelite.arguments.flags import Flag, all_flags
 from slimelite.arguments.megatron import NO_EFFECT, ROUTER
 from slimelite.arguments.refused import REFUSED, SGLANG_SET_HERE
 from slimelite.arguments.secret import may_hold_secrets, without

@@ -10,7 +10,7 @@ import torch
 from transformers.utils import cached_file
 
 from slimelite.arguments import Args
-from slimelite.arguments.weight_sync import Transport
+from slimelite.arguments.engines import Transport
 from slimelite.cluster.servers import check_model
 from slimelite.engines.checks import weight_shapes
 from slimelite.engines.protocol import WeightBucket

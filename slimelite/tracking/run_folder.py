@@ -30,7 +30,7 @@ from typing import Any
 
 import slimelite
 from slimelite.arguments import Args
-from slimelite.arguments.base import group_flags, group_title, groups_of
+from slimelite.arguments.flags import group_flags, group_title, groups_of
 from slimelite.arguments.secret import HIDDEN, masked
 from slimelite.files import FULL, whole
 from slimelite.table import SampleTable

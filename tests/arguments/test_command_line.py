@@ -10,7 +10,7 @@ import pytest
 from conftest import COMPLETE, Make, Problems
 
 from slimelite.arguments import Args, parse_args
-from slimelite.arguments.base import all_flags
+from slimelite.arguments.flags import all_flags
 from slimelite.arguments.megatron import NO_EFFECT
 from slimelite.arguments.refused import REFUSED
 from slimelite.arguments.vocabulary import Settings, Vocabulary

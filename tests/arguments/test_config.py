@@ -12,7 +12,7 @@ import yaml
 from conftest import COMPLETE, CPU, Make, Problems
 
 from slimelite.arguments import Args, make_args
-from slimelite.arguments.base import all_flags
+from slimelite.arguments.flags import all_flags
 from slimelite.arguments.sources import load_yaml
 from slimelite.arguments.vocabulary import Settings
 

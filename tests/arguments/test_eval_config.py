@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from conftest import Make, Problems
 
-from slimelite.arguments.base import group_flags
-from slimelite.arguments.eval_datasets import EvalDataset
+from slimelite.arguments.flags import group_flags
+from slimelite.arguments.rollout import EvalDataset
 
 FLAGS = (
     "--eval-interval 1 --eval-temperature 0.5 --eval-max-response-len 32 --rollout-stop X --input-key q --label-key a "

@@ -6,10 +6,10 @@ import ast
 from pathlib import Path
 
 from slimelite.arguments import ArchitectureArgs, Args
-from slimelite.arguments.base import all_flags, group_flags
+from slimelite.arguments.flags import all_flags, group_flags
 
 ROOT = Path(__file__).parents[2]
-DECLARING = {"idle.py", "validate.py", "megatron.py", "refused.py"}
+DECLARING = {"idle.py", "problems.py", "megatron.py", "refused.py"}
 # read by checks alone
 CHECKED = {
     "train_backend": "whichever is named, there is one",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimelite.arguments.architecture import ArchitectureArgs, model_config_from_flags
+from slimelite.arguments.model import ArchitectureArgs, model_config_from_flags
 
 FOLDER = Path(__file__).parents[2] / "models"
 # parameters as Hugging Face counts them, a tied LM head once

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import RewardArgs
-from slimelite.arguments.base import all_flags
+from slimelite.arguments.flags import all_flags
 from slimelite.rewards import dapo, f1, gpqa, gsm8k, multiple_choice
 from slimelite.rewards.registry import REMOTE, REWARD_MODEL, RULES, find_rule
 from slimelite.rewards.rule import Answer

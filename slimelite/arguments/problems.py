@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from slimelite.arguments.algorithm import GROUP_ESTIMATORS, KL_ESTIMATORS
 from slimelite.arguments.args import Args
 from slimelite.arguments.bounds import bound_problems
-from slimelite.arguments.correction import correction_problems
-from slimelite.arguments.distillation import distillation_problems
 
 
 def validate(args: Args) -> list[str]:
@@ -297,3 +295,71 @@ def _tracking(args: Args) -> Iterator[str]:
         yield "--ci-metric-checker-key and --ci-metric-checker-threshold come together: which metric reaches how much?"
     if share is not None and not args.load_debug_rollout_data:
         yield "--load-debug-rollout-data-subsample needs --load-debug-rollout-data"
+
+
+def correction_problems(args: Args) -> Iterator[str]:
+    """What contradicts itself, one line each."""
+    chosen = args.correction
+    if args.use_tis and chosen not in ("tis", "custom"):
+        yield f"--use-tis is --correction tis, not {chosen}; take one"
+    if args.custom_tis_function_path is not None and chosen != "custom":
+        yield f"--custom-tis-function-path is a correction of its own, not --correction {chosen}; take one"
+    if args.custom_tis_function_path is None and chosen == "custom":
+        yield "--correction custom needs --custom-tis-function-path"
+    weighs = chosen != "none" and (chosen, args.mis_mode) != ("mis", "none")
+    if args.use_rollout_logprobs and weighs:
+        yield (
+            f"--use-rollout-logprobs and --correction {chosen}: the engine's log-probs leave no mismatch to weigh; "
+            "take one (--correction mis --mis-mode none may reject)"
+        )
+    if args.tis_clip_low > args.tis_clip:
+        yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}"
+    if chosen == "mis":
+        yield from _mis_problems(args)
+
+
+def _mis_problems(args: Args) -> Iterator[str]:
+    for kind in ("", "rejection_"):
+        low, high = getattr(args, f"mis_{kind}lower_bound"), getattr(args, f"mis_{kind}upper_bound")
+        name = f"--mis-{kind.replace('_', '-')}"
+        if high is not None and high <= 0:
+            yield f"{name}upper-bound {high}: must be above 0"
+        elif low is not None and high is not None and low > high:
+            yield f"{name}lower-bound {low} is above {name}upper-bound {high}"
+    veto = args.mis_veto_threshold
+    if veto is not None and not 0 < veto < 1:
+        yield f"--mis-veto-threshold {veto}: must be above 0 and below 1"
+    if args.mis_mode == "none" and args.mis_rejection_level is None and veto is None:
+        yield "--mis-mode none corrects nothing by itself: give --mis-rejection-level or --mis-veto-threshold"
+
+
+def distillation_problems(args: Args) -> Iterator[str]:
+    """What does not fit together, one line each."""
+    if not args.use_opd:
+        if args.opd_teacher_load is not None:
+            yield "--opd-teacher-load needs --use-opd --opd-type trainer"
+        return
+    if args.supervised or not args.compute_advantages_and_returns:
+        why = f"--loss-type {args.loss_type}" if args.supervised else "--disable-compute-advantages-and-returns"
+        yield f"--use-opd adds to the advantages, and {why} has none"
+    if args.opd_kl_coef < 0:
+        yield f"--opd-kl-coef {args.opd_kl_coef}: must be at least 0"
+    if args.opd_type is None:
+        yield "--use-opd needs --opd-type: trainer (with --opd-teacher-load) or sglang (with --rm-url)"
+    elif args.opd_type == "sglang":
+        yield from _server_problems(args)
+    elif args.opd_teacher_load is None:
+        yield "--opd-type trainer needs --opd-teacher-load: which model is the teacher?"
+
+
+def _server_problems(args: Args) -> Iterator[str]:
+    if args.opd_teacher_load is not None:
+        yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; take one"
+    # code that makes whole samples may have asked a teacher of its own
+    scored_elsewhere = args.load_debug_rollout_data or args.rollout_function_path or args.custom_generate_function_path
+    if args.rm_url is None and not scored_elsewhere:
+        yield "--opd-type sglang needs --rm-url, the address of the teacher's /generate"
+    elif args.rm_url is not None and not args.rm_url.startswith(("http://", "https://")):
+        yield f"--rm-url {args.rm_url}: an address starts with http:// or https://"
+    if (args.rm_type or "").removeprefix("boxed_") == "remote_rm":
+        yield "--rm-type remote_rm and --opd-type sglang both read --rm-url; write the reward as --custom-rm-path"

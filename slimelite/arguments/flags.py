@@ -9,7 +9,7 @@
         What my reward function reads.
         '''
 
-        shout_bonus: float = flag(0.5, "reward added for an exclamation mark")
+        shout_bonus: float = flag(0.5, "This is added to the reward for an exclamation mark.", at_least=0)
 
 gives ``--shout-bonus 0.7`` on the command line, ``shout_bonus: 0.7`` in a config file, a section "Shouting" in
 ``--help`` and a typed ``args.shout_bonus``. The annotation says how a value is read: ``bool`` (a switch, ``--no-``
@@ -21,9 +21,10 @@ turns it off again), ``int``, ``float``, ``str``, ``Literal`` (choices), ``list[
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,10 +39,37 @@ class ArgumentError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+@dataclass(frozen=True)
+class Needs:
+    """When a flag has an effect: what must hold of the arguments, and the words that say so behind "needs"."""
+
+    holds: Callable[[Any], object]
+    words: str
+
+    def __and__(self, other: Needs) -> Needs:
+        return Needs(lambda args: self.holds(args) and other.holds(args), f"{self.words} and {other.words}")
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(lambda args: self.holds(args) or other.holds(args), f"{self.words}, or {other.words}")
+
+
+ALWAYS = Needs(lambda _: True, "")
+
+
 def flag(
     default: Any,
     help: str,  # the word argparse uses; nothing here needs the builtin
     *,
+    needs: Needs | None = None,
+    strict: bool = False,
+    required: bool = False,
+    choices: Collection[str] = (),
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    except_for: float | None = None,
+    infinite: bool = False,
     negative: str | None = None,
     metavar: str | None = None,
     repeat: bool = False,
@@ -52,30 +80,34 @@ def flag(
 
     Args:
         default: value when no source gives one; lists and dicts are copied.
-        help: one line; units in brackets.
+        help: a sentence or two; units in brackets.
+        needs: when the flag has an effect, `ALWAYS` for one that always has; given without, it is listed under "no
+            effect here" when the run starts.
+        strict: the flag given without what it needs is an error.
+        required: where what it needs holds, the flag has to be given.
+        choices: the values it takes, such as a `Registry`, whose names they are; a ``Literal`` annotation says the
+            same.
+        at_least: bound of a number; None means that there is none.
+        at_most: likewise.
+        above: likewise, and the bound itself is not allowed.
+        below: likewise.
+        except_for: a number outside these bounds that has a meaning of its own, such as -1 for "all".
+        infinite: the number may be ``inf``, for "no bound".
         negative: name of the switch that sets a field that is True by default to False (``--disable-...``).
         metavar: what the value is called in ``--help``.
         repeat: a list that grows each time the flag is given, instead of the last one winning.
         auto: how the value is found when nothing is given, for ``--help``.
         aliases: other spellings of the option, such as slime's ``--tis-level`` for ``--mis-level``.
     """
-    metadata = {
-        "help": help,
-        "negative": negative,
-        "metavar": metavar,
-        "repeat": repeat,
-        "auto": auto,
-        "aliases": aliases,
-    }
-    return _field(default, metadata)
+    return _field(**locals())
 
 
 def resolved(default: Any) -> Any:
     """A field without a flag: `derive` sets it."""
-    return _field(default, {})
+    return _field(default)
 
 
-def _field(default: Any, metadata: dict[str, Any]) -> Any:
+def _field(default: Any, **metadata: Any) -> Any:
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -83,15 +115,24 @@ def _field(default: Any, metadata: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class Flag:
-    """How one field is spelled and read."""
+    """How one field is spelled and read; the other fields are those of `flag`."""
 
     name: str
     kind: type  # of one value: bool, int, float, str or dict
     many: bool
     optional: bool
-    choices: tuple[str, ...]
     default: Any
     help: str
+    choices: Collection[str]
+    needs: Needs | None
+    strict: bool
+    required: bool
+    at_least: float | None
+    at_most: float | None
+    above: float | None
+    below: float | None
+    except_for: float | None
+    infinite: bool
     negative: str | None
     metavar: str | None
     repeat: bool
@@ -109,6 +150,34 @@ class Flag:
         if self.kind is not bool:
             return None
         return self.negative or "--no-" + self.name.replace("_", "-")
+
+    @property
+    def bounds(self) -> str:
+        """What a number must be, in words: "at least 1", "between 0 and 1"; "" where every number will do."""
+        if self.at_least is not None and self.at_most is not None:
+            words = f"between {self.at_least} and {self.at_most}"
+        else:
+            ends = ("at least", self.at_least), ("above", self.above), ("at most", self.at_most), ("below", self.below)
+            words = " and ".join(f"{word} {end}" for word, end in ends if end is not None)
+        return words if self.except_for is None else f"{self.except_for} or {words}"
+
+    def wrong_number(self, value: Any) -> str | None:
+        """What a number that is out of bounds must be, as ``must be at least 1``; None where ``value`` is none."""
+        numbers = [v for v in (value if isinstance(value, list) else [value]) if type(v) in (int, float)]
+        if any(math.isinf(v) for v in numbers) and not self.infinite:
+            return "must be finite"
+        if any(isinstance(v, int) and abs(v) >= 2**63 for v in numbers) and self.at_most is None:
+            return "must be below 2**63"
+        return None if all(map(self._within, numbers)) else f"must be {self.bounds}"
+
+    def _within(self, number: float) -> bool:
+        fits = (
+            (self.at_least is None or number >= self.at_least)
+            and (self.at_most is None or number <= self.at_most)
+            and (self.above is None or number > self.above)
+            and (self.below is None or number < self.below)
+        )
+        return fits or number == self.except_for
 
 
 def group_flags(group: type) -> list[Flag]:
@@ -141,7 +210,7 @@ def _read_field(f: dataclasses.Field[Any], hint: Any) -> Flag:
     optional = type(None) in members
     kinds = [m for m in members if m is not type(None)]
     assert len(kinds) == 1, f"{f.name}: a flag has one type (and None), not {hint}"
-    kind, many, choices = kinds[0], False, ()
+    kind, many, choices = kinds[0], False, f.metadata["choices"]
     if typing.get_origin(kind) is list:
         many, kind = True, typing.get_args(kind)[0]
     if typing.get_origin(kind) is typing.Literal:
@@ -149,4 +218,4 @@ def _read_field(f: dataclasses.Field[Any], hint: Any) -> Flag:
     kind = typing.get_origin(kind) or kind
     assert kind in (bool, int, float, str, dict), f"{f.name}: no flag can be read as {hint}"
     default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-    return Flag(f.name, kind, many, optional, choices, default, **f.metadata)
+    return Flag(f.name, kind, many, optional, default, **{**f.metadata, "choices": choices})
