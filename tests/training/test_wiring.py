@@ -313,7 +313,7 @@ def test_a_flag_reaches_its_formula(
 
 
 def test_a_kl_in_the_reward_reaches_every_estimator_that_takes_it() -> None:
-    """The others refuse --kl-coef (tests/arguments/test_validate.py)."""
+    """The others refuse --kl-coef (tests/arguments/test_problems.py)."""
     reached = {(base | flags).get("advantage_estimator") for base, flags, _ in CASES if flags.get("kl_coef")}
     assert reached == set(KL_ESTIMATORS)
 
