@@ -1,0 +1,110 @@
+"""Model families: what is known beforehand of a Hugging Face ``model_type``, one record each.
+
+::
+
+    from slimelite.families import FAMILIES, Family
+
+    FAMILIES.add(Family("mistral", "MistralForCausalLM", embedded=True))
+
+in a file that ``--import-file`` names makes the embedded engine compute Mistral models, and lets the flags of a model's
+shape be checked against them. Training needs no record: whether a model's sequences may be packed, need eager attention
+or cannot be trained is seen on a small copy of it (`slimelite.training.packing`), whatever its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slimelite.registry import Function, Registry
+
+# fields of a config that count the experts of a mixture, of which a token meets a part
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one ``model_type``.
+
+    A bias is there (True), is not (False), or is there where the config field of this name is true.
+
+    Args:
+        name: the ``model_type`` of config.json.
+        architecture: the class of transformers that a new model, defined by flags alone, belongs to.
+        qkv_bias: of the projections to queries, keys and values; ``out_bias``: of the one behind attention;
+            ``mlp_bias``: of the three of the MLP.
+        qk_norm: whether the queries and keys of each head are normed.
+        embedded: whether the embedded engine computes it: a dense decoder with norms before attention and MLP, rotary
+            positions and a gated MLP, whose weights are called as Llama's are.
+        loss_masks: slime's loss masks for its chat templates, by the name that ``--loss-mask-type`` takes.
+    """
+
+    name: str
+    architecture: str
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    embedded: bool = False
+    loss_masks: Mapping[str, Function] = field(default_factory=dict)
+
+
+FAMILIES = Registry[Family]("model family", "model_type")
+FAMILIES.add(
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        embedded=True,
+    )
+)
+FAMILIES.add(
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        qkv_bias=True,
+        embedded=True,
+        loss_masks={
+            "qwen": "slimelite.data.conversations:qwen_mask",
+            "distill_qwen": "slimelite.data.conversations:distill_qwen_mask",
+        },
+    )
+)
+FAMILIES.add(
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        embedded=True,
+        loss_masks={"qwen3": "slimelite.data.conversations:qwen3_mask"},
+    )
+)
+FAMILIES.add(
+    Family(
+        "qwen3_5",
+        "Qwen3_5ForCausalLM",
+        qkv_bias="attention_bias",
+        qk_norm=True,
+        loss_masks={"qwen3_5": "slimelite.data.conversations:qwen3_5_mask"},
+    )
+)
+
+
+def is_true(fact: bool | str, config: Mapping[str, object]) -> bool:
+    """Whether ``fact``, a bias of a family, holds for a model with this ``config`` (the content of config.json)."""
+    return bool(config.get(fact)) if isinstance(fact, str) else fact
+
+
+def family_of(model_type: str) -> Family | None:
+    """The family of that name, or else the one whose name begins it: a ``qwen3_moe`` has the attention of a Qwen3."""
+    kin = [family for name, family in FAMILIES.items() if model_type == name or model_type.startswith(f"{name}_")]
+    return max(kin, key=lambda family: len(family.name), default=None)
+
+
+def loss_masks() -> dict[str, Function]:
+    """slime's loss masks of all families."""
+    return {name: mask for family in FAMILIES.values() for name, mask in family.loss_masks.items()}
