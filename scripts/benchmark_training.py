@@ -23,8 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slimelite.arguments import Args
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
-from slimelite.training.metrics import MetricSums
 from slimelite.training.schedule import Step
+from slimelite.training.sums import MetricSums
 from slimelite.training.trainer import Trainer
 
 SHAPES = {

@@ -1,10 +1,10 @@
-"""Policy-gradient losses of response tokens: PPO clip (clip-high, dual clip), GSPO, CISPO.
+"""Losses of response tokens: PPO clip (clip-high, dual clip), GSPO, CISPO, the critic's, and the KL to a reference.
 
-Each returns ``losses: [T]`` (0 where masked; `reduction` turns them into a scalar) and metrics: ``pg_clipfrac``,
-``ppo_kl`` (mean old − lp), ``logprob_abs_diff`` (mean |lp − old|) and ``ois`` (mean ratio).
+A policy loss returns ``losses: [T]`` (0 where masked; `packed.weighted_sum` makes a scalar of them) and metrics:
+``pg_clipfrac``, ``ppo_kl`` (mean old − lp), ``logprob_abs_diff`` (mean |lp − old|) and ``ois`` (mean ratio).
 
-Arguments they share, all [T]: ``log_probs`` under the weights being trained (the gradient flows through them alone),
-``old`` under the weights at the start of this rollout's training, ``advantages``, ``mask`` (bool).
+Arguments that policy losses share, all [T]: ``log_probs`` under the weights being trained (the gradient flows through
+them alone), ``old`` under the weights at the start of this rollout's training, ``advantages``, ``mask`` (bool).
 ``eps_clip_high`` None means ``eps_clip``.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimelite.algorithms.packed import Metrics, bounded_exp, mean_metric, segment_mean, select
+from slimelite.algorithms.packed import MAX_LOG_RATIO, Metric, Metrics, bounded_exp, mean_metric, segment_mean, select
 
 
 def ppo_clip_loss(
@@ -119,3 +119,90 @@ def _ratio_metrics(log_ratio: Tensor, ratio: Tensor, mask: Tensor) -> Metrics:
         "logprob_abs_diff": mean_metric(log_ratio.abs(), mask),
         "ois": mean_metric(ratio, mask),
     }
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, value_clip: float
+) -> tuple[Tensor, Metrics]:
+    """PPO's clipped value loss (arXiv:1707.06347, as in OpenAI baselines; no factor ½, like slime), 0 where masked:
+
+    max((V_clip − G)², (V − G)²),  V_clip = V_old + clamp(V − V_old, ±value_clip)
+
+    All [T]: ``values`` with gradient, ``old_values`` before this rollout's training, ``returns`` from
+    `advantages.gae`. Metrics: ``value_clipfrac``, share of tokens whose first term is the larger, and ``values``.
+    """
+    values, old_values, returns = select(values, mask), select(old_values, mask), select(returns, mask)
+    moved = values - old_values
+    # inside the range V itself: V_old + moved would differ by rounding, and be counted
+    bounded = torch.where(moved.abs() > value_clip, old_values + moved.clamp(-value_clip, value_clip), values)
+    clipped, unclipped = (bounded - returns).square(), (values - returns).square()
+    # where, not maximum: inside the clip range both are equal and maximum would split the gradient
+    losses = clipped.where(clipped > unclipped, unclipped)
+    return losses, {"value_clipfrac": mean_metric(clipped > unclipped, mask), "values": mean_metric(values, mask)}
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Metric:
+    """1 − Var(returns − values) / Var(returns) over unmasked tokens: 1 is a perfect critic, 0 one that says nothing,
+    below 0 one that misleads. All [T]; without weight where the returns do not vary.
+    """
+    kept = returns[mask].double()
+    spread = kept.var(unbiased=False) if len(kept) else kept.sum()
+    if not spread > 0:
+        return spread.new_zeros(()), spread.new_zeros(())
+    return 1 - (kept - values[mask]).var(unbiased=False) / spread, spread.new_ones(())
+
+
+KL_KINDS = ("k1", "k2", "k3", "low_var_kl")
+
+
+def kl_estimate(log_probs: Tensor, base: Tensor, mask: Tensor, kind: str, *, old: Tensor | None = None) -> Tensor:
+    """KL of every token, 0 where masked; with d = log_probs − base:
+
+    ============  ==========================
+    k1            d
+    k2            d² / 2
+    k3            e^(−d) − 1 + d
+    low_var_kl    k3 clamped to [−10, 10]
+    ============  ==========================
+
+    ``old`` given: the unbiased variant (``--use-unbiased-kl``, DeepSeek-V3.2, arXiv:2512.02556): the estimate times
+    w = exp(log_probs − old), gradient through both factors, clamped (if at all) last.
+
+    As a loss k1 has zero expected gradient unless ``old`` is given; low_var_kl is the default (slime's is k1), and a
+    token whose k3 is above 10 has no gradient under it. Beyond |d| = 20 k3 goes on as its tangent there, so that it
+    stays finite and its gradient keeps pulling towards the reference. The gradient of w·k3 is w·d at every d.
+
+    Args:
+        log_probs: [T] of the policy.
+        base: [T] of the reference.
+        mask: [T] bool.
+        kind: one of ``KL_KINDS``.
+        old: [T] log-probs of the policy that sampled, or None.
+
+    Returns:
+        [T], at least fp32.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    d = select(log_probs, mask) - select(base, mask)
+    now = d.detach()
+    if kind == "k1":
+        kl, slope = now, torch.ones_like(now)
+    elif kind == "k2":
+        kl, slope = now.square() / 2, now
+    elif kind in ("k3", "low_var_kl"):
+        near = now.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        # expm1, not exp − 1: near d = 0 the difference would be rounding noise
+        slope = -torch.expm1(-near)
+        kl = near - slope + slope * (now - near)
+    else:
+        raise ValueError(f"unknown KL estimator {kind!r}; --kl-loss-type takes {', '.join(KL_KINDS)}")
+    if old is not None:
+        weight = bounded_exp(select(log_probs.detach(), mask) - select(old, mask))
+        # (w·f)′ = w·(f + f′); the exponentials of k3 and of its slope cancel
+        slope = weight * (now if kind in ("k3", "low_var_kl") else kl + slope)
+        kl = weight * kl
+    kl = kl + slope * (d - now)  # d − now is 0: it carries the slope
+    return kl.clamp(-10.0, 10.0) if kind == "low_var_kl" else kl

@@ -7,6 +7,7 @@ without a gradient found, in the same way everywhere before any of them is dealt
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +16,13 @@ from torch import Tensor
 
 from slimelite.algorithms import advantages as adv
 from slimelite.algorithms.corrections import mis_weights
-from slimelite.algorithms.kl import kl_estimate
-from slimelite.algorithms.packed import segment_mean
-from slimelite.algorithms.reduction import row_weights
-from slimelite.arguments import Args, CorrectionArgs
+from slimelite.algorithms.packed import row_weights, segment_mean
+from slimelite.algorithms.policy import kl_estimate
+from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
 from slimelite.arguments.algorithm import KL_ESTIMATORS
-from slimelite.plugins import load_function
+from slimelite.plugins import guarded, load_function
 from slimelite.table import SampleTable
-from slimelite.training.pairs import Pairs
-from slimelite.training.reducer import reducer_weights
+from slimelite.training.batch import Pairs
 
 # rows that are computed of a step without gradient: what it says of entropy and mismatch needs no more
 MEASURED_ROWS = 8
@@ -258,3 +257,51 @@ class TokenColumns:
     def _rows_with(self, tokens: Tensor) -> Tensor:
         """[n] bool: rows with a token in ``tokens`` [N] bool."""
         return torch.bincount(self.segments[tokens], minlength=self.rows) > 0
+
+
+FLAG = "--custom-pg-loss-reducer-function-path"
+
+
+def reducer_weights(args: AlgorithmArgs, table: SampleTable, mask: Tensor, steps: list[np.ndarray]) -> Tensor:
+    """[N] float64 weight of every token of the table in the policy loss of its optimizer step.
+
+    The plugin has slime's signature, with lists of one entry a response, and returns the function that reduces::
+
+        fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> (losses [tokens] -> 0-d tensor)
+
+    slime calls it for each micro-batch, adds up what the reducers return, and divides by the rollouts of the step (by
+    its trained tokens with ``--calculate-per-token-loss``). Here it is called once, with every response of the step,
+    and divided alike, so that it may divide by what only the whole step knows; whatever it does is a weight of each
+    token, which is found as its derivative.
+
+    Raises:
+        ValueError: what the reducer returns is not a finite weighted sum of the losses.
+    """
+    path = str(args.custom_pg_loss_reducer_function_path)
+    per_token = args.loss_aggregation == "token"
+    weights = torch.zeros(len(mask), dtype=torch.float64)
+    for rows in steps:
+        spans = [np.arange(table.response_offsets[row], table.response_offsets[row + 1]) for row in rows]
+        tokens = torch.from_numpy(np.concatenate(spans))
+        responses = table.response_lengths[rows].tolist()
+        masks = list(mask[tokens].int().split(responses))
+        make = load_function(path, FLAG)
+        reduce = guarded(make(table.total_lengths[rows].tolist(), responses, masks, per_token), path, FLAG)
+        divisor = mask[tokens].sum().item() if per_token else len(np.unique(table.rollout_id[rows]))
+        weights[tokens] = _derivative(reduce, len(tokens), path) / max(divisor, 1)
+    return torch.where(mask, weights, 0.0)
+
+
+def _derivative(reduce: Callable[[Tensor], Tensor], size: int, path: str) -> Tensor:
+    losses = torch.randn(size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    total = reduce(losses)
+    weights = torch.zeros_like(losses)
+    if total.requires_grad:
+        (weights,) = torch.autograd.grad(total, losses)
+    if not torch.isclose(total.double(), (weights * losses).sum(), rtol=1e-6, atol=1e-9):
+        raise ValueError(
+            f"{FLAG} {path}: what it returns must reduce losses to a finite weighted "
+            f"sum of them; clamp divisors that can be 0 (got {total.item():g} for random losses, and their weighted "
+            f"sum is {(weights * losses).sum().item():g})"
+        )
+    return weights

@@ -1,7 +1,9 @@
-"""The critic of ppo: a second model, as large as the policy and on the same ranks, that predicts returns."""
+"""Models beside the policy that trains: the critic of ppo, and frozen policies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slimelite.algorithms.packed import upcast
-from slimelite.algorithms.reduction import weighted_sum
-from slimelite.algorithms.value import explained_variance, value_loss
+from slimelite.algorithms.packed import upcast, weighted_sum
+from slimelite.algorithms.policy import explained_variance, value_loss
 from slimelite.arguments import Args
 from slimelite.arguments.checkpoint import STATE_FILE
 from slimelite.arguments.checksums import Checksums
@@ -20,13 +21,13 @@ from slimelite.table import SampleTable
 from slimelite.training import checkpoint, first_step
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
-from slimelite.training.loading import build_model
-from slimelite.training.metrics import MetricSums
-from slimelite.training.model import LanguageModel
+from slimelite.training.loading import build_model, build_policy
+from slimelite.training.model import LanguageModel, PolicyModel
+from slimelite.training.offload import HostMemory
 from slimelite.training.optimizer import CRITIC_FLAGS, LrSchedule, Optimizers
 from slimelite.training.parallel import World, reshard, set_last_micro_batch
-from slimelite.training.passes import Scores
 from slimelite.training.schedule import Step
+from slimelite.training.sums import MetricSums, Scores
 
 FOLDER = "critic"  # of a checkpoint
 
@@ -194,3 +195,35 @@ class Critic:
 
     def _parts(self) -> checkpoint.Parts:
         return checkpoint.Parts(self.world, self.model, None, self.optimizers, CRITIC_FLAGS)
+
+
+class FrozenPolicy:
+    """The policy at ``path``, sharded like the one that trains and never updated.
+
+    On a GPU its shards wait in host memory between uses.
+    """
+
+    def __init__(self, args: Args, world: World, path: str | None) -> None:
+        self.model = build_policy(args, world, path, trainable=False)
+        self._memory = HostMemory(self.model.parameters, world.device) if world.device.type == "cuda" else None
+        if self._memory is not None:
+            self._memory.offload()
+
+    @contextmanager
+    def weights(self, *, unchanged: bool = True) -> Iterator[PolicyModel]:
+        """The policy as a model to call, for the length of the context; ``unchanged``: nobody writes to it there."""
+        if self._memory is not None:
+            self._memory.onload()
+        try:
+            yield self.model
+        finally:
+            if self._memory is not None:
+                reshard(self.model)
+                self._memory.offload(unchanged=unchanged)
+
+    @torch.no_grad()
+    def copy_from(self, policy: PolicyModel) -> None:
+        """Become what ``policy`` is now (``--ref-update-interval``)."""
+        with self.weights(unchanged=False) as model:
+            for (_, mine), (_, theirs) in zip(model.named_weights(), policy.named_weights(), strict=True):
+                mine.copy_(theirs)

@@ -21,17 +21,15 @@ from slimelite.tracking.phases import Timer
 from slimelite.training import checkpoint, first_step, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
-from slimelite.training.critic import Critic
-from slimelite.training.frozen import FrozenPolicy
+from slimelite.training.critic import Critic, FrozenPolicy
 from slimelite.training.loading import build_policy
 from slimelite.training.loss import LossInputs, micro_batch_loss
-from slimelite.training.metrics import MetricSums
 from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory, memory_used, return_freed_memory, training_tensors
 from slimelite.training.optimizer import LrSchedule, Optimizers
 from slimelite.training.parallel import join_world, set_last_micro_batch
-from slimelite.training.passes import Scores, table_scores
 from slimelite.training.schedule import PackingLimits, Step, deal, split_steps
+from slimelite.training.sums import MetricSums, Scores, table_scores
 
 logger = logging.getLogger(__name__)
 

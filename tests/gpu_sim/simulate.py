@@ -28,9 +28,8 @@ from slimelite.table import SampleTable
 from slimelite.training import attention, critic, loading, model, offload, parallel, trainer, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
-from slimelite.training.metrics import MetricSums
 from slimelite.training.offload import HostMemory
-from slimelite.training.passes import Scores
+from slimelite.training.sums import MetricSums, Scores
 from slimelite.training.trainer import Trainer
 
 

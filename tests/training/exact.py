@@ -10,8 +10,8 @@ import torch
 from tiny import exact_norms, gradients, random_table
 
 from slimelite.table import SampleTable
-from slimelite.training.metrics import MetricSums
 from slimelite.training.schedule import Step, split_steps
+from slimelite.training.sums import MetricSums
 from slimelite.training.trainer import Trainer
 
 Gradient = dict[str, torch.Tensor]

@@ -12,9 +12,8 @@ from exact import CORRECTIONS, ESTIMATORS
 from tiny import loss_inputs, one_rank, random_table, save_tiny_model, tiny_args
 
 from slimelite.algorithms.advantages import gae, group_advantages, whiten
-from slimelite.algorithms.dpo import DPO_KINDS, dpo_loss
-from slimelite.algorithms.kl import KL_KINDS, kl_estimate
-from slimelite.algorithms.value import value_loss
+from slimelite.algorithms.policy import KL_KINDS, kl_estimate, value_loss
+from slimelite.algorithms.supervised import DPO_KINDS, dpo_loss
 from slimelite.table import SampleTable
 from slimelite.training.loss import micro_batch_loss
 from slimelite.training.model import chunked_log_probs

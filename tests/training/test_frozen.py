@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
 from slimelite.training.parallel import World
-from slimelite.training.passes import table_scores
+from slimelite.training.sums import table_scores
 
 # what matters of each family at positions around 1,000: its rope base, its scaling, its head width
 FAMILIES: dict[str, dict[str, Any]] = {

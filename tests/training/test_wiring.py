@@ -19,9 +19,8 @@ from torch import Tensor
 
 from slimelite.algorithms import advantages as adv
 from slimelite.algorithms import corrections as cor
-from slimelite.algorithms.kl import kl_estimate
-from slimelite.algorithms.policy import cispo_loss, gspo_loss, ppo_clip_loss
-from slimelite.algorithms.reduction import row_weights, weighted_sum
+from slimelite.algorithms.packed import row_weights, weighted_sum
+from slimelite.algorithms.policy import cispo_loss, gspo_loss, kl_estimate, ppo_clip_loss
 from slimelite.arguments import Args
 from slimelite.arguments.algorithm import KL_ESTIMATORS
 from slimelite.table import SampleTable
@@ -322,7 +321,7 @@ def test_every_flag_of_the_loss_has_a_case() -> None:
     names = {field.name for field in fields(Args)}
     read = {
         node.attr
-        for file in ("columns.py", "correction.py", "loss.py", "pairs.py", "reducer.py")
+        for file in ("batch.py", "columns.py", "loss.py")
         for node in ast.walk(ast.parse((TRAINING / file).read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
     }

@@ -1,4 +1,4 @@
-"""Preference losses against a loop over pairs, and at extremes."""
+"""SFT is a masked cross entropy of the logits; preference losses equal a loop over pairs, and hold at extremes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,27 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged import Batch, batches, check, few, mean, ratio_of
+from ragged import Batch, batches, check, few, mean, per_token, ratio_of
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from slimelite.algorithms.dpo import dpo_loss
+from slimelite.algorithms.packed import row_weights, token_weights, weighted_sum
+from slimelite.algorithms.supervised import dpo_loss, sft_loss
+
+
+@few
+@given(batch=batches)
+def test_sft_loss_equals_the_loop(batch: Batch) -> None:
+    check(lambda lp: sft_loss(lp, batch.mask), lambda lp: per_token(batch, lambda _, t: -lp[t]), batch.randn(), batch)
+
+
+def test_token_mean_is_torch_cross_entropy() -> None:
+    logits, targets = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 0, 6, 2, 3])
+    mask, segments = torch.tensor([True, False, True, True, True]), torch.tensor([0, 0, 0, 1, 1])
+    log_probs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    weights = token_weights(row_weights(torch.tensor([2, 2]), torch.arange(2), "token"), mask, segments)
+    expected = cross_entropy(logits, targets.masked_fill(~mask, -100))
+    torch.testing.assert_close(weighted_sum(sft_loss(log_probs, mask), weights), expected)
 
 
 @pytest.mark.parametrize(("kind", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0)])

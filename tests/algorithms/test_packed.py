@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from ragged import Batch, batches, few, same, seeds
 from torch import Tensor
 
-from slimelite.algorithms.kl import kl_estimate
-from slimelite.algorithms.policy import gspo_loss, ppo_clip_loss
-from slimelite.algorithms.reduction import AGGREGATIONS, row_weights, token_weights, weighted_sum
+from slimelite.algorithms.packed import AGGREGATIONS, row_weights, token_weights, weighted_sum
+from slimelite.algorithms.policy import gspo_loss, kl_estimate, ppo_clip_loss
 
 
 def naive_loss(batch: Batch, losses: Tensor, ids: list[int], mode: str) -> Tensor:

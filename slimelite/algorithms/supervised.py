@@ -1,4 +1,4 @@
-"""Direct preference optimisation on pairs of responses."""
+"""Losses of responses that the data has: supervised fine-tuning, and direct preference optimisation on pairs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slimelite.algorithms.packed import Metrics, mean_metric, segment_mean, segment_sum, select
+
+
+def sft_loss(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """[T] negative log-likelihood −log_probs, 0 where masked.
+
+    ``log_probs``: [T] at temperature 1, whatever the rollout temperature is (slime divides by it); ``mask``: [T] bool.
+    """
+    return -select(log_probs, mask)
+
 
 DPO_KINDS = ("sigmoid", "ipo")
 
