@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from slimelite.arguments import Args, parse_args
 from slimelite.lifecycle import StopSignals, Watchdog
+from slimelite.preflight import preflight, problems
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster
@@ -88,9 +89,7 @@ def due(interval: int | None, rollout_id: int, num_rollout: int, *, last: bool =
 def main(argv: list[str] | None = None) -> int:
     """Parse, check, launch, loop; returns the exit status."""
     with StopSignals() as stop:
-        args = parse_args(argv)
-        from slimelite.arguments.preflight import preflight
-
+        args = parse_args(argv, inspect=problems)
         if (status := preflight(args)) or args.dry_run:
             return status
         from slimelite.cluster import ClusterError, launch

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from slimelite.arguments.checkpoint import LOCK
+from slimelite.checkpoints import LOCK
 from slimelite.files import named
 from slimelite.lifecycle import is_gone, this_process
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.arguments.checkpoint import LOCK
+from slimelite.checkpoints import LOCK
 from slimelite.locks import STALE_S, hold
 
 ROOT = Path(__file__).parents[1]

@@ -5,7 +5,6 @@ Only the standard library is imported here, so that ``train.py --help`` is insta
 
 from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
 from slimelite.arguments.args import Args, Derivation
-from slimelite.arguments.checkpoint import find_checkpoint
 from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
 from slimelite.arguments.flags import ArgumentError, flag, resolved
 from slimelite.arguments.model import (
@@ -13,7 +12,6 @@ from slimelite.arguments.model import (
     CheckpointArgs,
     ClusterArgs,
     ModelArgs,
-    check_architecture,
     model_config_from_flags,
 )
 from slimelite.arguments.parse import make_args, parse_args
@@ -45,8 +43,6 @@ __all__ = [
     "SglangArgs",
     "TrackingArgs",
     "WeightSyncArgs",
-    "check_architecture",
-    "find_checkpoint",
     "flag",
     "make_args",
     "model_config_from_flags",

@@ -11,12 +11,12 @@ from typing import Any
 
 from slimelite.arguments.algorithm import GROUP_ESTIMATORS
 from slimelite.arguments.args import Args, Derivation
-from slimelite.arguments.checkpoint import find_checkpoint, holds_model
 from slimelite.arguments.eval_config import resolve_eval_datasets
 from slimelite.arguments.machine import Machine, derive_devices, derive_engine_groups, derive_engines
 from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.model import model_config_from_flags
 from slimelite.arguments.vocabulary import Settings
+from slimelite.checkpoints import find_checkpoint, holds_model
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
 # what slime's flags name by default is what runs here when they name nothing; --async-rollout generates ahead

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -166,74 +165,6 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """What ``config`` (the content of config.json) says of the language model."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
-
-
-def shape_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Sizes with which a model can be built, and cannot compute anything."""
-    config = text_config(config)
-    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    if wrong := [f"{name} {config[name]}" for name in sizes if isinstance(config.get(name), int) and config[name] < 1]:
-        yield f"{', '.join(wrong)}: must be at least 1"
-        return
-    heads, groups, width = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
-    if heads and groups and heads % groups:
-        yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
-    if heads and width and _rotates(config, config) and (config.get("head_dim") or width // heads) % 2:
-        head = f"head_dim {config['head_dim']}" if config.get("head_dim") else f"hidden_size {width} over {heads} heads"
-        yield f"{head}: rotary positions need heads of an even width"
-
-
-def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[str]:
-    """Every architecture flag that contradicts ``config`` (the content of config.json), with both values."""
-    config = text_config(config)
-    heads = config.get("num_attention_heads")
-    rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    head_width = config.get("head_dim") or (
-        config["hidden_size"] // heads if heads and "hidden_size" in config else None
-    )
-    truth = {
-        "num_layers": config.get("num_hidden_layers"),
-        "hidden_size": config.get("hidden_size"),
-        "ffn_hidden_size": config.get("intermediate_size"),
-        "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads", heads),
-        "kv_channels": head_width,
-        "vocab_size": config.get("vocab_size"),
-        "max_position_embeddings": config.get("max_position_embeddings"),
-        "normalization": "RMSNorm" if "rms_norm_eps" in config else "LayerNorm",
-        "norm_epsilon": config.get("rms_norm_eps", config.get("layer_norm_epsilon")),
-        "rotary_base": rope.get("rope_theta"),
-        "position_embedding_type": "rope" if _rotates(config, rope) else None,
-        "rotary_percent": config.get("partial_rotary_factor", 1.0),
-        "rotary_scaling_factor": rope.get("factor"),
-    }
-    wrong = [(name, getattr(args, name), has) for name, has in truth.items() if has is not None]
-    wrong = [(name, said, has) for name, said, has in wrong if said is not None and said != has]
-    wrong += [
-        (name, getattr(args, name), has) for name, has in _switches(args, config, rope) if getattr(args, name) != has
-    ]
-    return [f"--{name.replace('_', '-')} is {said} but the model's config.json says {has}" for name, said, has in wrong]
-
-
-def _switches(args: ArchitectureArgs, config: dict[str, Any], rope: dict[str, Any]) -> list[tuple[str, bool]]:
-    """(switch, what the config says of it); only those given, unless a whole model is described."""
-    family = str(config.get("model_type"))
-    truth = {
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
-        "use_rotary_position_embeddings": _rotates(config, rope),
-        "use_rope_scaling": rope.get("rope_type", rope.get("type", "default")) == "llama3",
-        "swiglu": config.get("hidden_act", "silu") == "silu",
-        "disable_bias_linear": not config.get("mlp_bias", False),
-        "qk_layernorm": family.startswith("qwen3"),
-        "add_qkv_bias": family.startswith("qwen2") or bool(config.get("attention_bias")),
-    }
-    known = family in FAMILIES
-    strict = {"untie_embeddings_and_output_weights"} | ({"qk_layernorm", "add_qkv_bias"} if known else set())
-    return [(n, has) for n, has in truth.items() if getattr(args, n) or (args.describes_model and n in strict)]
-
-
-def _rotates(config: dict[str, Any], rope: dict[str, Any]) -> bool:
-    return "rope_theta" in rope or config.get("model_type") in FAMILIES
 
 
 def model_config_from_flags(args: ArchitectureArgs) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -75,6 +75,18 @@ def compose(groups: Sequence[type], origins: tuple[Origin, ...] | None = None) -
         return dataclasses.dataclass(frozen=True)(composed)
     except TypeError as error:
         raise ArgumentError([f"{OPTION}: {error}; write @dataclass(frozen=True) above the class"]) from None
+
+
+def plugin_paths(args: Args) -> Iterator[tuple[str, str]]:
+    """(flag, path) of every plugin that is named."""
+    for flag in all_flags(type(args)).values():
+        if flag.metavar == "PLUGIN":
+            value = getattr(args, flag.name)
+            yield from ((flag.option, path) for path in (value if flag.many else [value]) if path)
+    for dataset in args.eval_datasets:
+        for path in (dataset.custom_rm_path, dataset.custom_generate_function_path):
+            if path and path not in (args.custom_rm_path, args.custom_generate_function_path):
+                yield f"eval dataset {dataset.name}", path
 
 
 def _origin(group: type) -> Origin:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from slimelite.arguments.args import Args, Derivation
@@ -26,12 +26,18 @@ MASKED = (
 )
 
 
-def parse_args(argv: Sequence[str] | None = None, groups: Sequence[type] = ()) -> Args:
+def parse_args(
+    argv: Sequence[str] | None = None,
+    groups: Sequence[type] = (),
+    *,
+    inspect: Callable[[Args], list[str]] = lambda _: [],
+) -> Args:
     """`make_args` for a command line: prints ``--help``, or every problem on a line of its own, and exits.
 
     Args:
         argv: without the program's name; None: that of this process.
         groups: dataclasses of `flag` fields of your own; the result is an instance of each.
+        inspect: finds further problems, asked for when a dry run has some already, so that it names all of them.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -42,9 +48,7 @@ def parse_args(argv: Sequence[str] | None = None, groups: Sequence[type] = ()) -
     except ArgumentError as error:
         problems = error.problems
         if isinstance(error.args_so_far, Args) and error.args_so_far.dry_run:
-            from slimelite.arguments.preflight import inspect
-
-            problems = [*problems, *inspect(error.args_so_far, this_machine()).problems]
+            problems = [*problems, *inspect(error.args_so_far)]
         print("\n".join(f"train.py: {problem}" for problem in problems), file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from slimelite.arguments import Args
-from slimelite.arguments.checkpoint import MARKER, ROLLOUT_STATE
-from slimelite.arguments.checksums import CHECKSUMS, REMEDY, Checksums, checksums, read_json
+from slimelite.checkpoints import CHECKSUMS, MARKER, REMEDY, ROLLOUT_STATE, Checksums, checksums, read_json
 from slimelite.files import free_space, in_units, whole
 from slimelite.table import SampleTable
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from slimelite.arguments.checksums import read_json
+from slimelite.checkpoints import read_json
 
 # between them: digits, operators, newlines, runs of spaces, code, accents, another script, an emoji
 PROBES = (

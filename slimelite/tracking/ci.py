@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slimelite.arguments import DebugArgs
-from slimelite.arguments.checksums import read_json
+from slimelite.checkpoints import read_json
 from slimelite.files import whole
 
 # slime's: runs of other layouts must have the gradient norms of the recorded one

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from slimelite.arguments import CheckpointArgs
-from slimelite.arguments.checkpoint import STATE_FILE
-from slimelite.arguments.checksums import REMEDY, Checksums, checksums, read_json
+from slimelite.checkpoints import REMEDY, STATE_FILE, Checksums, checksums, read_json
 from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import FLAGS, LrSchedule, Optimizers
 from slimelite.training.parallel import World, reshard

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from slimelite.algorithms.packed import upcast, weighted_sum
 from slimelite.algorithms.policy import explained_variance, value_loss
 from slimelite.arguments import Args
-from slimelite.arguments.checkpoint import STATE_FILE
-from slimelite.arguments.checksums import Checksums
+from slimelite.checkpoints import STATE_FILE, Checksums
 from slimelite.table import SampleTable
 from slimelite.training import checkpoint, first_step
 from slimelite.training.batch import MicroBatch

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimelite.arguments import Args
-from slimelite.arguments.checksums import Checksums
+from slimelite.checkpoints import Checksums
 from slimelite.table import SampleTable
 from slimelite.tracking.phases import Timer
 from slimelite.training import checkpoint, first_step, weights

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from conftest import QWEN
 
-from slimelite.arguments import ArchitectureArgs, check_architecture, model_config_from_flags
+from slimelite.arguments import ArchitectureArgs, model_config_from_flags
+from slimelite.model_files import check_architecture
 
 RIGHT = ArchitectureArgs(
     num_layers=2,

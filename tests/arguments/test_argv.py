@@ -14,7 +14,7 @@ import pytest
 
 from slimelite.arguments import ArgumentError, make_args
 from slimelite.arguments.machine import Machine
-from slimelite.arguments.preflight import inspect
+from slimelite.preflight import inspect
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "slime_argv.jsonl").read_text().splitlines()]
 NODE = Machine(gpus=8, sglang=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import COMPLETE, Make, Problems
 
-from slimelite.arguments import Args, ArgumentError, find_checkpoint, make_args
+from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine, this_machine
+from slimelite.checkpoints import find_checkpoint
 
 GPU8 = Machine(gpus=8)
 

@@ -11,7 +11,7 @@ import pytest
 from conftest import QWEN, Make
 
 from slimelite.arguments.machine import Machine
-from slimelite.arguments.preflight import inspect
+from slimelite.preflight import inspect
 
 TEACHER = "--use-opd --opd-teacher-load owner/teacher --opd-type"
 

@@ -15,7 +15,7 @@ from conftest import COMPLETE, CPU
 import slimelite.arguments as arguments
 from slimelite.arguments import Args, ArgumentError, flag, make_args, parse_args
 from slimelite.arguments.flags import all_flags, group_flags, group_title, groups_of
-from slimelite.arguments.preflight import plugin_paths
+from slimelite.arguments.own_groups import plugin_paths
 
 
 @dataclass(frozen=True)

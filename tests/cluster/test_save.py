@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.arguments.checkpoint import STATE_FILE, find_checkpoint
-from slimelite.arguments.checksums import Checksums
+from slimelite.checkpoints import STATE_FILE, Checksums, find_checkpoint
 from slimelite.cluster.cluster import Cluster
 from tests.cluster.workers import Worker
 

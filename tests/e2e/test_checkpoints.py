@@ -12,7 +12,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import train
-from slimelite.arguments import find_checkpoint
+from slimelite.checkpoints import find_checkpoint
 from slimelite.locks import hold
 
 from .conftest import FIRST_VERSION_FLAGS, metrics

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from slimelite.arguments import Args, ArgumentError, make_args, parse_args
-from slimelite.arguments.dry_run import format_report
+import train
+from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine
-from slimelite.arguments.preflight import inspect, preflight
+from slimelite.preflight import inspect, preflight
+from slimelite.preflight.findings import format_report
 from slimelite.tracking.metrics_file import MetricsFile
 
 CPU = Machine(gpus=0)
@@ -386,7 +387,7 @@ def test_rows_that_are_left_out_are_counted(run: str, tmp_path: Path) -> None:
 
 def test_dry_run_names_misread_flags_and_missing_files_together(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
-        parse_args(f"{run} --dry-run --lr fast --prompt-data absent.jsonl".split())
+        train.main(f"{run} --dry-run --lr fast --prompt-data absent.jsonl".split())
     lines = capsys.readouterr().err.splitlines()
     assert exit.value.code == 2
     assert "--lr takes a number" in lines[0]
@@ -396,7 +397,7 @@ def test_dry_run_names_misread_flags_and_missing_files_together(run: str, capsys
 @pytest.mark.parametrize("words", ["--dry-run", "--dry-run --hf-checkpoint /no", "--dry-run --lr"])
 def test_dry_run_of_next_to_nothing_ends_in_messages(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parse_args(words.split())
+        train.main(words.split())
     assert all(line.startswith("train.py: --") for line in capsys.readouterr().err.splitlines())
 
 

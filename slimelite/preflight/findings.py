@@ -1,12 +1,13 @@
-"""What ``--dry-run`` prints: the arguments with their reasons, and what the checks found."""
+"""What the checks found, and the report that ``--dry-run`` prints: the arguments with their reasons, then that."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from slimelite.arguments.args import Args
+from slimelite.arguments import Args
 from slimelite.arguments.flags import Flag, group_flags, group_title, groups_of
 from slimelite.arguments.secret import masked
 
@@ -24,6 +25,21 @@ def one_line(error: BaseException) -> str:
     """The message of an error without line breaks or traceback, and its kind where it is not a message to a user."""
     text = " ".join(str(error).partition("Traceback (most")[0].split()) or type(error).__name__
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
+
+
+def fill(option: str, template: str, rollout_id: int | str) -> Path:
+    """The path that ``template``, the value of ``option``, stands for in a rollout.
+
+    Raises:
+        ValueError: it asks for more than ``{rollout_id}``.
+    """
+    try:
+        return Path(template.format(rollout_id=rollout_id))
+    except (LookupError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{option} {template}: {{rollout_id}} is all that is replaced, here by {rollout_id!r} "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def format_report(args: Args, findings: Findings) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.arguments.checkpoint import LOCK, find_checkpoint
-from slimelite.arguments.checksums import CHECKSUMS, checksums, damage
+from slimelite.checkpoints import CHECKSUMS, LOCK, checksums, damage, find_checkpoint
 
 
 def write(root: Path, step: int, *, sums: bool = True) -> Path:
@@ -103,7 +102,7 @@ def test_a_long_comparison_is_announced(
     write(tmp_path, 3)
     find_checkpoint(tmp_path)
     assert not capsys.readouterr().err
-    monkeypatch.setattr("slimelite.arguments.checksums.SAID_ABOVE", 1000)
+    monkeypatch.setattr("slimelite.checkpoints.SAID_ABOVE", 1000)
     find_checkpoint(tmp_path)
     assert f"comparing 0 GB of {tmp_path / 'iter_0000003'} with its checksums" in capsys.readouterr().err
 

@@ -1,0 +1,165 @@
+"""What can be checked before anything expensive starts: files, columns, labels, one reward, lengths, devices.
+
+A real start and ``--dry-run`` run the same checks; the dry run reads all rows and reports too few GPUs as a warning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from slimelite.arguments import Args
+from slimelite.arguments.machine import Machine, this_machine
+from slimelite.preflight.findings import Findings, fill, format_report
+
+
+def preflight(args: Args) -> int:
+    """Check ``args`` against the world; print the dry run's report, or warnings and problems; the exit status."""
+    findings = inspect(args, this_machine())
+    if args.dry_run:
+        print(format_report(args, findings))
+    else:
+        said = [*(f"warning: {warning}" for warning in findings.warnings), *findings.problems]
+        for line in said:
+            print(f"train.py: {line}", file=sys.stderr)
+    return 2 if findings.problems else 0
+
+
+def problems(args: Args) -> list[str]:
+    """What the checks find wrong with ``args`` on this machine."""
+    return inspect(args, this_machine()).problems
+
+
+def inspect(args: Args, machine: Machine) -> Findings:
+    """Every check that can be made without loading a model; one that fails does not hide the others."""
+    from slimelite.preflight.inputs import check_inputs  # it needs torch and transformers
+
+    findings = Findings()
+    try:
+        _check_devices(args, machine, findings)
+        _check_packages(args, findings)
+        _check_run_folder(args, findings)
+        findings.problems += output_problems(args)
+        check_inputs(args, findings)
+    except OSError as error:  # a folder of the user's that cannot be read, say: the text names it
+        findings.problems.append(str(error))
+    return findings
+
+
+def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
+    ranks = 0 if args.debug_rollout_only else args.actor_num_gpus_per_node * args.actor_num_nodes
+    engines = 0 if args.debug_train_only else args.rollout_num_gpus
+    needed = max(ranks, engines) if args.colocate else ranks + engines
+    shared = "shared by" if args.colocate else "for"
+    findings.facts.append(
+        f"{needed} {args.device} device(s) {shared} {ranks} training rank(s) and {args.num_engines} engine(s)"
+    )
+    elsewhere = args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ  # Ray counts the GPUs of all nodes
+    if args.device != "cuda" or elsewhere:
+        return
+    if needed > machine.gpus:
+        what = f"{needed} GPUs are needed ({ranks} for training, {engines} for engines, colocate={args.colocate})"
+        message = f"{what}, and this machine has {machine.gpus}: lower --actor-num-gpus-per-node or --rollout-num-gpus"
+        (findings.warnings if args.dry_run else findings.problems).append(message)
+    elif not args.dry_run:
+        import torch
+
+        if not torch.cuda.is_available():
+            findings.problems.append(
+                "--device cuda: torch cannot use the GPU here; install its CUDA build, or --device cpu"
+            )
+
+
+def _check_packages(args: Args, findings: Findings) -> None:
+    engine = None if args.debug_train_only else args.rollout_backend
+    servers = engine == "sglang" and not args.rollout_external_engine_addrs
+    wanted = (
+        ("ray", args.launcher == "ray", "use --launcher local"),
+        ("sglang", servers, "docs/install.md says how; or take --rollout-backend embedded"),
+        ("vllm", engine == "vllm", "docs/install.md says how; or take --rollout-backend embedded"),
+        ("wandb", args.use_wandb, "pip install wandb"),
+        ("tensorboard", args.use_tensorboard, "pip install tensorboard"),
+    )
+    for package, needed, remedy in wanted:
+        if needed and importlib.util.find_spec(package) is None:
+            findings.problems.append(f"{package} is not installed: {remedy}")
+    if servers and args.device == "cuda":
+        findings.warnings += _missing_for_kernels()
+
+
+def _missing_for_kernels() -> Iterator[str]:
+    """What SGLang's kernels need of this machine besides Python packages."""
+    name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "another C library").partition(" ")
+    if name != "glibc" or [int(part) for part in version.split(".")[:2]] < [2, 34]:
+        yield f"SGLang's kernels need glibc 2.34 or newer, and this machine has {name} {version}: see docs/install.md"
+    if shutil.which("nvcc") is None and not (Path(os.environ.get("CUDA_HOME", "")) / "bin" / "nvcc").is_file():
+        yield (
+            "no nvcc is found, with which SGLang compiles kernels when it first needs them: all of them on GPUs before "
+            "Hopper (RTX 4090, L40S), top-k and top-p sampling (--eval-top-k 1) on any; install the CUDA toolkit, or "
+            "set CUDA_HOME"
+        )
+
+
+def _check_run_folder(args: Args, findings: Findings) -> None:
+    """Two runs in one folder would be read as one; with --load it is the same run, even before its first checkpoint."""
+    from slimelite.tracking.metrics_file import FILE_NAME
+
+    metrics = Path(args.run_dir) / FILE_NAME
+    if (args.load and not args.finetune) or not metrics.is_file():
+        return
+    # one that failed before its first rollout left nothing to mix with
+    if any('"kind": "start"' not in line for line in metrics.read_text(encoding="utf-8").splitlines() if line):
+        findings.problems.append(
+            f"--run-dir {args.run_dir} holds another run: name a new folder, or, if that run is over, remove this one; "
+            "to go on with it, give its checkpoints as --load"
+        )
+
+
+def output_problems(args: Args) -> Iterator[str]:
+    """Every place that cannot be written to; nothing is left behind there."""
+    folders = {
+        "--run-dir": args.run_dir,
+        "--save": args.save,
+        "--update-weight-disk-dir": args.update_weight_disk_dir,
+        "--tensorboard-dir": args.tensorboard_dir if args.use_tensorboard else None,
+        "--wandb-dir": args.wandb_dir if args.use_wandb else None,
+    }
+    places = [(option, Path(folder).absolute()) for option, folder in folders.items() if folder]
+    if args.ci_save_grad_norm:
+        places.append(("--ci-save-grad-norm", Path(args.ci_save_grad_norm).absolute().parent))
+    templates: list[tuple[str, str | None, int | str]] = [
+        ("--save-hf", args.save_hf, 0),
+        # an evaluation has a name instead of a number
+        ("--save-debug-rollout-data", args.save_debug_rollout_data, "eval_0" if args.eval_interval else 0),
+    ]
+    for option, template, rollout_id in templates:
+        try:
+            target = fill(option, template, rollout_id).absolute() if template else None
+        except ValueError as error:
+            yield str(error)
+            continue
+        if target is not None:
+            places.append((option, target.parent))
+        if target is not None and option == "--save-hf":
+            yield from _in_the_way(args, target)
+    for option, place in places:
+        there = next(folder for folder in (place, *place.parents) if folder.exists())
+        try:
+            tempfile.TemporaryDirectory(dir=there).cleanup()
+        except OSError as error:
+            yield f"{option}: {place} cannot be written to: {error.strerror} ({there})"
+
+
+def _in_the_way(args: Args, target: Path) -> Iterator[str]:
+    """What ``--save-hf`` would have to replace."""
+    if target.exists() and not target.is_dir():
+        yield f"--save-hf: {target} is a file; name a folder"
+    for option, model in (("--hf-checkpoint", args.hf_checkpoint), ("--tokenizer", args.tokenizer)):
+        if target.is_dir() and model and Path(model).is_dir() and target.samefile(model):
+            yield f"--save-hf: {target} is {option} itself, and would be written over; name another folder"
+            return
