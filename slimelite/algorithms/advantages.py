@@ -6,17 +6,47 @@ on packed tokens (see `packed`). Nothing here has a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.packed import Metrics, mean_metric, segment_sum, select, upcast
+from slimelite.registry import function
 
-# estimators whose advantage starts from a comparison within the group of one prompt
-GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
-# estimators that read the reward itself
-REWARD_ESTIMATORS = ("reinforce_plus_plus", "ppo")
+
+@dataclass(frozen=True, slots=True)
+class GroupedRewards:
+    """Rewards of the M rollouts of G groups, all float64 but for the integers.
+
+    ``rewards``: [M]; ``group``: [M] int64, 0 … G − 1; ``size``: [G] int64 rollouts of each group; ``centered``: [M]
+    R − mean of the group; ``std``: [G] unbiased, 0 in a group of one. ``divide_by_std``: False is
+    ``--disable-grpo-std-normalization``.
+    """
+
+    rewards: Tensor
+    group: Tensor
+    size: Tensor
+    centered: Tensor
+    std: Tensor
+    divide_by_std: bool
+
+
+def over_std(rewards: GroupedRewards) -> Tensor:
+    """[M] (R − mean) / (std + 1e-6) (arXiv:2402.03300); without ``divide_by_std`` R − mean (arXiv:2503.20783)."""
+    return rewards.centered * (1 / (rewards.std + 1e-6))[rewards.group] if rewards.divide_by_std else rewards.centered
+
+
+def minus_mean(rewards: GroupedRewards) -> Tensor:
+    """[M] R − mean (arXiv:2501.03262)."""
+    return rewards.centered
+
+
+def leave_one_out(rewards: GroupedRewards) -> Tensor:
+    """[M] R − mean of the *other* rewards of the group = n / (n − 1)·(R − mean) (arXiv:2402.14740)."""
+    scale = rewards.size.double() / (rewards.size - 1).clamp(min=1)  # of two int64 it would be fp32
+    return rewards.centered * scale[rewards.group]
 
 
 @torch.no_grad()
@@ -29,15 +59,7 @@ def group_advantages(
     std_normalization: bool = True,
     normalize: bool = True,
 ) -> tuple[Tensor, Metrics]:
-    """The advantage of each row from the rewards R of its group's rollouts.
-
-    ============================  ===============================================================================
-    grpo, gspo, cispo             (R − mean) / (std + 1e-6), std unbiased (arXiv:2402.03300); without
-                                  ``std_normalization`` R − mean (Dr.GRPO, arXiv:2503.20783)
-    reinforce_plus_plus_baseline  R − mean (arXiv:2501.03262)
-    rloo                          R − mean of the *other* rewards of the group (arXiv:2402.14740)
-    reinforce_plus_plus, ppo      R
-    ============================  ===============================================================================
+    """The advantage of each row from the rewards of its group's rollouts, by the ``group`` function of an estimator.
 
     Groups may have any size (slime falls back to one group of the whole batch when sizes differ). Fan-out siblings,
     rows of one rollout id, count once, with the mean of their rewards, and share its advantage. A group of one rollout
@@ -48,7 +70,7 @@ def group_advantages(
         rewards: [N], one a row.
         group_ids: [N] int64.
         rollout_ids: [N] int64.
-        estimator: one of ``GROUP_ESTIMATORS`` or ``REWARD_ESTIMATORS``.
+        estimator: one of ``ESTIMATORS``.
         std_normalization: False is ``--disable-grpo-std-normalization``.
         normalize: False is ``--disable-rewards-normalization``: the rewards come back as they are.
 
@@ -58,9 +80,7 @@ def group_advantages(
     Raises:
         ValueError: an unknown estimator, a reward that is not finite, or a rollout in two groups.
     """
-    if estimator not in GROUP_ESTIMATORS + REWARD_ESTIMATORS:
-        known = ", ".join(GROUP_ESTIMATORS + REWARD_ESTIMATORS)
-        raise ValueError(f"unknown estimator {estimator!r}; --advantage-estimator takes {known}")
+    compare = ESTIMATORS[estimator].group
     dtype = upcast(rewards).dtype
     bad = (~rewards.float().isfinite()).nonzero().flatten().tolist()
     if bad:
@@ -70,28 +90,22 @@ def group_advantages(
     rewards = rewards.double()  # where squares of what fp32 holds do not overflow
     groups, row_group = torch.unique(group_ids, return_inverse=True)
     rollouts, row_rollout = torch.unique(rollout_ids, return_inverse=True)
-    rollout_group = torch.zeros_like(rollouts).scatter(0, row_rollout, row_group)
-    if (rollout_group[row_rollout] != row_group).any():
+    group = torch.zeros_like(rollouts).scatter(0, row_rollout, row_group)
+    if (group[row_rollout] != row_group).any():
         raise ValueError("rows of one rollout_id are in different groups; fan-out siblings must keep their group_index")
 
-    rollout_rewards = _means(rewards, row_rollout, len(rollouts))
-    size = torch.bincount(rollout_group, minlength=len(groups))
-    centered = rollout_rewards - _means(rollout_rewards, rollout_group, len(groups))[rollout_group]
-    others = (size - 1).clamp(min=1)
-    std = (segment_sum(centered.square(), rollout_group, len(groups)) / others).sqrt()
+    of_rollouts = _means(rewards, row_rollout, len(rollouts))
+    size = torch.bincount(group, minlength=len(groups))
+    centered = of_rollouts - _means(of_rollouts, group, len(groups))[group]
+    std = (segment_sum(centered.square(), group, len(groups)) / (size - 1).clamp(min=1)).sqrt()
     metrics = {
         "groups_of_one": mean_metric(size == 1, size > 0),
         "zero_variance_groups": mean_metric((size > 1) & (std == 0), size > 0),
     }
-    if not normalize or estimator in REWARD_ESTIMATORS:
+    if not normalize or compare is None:
         return rewards.to(dtype), metrics
-    if estimator == "rloo":
-        scale = size.double() / others  # of two int64 it would be fp32
-    elif estimator != "reinforce_plus_plus_baseline" and std_normalization:
-        scale = 1 / (std + 1e-6)
-    else:
-        scale = torch.ones_like(std)
-    return (centered * scale[rollout_group])[row_rollout].to(dtype), metrics
+    advantages: Tensor = function(compare)(GroupedRewards(of_rollouts, group, size, centered, std, std_normalization))
+    return advantages[row_rollout].to(dtype), metrics
 
 
 def _means(values: Tensor, index: Tensor, size: int) -> Tensor:
@@ -99,6 +113,55 @@ def _means(values: Tensor, index: Tensor, size: int) -> Tensor:
     low = values.new_full((size,), torch.inf).scatter_reduce(0, index, values, "amin")
     count = torch.bincount(index, minlength=size)
     return low + segment_sum(values - low[index], index, size) / count
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTokens:
+    """The T response tokens of the rows of a whole rollout, packed, on the CPU.
+
+    ``advantages``: [rows] fp32 of `group_advantages`; ``kl``: [T] fp32 estimate of KL(old ‖ ref), 0 without
+    ``--kl-coef``; ``mask``: [T] bool; ``segments``: [T] int64 row of each token; ``values``: [T] of the critic at the
+    position that predicts the token, None without one; ``kl_coef``, ``gamma``, ``lambd``: the flags.
+    """
+
+    advantages: Tensor
+    kl: Tensor
+    mask: Tensor
+    segments: Tensor
+    values: Tensor | None = None
+    kl_coef: float = 0.0
+    gamma: float = 1.0
+    lambd: float = 1.0
+
+    def rewards(self) -> Tensor:
+        """[T] `token_rewards`."""
+        rows = len(self.advantages)
+        return token_rewards(self.advantages, self.kl, self.mask, self.segments, rows, kl_coef=self.kl_coef)
+
+
+@torch.no_grad()
+def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
+    """[T] advantages, and [T] returns: the same, unless the estimator's ``token`` function gives a critic others."""
+    make = ESTIMATORS[estimator].token
+    found = tokens.advantages[tokens.segments] if make is None else function(make)(tokens)
+    return found if isinstance(found, tuple) else (found, found)
+
+
+def reinforce_plus_plus(tokens: RolloutTokens) -> Tensor:
+    """[T] REINFORCE++ (arXiv:2501.03262): `discounted_returns` of the reward and the KL, to be whitened."""
+    return discounted_returns(tokens.rewards(), tokens.segments, gamma=tokens.gamma)
+
+
+def reinforce_plus_plus_baseline(tokens: RolloutTokens) -> Tensor:
+    """[T] A_t = (R − group mean) − kl_coef·kl_t·m_t (arXiv:2501.03262), to be whitened."""
+    penalty = tokens.kl_coef * select(tokens.kl, tokens.mask)
+    return tokens.advantages[tokens.segments].to(penalty.dtype) - penalty
+
+
+def ppo(tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
+    """[T] advantages and [T] returns: `gae` of the reward, the KL and the critic's values."""
+    assert tokens.values is not None, "an estimator with a critic has its values"
+    return gae(tokens.rewards(), tokens.values, tokens.mask, tokens.segments, gamma=tokens.gamma, lambd=tokens.lambd)
 
 
 @torch.no_grad()
@@ -126,23 +189,11 @@ def token_rewards(
 
 @torch.no_grad()
 def discounted_returns(rewards: Tensor, segments: Tensor, *, gamma: float) -> Tensor:
-    """[T] A_t = Σ_k γ^k r_{t+k} to the end of the row: REINFORCE++ (arXiv:2501.03262), to be whitened.
+    """[T] A_t = Σ_k γ^k r_{t+k} to the end of the row.
 
     The discount runs through masked tokens. ``rewards``: [T], see `token_rewards`; ``segments``: [T] int64.
     """
     return _reverse_scan(upcast(rewards), gamma, segments)
-
-
-@torch.no_grad()
-def reinforce_plus_plus_baseline(
-    advantages: Tensor, kl: Tensor, mask: Tensor, segments: Tensor, *, kl_coef: float
-) -> Tensor:
-    """[T] A_t = (R − group mean) − kl_coef·kl_t·m_t (arXiv:2501.03262), to be whitened.
-
-    ``advantages``: [rows] from `group_advantages`; ``kl``: [T]; ``mask``: [T] bool; ``segments``: [T] int64.
-    """
-    penalty = kl_coef * select(kl, mask)
-    return advantages[segments].to(penalty.dtype) - penalty
 
 
 @torch.no_grad()
@@ -176,19 +227,14 @@ def gae(
 
 
 @torch.no_grad()
-def whiten(values: Tensor, mask: Tensor, all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """[T] (x − mean)·rsqrt(var + 1e-8) over the unmasked tokens of the whole rollout, 0 where masked.
 
-    Two passes, unbiased variance, in float64. ``all_reduce`` takes a tensor and returns its sum over all ranks; it
-    is called twice on every rank, also on one without tokens.
+    Two passes, unbiased variance, in float64.
     """
-    x = select(values.double(), mask)
-    total = torch.stack([x.sum(), mask.sum().double()])
-    total = total if all_reduce is None else all_reduce(total)
-    centered = select(x - total[0] / total[1].clamp(min=1), mask)
-    squares = centered.square().sum()
-    squares = squares if all_reduce is None else all_reduce(squares)
-    variance = squares / (total[1] - 1).clamp(min=1)
+    x, count = select(values.double(), mask), mask.sum().double()
+    centered = select(x - x.sum() / count.clamp(min=1), mask)
+    variance = centered.square().sum() / (count - 1).clamp(min=1)
     return (centered * torch.rsqrt(variance + 1e-8)).to(upcast(values).dtype)
 
 

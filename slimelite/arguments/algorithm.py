@@ -5,17 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slimelite.algorithms.estimators import ESTIMATORS, Estimator
 from slimelite.arguments.flags import flag, resolved
 from slimelite.arguments.presets import PRESETS
-
-AdvantageEstimator = Literal[
-    "grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"
-]
-
-# those that compare the responses to a prompt with each other
-GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline")
-# those whose reward has a KL term
-KL_ESTIMATORS = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
 
 
 @dataclass(frozen=True)
@@ -28,8 +20,8 @@ class AlgorithmArgs:
         metavar="NAME",
     )
     loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "custom_loss"] = flag("policy_loss", "what is minimised")
-    advantage_estimator: AdvantageEstimator = flag(
-        "grpo", "how rewards become advantages, and the policy loss that goes with it"
+    advantage_estimator: str = flag(
+        "grpo", "how rewards become advantages, and the policy loss that goes with it", choices=ESTIMATORS
     )
     compute_advantages_and_returns: bool = flag(
         True,
@@ -81,6 +73,11 @@ class AlgorithmArgs:
     use_reference: bool = resolved(False)
     # estimator of the KL in the reward: unbiased, and a reward has no gradient that could vanish
     kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"] = resolved("k1")
+
+    @property
+    def estimator(self) -> Estimator:
+        """The record of ``--advantage-estimator``."""
+        return ESTIMATORS[self.advantage_estimator]
 
     @property
     def supervised(self) -> bool:

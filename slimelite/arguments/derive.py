@@ -9,7 +9,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from slimelite.arguments.algorithm import GROUP_ESTIMATORS
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.eval_config import resolve_eval_datasets
 from slimelite.arguments.machine import Machine, derive_devices, derive_engine_groups, derive_engines
@@ -17,7 +16,6 @@ from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.model import model_config_from_flags
 from slimelite.arguments.vocabulary import Settings
 from slimelite.checkpoints import find_checkpoint, holds_model
-from slimelite.engines.registry import ENGINES
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
 # what slime's flags name by default is what runs here when they name nothing; --async-rollout generates ahead
@@ -67,7 +65,6 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     derive_devices(draft)
     derive_engines(draft)
     derive_engine_groups(draft)
-    _transport(draft)
     _initial_weights(draft)
     _model(draft)
     _batches(draft)
@@ -119,27 +116,6 @@ def _modes(draft: Draft) -> None:
             f"--save-debug-rollout-data {template} has no {{rollout_id}}: each rollout replaces the one before it, and "
             "evaluations are not written there"
         )
-
-
-def _transport(draft: Draft) -> None:
-    """How weights reach engines that are servers: as the user says, else by where they are.
-
-    Gloo on a CPU is many times faster than HTTP (docs/benchmarks.md). Servers of someone else's may be anywhere.
-    """
-    args = draft.args
-    if not ENGINES[args.rollout_backend].server:
-        return
-    shared = args.colocate and args.device == "cuda"
-    if args.update_weight_transport == "nccl" and shared:
-        draft.set("update_weight_transport", "ipc", "NCCL takes one rank on a GPU: it is for engines with their own")
-    elif args.update_weight_disk_dir:
-        draft.default("update_weight_transport", "disk", "--update-weight-disk-dir")
-    elif args.rollout_external_engine_addrs:
-        draft.default("update_weight_transport", "http", "external servers may be anywhere")
-    elif shared:
-        draft.default("update_weight_transport", "ipc", "trainer and engines share their GPUs")
-    else:
-        draft.default("update_weight_transport", "nccl", "NCCL on GPUs, gloo on a CPU")
 
 
 def _initial_weights(draft: Draft) -> None:
@@ -278,22 +254,22 @@ def _algorithm(draft: Draft) -> None:
     """Clip bounds, whitening and reduction."""
     args = draft.args
     draft.default("eps_clip_high", args.eps_clip, "as --eps-clip")
-    whitened = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-    if args.advantage_estimator in whitened and not args.normalize_advantages:
+    if args.estimator.whitens and not args.normalize_advantages:
         draft.set("normalize_advantages", True, f"{args.advantage_estimator} is defined with whitened advantages")
         draft.notes.append(f"--advantage-estimator {args.advantage_estimator} implies --normalize-advantages")
     draft.default("critic_lr", args.lr, "as --lr")
-    if args.advantage_estimator == "ppo" and args.loss_type in ("policy_loss", "custom_loss"):
-        draft.set("use_critic", True, "--advantage-estimator ppo")
+    if args.estimator.needs_critic and not args.supervised:
+        draft.set("use_critic", True, f"--advantage-estimator {args.advantage_estimator}")
         if count := args.num_critic_only_steps:
             draft.notes.append(f"rollouts 1 to {count} train the critic alone: the policy stays as it is")
     if args.calculate_per_token_loss and "loss_aggregation" not in draft.given:
         draft.set("loss_aggregation", "token", "--calculate-per-token-loss")
     if args.kl_coef and "kl_loss_type" in draft.given:
         draft.set("kl_reward_type", args.kl_loss_type, "--kl-loss-type was given")
-    if args.advantage_estimator == "cispo" and args.eps_clip < 1:
+    if args.estimator.open_below and args.eps_clip < 1:
         draft.notes.append(
-            f"cispo with --eps-clip {args.eps_clip} also clips from below; its paper uses --eps-clip 1.0"
+            f"{args.advantage_estimator} with --eps-clip {args.eps_clip} also clips from below; its paper uses "
+            "--eps-clip 1.0"
         )
     if args.use_opsm and args.num_steps_per_rollout == 1 and not args.use_rollout_logprobs:
         draft.notes.append(
@@ -399,5 +375,5 @@ def derive_distillation(draft: Draft) -> None:
 
 def compares_groups_of_one(args: Args) -> bool:
     """Whether the advantage of every response is 0 because it is alone in its group."""
-    compares = args.rewards_normalization and args.advantage_estimator in GROUP_ESTIMATORS
+    compares = args.rewards_normalization and args.estimator.group is not None
     return args.n_samples_per_prompt == 1 and compares

@@ -8,15 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slimelite.arguments.algorithm import GROUP_ESTIMATORS
+from slimelite.algorithms.estimators import ESTIMATORS, Estimator
 from slimelite.arguments.args import Args
 from slimelite.arguments.flags import all_flags
 
 
-def _has_advantages(args: Args, *estimators: str) -> bool:
-    """Whether the loss has advantages, and one of ``estimators`` (none: any) makes them."""
-    reads = not args.supervised and args.compute_advantages_and_returns
-    return reads and (not estimators or args.advantage_estimator in estimators)
+def _has_advantages(args: Args) -> bool:
+    """Whether the loss has advantages."""
+    return not args.supervised and args.compute_advantages_and_returns
+
+
+def _named(fact: Callable[[Estimator], object]) -> str:
+    """``--advantage-estimator`` with the names of those for which ``fact`` holds."""
+    return "--advantage-estimator " + " or ".join(e.name for e in ESTIMATORS.values() if fact(e))
 
 
 # flag -> what it needs to mean anything; given without, it is listed under "no effect here"
@@ -57,27 +61,27 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
         (lambda a: not a.supervised, "--loss-type policy_loss or custom_loss"),
     ),
     "eps_clip_c": (
-        lambda a: not a.supervised and a.advantage_estimator != "cispo",
-        "--loss-type policy_loss and another --advantage-estimator than cispo",
+        lambda a: not a.supervised and a.estimator.dual_clip,
+        "--loss-type policy_loss and " + _named(lambda e: e.dual_clip),
     ),
     **dict.fromkeys(
         ["normalize_advantages", "custom_advantage_function_path"],
         (_has_advantages, "a loss with advantages"),
     ),
     "gamma": (
-        lambda a: _has_advantages(a, "ppo", "reinforce_plus_plus") or a.custom_advantage_function_path,
-        "--advantage-estimator ppo or reinforce_plus_plus",
+        lambda a: (_has_advantages(a) and a.estimator.discounts) or a.custom_advantage_function_path,
+        _named(lambda e: e.discounts),
     ),
     "rewards_normalization": (
-        lambda a: _has_advantages(a, *GROUP_ESTIMATORS) or a.custom_reward_post_process_path,
+        lambda a: (_has_advantages(a) and a.estimator.group is not None) or a.custom_reward_post_process_path,
         "an --advantage-estimator that compares the responses to a prompt",
     ),
     "grpo_std_normalization": (
         lambda a: (
-            (_has_advantages(a, "grpo", "gspo", "cispo") and a.rewards_normalization)
+            (_has_advantages(a) and a.estimator.divides_by_std and a.rewards_normalization)
             or a.custom_reward_post_process_path
         ),
-        "--advantage-estimator grpo, gspo or cispo, and rewards compared within their group",
+        _named(lambda e: e.divides_by_std) + ", and rewards compared within their group",
     ),
     "custom_loss_function_path": (lambda a: a.loss_type == "custom_loss", "--loss-type custom_loss"),
     # without --rm-type the samples say how to score them
@@ -109,7 +113,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     ),
     **dict.fromkeys(
         ["value_clip", "lambd", "critic_lr", "critic_lr_warmup_iters", "num_critic_only_steps", "critic_load"],
-        (lambda a: a.use_critic, "--advantage-estimator ppo"),
+        (lambda a: a.use_critic, _named(lambda e: e.needs_critic)),
     ),
     "mask_offpolicy_in_partial_rollout": (
         lambda a: a.partial_rollout or (a.over_sampling_batch_size or 0) > (a.rollout_batch_size or 0),

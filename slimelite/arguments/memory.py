@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimelite.arguments.model import text_config
-from slimelite.families import EXPERTS, family_of
 
 if TYPE_CHECKING:
     from slimelite.arguments.args import Args
@@ -23,7 +22,7 @@ BESIDE_ENGINES = 0.35
 CHUNK = 2**27
 
 # what names layers of other kinds: their activations are not those that are counted here
-OTHER_LAYERS = (*EXPERTS, "linear_num_value_heads", "mamba_num_heads")
+OTHER_LAYERS = ("num_experts", "num_local_experts", "n_routed_experts", "linear_num_value_heads", "mamba_num_heads")
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ class Shapes:
             return None
         layers, hidden, inner, heads, vocab = sizes
         width, groups = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
-        family = family_of(str(config.get("model_type")))
-        tied, qk_norm = bool(config.get("tie_word_embeddings")), family is not None and family.qk_norm
+        tied, qk_norm = bool(config.get("tie_word_embeddings")), config.get("model_type") == "qwen3"
         return cls(layers, hidden, inner, heads * width, groups * width, vocab, tied, qk_norm)
 
     @property

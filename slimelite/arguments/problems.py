@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from slimelite.arguments.algorithm import GROUP_ESTIMATORS, KL_ESTIMATORS
 from slimelite.arguments.args import Args
 from slimelite.arguments.bounds import bound_problems
 
@@ -186,7 +185,7 @@ def _groups(args: Args) -> Iterator[str]:
         return
     if (args.dynamic_sampling_filter_path or "").split(".")[-1].split(":")[-1].startswith("check_reward_nonzero_std"):
         yield "--n-samples-per-prompt 1: the filter check_reward_nonzero_std drops every group of one; raise it"
-    compares = args.loss_type == "policy_loss" and args.advantage_estimator in GROUP_ESTIMATORS
+    compares = args.loss_type == "policy_loss" and args.estimator.group is not None
     own_code = args.custom_reward_post_process_path or args.custom_advantage_function_path or args.rollout_function_path
     if compares and args.rewards_normalization and not (own_code or args.debug_rollout_only or args.use_opd):
         yield (
@@ -202,7 +201,7 @@ def _kl(args: Args) -> Iterator[str]:
         return
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; take one"
-    if args.kl_coef != 0 and args.advantage_estimator not in KL_ESTIMATORS:
+    if args.kl_coef != 0 and not args.estimator.takes_kl:
         instead = f"use --use-kl-loss --kl-loss-coef {args.kl_coef}"
         yield f"--kl-coef {args.kl_coef} has no effect with {args.advantage_estimator}: {instead}"
     if args.kl_loss_coef != 0 and not args.use_kl_loss:
@@ -214,7 +213,7 @@ def _kl(args: Args) -> Iterator[str]:
 def _policy(args: Args) -> Iterator[str]:
     if args.eps_clip_c is not None and args.eps_clip_c <= 1:
         yield f"--eps-clip-c {args.eps_clip_c}: dual clip must be above 1"
-    learner = "the critic of ppo" if args.use_critic else "the policy loss"
+    learner = f"the critic of {args.advantage_estimator}" if args.use_critic else "the policy loss"
     learns = args.use_critic or (args.loss_type == "policy_loss" and not args.debug_rollout_only)
     if learns and not args.compute_advantages_and_returns:
         yield f"--disable-compute-advantages-and-returns leaves {learner} nothing to learn; leave it out"

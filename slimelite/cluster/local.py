@@ -12,8 +12,7 @@ import torch
 
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster, Progress
-from slimelite.cluster.engines import build_engine, build_server, connect, external_servers, server_parts, server_sync
-from slimelite.cluster.workers import RolloutWorker
+from slimelite.cluster.workers import RolloutWorker, build_engine
 from slimelite.engines.protocol import Engine, WeightBucket
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import WeightSink
@@ -108,15 +107,16 @@ def _engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[Server]]:
     """The engines, and the SGLang servers behind them."""
     if args.debug_train_only:
         return [], []
-    if not server_parts(args):
+    if args.rollout_backend != "sglang":
         return [build_engine(args, index=0)], []
+    from slimelite.cluster.servers import build_server, connect, external_servers
     from slimelite.engines.sglang.control import Server
 
     owner = None
     if args.rollout_external_engine_addrs:
         servers = external_servers(args)
     else:
-        child = build_server(args, 0)
+        child = build_server(args, 0, "127.0.0.1")
         stack.callback(child.close)
         servers, owner = [Server(child.start(), args.engine_place(0).width)], LocalOwner(child)
     return [connect(args, server, owner) for server in servers], servers
@@ -130,7 +130,9 @@ def _sink(
         return None
     if not servers:
         return LocalSink(engines)
-    sync = server_sync(args, trainer.world.device)
+    from slimelite.cluster.weight_sync import SglangSync
+
+    external = bool(args.rollout_external_engine_addrs)
+    sync = SglangSync(args, trainer.world.device, "127.0.0.1", external=external)
     stack.callback(sync.close)
-    sink: WeightSink = sync.to(servers)
-    return sink
+    return sync.to(servers)

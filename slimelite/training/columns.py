@@ -16,10 +16,10 @@ from torch import Tensor
 
 from slimelite.algorithms import advantages as adv
 from slimelite.algorithms.corrections import mis_weights
+from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.packed import row_weights, segment_mean
 from slimelite.algorithms.policy import kl_estimate
 from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
-from slimelite.arguments.algorithm import KL_ESTIMATORS
 from slimelite.plugins import guarded, load_function
 from slimelite.table import SampleTable
 from slimelite.training.batch import Pairs
@@ -127,7 +127,6 @@ class TokenColumns:
             load_function(args.custom_advantage_function_path, "--custom-advantage-function-path")(args, table, self)
         else:
             self._estimate_advantages(args, table)
-            self.returns = self.advantages if self.returns is None else self.returns
         if self.teacher is not None:
             assert self.old is not None
             self.advantages = adv.add_distillation(
@@ -136,7 +135,7 @@ class TokenColumns:
         self._check_finite(args, table, advantages=self.advantages, returns=self.returns)
         if args.normalize_advantages:
             self.advantages = adv.whiten(self.advantages, self.mask)
-        of_tokens = args.advantage_estimator in KL_ESTIMATORS or args.custom_advantage_function_path
+        of_tokens = ESTIMATORS[args.advantage_estimator].token or args.custom_advantage_function_path
         self.of_tokens = bool(of_tokens or args.normalize_advantages or self.teacher is not None)
 
     def _estimate_advantages(self, args: Args, table: SampleTable) -> None:
@@ -147,22 +146,10 @@ class TokenColumns:
             assert self.old is not None
             assert self.ref is not None
             kl = kl_estimate(self.old, self.ref, self.mask, args.kl_reward_type)
-        match args.advantage_estimator:
-            case "reinforce_plus_plus":
-                rewards = adv.token_rewards(per_row, kl, self.mask, self.segments, self.rows, kl_coef=args.kl_coef)
-                self.advantages = adv.discounted_returns(rewards, self.segments, gamma=args.gamma)
-            case "reinforce_plus_plus_baseline":
-                self.advantages = adv.reinforce_plus_plus_baseline(
-                    per_row, kl, self.mask, self.segments, kl_coef=args.kl_coef
-                )
-            case "ppo":
-                assert self.values is not None
-                rewards = adv.token_rewards(per_row, kl, self.mask, self.segments, self.rows, kl_coef=args.kl_coef)
-                self.advantages, self.returns = adv.gae(
-                    rewards, self.values, self.mask, self.segments, gamma=args.gamma, lambd=args.lambd
-                )
-            case _:
-                self.advantages = per_row[self.segments]
+        tokens = adv.RolloutTokens(
+            per_row, kl, self.mask, self.segments, self.values, args.kl_coef, args.gamma, args.lambd
+        )
+        self.advantages, self.returns = adv.token_advantages(args.advantage_estimator, tokens)
 
     def _check_finite(self, args: Args, table: SampleTable, **columns: Tensor | None) -> None:
         source = "rewards and log-probs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from slimelite.algorithms.corrections import (
     veto_keep,
 )
 from slimelite.algorithms.packed import Metrics, mean_metric, weighted_sum
-from slimelite.algorithms.policy import cispo_loss, gspo_loss, kl_estimate, ppo_clip_loss
+from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.algorithms.supervised import dpo_loss, sft_loss
 from slimelite.arguments import Args, CorrectionArgs
 from slimelite.plugins import load_function
@@ -45,6 +44,11 @@ class LossInputs:
     old: Tensor | None
     ref: Tensor | None
     pairs: BatchPairs | None
+
+    @property
+    def where(self) -> tuple[Tensor, Tensor, int]:
+        """What most functions of `slimelite.algorithms` read together: mask, segments, number of rows."""
+        return self.mask, self.segments, self.num_segments
 
     @classmethod
     def of(cls, batch: MicroBatch, columns: TokenColumns) -> LossInputs:
@@ -129,7 +133,16 @@ def _preference_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy:
 def _policy_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
     own = log_probs.detach() if inputs.old is None else inputs.old
     old = inputs.rollout_log_probs if args.use_rollout_logprobs else own
-    losses, metrics = _surrogate(args, inputs, log_probs, old)
+    losses, metrics = policy_loss(
+        log_probs,
+        old,
+        inputs.advantages,
+        *inputs.where,
+        args.advantage_estimator,
+        eps_clip=args.eps_clip,
+        eps_clip_high=args.eps_clip_high,
+        eps_clip_c=args.eps_clip_c,
+    )
     losses, corrected = correct(args, inputs, losses, own)
     losses, dropped = drop_off_policy(args, inputs, losses, log_probs, old)
     pg_loss = weighted_sum(losses, inputs.pg_weights)
@@ -148,19 +161,6 @@ def _policy_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Ten
         if args.use_kl_loss and args.kl_loss_coef:
             total = total + args.kl_loss_coef * weighted_sum(kl, inputs.weights)
     return Loss(total, {"loss": total, "pg_loss": pg_loss}, metrics)
-
-
-def _surrogate(args: Args, inputs: LossInputs, log_probs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
-    """Per-token policy losses [R] of the estimator."""
-    common = (log_probs, old, inputs.advantages, inputs.mask)
-    clip: dict[str, Any] = {"eps_clip": args.eps_clip, "eps_clip_high": args.eps_clip_high}
-    match args.advantage_estimator:
-        case "gspo":
-            return gspo_loss(*common, inputs.segments, inputs.num_segments, **clip, eps_clip_c=args.eps_clip_c)
-        case "cispo":
-            return cispo_loss(*common, **clip)
-        case _:
-            return ppo_clip_loss(*common, **clip, eps_clip_c=args.eps_clip_c)
 
 
 def _weighted_mean(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
@@ -194,13 +194,12 @@ def drop_off_policy(
     """Losses [R], 0 in the responses that ``--use-opsm`` drops."""
     if not args.use_opsm:
         return losses, {}
-    where = (inputs.mask, inputs.segments, inputs.num_segments)
-    keep, metrics = opsm_keep(log_probs, old, inputs.advantages, *where, delta=args.opsm_delta)
+    keep, metrics = opsm_keep(log_probs, old, inputs.advantages, *inputs.where, delta=args.opsm_delta)
     return torch.where(keep, losses, 0.0), metrics
 
 
 def _mis(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
-    common = (own, inputs.rollout_log_probs, inputs.mask, inputs.segments, inputs.num_segments)
+    common = (own, inputs.rollout_log_probs, *inputs.where)
     metrics: Metrics = {}
     upper = args.mis_upper_bound
     if args.mis_mode != "none":

@@ -12,7 +12,7 @@ from ragged import Batch, batches, few, same, seeds
 from torch import Tensor
 
 from slimelite.algorithms.packed import AGGREGATIONS, row_weights, token_weights, weighted_sum
-from slimelite.algorithms.policy import gspo_loss, kl_estimate, ppo_clip_loss
+from slimelite.algorithms.policy import kl_estimate, policy_loss
 
 
 def naive_loss(batch: Batch, losses: Tensor, ids: list[int], mode: str) -> Tensor:
@@ -84,11 +84,11 @@ def step_gradient(
             batch.mask[positions],
             torch.tensor([i for i, r in enumerate(rows) for _ in batch.tokens(r)]).long(),
         )
-        lp = features[positions] @ theta
+        lp, of_rows = features[positions] @ theta, (segments, len(rows))
         micro_old, micro_adv = old[positions], adv[positions]
         losses = [
-            ppo_clip_loss(lp, micro_old, micro_adv, mask, eps_clip=0.2, eps_clip_c=3.0)[0],
-            gspo_loss(lp, micro_old, micro_adv, mask, segments, len(rows), eps_clip=0.2)[0],
+            policy_loss(lp, micro_old, micro_adv, mask, *of_rows, "ppo", eps_clip=0.2, eps_clip_c=3.0)[0],
+            policy_loss(lp, micro_old, micro_adv, mask, *of_rows, "gspo", eps_clip=0.2)[0],
             kl_estimate(lp, micro_old, mask, "k3"),
         ]
         total = torch.zeros((), dtype=torch.float64)

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import train
+from slimelite.algorithms import policy
+from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.training import loss, trainer
+from slimelite.training import trainer
 from slimelite.training.trainer import Trainer
 
 from .conftest import metrics
@@ -21,15 +23,7 @@ pytestmark = pytest.mark.e2e
 Run = Callable[..., Path]
 
 KL_LOSS = "--use-kl-loss --kl-loss-coef 0.01"
-ESTIMATORS = {
-    "grpo": KL_LOSS,
-    "gspo": KL_LOSS,
-    "cispo": KL_LOSS,
-    "rloo": KL_LOSS,
-    "reinforce_plus_plus": "--kl-coef 0.01",
-    "reinforce_plus_plus_baseline": "--kl-coef 0.01",
-    "ppo": "--kl-coef 0.01",
-}
+KL_REWARD = "--kl-coef 0.01"
 CORRECTION = "--correction mis --mis-level sequence --mis-mode mask --mis-rejection-level geometric"
 
 
@@ -37,7 +31,8 @@ CORRECTION = "--correction mis --mis-level sequence --mis-mode mask --mis-reject
 def test_first_step_truths(local_run: Run, estimator: str) -> None:
     """With two optimizer steps a rollout, at a temperature, and with a correction that finds nothing to correct."""
     flags = ["--ci-test", "--num-rollout", "2", "--num-steps-per-rollout", "2", "--rollout-temperature", "0.9"]
-    flags += f"{CORRECTION} --advantage-estimator {estimator} {ESTIMATORS[estimator]}".split()
+    flags += f"{CORRECTION} --advantage-estimator {estimator} ".split()
+    flags += (KL_REWARD if ESTIMATORS[estimator].takes_kl else KL_LOSS).split()
     run = local_run(estimator, *flags)
     assert metrics(run, "train/logprob_abs_diff")[0] < 1e-6
     assert metrics(run, "train/logprob_abs_diff")[1] > 1e-4
@@ -99,12 +94,12 @@ def moved_policy(patch: pytest.MonkeyPatch) -> None:
 
 def bound_on_the_wrong_side(patch: pytest.MonkeyPatch) -> None:
     """The lower bound of the ratio is above 1."""
-    ppo_clip_loss = loss.ppo_clip_loss
+    ppo_clip_loss = policy.ppo_clip_loss
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         return ppo_clip_loss(*args, **kwargs | {"eps_clip": -1e-3})
 
-    patch.setattr(loss, "ppo_clip_loss", wrong)
+    patch.setattr(policy, "ppo_clip_loss", wrong)
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {

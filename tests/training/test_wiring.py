@@ -19,10 +19,10 @@ from torch import Tensor
 
 from slimelite.algorithms import advantages as adv
 from slimelite.algorithms import corrections as cor
+from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.packed import row_weights, weighted_sum
-from slimelite.algorithms.policy import cispo_loss, gspo_loss, kl_estimate, ppo_clip_loss
+from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.arguments import Args
-from slimelite.arguments.algorithm import KL_ESTIMATORS
 from slimelite.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.trainer import Trainer
@@ -68,20 +68,18 @@ class Known:
         return weighted_sum(losses, self.weights)
 
     def pg(
-        self, old: Tensor | None = None, advantages: Tensor | None = None, weight: Tensor | float = 1.0, **clip: float
+        self,
+        old: Tensor | None = None,
+        advantages: Tensor | None = None,
+        weight: Tensor | float = 1.0,
+        estimator: str = "grpo",
+        **clip: float,
     ) -> Tensor:
-        """PPO's loss; ``weight`` [T] of a correction."""
+        """The policy loss of an estimator; ``weight`` [T] of a correction."""
         advantages = self.rewards[self.segments] if advantages is None else advantages
         old = self.old if old is None else old
-        return self.mean(weight * ppo_clip_loss(self.log_probs, old, advantages, self.mask, **CLIP | clip)[0])
-
-    def gspo(self, **clip: float) -> Tensor:
-        advantages = self.rewards[self.segments]
-        return self.mean(gspo_loss(self.log_probs, self.old, advantages, *self.where, **CLIP | clip)[0])
-
-    def cispo(self, **clip: float) -> Tensor:
-        advantages = self.rewards[self.segments]
-        return self.mean(cispo_loss(self.log_probs, self.old, advantages, self.mask, **CLIP | clip)[0])
+        losses, _ = policy_loss(self.log_probs, old, advantages, *self.where, estimator, **CLIP | clip)
+        return self.mean(weight * losses)
 
     def kl(self, args: Args) -> Tensor:
         """[T] of the loss."""
@@ -123,7 +121,9 @@ class Known:
 
     def baseline(self, kl_coef: float = 0.1, kind: str = "k1") -> Tensor:
         kl = self.penalty(kl_coef, kind)
-        advantages = adv.reinforce_plus_plus_baseline(self.rewards, kl, self.mask, self.segments, kl_coef=kl_coef)
+        advantages = adv.reinforce_plus_plus_baseline(
+            adv.RolloutTokens(self.rewards, kl, self.mask, self.segments, kl_coef=kl_coef)
+        )
         return self.pg(advantages=adv.whiten(advantages, self.mask))
 
     def ppo(self, gamma: float = 0.9, lambd: float = 0.8, kl_coef: float = 0.1, kind: str = "k1") -> Tensor:
@@ -155,13 +155,13 @@ CASES: list[tuple[Flags, Flags, Callable[[Known], Tensor]]] = [
     ({}, {"eps_clip": 0.05}, lambda k: k.pg(eps_clip=0.05, eps_clip_high=0.05)),
     ({}, {"eps_clip_high": 0.05}, lambda k: k.pg(eps_clip_high=0.05)),
     ({}, {"eps_clip_c": 1.05}, lambda k: k.pg(eps_clip_c=1.05)),
-    ({}, {"advantage_estimator": "gspo"}, lambda k: k.gspo()),
-    (GSPO, {"eps_clip": 0.01}, lambda k: k.gspo(eps_clip=0.01, eps_clip_high=0.01)),
-    (GSPO, {"eps_clip_high": 0.005}, lambda k: k.gspo(eps_clip=0.02, eps_clip_high=0.005)),
-    (GSPO, {"eps_clip_c": 1.01}, lambda k: k.gspo(eps_clip=0.02, eps_clip_high=0.02, eps_clip_c=1.01)),
-    ({}, {"advantage_estimator": "cispo"}, lambda k: k.cispo()),
-    (CISPO, {"eps_clip": 0.05}, lambda k: k.cispo(eps_clip=0.05, eps_clip_high=0.05)),
-    (CISPO, {"eps_clip_high": 0.05}, lambda k: k.cispo(eps_clip=0.1, eps_clip_high=0.05)),
+    ({}, {"advantage_estimator": "gspo"}, lambda k: k.pg(estimator="gspo")),
+    (GSPO, {"eps_clip": 0.01}, lambda k: k.pg(estimator="gspo", eps_clip=0.01, eps_clip_high=0.01)),
+    (GSPO, {"eps_clip_high": 0.005}, lambda k: k.pg(estimator="gspo", eps_clip=0.02, eps_clip_high=0.005)),
+    (GSPO, {"eps_clip_c": 1.01}, lambda k: k.pg(estimator="gspo", eps_clip=0.02, eps_clip_high=0.02, eps_clip_c=1.01)),
+    ({}, {"advantage_estimator": "cispo"}, lambda k: k.pg(estimator="cispo")),
+    (CISPO, {"eps_clip": 0.05}, lambda k: k.pg(estimator="cispo", eps_clip=0.05, eps_clip_high=0.05)),
+    (CISPO, {"eps_clip_high": 0.05}, lambda k: k.pg(estimator="cispo", eps_clip=0.1, eps_clip_high=0.05)),
     ({}, {"use_rollout_logprobs": True}, lambda k: k.pg(old=k.roll)),
     ({}, {"entropy_coef": 0.03}, lambda k: k.pg() - 0.03 * k.mean(k.entropy)),
     ({"kl_loss_coef": 0.1}, {"use_kl_loss": True}, lambda k: k.with_kl(Args(**KL))),
@@ -314,7 +314,7 @@ def test_a_flag_reaches_its_formula(
 def test_a_kl_in_the_reward_reaches_every_estimator_that_takes_it() -> None:
     """The others refuse --kl-coef (tests/arguments/test_problems.py)."""
     reached = {(base | flags).get("advantage_estimator") for base, flags, _ in CASES if flags.get("kl_coef")}
-    assert reached == set(KL_ESTIMATORS)
+    assert reached == {name for name, estimator in ESTIMATORS.items() if estimator.takes_kl}
 
 
 def test_every_flag_of_the_loss_has_a_case() -> None:

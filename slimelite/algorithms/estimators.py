@@ -1,0 +1,126 @@
+"""Advantage estimators, one record each: from rewards to advantages, and the policy loss that goes with them.
+
+::
+
+    # median.py, for ``--import-file median.py --advantage-estimator median``
+    import torch
+    from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+
+    def minus_median(rewards):
+        medians = [rewards.rewards[rewards.group == g].median() for g in range(len(rewards.size))]
+        return rewards.rewards - torch.stack(medians)[rewards.group]
+
+    ESTIMATORS.add(Estimator("median", "R − median", group=minus_median))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimelite.registry import Function, Registry
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """One way to make advantages.
+
+    Args:
+        name: what ``--advantage-estimator`` takes.
+        summary: the advantage as a formula, for the help.
+        paper: its arXiv number.
+        group: ``fn(rewards: GroupedRewards) -> [M]`` float64, the advantage of each of the M rollouts from a comparison
+            within the groups of one prompt; see `advantages.GroupedRewards`. None: the reward itself.
+        token: ``fn(tokens: RolloutTokens) -> [T]``, the advantage of each of the T response tokens of a whole rollout,
+            packed, with nothing in it that is not finite where the mask is set; or a pair of it and the returns [T]
+            that a critic learns. See `advantages.RolloutTokens`. None: every token has the advantage of its row.
+        loss: ``fn(log_probs, log_ratio, advantages, *, eps_clip, eps_clip_high, eps_clip_c) -> losses [T], metrics``,
+            all [T]; see `policy.policy_loss`.
+        sequence_ratio: the loss reads one ratio a response, the geometric mean of its tokens', not one a token.
+        divides_by_std: ``group`` reads ``--disable-grpo-std-normalization``.
+        takes_kl: ``token`` reads the KL of ``--kl-coef``.
+        discounts: ``token`` reads ``--gamma``.
+        whitens: it is defined with whitened advantages (``--normalize-advantages``).
+        needs_critic: ``token`` reads the values of a critic, and ``--lambd``.
+        dual_clip: ``loss`` reads ``--eps-clip-c``.
+        open_below: its paper does not bound the ratio from below (``--eps-clip 1``).
+    """
+
+    name: str
+    summary: str
+    paper: str = ""
+    group: Function | None = None
+    token: Function | None = None
+    loss: Function = "slimelite.algorithms.policy:ppo_clip_loss"
+    sequence_ratio: bool = False
+    divides_by_std: bool = False
+    takes_kl: bool = False
+    discounts: bool = False
+    whitens: bool = False
+    needs_critic: bool = False
+    dual_clip: bool = True
+    open_below: bool = False
+
+
+_ADVANTAGES = "slimelite.algorithms.advantages"
+ESTIMATORS = Registry[Estimator]("advantage estimator", "--advantage-estimator")
+for record in (
+    Estimator(
+        "grpo",
+        "(R − mean) / std of the responses to a prompt",
+        "2402.03300",
+        group=f"{_ADVANTAGES}:over_std",
+        divides_by_std=True,
+    ),
+    Estimator(
+        "gspo",
+        "as grpo, with one ratio a response in the loss",
+        "2507.18071",
+        group=f"{_ADVANTAGES}:over_std",
+        divides_by_std=True,
+        sequence_ratio=True,
+    ),
+    Estimator(
+        "cispo",
+        "as grpo, with a clipped weight that has no gradient in the loss",
+        "2506.13585",
+        group=f"{_ADVANTAGES}:over_std",
+        loss="slimelite.algorithms.policy:cispo_loss",
+        divides_by_std=True,
+        dual_clip=False,
+        open_below=True,
+    ),
+    Estimator(
+        "rloo",
+        "R − mean of the other responses to the prompt",
+        "2402.14740",
+        group=f"{_ADVANTAGES}:leave_one_out",
+    ),
+    Estimator(
+        "reinforce_plus_plus",
+        "discounted sum of R and the KL of the tokens that follow",
+        "2501.03262",
+        token=f"{_ADVANTAGES}:reinforce_plus_plus",
+        takes_kl=True,
+        discounts=True,
+        whitens=True,
+    ),
+    Estimator(
+        "reinforce_plus_plus_baseline",
+        "R − mean of the responses to a prompt, less the KL of the token",
+        "2501.03262",
+        group=f"{_ADVANTAGES}:minus_mean",
+        token=f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
+        takes_kl=True,
+        whitens=True,
+    ),
+    Estimator(
+        "ppo",
+        "generalized advantage estimation with the values of a critic",
+        "1707.06347",
+        token=f"{_ADVANTAGES}:ppo",
+        takes_kl=True,
+        discounts=True,
+        needs_critic=True,
+    ),
+):
+    ESTIMATORS.add(record)
