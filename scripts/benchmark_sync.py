@@ -29,8 +29,9 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from slimelite.arguments import Args
-from slimelite.cluster.weight_sync import SglangSync
+from slimelite.engines.protocol import SyncSetup
 from slimelite.engines.sglang.control import Server, ServerError
+from slimelite.engines.sglang.servers import SglangSync
 from slimelite.training.weights import WeightSink, buckets
 
 SGLANG = (
@@ -154,14 +155,13 @@ def main() -> None:
         if given.engines == "both":
             with sglang_server(folder) as server:
                 ways = {
-                    "SGLang, http": {"update_weight_transport": "http"},
-                    "SGLang, nccl (gloo here)": {"update_weight_transport": "nccl"},
-                    "SGLang, disk": {"update_weight_transport": "disk", "update_weight_disk_dir": str(root / "disk")},
+                    "SGLang, http": "http",
+                    "SGLang, nccl (gloo here)": "nccl",
+                    "SGLang, disk": "disk",
                 }
-                for name, flags in ways.items():
-                    sync = SglangSync(
-                        Args(hf_checkpoint=str(folder), device="cpu", **flags), torch.device("cpu"), "127.0.0.1"
-                    )
+                for name, way in ways.items():
+                    setup = SyncSetup(str(folder), way, torch.device("cpu"), "127.0.0.1", directory=str(root / "disk"))
+                    sync = SglangSync(setup)
                     run(name, sync.to([server]))
                     sync.close()
         times["limit: copy in memory"] = seconds(lambda: bytearray(data), given.rounds)

@@ -77,7 +77,7 @@ def packed(trainer: Trainer, table: SampleTable) -> Callable[[], None]:
     step = Step(rows, trainer._deal(table, rows))
 
     def run() -> None:
-        trainer.forward_backward(table, columns, step, MetricSums(trainer.world))
+        trainer.gradient(table, columns, step, MetricSums(trainer.world))
         trainer.model.zero_grad()
 
     return run

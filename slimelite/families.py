@@ -1,4 +1,4 @@
-"""Model families: what is known beforehand of a Hugging Face ``model_type``, one record each.
+"""Model families, what is known beforehand of a Hugging Face ``model_type``, and the ways to find a loss mask.
 
 ::
 
@@ -8,13 +8,14 @@
 
 in a file that ``--import-file`` names makes the embedded engine compute Mistral models, and lets the flags of a model's
 shape be checked against them. Training needs no record: whether a model's sequences may be packed, need eager attention
-or cannot be trained is seen on a small copy of it (`slimelite.training.packing`), whatever its family.
+or cannot be trained is seen on a small copy of it (`slimelite.training.packing`), whatever its family. The loss mask of
+a conversation needs none either: ``auto`` fits every chat template.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from slimelite.registry import Function, Registry
 
@@ -36,7 +37,6 @@ class Family:
         qk_norm: whether the queries and keys of each head are normed.
         embedded: whether the embedded engine computes it: a dense decoder with norms before attention and MLP, rotary
             positions and a gated MLP, whose weights are called as Llama's are.
-        loss_masks: slime's loss masks for its chat templates, by the name that ``--loss-mask-type`` takes.
     """
 
     name: str
@@ -46,7 +46,6 @@ class Family:
     mlp_bias: bool | str = False
     qk_norm: bool = False
     embedded: bool = False
-    loss_masks: Mapping[str, Function] = field(default_factory=dict)
 
 
 FAMILIES = Registry[Family]("model family", "model_type")
@@ -60,18 +59,7 @@ FAMILIES.add(
         embedded=True,
     )
 )
-FAMILIES.add(
-    Family(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        qkv_bias=True,
-        embedded=True,
-        loss_masks={
-            "qwen": "slimelite.data.conversations:qwen_mask",
-            "distill_qwen": "slimelite.data.conversations:distill_qwen_mask",
-        },
-    )
-)
+FAMILIES.add(Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, embedded=True))
 FAMILIES.add(
     Family(
         "qwen3",
@@ -80,16 +68,6 @@ FAMILIES.add(
         out_bias="attention_bias",
         qk_norm=True,
         embedded=True,
-        loss_masks={"qwen3": "slimelite.data.conversations:qwen3_mask"},
-    )
-)
-FAMILIES.add(
-    Family(
-        "qwen3_5",
-        "Qwen3_5ForCausalLM",
-        qkv_bias="attention_bias",
-        qk_norm=True,
-        loss_masks={"qwen3_5": "slimelite.data.conversations:qwen3_5_mask"},
     )
 )
 
@@ -105,6 +83,22 @@ def family_of(model_type: str) -> Family | None:
     return max(kin, key=lambda family: len(family.name), default=None)
 
 
-def loss_masks() -> dict[str, Function]:
-    """slime's loss masks of all families."""
-    return {name: mask for family in FAMILIES.values() for name, mask in family.loss_masks.items()}
+@dataclass(frozen=True)
+class LossMask:
+    """A way to find what an assistant says in a conversation.
+
+    Args:
+        name: what ``--loss-mask-type`` takes.
+        find: (renderer, messages, tools) -> pieces of text, each with the spans that are trained on; see
+            `slimelite.data.conversations.Piece`.
+    """
+
+    name: str
+    find: Function
+
+
+LOSS_MASKS = Registry[LossMask]("loss mask", "--loss-mask-type")
+LOSS_MASKS.add(LossMask("auto", "slimelite.data.conversations:auto_mask"))
+# slime's, each for the chat template of the model that it is called after
+for _name in ("qwen", "qwen3", "qwen3_5", "distill_qwen"):
+    LOSS_MASKS.add(LossMask(_name, f"slimelite.data.conversations:{_name}_mask"))

@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from slimelite.arguments.model import FAMILIES, ArchitectureArgs, text_config
+from slimelite.arguments.model import ArchitectureArgs, text_config
+from slimelite.families import FAMILIES, family_of, is_true
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -227,17 +228,17 @@ def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[s
 
 def _switches(args: ArchitectureArgs, config: dict[str, Any], rope: dict[str, Any]) -> list[tuple[str, bool]]:
     """(switch, what the config says of it); only those given, unless a whole model is described."""
-    family = str(config.get("model_type"))
+    family = family_of(str(config.get("model_type")))
     truth = {
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
         "use_rotary_position_embeddings": _rotates(config, rope),
         "use_rope_scaling": rope.get("rope_type", rope.get("type", "default")) == "llama3",
         "swiglu": config.get("hidden_act", "silu") == "silu",
         "disable_bias_linear": not config.get("mlp_bias", False),
-        "qk_layernorm": family.startswith("qwen3"),
-        "add_qkv_bias": family.startswith("qwen2") or bool(config.get("attention_bias")),
+        "qk_layernorm": family is not None and family.qk_norm,
+        "add_qkv_bias": is_true(family.qkv_bias if family else "attention_bias", config),
     }
-    known = family in FAMILIES
+    known = config.get("model_type") in FAMILIES
     strict = {"untie_embeddings_and_output_weights"} | ({"qk_layernorm", "add_qkv_bias"} if known else set())
     return [(n, has) for n, has in truth.items() if getattr(args, n) or (args.describes_model and n in strict)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimelite.families import FAMILIES, Family, family_of, is_true, loss_masks
+from slimelite.families import FAMILIES, Family, family_of, is_true
 
 
 @pytest.mark.parametrize("biased", [True, False])
@@ -29,12 +29,8 @@ def test_a_record_says_which_optional_weights_a_model_has(family: Family, biased
 
 def test_kin_share_a_record() -> None:
     assert family_of("qwen3_moe") is FAMILIES["qwen3"]
-    assert family_of("qwen3_5_text") is FAMILIES["qwen3_5"]
+    assert family_of("qwen3") is FAMILIES["qwen3"]
     assert family_of("llama4") is None
-
-
-def test_masks_are_those_of_slime() -> None:
-    assert set(loss_masks()) == {"qwen", "qwen3", "qwen3_5", "distill_qwen"}
 
 
 def test_records_need_the_standard_library_alone() -> None:

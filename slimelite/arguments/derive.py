@@ -16,6 +16,7 @@ from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.model import model_config_from_flags
 from slimelite.arguments.vocabulary import Settings
 from slimelite.checkpoints import find_checkpoint, holds_model
+from slimelite.engines.registry import ENGINES
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
 # what slime's flags name by default is what runs here when they name nothing; --async-rollout generates ahead
@@ -65,6 +66,7 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     derive_devices(draft)
     derive_engines(draft)
     derive_engine_groups(draft)
+    _transport(draft)
     _initial_weights(draft)
     _model(draft)
     _batches(draft)
@@ -116,6 +118,27 @@ def _modes(draft: Draft) -> None:
             f"--save-debug-rollout-data {template} has no {{rollout_id}}: each rollout replaces the one before it, and "
             "evaluations are not written there"
         )
+
+
+def _transport(draft: Draft) -> None:
+    """How weights reach engines that are servers: as the user says, else by where they are.
+
+    Gloo on a CPU is many times faster than HTTP (docs/benchmarks.md). Servers of someone else's may be anywhere.
+    """
+    args = draft.args
+    if not ENGINES[args.rollout_backend].server:
+        return
+    shared = args.colocate and args.device == "cuda"
+    if args.update_weight_transport == "nccl" and shared:
+        draft.set("update_weight_transport", "ipc", "NCCL takes one rank on a GPU: it is for engines with their own")
+    elif args.update_weight_disk_dir:
+        draft.default("update_weight_transport", "disk", "--update-weight-disk-dir")
+    elif args.rollout_external_engine_addrs:
+        draft.default("update_weight_transport", "http", "external servers may be anywhere")
+    elif shared:
+        draft.default("update_weight_transport", "ipc", "trainer and engines share their GPUs")
+    else:
+        draft.default("update_weight_transport", "nccl", "NCCL on GPUs, gloo on a CPU")
 
 
 def _initial_weights(draft: Draft) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimelite.arguments.model import text_config
+from slimelite.families import EXPERTS, family_of
 
 if TYPE_CHECKING:
     from slimelite.arguments.args import Args
@@ -22,7 +23,7 @@ BESIDE_ENGINES = 0.35
 CHUNK = 2**27
 
 # what names layers of other kinds: their activations are not those that are counted here
-OTHER_LAYERS = ("num_experts", "num_local_experts", "n_routed_experts", "linear_num_value_heads", "mamba_num_heads")
+OTHER_LAYERS = (*EXPERTS, "linear_num_value_heads", "mamba_num_heads")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Shapes:
             return None
         layers, hidden, inner, heads, vocab = sizes
         width, groups = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
-        tied, qk_norm = bool(config.get("tie_word_embeddings")), config.get("model_type") == "qwen3"
+        family = family_of(str(config.get("model_type")))
+        tied, qk_norm = bool(config.get("tie_word_embeddings")), family is not None and family.qk_norm
         return cls(layers, hidden, inner, heads * width, groups * width, vocab, tied, qk_norm)
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from slimelite.arguments.flags import flag, resolved
+from slimelite.families import FAMILIES
 
 
 class EnginePlace(NamedTuple):
@@ -157,10 +158,6 @@ class CheckpointArgs:
     resume_directory: str | None = resolved(None)
 
 
-# model types that the flags can define -> Hugging Face class
-FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-
-
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """What ``config`` (the content of config.json) says of the language model."""
     inner = config.get("text_config")
@@ -185,20 +182,21 @@ def model_config_from_flags(args: ArchitectureArgs) -> dict[str, Any]:
             "a new model is a Qwen2, Qwen3 or Llama: RMSNorm and rotary positions, not --normalization "
             f"{args.normalization} --position-embedding-type {args.position_embedding_type}"
         )
-    if args.add_qkv_bias and args.qk_layernorm:
+    kinds = [f for f in FAMILIES.values() if f.embedded and (f.qkv_bias is True) == args.add_qkv_bias]
+    family = next((f for f in kinds if f.qk_norm == args.qk_layernorm), None)
+    if family is None:
         raise ValueError("a new model has --add-qkv-bias (Qwen2) or --qk-layernorm (Qwen3), not both")
     if args.rotary_percent not in (None, 1.0):
         raise ValueError(f"a new model rotates whole heads, not --rotary-percent {args.rotary_percent}")
     assert args.hidden_size is not None
     assert args.num_attention_heads is not None
-    family = "qwen2" if args.add_qkv_bias else "qwen3" if args.qk_layernorm else "llama"
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rotary_base or 10000.0}
     if args.use_rope_scaling:  # Megatron's constants for Llama 3.1 and later
         rope |= {"rope_type": "llama3", "factor": args.rotary_scaling_factor or 8.0}
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     return {
-        "model_type": family,
-        "architectures": [FAMILIES[family]],
+        "model_type": family.name,
+        "architectures": [family.architecture],
         "num_hidden_layers": args.num_layers,
         "hidden_size": args.hidden_size,
         "intermediate_size": args.ffn_hidden_size,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slimelite.arguments.flags import flag, resolved
+from slimelite.families import LOSS_MASKS
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,10 @@ class DataArgs:
     )
     data_source_path: str | None = flag(None, "plugin: a data source class of your own", metavar="PLUGIN")
     skip_bad_rows: bool = flag(False, "leave malformed rows out, counted and reported, instead of stopping")
-    loss_mask_type: Literal["auto", "qwen", "qwen3", "qwen3_5", "distill_qwen"] = flag(
-        "auto", "how SFT finds the assistant's tokens; auto reads them off the chat template, which fits all the others"
+    loss_mask_type: str = flag(
+        "auto",
+        "how SFT finds the assistant's tokens; auto reads them off the chat template, which fits all the others",
+        choices=LOSS_MASKS,
     )
 
     num_rollout: int = flag(

@@ -12,6 +12,7 @@ import ray
 
 from slimelite.arguments import Args
 from slimelite.arguments.secret import public_part
+from slimelite.cluster.engines import build_engine, build_server, connect, server_parts, server_sync
 from slimelite.engines.protocol import Engine, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
 from slimelite.tracking.noise import redirect_process_output
 
@@ -56,12 +57,8 @@ class TrainerActor:
 
         store = meeting_store(args, address, self.rank, self.world_size, self.listener) if address else None
         self.trainer = Trainer(args, rank=self.rank, world_size=self.world_size, init_method=store)
-        if args.rollout_backend == "sglang":
-            from slimelite.cluster.weight_sync import SglangSync
-
-            external = bool(args.rollout_external_engine_addrs)
-            host = ray.util.get_node_ip_address()
-            self.sink = SglangSync(args, self.trainer.world.device, host, external=external)
+        if server_parts(args):
+            self.sink = server_sync(args, self.trainer.world.device, ray.util.get_node_ip_address())
 
     def push_weights(self, engines: list[Any], version: int) -> dict[str, float]:
         """Weights into the engine actors, or into SGLang servers."""
@@ -87,8 +84,6 @@ class EngineActor:
 
     def __init__(self, args: Args, index: int, public: bool, folder: str, log: str) -> None:
         _settle(folder, log)
-        from slimelite.cluster.workers import build_engine
-
         self.engine = build_engine(args, index, _host(public))
 
     async def load_weights(self, names: list[str], shapes: list[tuple[int, ...]], dtype: str, raw: Any) -> None:
@@ -111,8 +106,6 @@ class ServerActor:
 
     def __init__(self, args: Args, index: int, public: bool, folder: str, log: str) -> None:
         _settle(folder, log)
-        from slimelite.cluster.servers import build_server
-
         self.server = build_server(args, index, _host(public))
 
     def call(self, method: str, *args: Any) -> Any:
@@ -141,9 +134,7 @@ class RolloutActor:
         from slimelite.cluster.workers import RolloutWorker
 
         reached: list[Engine] = []
-        if args.rollout_backend == "sglang":
-            from slimelite.cluster.servers import connect
-
+        if server_parts(args):
             reached += [connect(args, server, RayOwner(handle) if handle else None) for server, handle in engines]
         else:
             reached += [RayEngine(handle) for handle in engines]

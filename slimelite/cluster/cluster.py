@@ -21,6 +21,7 @@ import numpy as np
 
 from slimelite.arguments import Args
 from slimelite.checkpoints import CHECKSUMS, MARKER, REMEDY, ROLLOUT_STATE, Checksums, checksums, read_json
+from slimelite.engines.registry import ENGINES
 from slimelite.files import free_space, in_units, whole
 from slimelite.table import SampleTable
 
@@ -138,7 +139,7 @@ class Cluster:
     def _push(self, version: int) -> dict[str, float]:
         """Weights into every engine; once more when one died of it and has started anew."""
         self._version, self._moved = version, False
-        if self.args.rollout_backend != "sglang":
+        if not ENGINES[self.args.rollout_backend].server:
             return self._all("push_weights", self._engines, version)[0]
         from slimelite.engines.sglang.transports import WeightSyncError
 

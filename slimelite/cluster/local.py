@@ -12,7 +12,8 @@ import torch
 
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster, Progress
-from slimelite.cluster.workers import RolloutWorker, build_engine
+from slimelite.cluster.engines import build_engine, build_server, connect, external_servers, server_parts, server_sync
+from slimelite.cluster.workers import RolloutWorker
 from slimelite.engines.protocol import Engine, WeightBucket
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import WeightSink
@@ -107,16 +108,15 @@ def _engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[Server]]:
     """The engines, and the SGLang servers behind them."""
     if args.debug_train_only:
         return [], []
-    if args.rollout_backend != "sglang":
+    if not server_parts(args):
         return [build_engine(args, index=0)], []
-    from slimelite.cluster.servers import build_server, connect, external_servers
     from slimelite.engines.sglang.control import Server
 
     owner = None
     if args.rollout_external_engine_addrs:
         servers = external_servers(args)
     else:
-        child = build_server(args, 0, "127.0.0.1")
+        child = build_server(args, 0)
         stack.callback(child.close)
         servers, owner = [Server(child.start(), args.engine_place(0).width)], LocalOwner(child)
     return [connect(args, server, owner) for server in servers], servers
@@ -130,9 +130,7 @@ def _sink(
         return None
     if not servers:
         return LocalSink(engines)
-    from slimelite.cluster.weight_sync import SglangSync
-
-    external = bool(args.rollout_external_engine_addrs)
-    sync = SglangSync(args, trainer.world.device, "127.0.0.1", external=external)
+    sync = server_sync(args, trainer.world.device)
     stack.callback(sync.close)
-    return sync.to(servers)
+    sink: WeightSink = sync.to(servers)
+    return sink

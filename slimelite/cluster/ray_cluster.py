@@ -26,9 +26,9 @@ from slimelite.arguments import Args
 from slimelite.arguments.secret import public_part
 from slimelite.cluster.actors import EngineActor, RolloutActor, ServerActor, TrainerActor
 from slimelite.cluster.cluster import Cluster, ClusterError, Progress, Worker
+from slimelite.cluster.engines import external_servers, server_parts
 from slimelite.cluster.ray_errors import explained, last_line
 from slimelite.cluster.ray_session import connected
-from slimelite.cluster.servers import external_servers
 from slimelite.engines.sglang.control import Server
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def ray_cluster(args: Args, progress: Progress) -> Iterator[Cluster]:
     """
     progress(0, 0, "waiting for Ray")
     world = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    sglang = args.rollout_backend == "sglang" and not args.debug_train_only
+    sglang = server_parts(args) is not None and not args.debug_train_only
     external = bool(args.rollout_external_engine_addrs)
     engines = 0 if args.debug_train_only or external else args.num_engines
     places = [args.engine_place(n) for n in range(engines)]
@@ -160,7 +160,7 @@ def start_workers(
     Only engines and trainers on the same GPUs load in turn, engines first: SGLang sizes its KV cache by what is free.
     Before the trainers load, engines that take turns with them (``--offload-rollout``) give their memory back.
     """
-    servers = args.rollout_backend == "sglang"
+    servers = server_parts(args)
     loading = {worker.submit("start" if servers else "info"): worker.name for worker in engines}
     loading[rollout.submit("num_prompts")] = rollout.name
     if trainers and engines and args.colocate and args.device == "cuda":

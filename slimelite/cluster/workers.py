@@ -1,4 +1,4 @@
-"""The plain workers that a launcher places: an engine, and the rollout manager with its progress."""
+"""The rollout manager as a launcher places it, with its progress."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import Any
 
 from slimelite.arguments import Args
 from slimelite.cluster.agreement import probe
-from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
+from slimelite.data.tokenizer import load_tokenizer
 from slimelite.engines.protocol import MEMORY_TAGS, Engine
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
 from slimelite.table import SampleTable
-
-RUNNING_REQUESTS = {"cpu": 128, "cuda": 256}
 
 
 class RolloutWorker:
@@ -86,25 +84,3 @@ class RolloutWorker:
     def close(self) -> None:
         """See `RolloutManager.close`."""
         self.manager.close()
-
-
-def build_engine(args: Args, index: int, http_host: str = "127.0.0.1") -> Engine:
-    """Embedded or vLLM engine number ``index`` of the run; ``http_host``: where its HTTP front would listen."""
-    tokenizer = load_tokenizer(args.tokenizer)
-    options: dict[str, Any] = {
-        "device": args.device,
-        "max_running_requests": args.sglang_max_running_requests or RUNNING_REQUESTS[args.device],
-        "max_context_len": args.sglang_context_length,
-        "decode": lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        "encode": lambda text: tokenizer.encode(text, add_special_tokens=False),
-        "eos_token_ids": stop_token_ids(args.tokenizer, tokenizer),
-        "seed": args.rollout_seed + index,
-        "http_host": http_host,
-    }
-    if args.rollout_backend == "vllm":
-        from slimelite.engines.vllm import VllmEngine
-
-        return VllmEngine(str(args.hf_checkpoint), **options)
-    from slimelite.engines.embedded.engine import EmbeddedEngine
-
-    return EmbeddedEngine(str(args.hf_checkpoint), **options)

@@ -9,7 +9,7 @@ slime's, token for token. An assistant message with ``step_loss_mask: 0`` is not
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,8 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from slimelite.data.prompts import PAIR, Messages
+from slimelite.families import LOSS_MASKS
+from slimelite.registry import function
 from slimelite.sample import Sample, Status
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def _unit(render: Renderer, text: str, message: Message) -> Piece:
     return Piece(text, [(header, len(text))])
 
 
-def _qwen(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
+def qwen_mask(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
     """A message is rendered alone; the system prompt that the template adds to it is cut off."""
     user = {"role": "user", "content": "x"}
     added = 2 * len(render([user])) - len(render([user, user]))
@@ -73,7 +75,7 @@ def _qwen(render: Renderer, messages: list[Message], tools: list[Any] | None) ->
     return pieces
 
 
-def _qwen3(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
+def qwen3_mask(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
     """A message is rendered after a user's question, so that each reply counts as the last one and keeps its thinking.
 
     Answers of several tools in a row are one unit, as the template writes them.
@@ -88,7 +90,7 @@ def _qwen3(render: Renderer, messages: list[Message], tools: list[Any] | None) -
     return pieces
 
 
-def _qwen3_5(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
+def qwen3_5_mask(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
     """The whole rendering; a reply starts after its header and the ``<think>`` that the generation prompt opens."""
     text = render(messages, tools)
     replies = re.finditer(r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>\n?)", text, re.DOTALL)
@@ -102,19 +104,11 @@ def _qwen3_5(render: Renderer, messages: list[Message], tools: list[Any] | None)
     return [Piece(text, [span for span, flag in zip(spans, flags, strict=True) if flag])]
 
 
-def _distill_qwen(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
+def distill_qwen_mask(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
     """The first message as the prompt and the last one's bare content as the response; nothing in between."""
     reply = messages[-1]["content"] or ""
     trained = [(0, len(reply))] if is_trained(messages[-1]) else []
     return [Piece(render(messages[:1], tools, generation_prompt=True), []), Piece(reply, trained)]
-
-
-SLIME_MASKS: dict[str, Callable[[Renderer, list[Message], list[Any] | None], list[Piece]]] = {
-    "qwen": _qwen,
-    "qwen3": _qwen3,
-    "qwen3_5": _qwen3_5,
-    "distill_qwen": _distill_qwen,
-}
 
 
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
@@ -143,12 +137,7 @@ def conversation_tokens(
         )
     render = Renderer(tokenizer, template_kwargs or {})
     try:
-        if loss_mask_type != "auto":
-            pieces = SLIME_MASKS[loss_mask_type](render, messages, tools)
-        elif MARKS.search(tokenizer.get_chat_template(None, tools)):
-            pieces = [_marked(render, messages, tools)]
-        else:
-            pieces = [_compared(render, messages, tools)]
+        pieces = function(LOSS_MASKS[loss_mask_type].find)(render, messages, tools)
     except (TemplateError, TypeError) as error:
         raise ValueError(f"the chat template refuses this conversation ({error})") from error
     token_ids: list[int] = []
@@ -173,6 +162,12 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, piece: Piece) -> tuple[list[in
         mask.append(int(left < end and right > start))
         last = right
     return encoded["input_ids"], mask
+
+
+def auto_mask(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
+    """The template's own marks, or else what comparing renderings shows."""
+    marked = MARKS.search(render.tokenizer.get_chat_template(None, tools))
+    return [_marked(render, messages, tools) if marked else _compared(render, messages, tools)]
 
 
 def _marked(render: Renderer, messages: list[Message], tools: list[Any] | None) -> Piece:

@@ -6,15 +6,66 @@ live in this process, in a Ray actor or behind HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
 FinishReason = Literal["stop", "length", "abort"]
 # device memory that an engine can give back and take again, by SGLang's names
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What one engine of a run is built with; see `slimelite.engines.registry`.
+
+    ``host``: the address of this machine that it listens on. ``log``: where a server prints.
+    ``memory_share``: of the GPU's memory, for weights and KV cache. ``releases_memory``: whether it will have to give
+    its memory back. ``width``: its GPUs. ``options``: the other ``--sglang-*`` options, by their fields.
+    None leaves the choice to the engine.
+    """
+
+    model_path: str
+    device: str
+    seed: int
+    host: str
+    log: Path
+    max_running_requests: int | None = None
+    max_context_len: int | None = None
+    memory_share: float | None = None
+    releases_memory: bool = False
+    width: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Tokens to text (special tokens included) and back, and the tokens that end a response."""
+
+    decode: Callable[[list[int]], str]
+    encode: Callable[[str], list[int]]
+    eos_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class SyncSetup:
+    """How the trainer's weights get into engines that are servers.
+
+    ``transport``: "ipc", "nccl", "http" or "disk", see ``--update-weight-transport``. ``device``: where this rank's
+    weights are. ``host``: a name of this machine that the servers can reach. ``directory``: of the way by disk, which
+    keeps the folders of earlier versions with ``keep_folders``. ``timeout_s``: of a broadcast that does not end [s].
+    """
+
+    model_path: str
+    transport: str
+    device: torch.device
+    host: str
+    directory: str | None = None
+    keep_folders: bool = False
+    timeout_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ from slimelite.engines.checks import check_request, weight_shapes
 from slimelite.engines.http_front import HttpFront
 from slimelite.engines.protocol import (
     Capabilities,
+    Codec,
     EngineInfo,
+    EngineSetup,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -39,6 +41,8 @@ from slimelite.engines.protocol import (
 )
 
 T = TypeVar("T")
+# decoded at once, by device, where --sglang-max-running-requests does not say
+RUNNING_REQUESTS = {"cpu": 128, "cuda": 256}
 CPU_CACHE_BYTES = 1 << 30
 # what vLLM reads from the environment and nowhere else; the user's own settings win
 ENVIRONMENT = {
@@ -396,3 +400,18 @@ class VllmEngine:
                 future.set_exception(error)
         self._fail(RuntimeError("the engine was closed"))
         self._llm.engine_core.shutdown()
+
+
+def build(setup: EngineSetup, codec: Codec) -> VllmEngine:
+    """The engine as a run has it."""
+    return VllmEngine(
+        setup.model_path,
+        device=setup.device,
+        max_running_requests=setup.max_running_requests or RUNNING_REQUESTS[setup.device],
+        max_context_len=setup.max_context_len,
+        decode=codec.decode,
+        encode=codec.encode,
+        eos_token_ids=codec.eos_token_ids,
+        seed=setup.seed,
+        http_host=setup.host,
+    )

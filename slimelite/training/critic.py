@@ -121,14 +121,14 @@ class Critic:
             self.optimizers.reset()
         for sums.step, step in enumerate(schedule):
             checked = self.args.ci_test and self._fresh
-            loss = self.forward_backward(table, columns, step, sums, checked=checked)
-            rates[sums.step] |= self.optim_step(sums, loss)
+            loss = self.gradient(table, columns, step, sums, checked=checked)
+            rates[sums.step] |= self.update(sums, loss)
             self._fresh = self._fresh and not columns.trained_rows()[step.rows].any()
 
-    def forward_backward(
+    def gradient(
         self, table: SampleTable, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False
     ) -> Tensor:
-        """Gradients of one optimizer step, weighted as the policy's are; see `Trainer.forward_backward`.
+        """Gradients of one optimizer step, weighted as the policy's are; see `Trainer.gradient`.
 
         ``checked``: raise AssertionError where values differ from what they were a moment ago.
         """
@@ -157,8 +157,8 @@ class Critic:
         sums.add("critic-explained_variance", *explained_variance(columns.values, columns.returns, in_step))
         return loss
 
-    def optim_step(self, sums: MetricSums, loss: Tensor) -> dict[str, float]:
-        """See `Trainer.optim_step`."""
+    def update(self, sums: MetricSums, loss: Tensor) -> dict[str, float]:
+        """See `Trainer.update`."""
         schedule = self.progress.schedule
         norm, finite = self.optimizers.step(
             schedule.at(self.progress.steps, self.run_steps), schedule.peak, self.world.all_reduce(loss.cpu())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from slimelite.families import EXPERTS
 from slimelite.training.batch import MicroBatch
 
 # logits held at a time: 64 MiB in fp32 on a CPU, 512 MiB on a GPU
@@ -194,7 +195,7 @@ class ForwardFlops:
     def of(cls, model: LanguageModel) -> ForwardFlops | None:
         """Of a dense model; None for a mixture of experts, of which a token meets a part."""
         config = model.hf.config.get_text_config()
-        if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        if any(getattr(config, name, None) for name in EXPERTS):
             return None
         head = model.hf.get_output_embeddings().weight
         outer = {id(head), id(model.hf.get_input_embeddings().weight)}

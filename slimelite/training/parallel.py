@@ -151,3 +151,12 @@ def reshard(model: nn.Module) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor behind a sharded one (collective); a plain tensor is itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def be_deterministic() -> None:
+    """Let torch use repeatable algorithms alone (``--deterministic-mode``)."""
+    # cuBLAS reads it when its first handle is made
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False

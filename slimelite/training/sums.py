@@ -1,6 +1,9 @@
-"""What micro-batches and ranks have computed, put together: means of metrics, and the scores of tokens."""
+"""What micro-batches and ranks have computed, put together: means of metrics, scores of tokens, what passes cost."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -10,8 +13,9 @@ from torch import Tensor
 from slimelite.algorithms.corrections import effective_sample_size
 from slimelite.algorithms.packed import Metrics
 from slimelite.table import SampleTable
+from slimelite.tracking.phases import Timer
 from slimelite.training.batch import MicroBatch
-from slimelite.training.model import PolicyModel
+from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel
 from slimelite.training.parallel import World, reshard
 
 Sums = dict[str, tuple[float, float]]
@@ -120,3 +124,41 @@ def table_scores(
     reshard(model)
     log_probs, entropy = scores.gather()
     return log_probs, entropy
+
+
+class PassTimer:
+    """Seconds and floating-point operations of the passes of a rollout, by name."""
+
+    def __init__(self) -> None:
+        self._timer = Timer()
+        self._flops: dict[str, float] = {}
+
+    def restart(self) -> None:
+        """Forget what was measured."""
+        self._timer.restart()
+        self._flops.clear()
+
+    @contextmanager
+    def __call__(
+        self,
+        name: str,
+        model: LanguageModel | None = None,
+        table: SampleTable | None = None,
+        rows: np.ndarray | slice = slice(None),
+    ) -> Iterator[None]:
+        """Time a pass, of ``model`` over the ``rows`` of ``table`` where operations are to be counted as well."""
+        flops = ForwardFlops.of(model) if model is not None else None
+        if flops is not None and table is not None:
+            total = flops.total(table.total_lengths[rows], table.response_lengths[rows])
+            self._flops[name] = self._flops.get(name, 0.0) + total
+        with self._timer(name):
+            yield
+
+    def metrics(self, ranks: int) -> dict[str, float]:
+        """``perf/{name}_time`` and, where operations were counted, ``perf/{name}_tflops`` of one rank."""
+        seconds = self._timer.seconds
+        metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
+        for name, flops in self._flops.items():
+            passes = 3 if name.endswith("_train") else 1  # the backward pass costs two
+            metrics[f"perf/{name}_tflops"] = passes * flops / seconds[name] / ranks / 1e12
+        return metrics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -18,19 +17,18 @@ from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.arguments import Args
 from slimelite.checkpoints import Checksums
 from slimelite.table import SampleTable
-from slimelite.tracking.phases import Timer
 from slimelite.training import checkpoint, first_step, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.critic import Critic, FrozenPolicy
 from slimelite.training.loading import build_policy
 from slimelite.training.loss import LossInputs, micro_batch_loss
-from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel
+from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory, memory_used, return_freed_memory, training_tensors
 from slimelite.training.optimizer import LrSchedule, Optimizers
-from slimelite.training.parallel import join_world, set_last_micro_batch
+from slimelite.training.parallel import be_deterministic, join_world, set_last_micro_batch
 from slimelite.training.schedule import PackingLimits, Step, deal, split_steps
-from slimelite.training.sums import MetricSums, Scores, table_scores
+from slimelite.training.sums import MetricSums, PassTimer, Scores, table_scores
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +53,7 @@ class Trainer:
         self.world = join_world(args, rank, world_size, init_method)
         torch.manual_seed(args.seed + rank)
         if args.deterministic_mode:
-            _be_deterministic()
+            be_deterministic()
         self.model = build_policy(args, self.world, args.hf_checkpoint, trainable=True)
         ref_load = args.ref_load or args.hf_checkpoint
         self.reference = FrozenPolicy(args, self.world, ref_load) if args.use_reference else None
@@ -68,12 +66,12 @@ class Trainer:
         self.run_steps = 0
         if args.num_rollout is not None:
             self.set_num_rollout(args.num_rollout)
-        self.timer = Timer()
-        # forward passes of this rollout by the timer's name, and their operations
-        self._flops: dict[str, float] = {}
+        self.timed = PassTimer()
         self._fresh = True
         self._step_metrics: list[dict[str, float]] = []
         self._advantages: np.ndarray | None = None
+        # of `forward_backward`, until `optim_step`
+        self._losses: list[Tensor] = []
         self.temperature = 1.0 if args.supervised else args.rollout_temperature
         self.limits = PackingLimits(
             args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size
@@ -108,8 +106,8 @@ class Trainer:
             ValueError: a row cannot be trained on.
             FloatingPointError: see `Optimizers.step`.
         """
-        self.timer.restart()
-        self._flops.clear()
+        self._check_no_gradient("train")
+        self.timed.restart()
         if self.args.reset_optimizer_states:
             self.optimizers.reset()
         steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
@@ -119,18 +117,53 @@ class Trainer:
         if self.critic is not None:
             trained = columns.trained_rows()
             schedule = [Step(rows, self._deal(table, rows[trained[rows]])) for rows in steps]
-            self._count_flops("critic_train", self.critic.model, table, trained)
-            with self.timer("critic_train"):
+            with self.timed("critic_train", self.critic.model, table, trained):
                 self.critic.train(table, columns, schedule, sums, rates)
+
+        def update(loss: Tensor) -> None:
+            rates[sums.step] |= self.update(sums, loss)
+
         if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
-            computed = self._train_policy(table, columns, steps, sums, rates)
-        self._advantages = columns.advantages.float().numpy() if columns.of_tokens else None
+            computed = self._train_policy(table, columns, steps, sums, update)
         self.progress.rollout_id = rollout_id
-        self._update_reference(rollout_id)
-        metrics = self._metrics(table, columns, computed, sums, rates)
-        if self.world.device.type == "cpu":
-            return_freed_memory()
-        return metrics
+        every = self.args.ref_update_interval
+        if self.reference is not None and every and (rollout_id + 1) % every == 0:
+            self.reference.copy_from(self.model)
+        return self._metrics(table, columns, computed, sums, rates)
+
+    def forward_backward(self, table: SampleTable) -> dict[str, float]:
+        """Add the gradient of ``table``, which is one optimizer step whatever ``--global-batch-size`` says, to that of
+        earlier calls; `optim_step` takes it.
+
+        Returns:
+            metrics as those of `train`, without what `optim_step` returns.
+
+        Raises:
+            ValueError: a row cannot be trained on, or a flag of the run concerns whole rollouts.
+        """
+        _check_splits(self.args)
+        self.timed.restart()
+        steps = split_steps(table.rollout_id, table.unit_id, len(table))
+        columns, sums = self._columns(table, steps), MetricSums(self.world)
+        computed = self._train_policy(table, columns, steps, sums, self._losses.append)
+        return self._metrics(table, columns, computed, sums, [{}])
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip the gradient of `forward_backward`, and update the weights with it.
+
+        Returns:
+            ``train/grad_norm``, ``train/skipped_steps`` and the learning rates, the same on every rank.
+
+        Raises:
+            ValueError: there is no gradient.
+            FloatingPointError: see `Optimizers.step`.
+        """
+        if not self._losses:
+            raise ValueError("optim_step: there is no gradient; forward_backward(table) makes it")
+        losses, self._losses = self._losses, []
+        sums = MetricSums(self.world)
+        rates = self.update(sums, torch.stack(losses).sum())
+        return {f"train/{name}": value for name, value in (sums.means()[0] | rates).items()}
 
     def _train_policy(
         self,
@@ -138,9 +171,13 @@ class Trainer:
         columns: TokenColumns,
         steps: list[np.ndarray],
         sums: MetricSums,
-        rates: list[dict[str, float]],
+        then: Callable[[Tensor], None],
     ) -> np.ndarray:
-        """An optimizer step of the policy for each of ``steps``; returns the rows [n] bool that were computed."""
+        """The policy's gradient for each of ``steps``; ``then`` is called with the loss (see `gradient`) of each.
+
+        Returns:
+            [n] bool, the rows that were computed.
+        """
         checked = self.args.ci_test and self._fresh
         normalized = self.args.correction == "mis" and self.args.mis_batch_normalize  # by a mean over all trained rows
         every = checked or normalized
@@ -156,16 +193,18 @@ class Trainer:
         # in a rollout's only step the training pass itself gives the log-probs from before the step
         alone = columns.old is None and len(steps) == 1
         scores = Scores(len(table.response_tokens), self.world) if alone else None
-        with self.timer("actor_train"):
+        with self.timed("actor_train", self.model, table, computed):
             for sums.step, step in enumerate(schedule):
-                loss = self.forward_backward(table, columns, step, sums, scores, checked=checked and sums.step == 0)
-                rates[sums.step] |= self.optim_step(sums, loss)
-        self._count_flops("actor_train", self.model, table, computed)
+                then(self.gradient(table, columns, step, sums, scores, checked=checked and sums.step == 0))
         if scores is not None:
             columns.old, columns.entropy = scores.gather()
         # a first step without a token to train on has shown nothing
         self._fresh = self._fresh and not columns.trained_rows()[steps[0]].any()
         return computed
+
+    def _check_no_gradient(self, verb: str) -> None:
+        if self._losses:
+            raise ValueError(f"{verb}: the gradient of forward_backward would be lost; call optim_step first")
 
     def step_metrics(self) -> list[dict[str, float]]:
         """The ``train/*`` metrics of each optimizer step of the last rollout trained on, the same on every rank."""
@@ -177,7 +216,7 @@ class Trainer:
         """
         return self._advantages
 
-    def forward_backward(
+    def gradient(
         self,
         table: SampleTable,
         columns: TokenColumns,
@@ -218,8 +257,8 @@ class Trainer:
         sums.add("global_batch_size", len(np.unique(table.rollout_id[step.rows])), 1)
         return total
 
-    def optim_step(self, sums: MetricSums, loss: Tensor) -> dict[str, float]:
-        """Clip, update the weights, advance the schedule; ``loss`` is what `forward_backward` returned.
+    def update(self, sums: MetricSums, loss: Tensor) -> dict[str, float]:
+        """Clip, update the weights, advance the schedule; ``loss`` is what `gradient` returned.
 
         Returns:
             the step's learning rates by metric.
@@ -276,6 +315,7 @@ class Trainer:
 
     def offload(self) -> dict[str, float]:
         """Weights and optimizer state to host memory; on a CPU, or with ``--fsdp-cpu-offload``, they are there."""
+        self._check_no_gradient("offload")
         return self._move("sleep", self.memory.offload)
 
     def onload(self) -> dict[str, float]:
@@ -320,10 +360,10 @@ class Trainer:
             with self.teacher.weights() as model:
                 columns.teacher, _ = self._pass("teacher_log_probs", model, table, dealt)
         if self.critic is not None:
-            self._count_flops("values", self.critic.model, table, rows)
-            with self.timer("values"):
+            with self.timed("values", self.critic.model, table, rows):
                 columns.values = self.critic.values(table, dealt)
-        if self._advantages_read_old():
+        args = self.args
+        if not args.supervised and (args.kl_coef != 0 or args.use_opd or args.custom_advantage_function_path):
             columns.old, columns.entropy = self._pass("log_probs", self.model, table, dealt)
         if not self.args.supervised and self.args.compute_advantages_and_returns:
             columns.set_advantages(self.args, table)
@@ -333,32 +373,17 @@ class Trainer:
         self, name: str, model: PolicyModel, table: SampleTable, dealt: list[list[np.ndarray]]
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the table under ``model``, timed and counted as ``name``."""
-        self._count_flops(name, model, table, np.concatenate([rows for parts in dealt for rows in parts]))
-        with self.timer(name):
+        with self.timed(name, model, table, np.concatenate([rows for parts in dealt for rows in parts])):
             return table_scores(model, table, dealt, self.world, self.temperature)
-
-    def _count_flops(self, name: str, model: LanguageModel, table: SampleTable, rows: np.ndarray) -> None:
-        flops = ForwardFlops.of(model)
-        if flops is not None:
-            total = flops.total(table.total_lengths[rows], table.response_lengths[rows])
-            self._flops[name] = self._flops.get(name, 0.0) + total
-
-    def _advantages_read_old(self) -> bool:
-        if self.args.supervised:
-            return False
-        return self.args.kl_coef != 0 or self.args.use_opd or self.args.custom_advantage_function_path is not None
 
     def _needs_old(self, num_steps: int) -> bool:
         """Whether the log-probs before the first step take a pass of their own.
 
         In a rollout's only step the policy is still what it was, so they are those of the training pass.
         """
-        if self.args.supervised:
-            return False
-        if self.args.loss_type == "custom_loss" or (self.args.ci_test and self._fresh):
-            return True
+        asked = self.args.loss_type == "custom_loss" or (self.args.ci_test and self._fresh)
         # also when the engine's are the old ones of the loss: mismatch is measured before the first step
-        return num_steps > 1
+        return not self.args.supervised and (asked or num_steps > 1)
 
     def _deal_old(self, table: SampleTable, computed: np.ndarray, schedule: list[Step]) -> list[list[np.ndarray]]:
         """Micro-batches of the pass for old log-probs; under ``--ci-test`` training's own, to equal it to the bit."""
@@ -371,11 +396,6 @@ class Trainer:
         limits = limits if self._packed else PackingLimits(None, 1)
         return deal(rows, table.total_lengths, table.unit_id, self.world.size, limits)
 
-    def _update_reference(self, rollout_id: int) -> None:
-        interval = self.args.ref_update_interval
-        if self.reference is not None and interval and (rollout_id + 1) % interval == 0:
-            self.reference.copy_from(self.model)
-
     def _metrics(
         self,
         table: SampleTable,
@@ -384,29 +404,27 @@ class Trainer:
         sums: MetricSums,
         rates: list[dict[str, float]],
     ) -> dict[str, float]:
+        self._advantages = columns.advantages.float().numpy() if columns.of_tokens else None
         means, of_steps = sums.means()
         metrics, *self._step_metrics = [
             {f"train/{name}": value for name, value in (found | lrs).items()}
             for found, lrs in zip([means, *of_steps], [rates[-1], *rates], strict=True)
         ]
         metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args).items()}
-        seconds = self.timer.seconds
-        metrics |= {f"perf/{name}_time": value for name, value in seconds.items()}
-        for name, flops in self._flops.items():
-            passes = 3 if name.endswith("_train") else 1  # the backward pass costs two
-            metrics[f"perf/{name}_tflops"] = passes * flops / seconds[name] / self.world.size / 1e12
-        if "actor_train" in seconds:
-            tokens = int(table.total_lengths[computed].sum())
-            metrics["perf/actor_train_tok_per_s"] = tokens / seconds["actor_train"]
+        metrics |= self.timed.metrics(self.world.size)
+        if seconds := metrics.get("perf/actor_train_time"):
+            metrics["perf/actor_train_tok_per_s"] = int(table.total_lengths[computed].sum()) / seconds
             metrics["perf/computed_rows_ratio"] = float(computed.mean())
+        if self.world.device.type == "cpu":
+            return_freed_memory()
         return metrics
 
     def _move(self, phase: str, move: Callable[[], None]) -> dict[str, float]:
-        self.timer.restart()
-        with self.timer(phase):
+        self.timed.restart()
+        with self.timed(phase):
             if self.world.device.type == "cuda" and not self.args.fsdp_cpu_offload:
                 move()
-        return {f"perf/{phase}_time": self.timer.seconds[phase]}
+        return self.timed.metrics(self.world.size)
 
 
 def _check(args: Args) -> None:
@@ -417,9 +435,14 @@ def _check(args: Args) -> None:
     assert args.use_critic or not needs_critic, "an estimator without its critic: use_critic was not derived"
 
 
-def _be_deterministic() -> None:
-    # cuBLAS reads it when its first handle is made
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
+def _check_splits(args: Args) -> None:
+    """Raise ValueError where a rollout's training cannot be had step by step."""
+    flags = {
+        "--advantage-estimator ppo": args.use_critic,
+        "--ref-update-interval": args.ref_update_interval is not None,
+        "--reset-optimizer-states": args.reset_optimizer_states,
+    }
+    if found := [flag for flag, given in flags.items() if given]:
+        raise ValueError(
+            f"forward_backward: {' and '.join(found)} concerns whole rollouts: call train(rollout_id, table) instead"
+        )

@@ -84,6 +84,22 @@ def test_servers_of_someone_else(make: Make, problems: Problems) -> None:
     assert "--rollout-backend embedded" in problem
 
 
+def test_the_way_of_weights_fits_the_place(make: Make) -> None:
+    gpus = Machine(gpus=8, sglang=True)
+
+    def way(words: str, machine: Machine = gpus) -> str | None:
+        return make(f"{words} --rollout-backend sglang", machine).update_weight_transport
+
+    assert make("--colocate", GPU8).update_weight_transport is None
+    assert way("--colocate", Machine(gpus=0)) == "nccl"
+    assert way("--colocate") == "ipc"
+    assert way("--colocate --update-weight-transport nccl") == "ipc"
+    assert way("--rollout-num-gpus 2") == "nccl"
+    assert way("--rollout-external-engine-addrs a:1") == "http"
+    assert way("--rollout-external-engine-addrs a:1 --update-weight-disk-dir /shared") == "disk"
+    assert way("--update-weight-transport http", Machine(gpus=0)) == "http"
+
+
 def test_fault_tolerance_is_for_sglang(make: Make) -> None:
     idle = dict(make("--use-fault-tolerance --rollout-health-check-interval 9").no_effect)
     assert "--rollout-backend sglang" in idle["--use-fault-tolerance"]

@@ -9,7 +9,8 @@ import pytest
 from conftest import Make, Problems
 
 from slimelite.arguments.machine import Machine
-from slimelite.cluster.sglang_fields import server_fields
+from slimelite.cluster.engines import engine_setup
+from slimelite.engines.sglang.servers import server_fields
 
 NODE = Machine(gpus=8, sglang=True)
 WORDS = "--actor-num-gpus-per-node 8 --colocate --sglang-config {}"
@@ -35,7 +36,7 @@ def test_engines_of_different_sizes(make: Make, groups: Any) -> None:
     args = make(words, NODE)
     assert args.num_engines == 5
     assert [args.engine_place(i)[:2] for i in range(5)] == [(1, 2), (3, 2), (5, 1), (6, 1), (7, 1)]
-    fields = [server_fields(args, i, host="h", port=1) for i in range(5)]
+    fields = [server_fields(engine_setup(args, i), host="h", port=1) for i in range(5)]
     assert [f["tp_size"] for f in fields] == [2, 2, 1, 1, 1]
     assert [f.get("mem_fraction_static") for f in fields] == [None, None, 0.5, 0.5, 0.5]
 

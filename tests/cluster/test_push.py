@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster, ClusterError
-from slimelite.cluster.weight_sync import SglangSync
-from slimelite.engines.protocol import WeightBucket
+from slimelite.cluster.engines import server_sync
+from slimelite.engines.protocol import SyncSetup, WeightBucket
 from slimelite.engines.sglang.control import Server
+from slimelite.engines.sglang.servers import SglangSync
 from slimelite.engines.sglang.transports import WeightSyncError
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
-from slimelite.training.weights import buckets
+from slimelite.training.weights import WeightSink, buckets
 from tests.cluster.workers import Worker
 from tests.engines.bracketing import Bracketing, bracketing_server
 from tests.engines.tiny_models import build_model
@@ -34,7 +35,7 @@ class Trainer(Worker):
     def __init__(self, folder: Path) -> None:
         self.weights = weights_of(folder)
 
-    def push_weights(self, sink: SglangSync, version: int) -> dict[str, float]:
+    def push_weights(self, sink: WeightSink, version: int) -> dict[str, float]:
         push(sink, version, self.weights)
         return {}
 
@@ -57,7 +58,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def push(sink: SglangSync, version: int, weights: dict[str, Tensor]) -> None:
+def push(sink: WeightSink, version: int, weights: dict[str, Tensor]) -> None:
     sink.begin(version)
     for bucket in buckets(iter(weights.items()), 10_000):
         sink.send(bucket)
@@ -139,7 +140,7 @@ def test_a_push_is_tried_once_more_where_faults_are_tolerated(
     )
     with bracketing_server() as server:
         server.model_path = str(tmp_path)
-        sync = SglangSync(args, CPU, "127.0.0.1").to([Server(server.url)])
+        sync = server_sync(args, CPU).to([Server(server.url)])
         trainer, rollout = Trainer(tmp_path), Rollout(server, list(room))
         cluster = Cluster(args, rollout, [trainer], sync)
         if works:
@@ -164,8 +165,7 @@ def test_ranks_that_share_gpus_with_engines_fail_together_and_only_those_with_an
 
 def two_ranks(rank: int, folder: str, url: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    args = Args(hf_checkpoint=folder, device="cpu", colocate=True, update_weight_transport="ipc")
-    sync = SglangSync(args, CPU, "127.0.0.1")
+    sync = SglangSync(SyncSetup(folder, "ipc", CPU, "127.0.0.1"))
     # the second rank alone does not reach the server
     with pytest.raises(WeightSyncError, match="weights 1 reached no engine"):
         sync.to([NOBODY if rank else Server(url)]).begin(1)

@@ -61,7 +61,13 @@ class Silent:
 def test_the_trainer_gives_its_memory_back_before_the_engine_takes_any() -> None:
     calls: list[str] = []
     args = Args(
-        device="cuda", colocate=True, offload_rollout=True, offload_train=True, num_rollout=2, start_rollout_id=0
+        device="cuda",
+        rollout_backend="embedded",
+        colocate=True,
+        offload_rollout=True,
+        offload_train=True,
+        num_rollout=2,
+        start_rollout_id=0,
     )
     cluster = Cluster(args, Worker("engines", calls), [Worker("trainer", calls)], ["an engine"])
     train.train(args, cluster, Silent())  # type: ignore[arg-type]

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from slimelite.arguments import Args
-from slimelite.data.conversations import conversation_tokens, fill_conversation
+from slimelite.arguments import Args, ArgumentError, make_args
+from slimelite.data.conversations import Message, Piece, Renderer, conversation_tokens, fill_conversation
 from slimelite.data.source import DataSource
+from slimelite.families import LOSS_MASKS, LossMask
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
 
@@ -188,6 +189,19 @@ def test_comparing_is_exact_on_templates_that_rewrite_thinking(
 def test_step_loss_mask_switches_one_reply_off(template: str) -> None:
     messages = [user("a"), reply("b", step_loss_mask=0), user("c"), reply("d", step_loss_mask=1)]
     assert [text for text, value in segments(byte_tokenizer(template), messages) if value] == ["d<|im_end|>\n"]
+
+
+def test_a_loss_mask_of_a_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
+        text = render(messages, tools)
+        return [Piece(text, [(text.index("b"), len(text))])]
+
+    monkeypatch.setattr(LOSS_MASKS, "_records", dict(LOSS_MASKS))
+    LOSS_MASKS.add(LossMask("from_b", find))
+    with pytest.raises(ArgumentError, match=r"--loss-mask-type.*from_b"):
+        make_args(["--loss-mask-type", "from_c"])
+    found = shown(byte_tokenizer(CHATML), [user("abc"), reply("d")], loss_mask_type="from_b")
+    assert found.startswith("<|im_start|>user\na⟦bc<|im_end|>")
 
 
 def test_offsets_that_leave_spaces_out_change_nothing() -> None:

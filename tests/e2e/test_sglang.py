@@ -33,7 +33,7 @@ def grade(args, sample, **kwargs):
 TAKING_TURNS = """
 import dataclasses, sys
 import train
-from slimelite.cluster import servers
+from slimelite.engines.sglang import servers
 
 parse_args, fields = train.parse_args, servers.server_fields
 train.parse_args = lambda argv: dataclasses.replace(parse_args(argv), offload_rollout=True, offload_train=True)

@@ -11,10 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import train
-from slimelite.arguments import Args
-from slimelite.cluster.servers import check_model, external_servers
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from slimelite.engines.sglang.client import SglangEngine
+from slimelite.engines.sglang.servers import check_model, external_servers
 from tests.engines.tiny_models import build_model, greedy
 
 PROMPT = tuple(range(20, 28))
@@ -70,19 +69,17 @@ def test_a_server_of_another_model_is_refused(sglang_url: str, tmp_path: Path) -
     for changes in ({"intermediate_size": 56}, {"num_hidden_layers": 3}, {"model_type": "llama"}):
         folder = tmp_path / next(iter(changes))
         build_model(folder, **changes)
-        args = Args(hf_checkpoint=str(folder), rollout_external_engine_addrs=[sglang_url])
         with pytest.raises(ValueError, match="start it with the model that is trained"):
-            external_servers(args)
+            external_servers([sglang_url], str(folder))
 
 
 def test_a_server_of_a_model_that_cannot_be_read_here_is_refused(sglang_model: Path) -> None:
     build_model(sglang_model)
     info = {"model_path": "/elsewhere/model", "model_type": "qwen2"}
     with pytest.raises(ValueError, match="/elsewhere/model, which cannot be read here"):
-        check_model("http://there:1", info, Args(hf_checkpoint=str(sglang_model)))
+        check_model("http://there:1", info, str(sglang_model))
 
 
 def test_where_no_server_answers(sglang_model: Path) -> None:
-    args = Args(hf_checkpoint=str(sglang_model), rollout_external_engine_addrs=["127.0.0.1:9"])
     with pytest.raises(ValueError, match=r"127\.0\.0\.1:9: no SGLang server answers"):
-        external_servers(args)
+        external_servers(["127.0.0.1:9"], str(sglang_model))

@@ -14,8 +14,9 @@ from slimelite.arguments import make_args
 from slimelite.arguments.args import Args
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import Vocabulary
-from slimelite.cluster.sglang_fields import server_fields
+from slimelite.cluster.engines import engine_setup
 from slimelite.engines.sglang.process import check_fields, command_line, server_command
+from slimelite.engines.sglang.servers import server_fields
 
 RUN = (
     "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
@@ -25,7 +26,7 @@ RUN = (
 
 def fields(words: str, index: int = 0, gpus: int = 0, **placement: object) -> dict[str, object]:
     args = make_args((RUN + words).split(), machine=Machine(gpus=gpus))
-    return server_fields(args, index, **{"host": "h", "port": 1, **placement})
+    return server_fields(engine_setup(args, index), **{"host": "h", "port": 1, **placement})
 
 
 def test_users_options_win_over_what_a_cpu_implies_and_lose_to_the_placement() -> None:

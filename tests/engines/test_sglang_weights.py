@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from slimelite.arguments import Args
-from slimelite.cluster.weight_sync import SglangSync, choose_transport
 from slimelite.engines.checks import weight_shapes
-from slimelite.engines.protocol import WeightBucket
+from slimelite.engines.protocol import SyncSetup, WeightBucket
 from slimelite.engines.sglang.control import Server, ServerError
+from slimelite.engines.sglang.servers import SglangSync
 from slimelite.engines.sglang.transports import CONFIG, DiskSink, HttpSink, WeightSyncError
 from slimelite.training.weights import WeightSink, buckets
 from tests.engines.tiny_models import build_model, greedy, log_probs
@@ -80,13 +79,8 @@ def check_log_probs(answer: dict[str, Any], model: PreTrainedModel) -> None:
 def test_the_server_decodes_with_what_was_sent(
     transport: Any, server: Server, models: tuple[PreTrainedModel, ...], one_rank: None, tmp_path: Path
 ) -> None:
-    args = Args(
-        hf_checkpoint=models[0].name_or_path,
-        device="cpu",
-        update_weight_transport=transport,
-        update_weight_disk_dir=str(tmp_path),
-    )
-    sync = SglangSync(args, CPU, "127.0.0.1").to([server])
+    setup = SyncSetup(models[0].name_or_path, transport, CPU, "127.0.0.1", directory=str(tmp_path))
+    sync = SglangSync(setup).to([server])
     assert sync.every_rank == (transport == "ipc")
     try:
         # twice: the prompt's keys and values were cached under the first, and the group is there already
@@ -155,7 +149,7 @@ def test_a_server_of_another_model_is_refused(
     server: Server, models: tuple[PreTrainedModel, ...], tmp_path: Path
 ) -> None:
     build_model(tmp_path / "wider", intermediate_size=56)
-    sync = SglangSync(Args(hf_checkpoint=str(tmp_path / "wider"), device="cpu"), CPU, "127.0.0.1").to([server])
+    sync = SglangSync(SyncSetup(str(tmp_path / "wider"), "nccl", CPU, "127.0.0.1")).to([server])
     with pytest.raises(ValueError, match="start it with the model that is trained"):
         sync.begin(42)
 
@@ -174,16 +168,11 @@ def test_a_server_that_is_gone_or_says_no_stops_the_update(server: Server, model
 def test_an_update_that_broke_off_is_repaired_by_the_next(
     transport: Any, server: Server, models: tuple[PreTrainedModel, ...], tmp_path: Path
 ) -> None:
-    args = Args(
-        hf_checkpoint=models[0].name_or_path,
-        device="cpu",
-        update_weight_transport=transport,
-        update_weight_disk_dir=str(tmp_path) if transport == "disk" else None,
-    )
-    broken = SglangSync(args, CPU, "127.0.0.1").to([server])
+    setup = SyncSetup(models[0].name_or_path, transport, CPU, "127.0.0.1", directory=str(tmp_path))
+    broken = SglangSync(setup).to([server])
     broken.begin(61)
     broken.send(next(buckets(((n, p.detach()) for n, p in models[1].named_parameters()), 10_000)))
-    sync = SglangSync(args, CPU, "127.0.0.1").to([server])
+    sync = SglangSync(setup).to([server])
     push(sync, models[1], 62)
     check(server, models[1], 62)
 
@@ -196,16 +185,3 @@ def test_a_server_that_loaded_a_folder_goes_on_when_another_failed(
     with pytest.raises(WeightSyncError, match=r"127\.0\.0\.1:9/pause.*One that failed .*stays paused"):
         push(sink, models[1], 71)
     check(server, models[1], 71)
-
-
-def test_the_way_fits_the_place() -> None:
-    def choose(external: bool = False, **given: Any) -> str:
-        return choose_transport(Args(**given), external=external)
-
-    assert choose(device="cpu", colocate=True) == "nccl"
-    assert choose(device="cuda", colocate=True) == "ipc"
-    assert choose(device="cuda", colocate=True, update_weight_transport="nccl") == "ipc"
-    assert choose(device="cuda") == "nccl"
-    assert choose(device="cuda", external=True) == "http"
-    assert choose(device="cuda", external=True, update_weight_disk_dir="/shared") == "disk"
-    assert choose(device="cpu", update_weight_transport="http") == "http"

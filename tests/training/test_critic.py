@@ -72,7 +72,7 @@ def critic_gradient(trainer: Trainer, table: SampleTable) -> tuple[dict[str, Ten
     columns.values = columns.values + 0.3 * torch.from_numpy(table.response_tokens.astype(np.float64)).sin()
     sums = MetricSums(trainer.world)
     step = Step(rows, trainer._deal(table, rows[table.mask_sums[rows] > 0]))
-    critic.forward_backward(table, columns, step, sums)
+    critic.gradient(table, columns, step, sums)
     found = {n: p.grad.full_tensor().clone() for n, p in critic.model.named_weights()}
     critic.model.zero_grad()
     return found, sums.means()[0], columns

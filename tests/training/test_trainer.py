@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from exact import ESTIMATORS
-from tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
+from tiny import gradients, one_rank, random_table, save_tiny_model, tiny_args, weights_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -426,3 +426,35 @@ def test_what_cannot_be_trained_on_is_refused(model: Path) -> None:
         table.advantage[:] = 1.0
         with pytest.raises(ValueError, match=r"samples \[7\] have no prompt"):
             trainer.train(0, table)
+
+
+def test_a_rollout_of_one_step_is_the_same_in_two_verbs(model: Path) -> None:
+    """Bit for bit, metrics too; a second table adds its gradient, and what does not fit is refused."""
+    table, other = random_table(), random_table(seed=1)
+    with one_rank(tiny_args(model, lr_warmup_iters=4)) as trainer:
+        whole = [trainer.train(rollout_id, table) for rollout_id in range(2)]
+        expected = trainer.log_probs(table)
+    # a table is one step whatever the flag says
+    with one_rank(tiny_args(model, lr_warmup_iters=4, global_batch_size=2)) as trainer:
+        for before in whole:
+            metrics = trainer.forward_backward(table)
+            with pytest.raises(ValueError, match="train: the gradient of forward_backward would be lost"):
+                trainer.train(0, table)
+            metrics |= trainer.optim_step()
+            assert {name: value for name, value in metrics.items() if not name.startswith("perf/")} == {
+                name: value for name, value in before.items() if not name.startswith("perf/")
+            }
+        assert (trainer.log_probs(table) == expected).all()
+        with pytest.raises(ValueError, match="there is no gradient"):
+            trainer.optim_step()
+        trainer.forward_backward(table)
+        one = gradients(trainer)
+        trainer.forward_backward(other)
+        both = gradients(trainer)
+        trainer.model.zero_grad()
+        trainer.forward_backward(other)
+        for name, gradient in gradients(trainer).items():
+            torch.testing.assert_close(both[name] - one[name], gradient, rtol=1e-4, atol=1e-6)
+    wrong = pytest.raises(ValueError, match="--reset-optimizer-states concerns whole rollouts")
+    with one_rank(tiny_args(model, reset_optimizer_states=True)) as trainer, wrong:
+        trainer.forward_backward(table)

@@ -22,7 +22,9 @@ from slimelite.engines.embedded.scheduler import Decode, Running, Scheduler, Sco
 from slimelite.engines.http_front import HttpFront
 from slimelite.engines.protocol import (
     Capabilities,
+    Codec,
     EngineInfo,
+    EngineSetup,
     GenerateRequest,
     GenerateResult,
     WeightBucket,
@@ -30,6 +32,8 @@ from slimelite.engines.protocol import (
 )
 
 T = TypeVar("T")
+# decoded at once, by device, where --sglang-max-running-requests does not say
+RUNNING_REQUESTS = {"cpu": 128, "cuda": 256}
 # default size of the cache: on a CPU in bytes (memory is taken as it is used), on a GPU as a share of what is free
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6
@@ -295,6 +299,21 @@ class EmbeddedEngine:
             except Exception as error:
                 future.set_exception(error)
         scheduler.fail(RuntimeError("the engine was closed"))
+
+
+def build(setup: EngineSetup, codec: Codec) -> EmbeddedEngine:
+    """The engine as a run has it."""
+    return EmbeddedEngine(
+        setup.model_path,
+        device=setup.device,
+        max_running_requests=setup.max_running_requests or RUNNING_REQUESTS[setup.device],
+        max_context_len=setup.max_context_len,
+        decode=codec.decode,
+        encode=codec.encode,
+        eos_token_ids=codec.eos_token_ids,
+        seed=setup.seed,
+        http_host=setup.host,
+    )
 
 
 class _Call:

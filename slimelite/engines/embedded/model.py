@@ -79,6 +79,11 @@ class DecoderShape:
         )
 
 
+def check_config(config: PretrainedConfig) -> None:
+    """Raise ValueError for an architecture that the embedded engine does not compute."""
+    DecoderShape.from_config(config)
+
+
 @dataclass(slots=True)
 class LayerWeights:
     """One layer. ``qkv``: rows of query, key and value heads; ``gate_up``: rows of gate and up."""
