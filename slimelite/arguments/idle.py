@@ -11,6 +11,11 @@ from typing import Any
 from slimelite.algorithms.estimators import ESTIMATORS, Estimator
 from slimelite.arguments.args import Args
 from slimelite.arguments.flags import all_flags
+from slimelite.engines.registry import ENGINES
+
+
+def _runs_servers(args: Args) -> bool:
+    return ENGINES[args.rollout_backend].server is not None
 
 
 def _has_advantages(args: Args) -> bool:
@@ -157,7 +162,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     **dict.fromkeys(["eval_prompt_data", "eval_config"], (lambda a: a.eval_interval, "--eval-interval")),
     **dict.fromkeys(
         ["sglang_mem_fraction_static", "sglang_config", "use_fault_tolerance"],
-        (lambda a: a.rollout_backend == "sglang", "--rollout-backend sglang"),
+        (_runs_servers, "--rollout-backend sglang"),
     ),
     **dict.fromkeys(
         ["rollout_health_check_interval", "rollout_health_check_timeout"],
@@ -165,7 +170,7 @@ NEEDS: dict[str, tuple[Callable[[Args], Any], str]] = {
     ),
     **dict.fromkeys(
         ["update_weight_transport", "update_weight_disk_dir", "update_weight_disk_keep_files"],
-        (lambda a: a.rollout_backend == "sglang", "--rollout-backend sglang"),
+        (_runs_servers, "--rollout-backend sglang"),
     ),
     **dict.fromkeys(["ci_save_grad_norm", "ci_load_grad_norm"], (lambda a: not a.debug_rollout_only, "a trainer")),
     "check_weight_update_equal": (lambda a: not a.debug_rollout_only, "a trainer"),
@@ -181,7 +186,7 @@ def idle_flags(args: Args, given: frozenset[str]) -> Iterator[tuple[str, str]]:
         if name in given and not needed(args):
             flag = flags[name]
             yield flag.negative if flag.negative and getattr(args, name) is False else flag.option, f"needs {what}"
-    if args.rollout_backend != "sglang":
+    if not _runs_servers(args):
         for name in args.sglang_overrides:
             yield "--sglang-" + name.replace("_", "-"), f"the {args.rollout_backend} engine runs, not SGLang"
     if args.debug_train_only:

@@ -15,6 +15,7 @@ from slimelite.arguments.model import EnginePlace
 from slimelite.arguments.refused import SGLANG_SET_HERE
 from slimelite.arguments.sources import load_yaml
 from slimelite.arguments.vocabulary import Vocabulary
+from slimelite.engines.registry import ENGINES
 
 if TYPE_CHECKING:
     from slimelite.arguments.derive import Draft
@@ -91,7 +92,7 @@ def derive_engines(draft: Draft) -> None:
     if not args.async_rollout and args.update_weights_interval > 1:
         draft.set("update_weights_interval", 1, "without --async-rollout every rollout is made with the newest weights")
     cuda = args.device == "cuda"
-    repeats = draft.settings.sglang.get("enable_deterministic_inference")
+    repeats = ENGINES["sglang"].repeats_with(draft.settings.sglang)
     if args.rollout_backend == "auto":
         if args.rollout_external_engine_addrs:
             draft.set("rollout_backend", "sglang", "--rollout-external-engine-addrs")
@@ -108,7 +109,7 @@ def derive_engines(draft: Draft) -> None:
         return
     if args.colocate:
         draft.default("rollout_num_gpus", ranks, "--colocate: the GPUs of training")
-        if cuda and draft.args.rollout_backend == "sglang" and draft.args.rollout_num_gpus > ranks:
+        if cuda and ENGINES[draft.args.rollout_backend].server and draft.args.rollout_num_gpus > ranks:
             draft.set("rollout_num_gpus", ranks, f"--colocate: the engines share the GPUs of {ranks} training rank(s)")
     elif args.debug_train_only:
         draft.default("rollout_num_gpus", 0, "no engine runs")
@@ -123,7 +124,7 @@ def derive_engines(draft: Draft) -> None:
         )
         draft.args = replace(draft.args, rollout_num_gpus=ranks)
     total, width = draft.args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    if args.sglang_config and draft.args.rollout_backend == "sglang":
+    if args.sglang_config and ENGINES[draft.args.rollout_backend].server:
         return  # its groups say how many engines there are, and how wide
     if width < 1 or total % width:
         draft.complain("--rollout-num-gpus", f"{total} is not a multiple of --rollout-num-gpus-per-engine {width}")
@@ -149,7 +150,7 @@ def derive_engine_groups(draft: Draft) -> None:
               - {worker_type: placeholder, num_gpus: 2}      # GPUs that stay free
     """
     args = draft.args
-    if args.sglang_config is None or args.rollout_backend != "sglang":
+    if args.sglang_config is None or not ENGINES[args.rollout_backend].server:
         return
     content = load_yaml(args.sglang_config, OPTION, draft.settings)
     if content is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slimelite.arguments.args import Args
 from slimelite.arguments.bounds import bound_problems
+from slimelite.engines.registry import ENGINES
 
 
 def validate(args: Args) -> list[str]:
@@ -78,35 +79,39 @@ def _engines(args: Args) -> Iterator[str]:
         yield f"--launcher local is one process: {ranks} training ranks need --launcher ray"
     if args.launcher == "local" and runs_engines and args.num_engines > 1 and not args.rollout_external_engine_addrs:
         yield f"--launcher local is one process: {args.num_engines} engines need --launcher ray"
-    external, backend = args.rollout_external_engine_addrs, args.rollout_backend
-    if external and backend != "sglang":
-        yield f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {backend} runs none; take one"
+    external, engine = args.rollout_external_engine_addrs, ENGINES[args.rollout_backend]
+    if external and not engine.server:
+        yield f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {engine.name} runs none; take one"
     if args.rollout_external and not external:
         yield "--rollout-external needs --rollout-external-engine-addrs: host:port of each server"
     if external and args.colocate:
         yield "--rollout-external-engine-addrs with --colocate: someone else's servers share no devices; take one"
-    repeats = args.sglang_overrides.get("enable_deterministic_inference")
-    if backend == "sglang" and args.deterministic_mode and not repeats:
-        yield "--deterministic-mode with SGLang needs --sglang-enable-deterministic-inference (on GPUs)"
+    if args.deterministic_mode and not engine.repeats_with(args.sglang_overrides):
+        what = f"--deterministic-mode with --rollout-backend {engine.name}"
+        if isinstance(engine.repeats, str):
+            yield f"{what} needs --sglang-{engine.repeats.replace('_', '-')} (on GPUs)"
+        else:
+            yield f"{what}: its samples do not repeat; take embedded"
     if args.sglang_overrides.get("dp_size", 1) > 1 and not args.sglang_overrides.get("enable_dp_attention"):
         yield (
             "--sglang-dp-size: SGLang takes new weights into its own replicas only with --sglang-enable-dp-attention; "
             "for more engines raise --rollout-num-gpus"
         )
     widest = max((place.width for place in args.engine_places), default=args.rollout_num_gpus_per_engine)
-    if backend == "sglang" and args.device == "cpu" and widest > 1:
+    if engine.server and args.device == "cpu" and widest > 1:
         yield f"--rollout-num-gpus-per-engine {widest}: on a CPU a server is one process"
     if args.sglang_config and external:
         yield "--sglang-config starts servers, and --rollout-external-engine-addrs names some that run; take one"
     if runs_engines and args.rollout_num_gpus == 0 and not external:
         yield "--rollout-num-gpus 0 leaves no engine to generate"
-    if backend != "sglang" and (size := args.rollout_num_gpus_per_engine) > 1:
-        yield f"--rollout-num-gpus-per-engine {size}: the {backend} engine runs on one device"
+    if not engine.wide and (size := args.rollout_num_gpus_per_engine) > 1:
+        yield f"--rollout-num-gpus-per-engine {size}: the {engine.name} engine runs on one device"
     shares = args.device == "cuda" and (args.colocate or args.launcher == "local")
-    if backend == "vllm" and (args.offload_rollout or shares):
-        yield "--rollout-backend vllm keeps its memory: no --colocate, --offload-rollout or --launcher local on GPUs"
-    if backend == "vllm" and args.deterministic_mode:
-        yield "--rollout-backend vllm with --deterministic-mode: its samples do not repeat; take embedded"
+    if not engine.releases_memory and (args.offload_rollout or shares):
+        yield (
+            f"--rollout-backend {engine.name} keeps its memory: no --colocate, --offload-rollout or --launcher local "
+            "on GPUs"
+        )
     if ranks % max(args.dp_replicate_size, 1):
         yield f"--dp-replicate-size {args.dp_replicate_size} does not divide the {ranks} training ranks"
     at_once, batch = args.over_sampling_batch_size, args.rollout_batch_size
@@ -123,7 +128,7 @@ def _weight_sync(args: Args) -> Iterator[str]:
     if way == "ipc" and not args.colocate:
         yield "--update-weight-transport ipc is for engines on the trainer's GPUs: add --colocate, or take nccl"
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-    shared = args.rollout_backend == "sglang" and args.colocate and way == "ipc"
+    shared = ENGINES[args.rollout_backend].server and args.colocate and way == "ipc"
     syncs = not (args.debug_rollout_only or args.debug_train_only)
     if shared and syncs and args.rollout_num_gpus > ranks:
         yield (

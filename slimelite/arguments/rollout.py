@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from slimelite.arguments.flags import flag, resolved
+from slimelite.engines.registry import Backends
 from slimelite.families import LOSS_MASKS
 
 
@@ -72,8 +73,11 @@ class DataArgs:
 class RolloutArgs:
     """Rollout."""
 
-    rollout_backend: Literal["auto", "embedded", "sglang", "vllm"] = flag(
-        "auto", "inference engine", auto="sglang on GPUs where it is installed, else embedded"
+    rollout_backend: str = flag(
+        "auto",
+        "inference engine",
+        choices=Backends(),
+        auto="sglang on GPUs where it is installed, else embedded",
     )
     rollout_temperature: float = flag(1.0, "sampling temperature; training divides the logits by it too")
     rollout_top_p: float = flag(1.0, "nucleus sampling; below 1 needs --allow-truncated-sampling")

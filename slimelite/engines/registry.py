@@ -5,6 +5,7 @@ Adding one is a record here, or in a file that ``--import-file`` names, and the 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from slimelite.registry import Function, Registry
@@ -32,23 +33,41 @@ class EngineKind:
 
     ``build``: (`EngineSetup`, `Codec`) -> `Engine` in the caller's process; None for a ``server``.
     ``server``: its parts, for an engine that runs as a process of its own and is reached over HTTP.
-    ``repeats``: whether the same seeds give the same tokens, bit for bit; ``repeats_with``: the field of its
+    ``repeats``: whether the same seeds give the same tokens, bit for bit; or the field of the
     ``--sglang-*`` options that makes it so.
     ``releases_memory``: whether it gives its device memory back while the trainer uses it.
     ``wide``: whether one engine may have several GPUs.
     ``package``: what has to be installed for it.
     ``check_config``: (Hugging Face config) -> None; raises ValueError for a model that it does not compute.
+    ``lacking``: () -> sentences about what it would miss on the GPUs of this machine.
     """
 
     name: str
     build: Function | None = None
     server: ServerParts | None = None
-    repeats: bool = False
-    repeats_with: str | None = None
+    repeats: bool | str = False
     releases_memory: bool = True
     wide: bool = False
     package: str | None = None
     check_config: Function | None = None
+    lacking: Function | None = None
+
+    def repeats_with(self, options: Mapping[str, object]) -> bool:
+        """Whether it repeats when its ``--sglang-*`` options are these."""
+        return bool(options.get(self.repeats)) if isinstance(self.repeats, str) else self.repeats
+
+
+class Backends(Collection[str]):
+    """What ``--rollout-backend`` takes: "auto", or the name of an engine."""
+
+    def __contains__(self, name: object) -> bool:
+        return name == "auto" or name in ENGINES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("auto", *ENGINES))
+
+    def __len__(self) -> int:
+        return 1 + len(ENGINES)
 
 
 ENGINES: Registry[EngineKind] = Registry("engine", "--rollout-backend")
@@ -69,9 +88,10 @@ ENGINES.add(
             external="slimelite.engines.sglang.servers:external_servers",
             sync="slimelite.engines.sglang.servers:SglangSync",
         ),
-        repeats_with="enable_deterministic_inference",
+        repeats="enable_deterministic_inference",
         wide=True,
         package="sglang",
+        lacking="slimelite.engines.sglang.process:missing_for_kernels",
     )
 )
 ENGINES.add(EngineKind("vllm", build="slimelite.engines.vllm:build", releases_memory=False, package="vllm"))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,9 @@ from pathlib import Path
 
 from slimelite.arguments import Args
 from slimelite.arguments.machine import Machine, this_machine
+from slimelite.engines.registry import ENGINES
 from slimelite.preflight.findings import Findings, fill, format_report
+from slimelite.registry import function
 
 
 def preflight(args: Args) -> int:
@@ -76,33 +77,19 @@ def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def _check_packages(args: Args, findings: Findings) -> None:
-    engine = None if args.debug_train_only else args.rollout_backend
-    servers = engine == "sglang" and not args.rollout_external_engine_addrs
+    engine = ENGINES[args.rollout_backend]
+    runs_engine = not (args.debug_train_only or args.rollout_external_engine_addrs)
     wanted = (
         ("ray", args.launcher == "ray", "use --launcher local"),
-        ("sglang", servers, "docs/install.md says how; or take --rollout-backend embedded"),
-        ("vllm", engine == "vllm", "docs/install.md says how; or take --rollout-backend embedded"),
+        (engine.package, runs_engine, "docs/install.md says how; or take --rollout-backend embedded"),
         ("wandb", args.use_wandb, "pip install wandb"),
         ("tensorboard", args.use_tensorboard, "pip install tensorboard"),
     )
     for package, needed, remedy in wanted:
-        if needed and importlib.util.find_spec(package) is None:
+        if package and needed and importlib.util.find_spec(package) is None:
             findings.problems.append(f"{package} is not installed: {remedy}")
-    if servers and args.device == "cuda":
-        findings.warnings += _missing_for_kernels()
-
-
-def _missing_for_kernels() -> Iterator[str]:
-    """What SGLang's kernels need of this machine besides Python packages."""
-    name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "another C library").partition(" ")
-    if name != "glibc" or [int(part) for part in version.split(".")[:2]] < [2, 34]:
-        yield f"SGLang's kernels need glibc 2.34 or newer, and this machine has {name} {version}: see docs/install.md"
-    if shutil.which("nvcc") is None and not (Path(os.environ.get("CUDA_HOME", "")) / "bin" / "nvcc").is_file():
-        yield (
-            "no nvcc is found, with which SGLang compiles kernels when it first needs them: all of them on GPUs before "
-            "Hopper (RTX 4090, L40S), top-k and top-p sampling (--eval-top-k 1) on any; install the CUDA toolkit, or "
-            "set CUDA_HOME"
-        )
+    if runs_engine and engine.lacking and args.device == "cuda":
+        findings.warnings += function(engine.lacking)()
 
 
 def _check_run_folder(args: Args, findings: Findings) -> None:

@@ -17,10 +17,11 @@ from slimelite.checkpoints import STATE_FILE, damage, read_json
 from slimelite.data.conversations import fill_conversation, pair_samples
 from slimelite.data.prompts import Prompt, load_pairs, load_prompts
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
-from slimelite.engines.embedded.model import DecoderShape
+from slimelite.engines.registry import ENGINES
 from slimelite.model_files import check_architecture, has_weights, shape_problems
 from slimelite.plugins import load_function
 from slimelite.preflight.findings import Findings, fill, one_line
+from slimelite.registry import function
 from slimelite.rewards import check_reward
 from slimelite.rewards.registry import find_rule
 from slimelite.rollout.teacher import Teacher, ask_once
@@ -97,12 +98,13 @@ def _read_model(args: Args, option: str, path: str, findings: Findings) -> dict[
         config = _read_config(path)
         if problems := list(shape_problems(config)):
             raise ValueError(f"config.json: {'; '.join(problems)}")
-        if not args.debug_rollout_only or args.rollout_backend == "embedded":
+        check_config = ENGINES[args.rollout_backend].check_config
+        if not args.debug_rollout_only or check_config:
             model_config, packed = inspect_model(args, path, new_head=option == "--critic-load")
             if not packed:
                 findings.facts.append(f"{option}: {model_config.model_type} is trained on one sequence a forward pass")
-            if option == "--hf-checkpoint" and not args.debug_train_only and args.rollout_backend == "embedded":
-                DecoderShape.from_config(model_config)
+            if option == "--hf-checkpoint" and not args.debug_train_only and check_config:
+                function(check_config)(model_config)
     except (OSError, ValueError) as error:
         findings.problems.append(f"{option} {path}: {one_line(error)}")
         return {}

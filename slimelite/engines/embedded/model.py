@@ -1,4 +1,4 @@
-"""A dense Qwen2, Qwen3 or Llama decoder: its weights, fused for decoding, and its forward pass without autograd."""
+"""A dense decoder as `FAMILIES` has them: its weights, fused for decoding, and its forward pass without autograd."""
 
 from __future__ import annotations
 
@@ -11,13 +11,35 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from slimelite.families import FAMILIES, is_true
 from slimelite.model_files import has_weights, load_weights
 
 logger = logging.getLogger(__name__)
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 # rope types whose tables depend on the length of each sequence cannot share one table
 DYNAMIC_ROPE = ("dynamic", "longrope")
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Raise ValueError for an architecture that the embedded engine does not compute."""
+    known = [name for name, family in FAMILIES.items() if family.embedded]
+    layers = getattr(config, "layer_types", None)
+    if config.model_type not in known:
+        problem = f"model_type {config.model_type!r}"
+    elif config.hidden_act != "silu":
+        problem = f"hidden_act {config.hidden_act!r}"
+    elif config.rope_parameters["rope_type"] in DYNAMIC_ROPE:
+        problem = f"rope type {config.rope_parameters['rope_type']!r}"
+    elif set(layers) != {"full_attention"} if layers else getattr(config, "sliding_window", None) is not None:
+        problem = "sliding-window attention"
+    elif getattr(config, "quantization_config", None) is not None:
+        problem = "quantized weights"
+    else:
+        return
+    raise ValueError(
+        f"the embedded engine does not compute {problem}; it knows dense, unquantized models of type "
+        f"{', '.join(known)} with full attention: use --rollout-backend sglang"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,28 +62,9 @@ class DecoderShape:
 
     @classmethod
     def from_config(cls, config: PretrainedConfig) -> DecoderShape:
-        """Read a Hugging Face config.
-
-        Raises:
-            ValueError: an architecture that the embedded engine does not compute.
-        """
-        family = config.model_type
-        problem = None
-        if family not in FAMILIES:
-            problem = f"model_type {family!r}"
-        elif config.hidden_act != "silu":
-            problem = f"hidden_act {config.hidden_act!r}"
-        elif config.rope_parameters["rope_type"] in DYNAMIC_ROPE:
-            problem = f"rope type {config.rope_parameters['rope_type']!r}"
-        elif family != "llama" and set(config.layer_types) != {"full_attention"}:
-            problem = "sliding-window attention"
-        elif getattr(config, "quantization_config", None) is not None:
-            problem = "quantized weights"
-        if problem:
-            raise ValueError(
-                f"the embedded engine does not compute {problem}; it knows dense, unquantized models of type "
-                f"{', '.join(FAMILIES)} with full attention: use --rollout-backend sglang"
-            )
+        """Read a Hugging Face config; raises as `check_config` does."""
+        check_config(config)
+        family, fields = FAMILIES[config.model_type], config.to_dict()
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -72,16 +75,11 @@ class DecoderShape:
             intermediate_size=config.intermediate_size,
             norm_eps=config.rms_norm_eps,
             tied=config.tie_word_embeddings,
-            qkv_bias=family == "qwen2" or config.attention_bias,
-            out_bias=family != "qwen2" and config.attention_bias,
-            mlp_bias=family == "llama" and config.mlp_bias,
-            qk_norm=family == "qwen3",
+            qkv_bias=is_true(family.qkv_bias, fields),
+            out_bias=is_true(family.out_bias, fields),
+            mlp_bias=is_true(family.mlp_bias, fields),
+            qk_norm=family.qk_norm,
         )
-
-
-def check_config(config: PretrainedConfig) -> None:
-    """Raise ValueError for an architecture that the embedded engine does not compute."""
-    DecoderShape.from_config(config)
 
 
 @dataclass(slots=True)
@@ -238,7 +236,7 @@ class Decoder:
     def __init__(self, weights: DecoderWeights, config: PretrainedConfig, max_context_len: int) -> None:
         self.weights = weights
         embed = weights.embed
-        # the three families compute rope alike; transformers knows the scaling variants (linear, llama3, yarn)
+        # all families compute rope alike; transformers knows the scaling variants (linear, llama3, yarn)
         rotary = LlamaRotaryEmbedding(config)
         cos, sin = rotary(torch.zeros(1), torch.arange(max_context_len)[None])
         half = sin.shape[-1] // 2

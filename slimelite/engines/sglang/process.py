@@ -13,6 +13,7 @@ import logging
 import os
 import runpy
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,19 @@ def installed_options() -> dict[str, argparse.Action]:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     return {action.dest: action for action in parser._actions if action.dest not in ("help", "config")}
+
+
+def missing_for_kernels() -> Iterator[str]:
+    """What SGLang's kernels need of this machine besides Python packages."""
+    name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "another C library").partition(" ")
+    if name != "glibc" or [int(part) for part in version.split(".")[:2]] < [2, 34]:
+        yield f"SGLang's kernels need glibc 2.34 or newer, and this machine has {name} {version}: see docs/install.md"
+    if shutil.which("nvcc") is None and not (Path(os.environ.get("CUDA_HOME", "")) / "bin" / "nvcc").is_file():
+        yield (
+            "no nvcc is found, with which SGLang compiles kernels when it first needs them: all of them on GPUs before "
+            "Hopper (RTX 4090, L40S), top-k and top-p sampling (--eval-top-k 1) on any; install the CUDA toolkit, or "
+            "set CUDA_HOME"
+        )
 
 
 def check_fields(fields: Collection[str], installed: Collection[str]) -> list[str]:
