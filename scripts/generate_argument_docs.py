@@ -9,12 +9,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slimelite.arguments.args import Args
-from slimelite.arguments.eval_config import UNSUPPORTED
 from slimelite.arguments.flags import Flag, group_flags, group_title, groups_of
 from slimelite.arguments.help import shown_default, usage
-from slimelite.arguments.megatron import NO_EFFECT, ROUTER
-from slimelite.arguments.refused import REFUSED, SGLANG_SET_HERE
 from slimelite.arguments.rollout import EvalDataset
+from slimelite.arguments.vocabulary import known_flags, known_tables
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "arguments.md"
 
@@ -78,12 +76,11 @@ def document() -> str:
     )
     parts.append(
         "## No effect here\n\nKnown, and listed by `--dry-run` when given.\n\n"
-        + _table(("flag", "why"), ((f"`--{name}`", reason) for name, (_, reason) in NO_EFFECT.items()))
-        + f"| `--router-...` | {ROUTER} |\n"
+        + _table(("flags", "why"), _known_rows(refused=False))
     )
     parts.append(
         "## Refused\n\nValues in brackets are accepted, for they change nothing.\n\n"
-        + _table(("flag", "why, and what instead"), _refused_rows())
+        + _table(("flags", "why, and what instead"), _known_rows(refused=True))
     )
     return "\n".join(parts)
 
@@ -96,16 +93,20 @@ def _flag_rows(flags: Iterable[Flag]) -> Iterator[tuple[str, str, str]]:
 def _eval_rows() -> Iterator[tuple[str, str]]:
     for flag in group_flags(EvalDataset):
         yield f"`{flag.name}`", flag.help
-    for name, reason in UNSUPPORTED.items():
-        yield f"`{name}`", f"refused: {reason}"
+    for name, why in known_tables()["eval_config"].items():
+        yield f"`{name}`", f"refused: {why}"
 
 
-def _refused_rows() -> Iterator[tuple[str, str]]:
-    for name, refusal in REFUSED.items():
-        harmless = f" ({', '.join(refusal.harmless)})" if refusal.harmless else ""
-        yield f"`--{name}`{harmless}", refusal.reason
-    for name, reason in SGLANG_SET_HERE.items():
-        yield f"`--sglang-{name.replace('_', '-')}`", reason
+def _known_rows(*, refused: bool) -> Iterator[tuple[str, str]]:
+    """Flags that are none of ours, together where they have one reason."""
+    rows: dict[str, dict[str, None]] = {}
+    for name, flag in known_flags(refused).items():
+        shown = "`--router-...`" if name.startswith("router-") else f"`--{name}`"
+        rows.setdefault(flag.why, {})[shown + (f" ({flag.harmless})" if flag.harmless else "")] = None
+    for name, why in known_tables()["sglang_set_here"].items() if refused else ():
+        rows.setdefault(why, {})[f"`--sglang-{name.replace('_', '-')}`"] = None
+    for why, names in rows.items():
+        yield " ".join(names), why
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from slimelite.algorithms.estimators import ESTIMATORS, Estimator
 from slimelite.arguments.flags import flag, resolved
-from slimelite.arguments.presets import PRESETS
+from slimelite.arguments.sources import PRESETS
 
 
 @dataclass(frozen=True)

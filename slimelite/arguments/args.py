@@ -8,11 +8,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
 from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
 from slimelite.arguments.flags import resolved
-from slimelite.arguments.megatron import PLUGIN_CONSTANTS
 from slimelite.arguments.model import CheckpointArgs, ClusterArgs, ModelArgs
 from slimelite.arguments.rollout import DataArgs, EvalArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.tracking import DebugArgs, TrackingArgs
 from slimelite.arguments.training import OptimizerArgs, PerfArgs
+
+# what plugins of slime's read of flags that are no fields here, whatever was given for them
+PLUGIN_CONSTANTS: dict[str, Any] = {
+    **dict.fromkeys(["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"], 1),
+    **dict.fromkeys(["expert_model_parallel_size", "expert_tensor_parallel_size", "sglang_dp_size"], 1),
+    **dict.fromkeys(["sequence_parallel", "allgather_cp", "use_slime_router", "use_rollout_routing_replay"], False),
+    **dict.fromkeys(["sglang_speculative_algorithm", "sglang_model_routers", "router_policy", "multimodal_keys"], None),
+    "sglang_enable_deterministic_inference": False,
+    "qkv_format": "thd",  # packed without padding
+}
 
 
 class Derivation(NamedTuple):

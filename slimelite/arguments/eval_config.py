@@ -10,23 +10,7 @@ from slimelite.arguments.args import Args
 from slimelite.arguments.flags import group_flags
 from slimelite.arguments.rollout import EvalDataset
 from slimelite.arguments.sources import load_yaml
-from slimelite.arguments.values import read_yaml
-from slimelite.arguments.vocabulary import SIMILAR, Settings
-
-# keys of slime's eval config that it hands to code outside its repository, or that engines here cannot do
-UNSUPPORTED = {
-    "repetition_penalty": "engines here do not penalise repetition",
-    "no_stop_trim": "the stop text always stays in the response; leave it out",
-    "multimodal_keys": "prompts are text",
-    **dict.fromkeys(
-        ["app_service", "eval_task_timeout", "min_eval_samples", "eval_early_stop_remaining", "remote_environment"],
-        "slime only hands it to code outside its repository",
-    ),
-    **dict.fromkeys(
-        ["eval_early_stop_idle_timeout", "message_processor", "reward_model"],
-        "slime only hands it to code outside its repository",
-    ),
-}
+from slimelite.arguments.vocabulary import SIMILAR, Settings, known_tables, read_yaml
 
 
 def resolve_eval_datasets(args: Args, settings: Settings) -> tuple[EvalDataset, ...]:
@@ -114,8 +98,8 @@ def _read_entry(entry: Any, where: str, settings: Settings) -> dict[str, Any]:
         return {}
     for key, value in entry.items():
         name = str(key).replace("-", "_")
-        if name in UNSUPPORTED:
-            settings.complain("--eval-config", f"{where}: {key} is not supported: {UNSUPPORTED[name]}")
+        if why := known_tables()["eval_config"].get(name):
+            settings.complain("--eval-config", f"{where}: {key} is not supported: {why}")
         elif name not in flags:
             near = difflib.get_close_matches(name, flags, n=1, cutoff=SIMILAR)
             hint = f"; did you mean {near[0]}?" if near else f"; it takes {', '.join(flags)}"

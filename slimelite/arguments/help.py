@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slimelite.arguments.flags import Flag, group_flags, group_title, groups_of
-from slimelite.arguments.megatron import NO_EFFECT
-from slimelite.arguments.refused import REFUSED
+from slimelite.arguments.vocabulary import known_flags
 
 INTRODUCTION = """\
 usage: train.py --flag value ...
@@ -28,13 +27,13 @@ def format_help(args_type: type, width: int | None = None) -> str:
         lines = [title.upper()]
         lines += textwrap.wrap(description, width, initial_indent="  ", subsequent_indent="  ")
         parts.append("\n".join(lines + [_entry(flag, width) for flag in group_flags(group)]))
-    parts.append(_names("Known, without effect here", NO_EFFECT, width))
-    parts.append(_names("Known, and refused with the reason and what to use instead", REFUSED, width))
+    parts.append(_names("Known, without effect here", known_flags(refused=False), width))
+    parts.append(_names("Known, and refused with the reason and what to use instead", known_flags(refused=True), width))
     return "\n\n".join(parts)
 
 
 def _names(title: str, names: Iterable[str], width: int) -> str:
-    listed = " ".join(f"--{name}" for name in sorted(names))
+    listed = " ".join(sorted({"--router-..." if name.startswith("router-") else f"--{name}" for name in names}))
     indent = "  "
     wrapped = textwrap.wrap(listed, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join([title.upper(), *wrapped])

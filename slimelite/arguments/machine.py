@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slimelite.arguments.model import EnginePlace
-from slimelite.arguments.refused import SGLANG_SET_HERE
 from slimelite.arguments.sources import load_yaml
-from slimelite.arguments.vocabulary import Vocabulary
+from slimelite.arguments.vocabulary import known_tables, sglang_options
 from slimelite.engines.registry import ENGINES
 
 if TYPE_CHECKING:
@@ -204,10 +203,10 @@ def _engines_of(group: dict[str, Any], where: str, first: int, width: int) -> It
     if gpus % width:
         raise ValueError(f"{where}: {gpus} GPUs do not divide into engines of {width}")
     overrides = {str(name).replace("-", "_"): value for name, value in (group.get("overrides") or {}).items()}
-    known = {option.field for option in Vocabulary(object).sglang.values()}
+    known, set_here = {option.field for option in sglang_options().values()}, known_tables()["sglang_set_here"]
     for name in overrides:
-        if name in SGLANG_SET_HERE or name not in known:
-            raise ValueError(f"{where}: override {name}: {SGLANG_SET_HERE.get(name, 'SGLang has no such option')}")
+        if name in set_here or name not in known:
+            raise ValueError(f"{where}: override {name}: {set_here.get(name, 'SGLang has no such option')}")
     for engine in range(gpus // width):
         yield EnginePlace(first + engine * width, width, overrides)
 

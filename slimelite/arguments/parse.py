@@ -14,10 +14,9 @@ from slimelite.arguments.help import format_help
 from slimelite.arguments.idle import idle_flags
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.arguments.own_groups import compose, load_groups
-from slimelite.arguments.presets import read_presets
 from slimelite.arguments.problems import validate
 from slimelite.arguments.secret import HIDDEN, is_masked
-from slimelite.arguments.sources import drop_unusable_paths, read_command_line, read_config
+from slimelite.arguments.sources import drop_unusable_paths, read_command_line, read_config, read_presets
 from slimelite.arguments.vocabulary import Settings, Vocabulary
 
 MASKED = (

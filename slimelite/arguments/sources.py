@@ -1,15 +1,17 @@
-"""Where arguments come from: the command line and YAML files."""
+"""Where arguments come from: the command line, YAML files, and presets, which are named sets of flags."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimelite.arguments.values import as_words, read_yaml
-from slimelite.arguments.vocabulary import Settings, Vocabulary
+from slimelite.arguments.vocabulary import Settings, Vocabulary, as_words, read_yaml, recorded
+from slimelite.registry import Registry
 
 # what names a file of arguments
 FILES = ("--config", "--custom-config-path")
@@ -17,6 +19,20 @@ FILES = ("--config", "--custom-config-path")
 NAME_BYTES = 255
 # what `--help` calls the values of the other flags that name files
 PATHS = ("PATH", "DIR", "TEMPLATE", "NAME PATH")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """``flags`` as on a command line; ``source``: an arXiv number or an address."""
+
+    name: str
+    source: str
+    flags: str
+
+
+PRESETS: Registry[Preset] = Registry("preset", "--preset")
+for _name, _preset in tomllib.loads(recorded("presets.toml")).items():
+    PRESETS.add(Preset(_name, **_preset))
 
 
 def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
@@ -130,6 +146,31 @@ def _read_key(name: str, value: Any, vocabulary: Vocabulary, settings: Settings)
             vocabulary.read("--" + name, as_words(value), settings)
     except (ValueError, RecursionError) as error:
         settings.complain("--" + name, str(error))
+
+
+def read_presets(
+    names: Sequence[str], vocabulary: Vocabulary, given: Collection[str]
+) -> tuple[Settings, dict[str, str]]:
+    """Everything that the presets say, and the preset of each field.
+
+    Two presets may not set a field to different values, unless it is in ``given``: what other sources say wins anyway.
+    """
+    settings, owner = Settings(), dict[str, str]()
+    for name in names:
+        try:
+            found = read_command_line(PRESETS[name].flags.split(), vocabulary)
+        except ValueError as error:
+            settings.problems.append(str(error))
+            continue
+        for field, value in found.values.items():
+            if field not in given and settings.values.setdefault(field, value) != value:
+                option = "--" + field.replace("_", "-")
+                settings.complain(
+                    "--preset", f"{owner[field]} and {name} disagree about {option}: give it, or take one"
+                )
+            owner.setdefault(field, name)
+        settings.problems += found.problems
+    return settings, owner
 
 
 def drop_unusable_paths(settings: Settings, vocabulary: Vocabulary) -> None:

@@ -1,19 +1,20 @@
-"""What every flag means: a field of a group, an option of SGLang, or a known flag without effect or refused."""
+"""What every option means and how its words are read: a flag of a group, an option of SGLang, or one of the flags of
+slime and Megatron that are known and change nothing here, or are refused (``known_flags.toml``)."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+import json
+import math
+import tomllib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from slimelite.arguments.flags import Flag, all_flags
-from slimelite.arguments.megatron import NO_EFFECT, ROUTER
-from slimelite.arguments.refused import REFUSED, SGLANG_SET_HERE
 from slimelite.arguments.secret import may_hold_secrets, without
-from slimelite.arguments.values import read_flag, read_words
 
 KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "json": dict}
 SWITCHES = {"bool": True, "switch": True, "off": False}
@@ -52,12 +53,65 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class KnownFlag:
+    """A flag that is none of ours: it takes ``arity`` values (-1: one or more), and of a refused one ``harmless`` is a
+    value that is accepted."""
+
+    arity: int
+    why: str
+    refused: bool
+    harmless: str | None
+
+
+@dataclass(frozen=True)
 class SglangOption:
     """One option of SGLang's server."""
 
     field: str
     kind: str
     choices: tuple[str, ...]
+
+
+def recorded(file: str) -> str:
+    """The text of one of the tables beside this module."""
+    return (files("slimelite.arguments") / file).read_text(encoding="utf-8")
+
+
+@cache
+def known_tables() -> dict[str, dict[str, str]]:
+    """``known_flags.toml``, by name instead of by reason: table -> name -> why."""
+    tables = tomllib.loads(recorded("known_flags.toml"))
+    return {table: {name: why for why, names in rows.items() for name in names} for table, rows in tables.items()}
+
+
+@cache
+def known_flags(refused: bool | None = None) -> dict[str, KnownFlag]:
+    """Flags that are none of ours, without their dashes in front: all, or those that are refused, or the others."""
+    if refused is not None:
+        return {name: flag for name, flag in known_flags().items() if flag.refused == refused}
+    tables, found = known_tables(), dict[str, KnownFlag]()
+    for table in ("no_effect", "refused"):
+        for usage, why in tables[table].items():
+            name, _, takes = usage.partition(" ")
+            arity = -1 if takes.endswith("...") else len(takes.split())
+            found[name] = KnownFlag(arity, why, table == "refused", tables["harmless"].get(name))
+    return found
+
+
+@cache
+def sglang_options() -> dict[str, SglangOption]:
+    """Options of SGLang's server, without their ``--sglang-`` in front."""
+    options: dict[str, SglangOption] = {}
+    for line in recorded("sglang_fields.txt").splitlines():
+        if line.startswith("#"):
+            continue
+        name, kind, spellings, choices = [*line.split("\t"), "", ""][:4]
+        option = SglangOption(name, kind, tuple(choices.split(",")) if choices else ())
+        for spelling in spellings.split(",") if spellings != "-" else [name.replace("_", "-")]:
+            options[spelling] = option
+            if kind == "switch":
+                options[f"no-{spelling}"] = SglangOption(name, "off", ())
+    return options
 
 
 class Vocabulary:
@@ -68,29 +122,14 @@ class Vocabulary:
         self.switches_on = {o.removeprefix("--"): f for f in self.flags.values() for o in (f.option, *f.aliases)}
         self.switches_off = {f.off_option[2:]: f for f in self.flags.values() if f.off_option}
 
-    @cached_property
-    def sglang(self) -> dict[str, SglangOption]:
-        """Options of SGLang's server, without their ``sglang-`` prefix."""
-        options: dict[str, SglangOption] = {}
-        for line in _recorded("sglang_fields.txt"):
-            name, kind, spellings, choices = [*line.split("\t"), "", ""][:4]
-            option = SglangOption(name, kind, tuple(choices.split(",")) if choices else ())
-            for spelling in spellings.split(",") if spellings != "-" else [name.replace("_", "-")]:
-                options[spelling] = option
-                if kind == "switch":
-                    options[f"no-{spelling}"] = SglangOption(name, "off", ())
-        return options
-
-    @cached_property
-    def router(self) -> dict[str, str]:
-        """Options of SGLang's router, without their ``router-`` prefix -> kind."""
-        rows = [line.split("\t") for line in _recorded("router_fields.txt")]
-        return {name: kind for kind, names in rows for name in names.split()}
-
     def knows(self, name: str) -> bool:
-        """Whether ``name`` (no dashes in front) is a flag at all."""
-        own = name in self.switches_on or name in self.switches_off or name in NO_EFFECT or name in REFUSED
-        return own or name.removeprefix("sglang-") in self.sglang or name.removeprefix("router-") in self.router
+        """Whether ``name`` (no dashes in front) is an option at all."""
+        return (
+            name in self.switches_on
+            or name in self.switches_off
+            or name in known_flags()
+            or name.removeprefix("sglang-") in sglang_options()
+        )
 
     def read(self, option: str, words: Sequence[str], into: Settings) -> None:
         """What ``option`` with ``words`` behind it says; wrong ones become problems."""
@@ -101,18 +140,14 @@ class Vocabulary:
             elif name in self.switches_off:
                 _expect(words, 0)
                 into.values[self.switches_off[name].name] = False
-            elif name in NO_EFFECT:
-                arity, reason = NO_EFFECT[name]
-                _expect(words, arity)
-                into.no_effect[option] = reason
-            elif name in REFUSED:
-                _read_refused(option, words, into)
-            elif name.startswith("sglang-") and name[7:] in self.sglang:
-                _read_sglang(self.sglang[name[7:]], words, into)
-            elif name.startswith("router-") and name[7:] in self.router:
-                into.no_effect[option] = ROUTER
+            elif name in known_flags():
+                into.no_effect[option] = _read_known(known_flags()[name], words)
+            elif name.startswith("sglang-") and name[7:] in sglang_options():
+                _read_sglang(sglang_options()[name[7:]], words, into)
             else:
-                self._unknown(option, into)
+                near = self.nearest(option)
+                hint = f"; did you mean {near}?" if near else "; --help lists them all"
+                into.complain(option, "is not a known flag" + hint, *([near] if near else []))
         except ValueError as error:
             into.complain(option, without(words, str(error)) if may_hold_secrets(option) else str(error))
 
@@ -129,46 +164,59 @@ class Vocabulary:
     def nearest(self, option: str) -> str | None:
         """The known option that is most like ``option``, or None where none is."""
         name = option[2:].replace("_", "-")
-        known, prefix = [*self.switches_on, *self.switches_off, *NO_EFFECT, *REFUSED], ""
-        if name.startswith("sglang-"):  # a prefix that they share does not make two names alike
-            prefix = "sglang-"
-            known = [*self.sglang, *(n.removeprefix(prefix) for n in self.switches_on if n.startswith(prefix))]
-        elif name.startswith("router-"):
-            known, prefix = list(self.router), "router-"
+        # a prefix that they share does not make two names alike
+        prefix = next((prefix for prefix in ("sglang-", "router-") if name.startswith(prefix)), "")
+        sglang = [f"sglang-{name}" for name in sglang_options()]
+        names = [*self.switches_on, *self.switches_off, *known_flags(), *sglang]
+        known = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=SIMILAR)
         return f"--{prefix}{near[0]}" if near else None
 
-    def _unknown(self, option: str, into: Settings) -> None:
-        near = self.nearest(option)
-        hint = f"; did you mean {near}?" if near else "; --help lists them all"
-        into.complain(option, "is not a known flag" + hint, *([near] if near else []))
+
+def read_flag(flag: Flag, words: Sequence[str]) -> Any:
+    """The value that ``words`` give to a flag other than a switch.
+
+    Raises:
+        ValueError: they do not fit the flag; the message does not repeat its name.
+    """
+    values = _read_words(flag.kind, words, flag.choices, many=flag.many)
+    if flag.kind is dict and not isinstance(values, dict):
+        raise ValueError(f"takes a JSON object, not {words[0]!r}")
+    return values
 
 
-def _read_sglang(sglang: SglangOption, words: Sequence[str], into: Settings) -> None:
-    if sglang.field in SGLANG_SET_HERE:
-        raise ValueError(f"is not taken: {SGLANG_SET_HERE[sglang.field]}")
-    if sglang.kind in SWITCHES:
-        _expect(words, 0)
-        into.sglang[sglang.field] = SWITCHES[sglang.kind]
-        return
-    kind, many = KINDS[sglang.kind.rstrip("+*?")], sglang.kind.endswith(("+", "*"))
-    if not words and sglang.kind.endswith(("*", "?")):
-        into.sglang[sglang.field] = [] if many else ""
-        return
-    value = read_words(kind, words, many=many)
-    for choice in value if many else [value]:
-        if sglang.choices and str(choice) not in sglang.choices:
-            raise ValueError(f"is one of {', '.join(sglang.choices)}, not {choice!r}")
-    into.sglang[sglang.field] = value
+def read_yaml(flag: Flag, value: Any) -> Any:
+    """The value that a YAML file gives to a flag.
+
+    Raises:
+        ValueError: it does not fit the flag; the message does not repeat its name.
+    """
+    if flag.kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"is true or false, not {value!r}")
+        return value
+    return [] if flag.many and value == [] else read_flag(flag, as_words(value))
 
 
-def _read_refused(option: str, words: Sequence[str], into: Settings) -> None:
-    refusal = REFUSED[option[2:]]
-    _expect(words, refusal.arity)
-    if len(words) == 1 and any(_same(words[0], value) for value in refusal.harmless):
-        into.no_effect[option] = f"{words[0]} is how it is anyway"
-        return
-    raise ValueError(f"is not supported: {refusal.reason}")
+def as_words(value: Any) -> list[str]:
+    """A value of a YAML file as the words that say the same on a command line; true is a switch, without words."""
+    if value is True:
+        return []
+    if isinstance(value, dict):
+        return [json.dumps(value, default=str)]
+    if isinstance(value, list):
+        return [word for item in value for word in as_words(item)]
+    return [str(value)]
+
+
+def _read_known(flag: KnownFlag, words: Sequence[str]) -> str:
+    """Why it changes nothing."""
+    _expect(words, flag.arity)
+    if not flag.refused:
+        return flag.why
+    if flag.harmless is not None and _same(words[0], flag.harmless):
+        return f"{words[0]} is how it is anyway"
+    raise ValueError(f"is not supported: {flag.why}")
 
 
 def _same(word: str, value: str) -> bool:
@@ -178,6 +226,20 @@ def _same(word: str, value: str) -> bool:
         return word == value
 
 
+def _read_sglang(option: SglangOption, words: Sequence[str], into: Settings) -> None:
+    if why := known_tables()["sglang_set_here"].get(option.field):
+        raise ValueError(f"is not taken: {why}")
+    if option.kind in SWITCHES:
+        _expect(words, 0)
+        into.sglang[option.field] = SWITCHES[option.kind]
+        return
+    kind, many = KINDS[option.kind.rstrip("+*?")], option.kind.endswith(("+", "*"))
+    if not words and option.kind.endswith(("*", "?")):
+        into.sglang[option.field] = [] if many else ""
+        return
+    into.sglang[option.field] = _read_words(kind, words, option.choices, many=many)
+
+
 def _expect(words: Sequence[str], count: int) -> None:
     """Raise ValueError unless there are ``count`` words; -1: one or more."""
     if count == 0 and words:
@@ -185,9 +247,32 @@ def _expect(words: Sequence[str], count: int) -> None:
     if len(words) < abs(count):
         raise ValueError("needs a value" if abs(count) == 1 else f"needs {count} values")
     if 0 < count < len(words):
-        raise ValueError(f"takes {count} value{'s' * (count > 1)}, not {len(words)}: {' '.join(words)}")
+        what = "one value" if count == 1 else f"{count} values"
+        raise ValueError(f"takes {what}, not {len(words)}: {' '.join(words)}")
 
 
-def _recorded(name: str) -> list[str]:
-    text = (files("slimelite.arguments") / name).read_text(encoding="utf-8")
-    return [line for line in text.splitlines() if line and not line.startswith("#")]
+def _read_words(kind: type, words: Sequence[str], choices: Collection[str], *, many: bool) -> Any:
+    """``words`` as one value of ``kind``, or as a list of them; ``dict`` stands for any JSON."""
+    _expect(words, -1 if many else 1)
+    values = [_read_word(kind, word) for word in words]
+    for value in values if choices else ():
+        if str(value) not in choices:
+            raise ValueError(f"is one of {', '.join(choices)}, not {value!r}")
+    return values if many else values[0]
+
+
+def _read_word(kind: type, word: str) -> Any:
+    if kind is str:
+        return word
+    if kind is dict:
+        try:
+            return json.loads(word)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"takes JSON, and {word!r:.200} is not: {error}") from None
+    try:
+        value = kind(word)
+    except ValueError:
+        raise ValueError(f"takes {'a whole number' if kind is int else 'a number'}, not {word!r}") from None
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"takes a number, not {word}")
+    return value

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from slimelite.arguments import Args
-from slimelite.arguments.megatron import PLUGIN_CONSTANTS
+from slimelite.arguments.args import PLUGIN_CONSTANTS
 from slimelite.data.source import DataSource
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.plugins import guarded, load_function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,7 @@ from conftest import COMPLETE, Make, Problems
 
 from slimelite.arguments import Args, parse_args
 from slimelite.arguments.flags import all_flags
-from slimelite.arguments.megatron import NO_EFFECT
-from slimelite.arguments.refused import REFUSED
-from slimelite.arguments.vocabulary import Settings, Vocabulary
+from slimelite.arguments.vocabulary import Settings, Vocabulary, known_flags, known_tables, recorded
 
 ROOT = Path(__file__).parents[2]
 
@@ -116,28 +115,34 @@ def test_word_before_the_first_flag() -> None:
     assert settings.problems == ["stray stands before the first flag; flags begin with --"]
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(known_flags(refused=True)))
 def test_refused_flags_say_why(problems: Problems, name: str) -> None:
-    refusal = REFUSED[name]
+    refusal = known_flags()[name]
     words = " ".join(["other"] * abs(refusal.arity))
     (problem,) = problems(f"--{name} {words}")
-    assert problem == f"--{name} is not supported: {refusal.reason}"
-    for value in refusal.harmless:
-        assert problems(f"--{name} {value}") == []
+    assert problem == f"--{name} is not supported: {refusal.why}"
+    if refusal.harmless is not None:
+        assert problems(f"--{name} {refusal.harmless}") == []
 
 
 def test_known_flags_without_effect_are_listed(make: Make) -> None:
-    words = [" ".join([f"--{name}", *["1"] * abs(arity)]) for name, (arity, _) in NO_EFFECT.items()]
+    flags = known_flags(refused=False)
+    assert len(flags) > 200
+    words = [" ".join([f"--{name}", *["1"] * abs(flag.arity)]) for name, flag in flags.items()]
     listed = dict(make(" ".join(words)).no_effect)
-    assert {f"--{name}": reason for name, (_, reason) in NO_EFFECT.items()} == listed
+    assert {f"--{name}": flag.why for name, flag in flags.items()} == listed
 
 
 def test_no_flag_has_two_meanings() -> None:
     vocabulary = Vocabulary(Args)
     own = [*vocabulary.switches_on, *vocabulary.switches_off]
     assert len(own) == len(set(own))
-    assert not set(own) & (set(NO_EFFECT) | set(REFUSED))
-    assert not set(NO_EFFECT) & set(REFUSED)
+    assert not set(own) & set(known_flags())
+    tables = tomllib.loads(recorded("known_flags.toml"))
+    for group in (("no_effect", "refused"), ("harmless",), ("sglang_set_here",), ("eval_config",)):
+        names = [usage.split()[0] for table in group for usages in tables[table].values() for usage in usages]
+        assert len(names) == len(set(names)), "a flag stands in two places of the file"
+    assert set(known_tables()["harmless"]) <= set(known_flags(refused=True))
 
 
 def test_a_mistake_is_printed_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,7 +169,7 @@ def test_help_is_complete_grouped_and_imports_nothing_heavy() -> None:
         assert (flag.negative or flag.option) in text
         assert flag.help.split()[0] in text
     words = set(text.split())
-    assert words >= {f"--{name}" for name in (*NO_EFFECT, *REFUSED)}
+    assert words >= {f"--{name}" for name in known_flags() if not name.startswith("router-")} | {"--router-..."}
     for title in ("CLUSTER", "MODEL", "DATA", "ROLLOUT", "REWARD", "ALGORITHM", "OPTIMIZER", "EVALUATION", "SGLANG"):
         assert f"\n{title}\n" in text
 
@@ -178,3 +183,11 @@ def test_parsing_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_an_installed_package_has_the_tables() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["slimelite"]
+    package = ROOT / "slimelite"
+    tables = [path.relative_to(package) for path in package.rglob("*") if path.suffix in (".toml", ".txt", ".json")]
+    assert len(tables) >= 3
+    assert [table for table in tables if not any(table.match(pattern) for pattern in patterns)] == []

@@ -9,8 +9,7 @@ import pytest
 from conftest import Make, Problems
 
 from slimelite.arguments import Args
-from slimelite.arguments.presets import PRESETS
-from slimelite.arguments.sources import read_command_line
+from slimelite.arguments.sources import PRESETS, read_command_line
 from slimelite.arguments.vocabulary import Vocabulary
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
@@ -41,8 +40,8 @@ def test_other_sources_win(make: Make, tmp_path: Path) -> None:
 
 
 def test_mistakes(problems: Problems) -> None:
-    assert problems("--preset dr-grpo") == ["--preset dr-grpo is not known; did you mean dr_grpo?"]
-    assert problems("--preset geo_rs") == ["--preset geo_rs is not known; did you mean geo-rs?"]
+    assert problems("--preset dr-grpo") == ["--preset dr-grpo: there is no such preset; did you mean dr_grpo?"]
+    assert problems("--preset geo_rs") == ["--preset geo_rs: there is no such preset; did you mean geo-rs?"]
     (problem,) = problems("--preset 42")
     assert ", ".join(PRESETS) in problem
     (problem,) = problems("--preset dapo gspo --eps-clip 0.1 --eps-clip-high 0.1")

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import make_args
-from slimelite.arguments.args import Args
 from slimelite.arguments.machine import Machine
-from slimelite.arguments.vocabulary import Vocabulary
+from slimelite.arguments.vocabulary import sglang_options
 from slimelite.cluster.engines import engine_setup
 from slimelite.engines.sglang.process import check_fields, command_line, server_command
 from slimelite.engines.sglang.servers import server_fields
@@ -90,7 +89,7 @@ def test_the_record_and_the_installed_sglang_agree(sglang_environment: dict[str,
     done = subprocess.run([sys.executable, "-c", program], env=sglang_environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     installed = json.loads(done.stdout.splitlines()[-1])
-    assert not set(installed) - {option.field for option in Vocabulary(Args).sglang.values()}
+    assert not set(installed) - {option.field for option in sglang_options().values()}
     assert check_fields(fields("--sglang-enable-metrics"), installed) == []
 
 
