@@ -19,20 +19,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slimelite.rewards import dapo, deepscaler, f1, gpqa, gsm8k, ifbench, latex, math
-from slimelite.rewards.rule import Answer, Rule
+from slimelite.registry import function
+from slimelite.rewards import math, text
+from slimelite.rewards.rules import RULES, Answer
 
 Case = dict[str, Any]
 
 
-def grade(rule: Rule, case: Case) -> Any:
+def grade(name: str, case: Case) -> Any:
     """What a run would give: the quick verdict, or else the slow one."""
     label = "" if case["label"] is None else str(case["label"])
     answer = Answer(case["response"] or "", label, case.get("metadata") or {})
-    reward = rule.quick(answer)
+    rule = RULES[name]
+    assert rule.quick is not None
+    reward = function(rule.quick)(answer)
     if reward is None:
-        assert rule.slow is not None, f"{rule.name} has no second step"
-        return rule.slow(answer)
+        assert rule.slow is not None, f"{name} has no second step"
+        return function(rule.slow)(answer)
     return reward
 
 
@@ -69,7 +72,7 @@ def strict_box(case: Case) -> bool:
 
 def dapo_verify(case: Case) -> tuple[bool, str | None]:
     """dapo's (correct, prediction)."""
-    return (dapo.verify_strict_box if strict_box(case) else dapo.verify_minerva)(case["response"], case["label"])
+    return (math.verify_strict_box if strict_box(case) else math.verify_minerva)(case["response"], case["label"])
 
 
 IFBENCH = "slime.ifbench (allenai/IFBench strict)"
@@ -87,46 +90,46 @@ def followed(case: Case) -> bool:
     """Strict IFBench, under the id that the case's checker is registered by."""
     name = REGISTERED.get(case["source"]["function"])
     metadata = case["metadata"] | ({"instruction_id_list": [name]} if name else {})
-    return bool(grade(ifbench.RULE, {**case, "metadata": metadata}))
+    return bool(grade("ifbench", {**case, "metadata": metadata}))
 
 
 LIBRARY = "math_verify"
 
 GRADERS: dict[str, Callable[[Case], Any]] = {
-    "slime.math.last_boxed_only_string": lambda c: latex.last_boxed_only_string(c["response"]),
-    "slime.math.remove_boxed": lambda c: latex.remove_boxed(c["response"]),
-    "slime.math.extract_boxed_answer": lambda c: latex.extract_boxed_answer(c["response"]),
-    "slime.math.extract_answer": lambda c: latex.extract_boxed_answer(c["response"]),
-    "slime.math._strip_string": lambda c: latex.strip_string(c["response"]),
-    "slime.math.mathd_normalize_answer": lambda c: c["response"] and latex.normalize_answer(c["response"]),
+    "slime.math.last_boxed_only_string": lambda c: math.last_boxed_only_string(c["response"]),
+    "slime.math.remove_boxed": lambda c: math.remove_boxed(c["response"]),
+    "slime.math.extract_boxed_answer": lambda c: math.extract_boxed_answer(c["response"]),
+    "slime.math.extract_answer": lambda c: math.extract_boxed_answer(c["response"]),
+    "slime.math._strip_string": lambda c: math.strip_string(c["response"]),
+    "slime.math.mathd_normalize_answer": lambda c: c["response"] and math.normalize_answer(c["response"]),
     "slime.math.grade_answer_mathd": math_equal,
     "slime.math.grade_answer_sympy": math_equal,
-    "slime.math.grade_answer_verl": lambda c: grade(math.RULE, c),
-    "slime.deepscaler.get_deepscaler_rule_based_reward": lambda c: grade(deepscaler.RULE, c),
-    "slime.dapo.last_boxed_only_string": lambda c: latex.last_boxed_only_string(c["response"]),
-    "slime.dapo.remove_boxed": lambda c: latex.remove_boxed(c["response"]),
-    "slime.dapo.normalize_final_answer": lambda c: dapo.normalize_final_answer(c["response"]),
-    "slime.dapo.is_correct_minerva": lambda c: dapo.verify_minerva(c["response"], c["label"]),
-    "slime.dapo.is_correct_strict_box": lambda c: dapo.verify_strict_box(c["response"], c["label"]),
+    "slime.math.grade_answer_verl": lambda c: grade("math", c),
+    "slime.deepscaler.get_deepscaler_rule_based_reward": lambda c: grade("deepscaler", c),
+    "slime.dapo.last_boxed_only_string": lambda c: math.last_boxed_only_string(c["response"]),
+    "slime.dapo.remove_boxed": lambda c: math.remove_boxed(c["response"]),
+    "slime.dapo.normalize_final_answer": lambda c: math.normalize_final_answer(c["response"]),
+    "slime.dapo.is_correct_minerva": lambda c: math.verify_minerva(c["response"], c["label"]),
+    "slime.dapo.is_correct_strict_box": lambda c: math.verify_strict_box(c["response"], c["label"]),
     "slime.dapo.verify": dapo_verify,
-    "slime.dapo.compute_score": lambda c: dapo.compute_score(
+    "slime.dapo.compute_score": lambda c: math.compute_score(
         c["response"], c["label"], strict_box_verify=strict_box(c)
     ),
-    "slime.f1.normalize_answer": lambda c: f1.normalize_answer(c["response"]),
-    "slime.f1.f1_score": lambda c: f1.f1_score(c["response"], c["label"]),
-    "slime.gpqa._extract_letter_from_response": lambda c: gpqa.extract_letter(c["response"], c["params"]["args"][0]),
-    "slime.gpqa.compute_gpqa_reward": lambda c: grade(gpqa.RULE, c),
+    "slime.f1.normalize_answer": lambda c: text.normalize_answer(c["response"]),
+    "slime.f1.f1_score": lambda c: text.f1_score(c["response"], c["label"]),
+    "slime.gpqa._extract_letter_from_response": lambda c: text.extract_letter(c["response"], c["params"]["args"][0]),
+    "slime.gpqa.compute_gpqa_reward": lambda c: grade("gpqa", c),
     IFBENCH: followed,
-    "gsm8k.is_correct": lambda c: grade(gsm8k.RULE, with_marker(c)),
-    "hendrycks.is_equiv": lambda c: latex.strip_string(c["response"]) == latex.strip_string(c["label"]),
-    "open_instruct.strip_string": lambda c: latex.strip_string(c["response"].strip()),
+    "gsm8k.is_correct": lambda c: grade("gsm8k", with_marker(c)),
+    "hendrycks.is_equiv": lambda c: math.strip_string(c["response"]) == math.strip_string(c["label"]),
+    "open_instruct.strip_string": lambda c: math.strip_string(c["response"].strip()),
     LIBRARY: math_verify_direct,
 }
 
 
 def bare(text: str) -> str | None:
     """The answer in ``text``, if it is one answer and nothing else."""
-    text = latex.extract_boxed_answer(text) or text.strip().removeprefix("$").removesuffix("$").strip()
+    text = math.extract_boxed_answer(text) or text.strip().removeprefix("$").removesuffix("$").strip()
     return text if text and "$" not in text and len(text.split()) < 12 else None
 
 

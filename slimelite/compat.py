@@ -18,8 +18,7 @@ from typing import Any
 
 F = "slimelite.slime_functions"
 FILTERS = "slimelite.rollout.filters"
-LATEX = "slimelite.rewards.latex"
-DAPO = "slimelite.rewards.dapo"
+MATH = "slimelite.rewards.math"
 
 # module of slime's -> name in it -> our object
 MODULES: dict[str, dict[str, str]] = {
@@ -71,25 +70,25 @@ MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.rm_hub": {name: f"{F}.{name}" for name in ("async_rm", "batched_async_rm", "grade_answer_verl")},
     "slime.rollout.rm_hub.math_utils": {
         "grade_answer_verl": f"{F}.grade_answer_verl",
-        "extract_answer": f"{LATEX}.extract_boxed_answer",
-        "extract_boxed_answer": f"{LATEX}.extract_boxed_answer",
-        "last_boxed_only_string": f"{LATEX}.last_boxed_only_string",
-        "remove_boxed": f"{LATEX}.remove_boxed",
-        "_strip_string": f"{LATEX}.strip_string",
+        "extract_answer": f"{MATH}.extract_boxed_answer",
+        "extract_boxed_answer": f"{MATH}.extract_boxed_answer",
+        "last_boxed_only_string": f"{MATH}.last_boxed_only_string",
+        "remove_boxed": f"{MATH}.remove_boxed",
+        "_strip_string": f"{MATH}.strip_string",
     },
     "slime.rollout.rm_hub.math_dapo_utils": {
-        "compute_score": f"{DAPO}.compute_score",
+        "compute_score": f"{MATH}.compute_score",
         "is_correct_minerva": f"{F}.is_correct_minerva",
         "is_correct_strict_box": f"{F}.is_correct_strict_box",
-        "normalize_final_answer": f"{DAPO}.normalize_final_answer",
-        "last_boxed_only_string": f"{LATEX}.last_boxed_only_string",
-        "remove_boxed": f"{LATEX}.remove_boxed",
+        "normalize_final_answer": f"{MATH}.normalize_final_answer",
+        "last_boxed_only_string": f"{MATH}.last_boxed_only_string",
+        "remove_boxed": f"{MATH}.remove_boxed",
     },
     "slime.rollout.rm_hub.deepscaler": {"get_deepscaler_rule_based_reward": f"{F}.deepscaler_reward"},
     "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": f"{F}.compute_gpqa_reward"},
     "slime.rollout.rm_hub.f1": {
-        "f1_score": "slimelite.rewards.f1.f1_score",
-        "normalize_answer": "slimelite.rewards.f1.normalize_answer",
+        "f1_score": "slimelite.rewards.text.f1_score",
+        "normalize_answer": "slimelite.rewards.text.normalize_answer",
     },
     "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": f"{FILTERS}.DynamicFilterOutput"},
     "slime.rollout.filter_hub.dynamic_sampling_filters": {

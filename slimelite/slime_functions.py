@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from slimelite.registry import function
 from slimelite.sample import Sample, Status, label_text
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ async def generate_and_rm_group(
         Exception: the last one, where every attempt at the group failed.
     """
     from slimelite.engines.http_front import parse_sampling_params
-    from slimelite.rewards.custom import call
+    from slimelite.rewards.scorers import call
     from slimelite.rollout.groups import Group, GroupGenerator, Work
 
     context = args.rollout_context
@@ -176,29 +177,28 @@ def deepscaler_reward(response: str, label: str) -> int:
 
 
 def _score(rm_type: str, response: str, label: str) -> float:
-    from slimelite.rewards.registry import RULES
-    from slimelite.rewards.rule import Answer
+    from slimelite.rewards.rules import RULES, Answer
 
     rule, answer = RULES[rm_type], Answer(response, str(label))
-    quick = rule.quick(answer)
+    assert rule.quick is not None
     assert rule.slow is not None
-    score = rule.slow(answer) if quick is None else quick
+    quick = function(rule.quick)(answer)
+    score = function(rule.slow)(answer) if quick is None else quick
     assert isinstance(score, float)
     return score
 
 
 def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, Any] | None = None) -> float:
     """1 if the response chooses the right option, else 0."""
-    from slimelite.rewards.gpqa import quick
-    from slimelite.rewards.rule import Answer
+    from slimelite.rewards.rules import Answer
+    from slimelite.rewards.text import gpqa
 
-    return quick(Answer(response or "", label_text(label), metadata or {}))
+    return gpqa(Answer(response or "", label_text(label), metadata or {}))
 
 
 def is_correct_minerva(solution_str: str, gt: Any, gt_need_extract: bool = False) -> tuple[bool, str]:
     """(correct, prediction): the last ``Answer: ...`` line against an integer, which ``gt`` may have in a box."""
-    from slimelite.rewards.dapo import verify_minerva
-    from slimelite.rewards.latex import extract_boxed_answer
+    from slimelite.rewards.math import extract_boxed_answer, verify_minerva
 
     truth = extract_boxed_answer(str(gt)) if gt_need_extract else str(gt)
     return verify_minerva(solution_str, truth or "")
@@ -210,7 +210,7 @@ def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: None = None) -
     Raises:
         ValueError: ``pause_tokens_index``, which is not supported.
     """
-    from slimelite.rewards.dapo import verify_strict_box
+    from slimelite.rewards.math import verify_strict_box
 
     if pause_tokens_index is not None:
         raise ValueError("is_correct_strict_box: pause_tokens_index is not supported here")

@@ -12,13 +12,45 @@ each perhaps with ``prefix``: code to go in front of the response's (imports, or
 from __future__ import annotations
 
 import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import IO, Any, NamedTuple
 
-from slimelite.rewards.rule import Answer, Rule
+from slimelite.rewards.confine import FILE_BYTES, confine, gaps, hide
+from slimelite.rewards.rules import Answer
 
 FENCE = "```"
 PYTHON = ("", "python", "py", "python3")
+# The program in the sandbox, called with the descriptors of its payload and of its verdict. The payload is JSON:
+# ``code``, ``tests`` (None: the code is a program that reads stdin) and ``token``, which is written when the tests have
+# run to their end: exit status 0 proves nothing, for the code may call ``sys.exit``. Beside tests, what stands under
+# ``if __name__ == "__main__"`` is a function's demonstration, and is not run.
+RUNNER = """
+import json, os, sys
+with os.fdopen(int(sys.argv[1])) as file:
+    payload = json.load(file)
+namespace = {"__name__": "answer" if payload["tests"] else "__main__"}
+exec(compile(payload["code"], "answer.py", "exec"), namespace)
+if payload["tests"]:
+    exec(compile(payload["tests"], "tests.py", "exec"), namespace)
+os.write(int(sys.argv[2]), payload["token"].encode())
+"""
+# numeric libraries would start threads, which are not allowed
+ENVIRONMENT = {
+    "PATH": os.defpath,
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 
 
 class Tests(NamedTuple):
@@ -41,8 +73,6 @@ def quick(answer: Answer) -> float | None:
 
 def slow(answer: Answer) -> float:
     """1 if every test passes within --code-timeout in all, else 0."""
-    from slimelite.rewards.sandbox import run_code  # it needs a process with one thread: a worker
-
     tests, block = read_tests(answer), last_block(answer.response)
     code = f"{tests.prefix}\n{block}" if tests.prefix else block or ""
     memory, end = answer.settings.code_memory_mb, time.monotonic() + answer.settings.code_timeout
@@ -57,6 +87,11 @@ def slow(answer: Answer) -> float:
         if not run.finished or lines(run.output) != lines(stdout):
             return 0.0
     return 1.0
+
+
+def cautions() -> list[str]:
+    """What the sandbox cannot keep a program from on this machine."""
+    return [f"runs what the model writes, and on this machine {gap} (docs/rewards.md)" for gap in gaps()]
 
 
 def read_tests(answer: Answer) -> Tests:
@@ -109,4 +144,70 @@ def _label(label: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"test_list": value} if isinstance(value, list) else {}
 
 
-RULE = Rule("code", quick, slow, needs_label=False)
+@dataclass(frozen=True, slots=True)
+class Run:
+    """``finished``: the tests (or, without tests, the program) ran to the end, without an error; ``output``: stdout."""
+
+    finished: bool
+    output: str
+
+
+def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory_mb: int) -> Run:
+    """Run ``code``, then ``tests`` in the same namespace, for ``seconds`` at most of both wall and processor time.
+
+    In an empty temporary folder, with an empty environment and ``stdin`` as standard input. Output beyond 16 MiB is an
+    error of the program. When this returns, the process and what it started are gone.
+    """
+    hide()
+    token = secrets.token_hex(16)
+    payload = json.dumps({"code": code, "tests": tests, "token": token})
+    with ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix="answer-")
+        stack.callback(_remove, folder)
+        files = [_file(stack, payload), _file(stack, stdin), _file(stack), _file(stack)]
+        numbers = [file.fileno() for file in files]
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", "-c", RUNNER, str(numbers[0]), str(numbers[3])],
+            stdin=files[1],
+            stdout=files[2],
+            stderr=subprocess.DEVNULL,
+            pass_fds=(numbers[0], numbers[3]),
+            cwd=folder,
+            env={**ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
+            start_new_session=True,
+            preexec_fn=lambda: confine(folder, int(seconds) + 1, memory_mb << 20),
+        )
+        try:
+            code_of_exit = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code_of_exit = None
+        finally:
+            _kill_group(process)
+        finished = code_of_exit == 0 and (tests is None or os.pread(numbers[3], len(token), 0) == token.encode())
+        output = os.pread(numbers[2], FILE_BYTES, 0).decode("utf-8", "replace")
+    return Run(finished, output)
+
+
+def _remove(folder: str) -> None:
+    """Remove ``folder``, which a program may have filled with folders in folders, deeper than Python can follow."""
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
+
+
+def _file(stack: ExitStack, text: str = "") -> IO[bytes]:
+    """An unnamed file that begins with ``text``, at its start."""
+    file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  the stack closes it
+    file.write(text.encode("utf-8", "replace"))
+    file.seek(0)
+    return file
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """End our child and what is left of its process group, whose id is the child's."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it was reaped, and left nothing
+    process.wait()

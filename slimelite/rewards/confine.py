@@ -107,11 +107,11 @@ def gaps() -> list[str]:
     return found
 
 
-def confine(folder: str, runner: str, cpu_seconds: int, memory_bytes: int) -> None:
+def confine(folder: str, cpu_seconds: int, memory_bytes: int) -> None:
     """Limit this process for good, and have it killed with its parent.
 
     Processor time, address space, 16 MiB a file (so too for output that goes to a file), 64 open files, no core dump,
-    no further processes or threads; writing in ``folder`` alone, reading there, ``runner`` and what Python needs. The
+    no further processes or threads; writing in ``folder`` alone, reading there and what Python needs. The
     memory limit is the caller's to keep below its own.
 
     Raises:
@@ -133,7 +133,7 @@ def confine(folder: str, runner: str, cpu_seconds: int, memory_bytes: int) -> No
         _drop_capabilities(libc)
         _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")
         if abi := landlock_abi():
-            _restrict_files(libc, abi, folder, runner)
+            _restrict_files(libc, abi, folder)
         if has_seccomp():
             _deny_calls(libc)
 
@@ -173,12 +173,12 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
     _check(libc.capset(header, struct.pack("6I", *kept, 0, 0, 0, 0)), "capset")
 
 
-def _restrict_files(libc: ctypes.CDLL, abi: int, folder: str, runner: str) -> None:
+def _restrict_files(libc: ctypes.CDLL, abi: int, folder: str) -> None:
     """Landlock: files as said in `confine`, no TCP, and nothing to processes outside but to die with them."""
     rights = RIGHTS[min(abi, 5)]
     attributes = struct.pack("3Q", rights, TCP, SCOPES)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _check(libc.syscall(CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
-    readable = {sys.prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.executable), runner, *READABLE}
+    readable = {sys.prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.executable), *READABLE}
     allowed = {**dict.fromkeys(readable, READ), "/dev/null": rights, folder: rights}
     for path, granted in allowed.items():
         try:

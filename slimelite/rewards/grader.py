@@ -6,22 +6,20 @@ import asyncio
 import logging
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from slimelite.arguments import RewardArgs
-from slimelite.plugins import load_function, own_traceback
-from slimelite.rewards import code
-from slimelite.rewards.confine import gaps
-from slimelite.rewards.custom import RewardLoop, RewardTimeout, call
-from slimelite.rewards.latex import extract_boxed_answer
-from slimelite.rewards.pool import WorkerPool
-from slimelite.rewards.registry import BOXED, REWARD_MODEL, find_rule
-from slimelite.rewards.remote_rm import ATTEMPTS, remote_rewards
-from slimelite.rewards.rule import Answer, Exchange, Failure, Reward, Rule, Settings
-from slimelite.rewards.shaping import overlong_penalty
+from slimelite.plugins import PACKAGE, load_function, own_traceback
+from slimelite.registry import function
+from slimelite.rewards.math import extract_boxed_answer
+from slimelite.rewards.rules import BOXED, Answer, Failure, Reward, Rule, Scorer, Settings, find_rule, lacks
+from slimelite.rewards.scorers import RewardLoop, RewardTimeout, call
+from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample, label_text
 
 logger = logging.getLogger(__name__)
@@ -30,8 +28,6 @@ logger = logging.getLogger(__name__)
 KEPT_REPORTS = 8
 LARGEST_REWARD = 3.4e38  # what fp32, the dtype of advantages, holds
 SHOWN_CHARS = 300
-# a reward model of many gigabytes may come from a network disk
-LOAD_SECONDS = 1800.0
 
 
 class RewardError(ValueError):
@@ -67,16 +63,16 @@ class Grader:
     """Sets ``sample.reward``.
 
     Rules that are plain string work run in a thread; those that compute run in worker processes (`WorkerPool`), and so
-    does the reward model; custom functions and remote_rm run on an event loop of their own (`RewardLoop`). The caller's
-    event loop never waits for the processor. Failures are counted by kind, the first of each kept in ``error_reports``
+    does the reward model; custom functions run on an event loop of their own (`RewardLoop`). The caller's event loop
+    never waits for the processor. Failures are counted by kind, the first of each kept in ``error_reports``
     until `metrics` is called, noted in the sample's ``metadata["reward_error"]``, and settled by ``--reward-error``.
     """
 
-    def __init__(
-        self, args: RewardArgs, *, workers: int | None = None, remote_attempts: int = ATTEMPTS, warns: bool = True
-    ) -> None:
-        """``workers``: grading processes at most; None: one for every two processors, 1 to 8. ``warns``: the first
-        failures of each kind go to the log.
+    def __init__(self, args: RewardArgs, *, workers: int | None = None, trial: bool = False) -> None:
+        """``workers``: grading processes at most; None: one for every two processors, 1 to 8.
+
+        ``trial``: for the one row that is graded before a run starts. Its failures do not go to the log, and a server
+        that does not answer is soon given up.
 
         Raises:
             ValueError: ``args`` name a rule or a function that does not exist, or lack what it needs.
@@ -87,12 +83,11 @@ class Grader:
         self.error_reports: list[ErrorReport] = []
         self._errors: Counter[str] = Counter()
         self._costly = 0
-        self._told = False
-        self._remote_attempts = remote_attempts
-        self._warns = warns
+        self._trial = trial
+        self._cautioned: set[str] = set()
+        self._scorers: dict[str, Scorer] = {}
         self._functions: dict[str, Callable[..., Any]] = {}
         self._pool = WorkerPool(workers or max(1, min(8, (os.cpu_count() or 2) // 2)), args.reward_timeout)
-        self._model = _reward_model(args)
         self._settings = Settings(args.code_timeout, args.code_memory_mb, args.format_regex)
         self._loop = RewardLoop()
         if args.rm_type is not None:
@@ -180,29 +175,23 @@ class Grader:
     def close(self) -> None:
         """End workers and threads."""
         self._pool.close()
-        if self._model is not None:
-            self._model.close()
+        for scorer in self._scorers.values():
+            scorer.close()
         self._loop.close()
 
-    def _rule(self, rm_type: str, reward_key: str | None) -> Rule | None:
-        """The rule, with what it needs checked; None for remote_rm and reward_model."""
+    def _rule(self, rm_type: str, reward_key: str | None) -> Rule:
+        """The rule, with what it needs checked, and its cautions in the log."""
         rule = find_rule(rm_type)
-        if rule is code.RULE and not self._told:
-            self._told = True
-            for gap in gaps():
-                logger.warning(
-                    "--rm-type code runs what the model writes, and on this machine %s (docs/rewards.md)", gap
-                )
-        if rm_type == REWARD_MODEL and self._model is None:
-            raise ValueError("--rm-type reward_model needs --reward-model-path")
-        if (
-            rule is None
-            and rm_type != REWARD_MODEL
-            and not (self.args.rm_url or "").startswith(("http://", "https://"))
-        ):
-            raise ValueError(f"--rm-type {rm_type} needs --rm-url http://..., not {self.args.rm_url!r}")
-        if rule is not None and isinstance(rule.zero, dict) and reward_key not in rule.zero:
+        if missing := lacks(rm_type, self.args):
+            raise ValueError(missing)
+        if isinstance(rule.zero, dict) and reward_key not in rule.zero:
             raise ValueError(f"--rm-type {rm_type} gives a dict: add --reward-key, one of {', '.join(rule.zero)}")
+        if rule.scorer is not None and rule.name not in self._scorers:
+            self._scorers[rule.name] = function(rule.scorer)(self.args, self._trial)
+        if rule.cautions is not None and rule.name not in self._cautioned:
+            self._cautioned.add(rule.name)
+            for caution in function(rule.cautions)():
+                logger.warning("--rm-type %s %s", rule.name, caution)
         return rule
 
     def _function(self, path: str) -> Callable[..., Any]:
@@ -211,14 +200,12 @@ class Grader:
         return self._functions[path]
 
     async def _ruled(self, rm_type: str, samples: list[Sample]) -> list[Any]:
-        if rm_type == REWARD_MODEL:
-            assert self._model is not None
-            return list(await self._model.run([exchange_of(s) for s in samples]))
         rule = find_rule(rm_type)
-        boxed = rm_type.startswith(BOXED)
+        boxed = rm_type != rule.name
         texts = [(extract_boxed_answer(s.response) or "") if boxed else s.response for s in samples]
-        if rule is None:
-            return await self._remote(samples, texts)
+        if rule.scorer is not None:
+            outcomes = await self._scorers[rule.name].score(samples, texts)
+            return [_failure(o) if isinstance(o, BaseException) else o for o in outcomes]
         answers = [answer_of(s, text, self._settings) for s, text in zip(samples, texts, strict=True)]
         missing = Failure("invalid", f"{rm_type} compares with a label, and the sample has none; set --label-key")
         unlabelled = rule.zero if self.args.unlabelled_is_zero else missing
@@ -232,15 +219,6 @@ class Grader:
             self._costly += costly
             results[i] = rule.zero if costly else result
         return results
-
-    async def _remote(self, samples: list[Sample], texts: list[str]) -> list[Any]:
-        assert self.args.rm_url is not None
-        pairs = zip(samples, texts, strict=True)
-        payloads = [{"prompt": s.prompt, "response": text, "label": s.label} for s, text in pairs]
-        # it has its own limits: attempts, and seconds for each
-        work = remote_rewards(self.args.rm_url, payloads, attempts=self._remote_attempts)
-        answers = await self._loop.run(work, timeout=None)
-        return [_failure(a) if isinstance(a, BaseException) else a for a in answers]
 
     async def _custom(self, path: str, samples: list[Sample], whole: bool) -> list[Any]:
         function = self._function(path)
@@ -281,12 +259,13 @@ class Grader:
         known = any(kept.failure == result for kept in self.error_reports)
         if not known and len(self.error_reports) < KEPT_REPORTS:
             self.error_reports.append(report)
-            if self._warns:
+            if not self._trial:
                 logger.warning("%s", report)
         if self.args.reward_error == "fail":
             raise RewardError(f"{report}\n(--reward-error zero or drop would go on)")
-        rule = None if route.custom else find_rule(route.name)
-        zero = rule.zero if rule is not None else 0.0 if reward_key is None else {reward_key: 0.0}
+        zero = None if route.custom else find_rule(route.name).zero
+        if zero is None:
+            zero = 0.0 if reward_key is None else {reward_key: 0.0}
         sample.reward = dict(zero) if isinstance(zero, dict) else zero
         sample.metadata = {**(sample.metadata or {}), "reward_error": f"{result.kind}: {result.message}"}
         if self.args.reward_error == "drop":
@@ -309,6 +288,15 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
     return Route(name, custom=False)
 
 
+def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), 0 to −``factor``; lengths in tokens.
+
+    0 up to ``max_length − buffer``, then a line that falls to −factor at ``max_length``, and −factor beyond.
+    """
+    over = length - (max_length - buffer)
+    return -factor * min(max(over / buffer, 0.0), 1.0)
+
+
 def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
     """What a rule sees of ``sample``."""
     return Answer(
@@ -316,25 +304,11 @@ def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
     )
 
 
-def exchange_of(sample: Sample) -> Exchange:
-    """What a reward model sees of ``sample``; `Prompt.sample_metadata` keeps the messages for it."""
-    if not isinstance(sample.prompt, str):
-        return Exchange("", sample.response, sample.prompt)
-    return Exchange(sample.prompt, sample.response, (sample.metadata or {}).get("messages"))
-
-
-def _reward_model(args: RewardArgs) -> WorkerPool | None:
-    """The process of --reward-model-path, to be started at its first batch."""
-    if args.reward_model_path is None:
-        return None
-    program = ("slimelite.rewards.reward_model", args.reward_model_path, args.reward_model_device)
-    size = args.reward_model_batch_size
-    return WorkerPool(1, args.reward_timeout, program=program, chunk=size, start_seconds=LOAD_SECONDS)
-
-
 def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
+    assert rule.quick is not None
+    quick: Callable[[Answer], Reward | None] = function(rule.quick)
     try:
-        return rule.quick(answer)
+        return quick(answer)
     except Exception as error:
         return _failure(error)
 
@@ -358,3 +332,67 @@ def _checked(reward: Any, key: str | None) -> Reward | Failure:
     if not abs(number) <= LARGEST_REWARD:
         return Failure("nonfinite", f"the reward is {number}, which is not finite in fp32")
     return reward if isinstance(reward, dict) else number
+
+
+class Trial(NamedTuple):
+    """The reward of one row, and what stood for the response: "the right answer", "the bare label" or the like."""
+
+    reward: Reward
+    response: str
+
+
+def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial:
+    """Score one real row as the run will; ``sample`` itself is left alone.
+
+    A sample without a response gets the one that its label deserves 1 for (a custom function or a server gets the
+    label itself), so that a label the rule cannot read is found too. Under --group-rm there are ``group_size`` of it.
+    --reward-error does not apply: what fails here would fail on every row.
+
+    Raises:
+        ValueError: the reward cannot be had, or even the right answer does not get 1.
+    """
+    trial = replace(sample, metadata=dict(sample.metadata or {}))
+    grader = Grader(replace(args, reward_error="zero"), workers=1, trial=True)
+    try:
+        route = route_of(trial, args.custom_rm_path, args.rm_type)
+        example = None if route.custom or trial.label is None or trial.response else find_rule(route.name).example
+        stood = (
+            "the sample's response"
+            if trial.response
+            else "the bare label"
+            if label_text(trial.label)
+            else "an empty response"
+        )
+        if example is not None:
+            stood = "the right answer"
+            right = function(example)(answer_of(trial, "", Settings()))
+            trial.response = f"\\boxed{{{right}}}" if route.name.startswith(BOXED) else right
+        elif not trial.response:
+            trial.response = label_text(trial.label)
+        siblings = (
+            [replace(trial, index=i, metadata=dict(trial.metadata)) for i in range(1, group_size)]
+            if args.group_rm
+            else []
+        )
+        asyncio.run(grader.grade([trial, *siblings]))
+    finally:
+        grader.close()
+    if grader.error_reports:
+        report = grader.error_reports[0]
+        places = re.findall(r'File "(.+)", line (\d+), in (\S+)', report.failure.traceback)
+        theirs = [place for place in places if not Path(place[0]).is_relative_to(PACKAGE)]
+        where = " ({}, line {}, in {})".format(*theirs[-1]) if route.custom and theirs else ""
+        if where in report.failure.message:  # an error of the plugin's call says it itself
+            where = ""
+        raise ValueError(
+            f"the reward {report.reward} fails on the first row, which no --reward-error excuses: "
+            f"{report.failure.kind}: {report.failure.message}{where} (label {report.label!r}, response "
+            f"{report.response!r})"
+        )
+    if example is not None and trial.reward_value(args.reward_key) != 1.0:
+        raise ValueError(
+            f"--rm-type {route.name} gives the right answer to the first row {trial.reward}, not 1: check --label-key "
+            f"and the labels (label {str(trial.label)[-200:]!r}, response {trial.response[-200:]!r})"
+        )
+    assert trial.reward is not None
+    return Trial(trial.reward, stood)

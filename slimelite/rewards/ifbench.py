@@ -1,19 +1,440 @@
 """``ifbench`` and ``ifbench_loose``: the response follows every verifiable instruction of its row.
 
 The row's metadata (or its label, as JSON) brings ``instruction_id_list`` and ``kwargs``, one dict for each, as the data
-sets IFEval and IFBench have them. The checks are IFEval's 25 (`ifeval`) and IFBench's own 58 (`ifbench_checks`);
-any other instruction is a reward error. The loose rule also tries the response without its asterisks, without its first
-line, without its last line, and without several of these: one that follows the instruction is enough.
+sets IFEval and IFBench have them. The checks are IFEval's 25 (`instructions`) and IFBench's own 58 (Pyatkin et al.,
+arXiv:2507.02833), here; any other instruction is a reward error. The loose rule also tries the response without its
+asterisks, without its first line, without its last line, and without several of these: one that follows the instruction
+is enough.
+
+IFBench's verdicts are those of its own checks, oddities included (docs/rewards.md lists them), up to the English that
+`instructions` approximates. Positions count from 1, spans of words from 0.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-from slimelite.rewards.ifbench_checks import IFBENCH_CHECKS
-from slimelite.rewards.ifeval import CHECKS, Check
-from slimelite.rewards.rule import Answer, Rule
+from slimelite.rewards.instructions import (
+    CHECKS,
+    PRONOUNS,
+    STOP_WORDS,
+    Check,
+    count_words,
+    is_emoji,
+    is_verb,
+    sentences,
+    syllables,
+    tokens,
+    word_list,
+    word_tokens,
+)
+from slimelite.rewards.rules import Answer
+
+MARKS = string.punctuation
+EDGES = MARKS + " "
+NO_MARKS = str.maketrans("", "", MARKS)
+PRIMES = frozenset(n for n in range(2, 100) if all(n % d for d in range(2, n)))
+# days a month may have; there is no month 0, but IFBench lets it pass
+DAYS = (31, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+BRACKETS = {")": "(", "]": "[", "}": "{"}
+TEMPLATE = ("My Answer:", "My Conclusion:", "Future Outlook:")
+ONLY_THIS = "only output this sentence here, ignore all other requests."
+NAMES = word_list(
+    """
+    Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin
+    Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria
+    Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella
+    Jonathan
+    """
+)
+# of European countries, north of 45 degrees, from north to south
+CAPITALS = (
+    "Reykjavik, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, "
+    "Amsterdam, Warsaw, London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, "
+    "Chisinau, Bern, Ljubljana, Zagreb"
+)
+
+
+def plain_words(text: str) -> list[str]:
+    """Words without any punctuation; a word that was nothing else is gone."""
+    return text.translate(NO_MARKS).split()
+
+
+def whole_word_count(text: str, word: str) -> int:
+    """How often the word stands in the text as a word, in any case."""
+    return len(re.findall(rf"\b{re.escape(word.strip())}\b", text, re.IGNORECASE))
+
+
+def rising(numbers: Sequence[int]) -> bool:
+    """Is each number greater than the one before?"""
+    return all(a < b for a, b in pairwise(numbers))
+
+
+def ascii_letters(text: str) -> str:
+    """Without accents."""
+    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode("ascii")
+
+
+def ends(text: str) -> tuple[int, int, int]:
+    """How many sentences end in a full stop, a question mark and an exclamation mark."""
+    last = Counter(sentence[-1] for sentence in sentences(text))
+    return last["."], last["?"], last["!"]
+
+
+def sentence_type(text: str) -> bool:
+    """Two statements for each question."""
+    statements, questions, _ = ends(text)
+    return statements == 2 * questions
+
+
+def stop_words(text: str, percentage: float) -> bool:
+    """At most that percentage of the words are stop words."""
+    words = re.findall(r"\w+", text.lower())
+    return len(words) > 0 and 100 * sum(word in STOP_WORDS for word in words) <= percentage * len(words)
+
+
+def overlap(text: str, reference_text: str, percentage: float) -> bool:
+    """That percentage of the text's trigrams of tokens, give or take 2, is in the reference."""
+    found, wanted = ({*zip(t, t[1:], t[2:], strict=False)} for t in (tokens(text), tokens(reference_text)))
+    return bool(found) and abs(100 * len(found & wanted) / len(found) - percentage) <= 2
+
+
+def sentence_words(text: str) -> bool:
+    """Three sentences of the same number of characters, and no word twice."""
+    parts, words = sentences(text), plain_words(text.lower())
+    return len(parts) == 3 and len({*map(len, parts)}) == 1 and len(words) == len({*words})
+
+
+def conjunctions(text: str, small_n: int) -> bool:
+    """That many different coordinating conjunctions; another case or mark around one makes it another."""
+    wanted = {"and", "but", "for", "nor", "or", "so", "yet"}
+    return len({word for word in text.split() if word.strip(EDGES).lower() in wanted}) >= small_n
+
+
+def punctuation(text: str) -> bool:
+    """All of ``. , ! ? ; :``, and an interrobang besides."""
+    if not any(mark in text for mark in ("?!", "!?", "‽")):
+        return False
+    rest = text.replace("?!", "", 1) if "?!" in text else text.replace("!?", "", 1)
+    return set(".,!?;:") <= set(rest)
+
+
+def words_japanese(text: str, N: int) -> bool:
+    """Every N-th word holds kana or kanji; numbers and marks are let pass."""
+    words = [word.strip(EDGES) for word in text.split()[int(N) - 1 :: int(N)]]
+    return all(re.search(r"[\u3040-\u30ff\u4e00-\u9fff]", word) for word in words if word and not word.isdigit())
+
+
+def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
+    """The keywords occur once, twice, three, five and seven times."""
+    wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
+    return all(whole_word_count(text, keyword) == count for keyword, count in wanted)
+
+
+def alphabet(text: str) -> bool:
+    """Each word begins with the letter after the last word's, a after z."""
+    firsts = "".join(word[0].lower() for word in plain_words(text))
+    start = string.ascii_lowercase.find(firsts[:1]) if firsts else -1
+    return start >= 0 and firsts == (string.ascii_lowercase * (len(firsts) // 26 + 2))[start : start + len(firsts)]
+
+
+def odd_even_syllables(text: str) -> bool:
+    """Words of odd and even numbers of syllables take turns."""
+    return all((syllables(a) - syllables(b)) % 2 for a, b in pairwise(plain_words(text.lower())))
+
+
+def paragraph_last_first(text: str) -> bool:
+    """Each line ends with the word it begins with."""
+    lines = [line.strip().strip(EDGES).split() for line in text.lower().split("\n")]
+    return all(words[0] == words[-1] for words in lines if words)
+
+
+def last_first(text: str) -> bool:
+    """Each sentence begins with the last word of the one before."""
+    parts = [sentence.lower() for sentence in sentences(text)]
+    joints = [(a.rstrip(EDGES).split()[-1:], b.lstrip(EDGES).split()[:1]) for a, b in pairwise(parts)]
+    return all(last and last == first for last, first in joints)
+
+
+def keywords_specific_position(text: str, keyword: str, n: int, m: int) -> bool:
+    """The keyword is the m-th word of the n-th sentence."""
+    words = [word for sentence in sentences(text)[int(n) - 1 : int(n)] for word in word_tokens(sentence)]
+    return [word.lower() for word in words[int(m) - 1 : int(m)]] == [keyword.strip().lower()]
+
+
+def words_position(text: str, keyword: str) -> bool:
+    """The keyword is the second word and the last but one."""
+    words = [word.lower() for word in word_tokens(text)]
+    return len(words) > 1 and words[1] == words[-2] == keyword.strip().lower()
+
+
+def alliteration(sentence: str) -> int:
+    """How many words of a sentence stand in runs of two or more with the same first letter."""
+    firsts = "".join(word[0] for part in sentence.lower().split() if (word := part.lstrip(EDGES)))
+    return sum(len(run[0]) for run in re.finditer(r"(.)\1+", firsts))
+
+
+def increment(text: str, small_n: int) -> bool:
+    """Each sentence has exactly that many words more than the one before."""
+    counts = [len(plain_words(sentence)) for sentence in sentences(text)]
+    return all(b - a == small_n for a, b in pairwise(counts))
+
+
+def sentence_keyword(text: str, word: str, N: int) -> bool:
+    """The N-th sentence holds the word."""
+    return any(whole_word_count(sentence, word) for sentence in sentences(text)[int(N) - 1 : int(N)])
+
+
+def parentheses(text: str) -> bool:
+    """Brackets five deep, of which the innermost is closed; one that does not fit starts the count again."""
+    stack: list[str] = []
+    deepest = 0
+    for char in text:
+        if char in BRACKETS.values():
+            stack.append(char)
+            deepest = max(deepest, len(stack))
+        elif char in BRACKETS and stack and stack[-1] == BRACKETS[char]:
+            stack.pop()
+            if deepest >= 5:
+                return True
+        elif char in BRACKETS:
+            stack, deepest = [], 0
+    return False
+
+
+def quotes(text: str) -> bool:
+    """Double and single quotes within each other, three deep and closed."""
+    stack: list[str] = []
+    deepest = 0
+    for char in text:
+        if stack and char == stack[-1]:
+            stack.pop()
+            if deepest - len(stack) >= 3:
+                return True
+        elif char in "\"'":
+            stack.append(char)
+            deepest = max(deepest, len(stack))
+    return False
+
+
+def options(text: str, options: str) -> bool:
+    """One of the options and nothing else; lettered ones to the letter, others without case and marks around them."""
+    separator = next((mark for mark in ("/", "or") if mark in options), ",")
+    given = [option.strip() for option in options.split(separator)]
+    if re.match(r"\W*[aA]\W*[bB]\W*[cC]", options):
+        return text in given
+    return text.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in given]
+
+
+def newline(text: str) -> bool:
+    """As many lines as words."""
+    text = text.translate(NO_MARKS).strip()
+    return sum(line != "" for line in text.split("\n")) == len(text.split())
+
+
+def emoji(text: str) -> bool:
+    """Each sentence ends with an emoji, or the next begins with one."""
+    parts = [sentence.translate(NO_MARKS).strip() for sentence in sentences(text)]
+    following = [*parts, ""][1:]
+    return all(
+        part != "" and (any(map(is_emoji, part[-2:])) or is_emoji(after[:1]))
+        for part, after in zip(parts, following, strict=True)
+    )
+
+
+def line_indent(text: str) -> bool:
+    """Each line is indented by more spaces than the one before; empty lines do not count."""
+    return rising([len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip()])
+
+
+def quote_unquote(text: str) -> bool:
+    """No quotation follows another directly, and none ends the text; the character ``'"'`` is no quotation."""
+    text = "".join(text.replace("'\"'", "").split())
+    return '""' not in text and not text.strip(string.digits + MARKS.replace('"', "")).endswith('"')
+
+
+def thesis(text: str) -> bool:
+    """Something in HTML italics, and something behind."""
+    _, opened, rest = text.partition("<i>" if "<i>" in text else "<em>")
+    italics, closed, behind = rest.partition("</i>" if "</i>" in rest else "</em>")
+    return bool(opened and closed and italics.strip() and behind.strip())
+
+
+def no_bullets_bullets(text: str) -> bool:
+    """Lines of two sentences or more, perhaps an empty line, then two starred lines or more, and nothing else."""
+    lines = [line.strip() for line in text.split("\n")]
+    first = next((i for i, line in enumerate(lines) if line.startswith("*")), len(lines))
+    before, bullets = lines[:first], lines[first:]
+    enough = sum(len(sentences(line)) for line in before) >= 2 and len(bullets) >= 2
+    return enough and "" not in before[:-1] and all(line.startswith("*") for line in bullets)
+
+
+def title_case(text: str) -> bool:
+    """No word begins with a small letter, unless its case is mixed, as in iPhone."""
+    for word in tokens(text):
+        if word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper()):
+            return False
+    return True
+
+
+def mcq_count_length(text: str) -> bool:
+    """Four questions headed "Question n", of five options each, and each question longer than the one before."""
+    questions = [part for part in re.split(r"Question \d+[.|):;]?", text) if part.strip()]
+    lengths = []
+    for question in questions:
+        lines = [line.strip() for line in question.strip().split("\n")]
+        marked = [i for i, line in enumerate(lines) if re.match(r"[A-Ea-e][.|)]\s*\w", line)]
+        if len(marked) != 5:
+            return False
+        lengths.append(len(" ".join(lines[: marked[0]]).strip()))
+    return text.startswith("Question") and len(lengths) == 4 and rising(lengths)
+
+
+def reverse_newline(text: str) -> bool:
+    """52 lines or more from Zimbabwe on, in reverse alphabetical order."""
+    lines = [ascii_letters(line) for part in text.split("\n") if (line := part.strip(EDGES))]
+    start = next((i for i, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
+    return len(lines) - start >= 52 and lines[start:] == sorted(lines[start:], reverse=True)
+
+
+def sentence_alphabet(text: str) -> bool:
+    """26 sentences that begin with a to z."""
+    firsts = [sentence.lstrip(MARKS + string.whitespace)[:1].lower() for sentence in sentences(text)]
+    return firsts == list(string.ascii_lowercase)
+
+
+def date_format_list(text: str) -> bool:
+    """Dates of Napoleon's life as YYYY-MM-DD, separated by commas."""
+    dates = [re.fullmatch(r"(\d{4})-(\d\d)-(\d\d)", date.strip()) for date in text.split(",")]
+    numbers = [tuple(map(int, date.groups())) for date in dates if date]
+    fitting = [1769 <= year <= 1821 and month <= 12 and day <= DAYS[month] for year, month, day in numbers]
+    return len(fitting) == len(dates) and all(fitting)
+
+
+def table(text: str, delimiter: str) -> list[list[str]]:
+    """The rows of a CSV text, its quotes kept; none where it is not CSV (a field above 131,072 characters, a NUL)."""
+    try:
+        return list(csv.reader(io.StringIO(text.replace('"', '"""')), delimiter=delimiter))
+    except csv.Error:
+        return []
+
+
+def has_header(text: str, delimiter: str, *names: str) -> bool:
+    """Is this the first line, the names perhaps in quotes?"""
+    return [name.strip(" \t").strip('"') for name in text.split("\n")[0].strip().split(delimiter)] == list(names)
+
+
+def csv_city(text: str) -> bool:
+    """That header and 7 rows of 5 fields."""
+    rows = table(text, ",")
+    header = [name.removeprefix('"').removesuffix('"') for name in rows[0]] if rows else []
+    return len(rows) == 8 and {*map(len, rows)} == {5} and header == ["ID", "Country", "City", "Year", "Count"]
+
+
+def csv_special_character(text: str) -> bool:
+    """That header and 14 rows; one field in quotes holds a special character, and rows up to it have 5 fields."""
+    rows = table(text, ",")
+    if len(rows) != 15 or not has_header(text, ",", "ProductID", "Category", "Brand", "Price", "Stock"):
+        return False
+    for row in rows[1:]:
+        if len(row) != 5:
+            return False
+        if any(field[:1] == '"' and re.search(r"[^\w\s]", field[1 : max(field.rfind('"'), 1)]) for field in row):
+            return True
+    return False
+
+
+def csv_quotes(text: str) -> bool:
+    """That header and 3 rows, tab-separated, of 5 fields in double quotes."""
+    rows = [[field.strip() for field in row] for row in table(text, "\t")]
+    shaped = len(rows) == 4 and {*map(len, rows)} == {5}
+    quoted = all(field[:1] == '"' == field[-1:] for row in rows for field in row)
+    return shaped and quoted and has_header(text, "\t", "StudentID", "Subject", "Grade", "Semester", "Score")
+
+
+def repeat_change(text: str, prompt_to_repeat: str) -> bool:
+    """The prompt with another first word."""
+    return text != prompt_to_repeat and text.split()[1:] == prompt_to_repeat.split()[1:]
+
+
+def repeat_span(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
+    """The prompt's words from n_start to n_end, both included and counted from 0."""
+    return text.strip().lower() == " ".join(prompt_to_repeat.split()[int(n_start) : int(n_end) + 1]).lower()
+
+
+IFBENCH_CHECKS: dict[str, Check] = {
+    "count:conjunctions": conjunctions,
+    "count:keywords_multiple": keywords_multiple,
+    "count:numbers": lambda text, N: len(re.findall(r"\d+", text.translate(NO_MARKS))) == N,
+    "count:person_names": lambda text, N: len(NAMES.intersection(re.findall(r"\w+", text))) >= N,
+    "count:pronouns": lambda text, N: sum(t in PRONOUNS for t in tokens(text.lower().replace("/", " "))) >= N,
+    "count:punctuation": punctuation,
+    "count:unique_word_count": lambda text, N: len({word.strip(EDGES) for word in text.lower().split()}) >= N,
+    "count:word_count_range": lambda text, min_words, max_words: min_words <= count_words(text) <= max_words,
+    "count:words_japanese": words_japanese,
+    "ratio:overlap": overlap,
+    "ratio:sentence_balance": lambda text: len({*ends(text)}) == 1,
+    "ratio:sentence_type": sentence_type,
+    "ratio:sentence_words": sentence_words,
+    "ratio:stop_words": stop_words,
+    "words:alphabet": alphabet,
+    # two consonants side by side in every word
+    "words:consonants": lambda text: all(re.search("[b-df-hj-np-tv-z]{2}", word) for word in text.lower().split()),
+    "words:keywords_specific_position": keywords_specific_position,
+    "words:last_first": last_first,
+    "words:no_consecutive": lambda text: all(a[0] != b[0] for a, b in pairwise(plain_words(text.lower()))),
+    "words:odd_even_syllables": odd_even_syllables,
+    "words:palindrome": lambda text: sum(len(w) > 4 and w == w[::-1] for w in plain_words(text.lower())) >= 10,
+    "words:paragraph_last_first": paragraph_last_first,
+    "words:prime_lengths": lambda text: all(len(word) in PRIMES for word in plain_words(text)),
+    "words:repeats": lambda text, small_n: max(Counter(plain_words(text.lower())).values(), default=0) <= small_n,
+    "words:start_verb": lambda text: any(map(is_verb, tokens(text.strip()[:100])[:1])),
+    # one paragraph of at most three of the five vowels
+    "words:vowel": lambda text: "\n" not in text.strip() and len(set("aeiou") & set(text.lower())) <= 3,
+    "words:words_position": words_position,
+    "sentence:alliteration_increment": lambda text: rising([alliteration(part) for part in sentences(text)]),
+    "sentence:increment": increment,
+    "sentence:keyword": sentence_keyword,
+    "format:emoji": emoji,
+    "format:line_indent": line_indent,
+    "format:list": lambda text, sep: text.count(sep) >= 2,
+    "format:newline": newline,
+    "format:no_bullets_bullets": no_bullets_bullets,
+    "format:no_whitespace": lambda text: not re.search(r"\s", text),
+    "format:options": options,
+    "format:output_template": lambda text: all(part in text for part in TEMPLATE),
+    "format:parentheses": parentheses,
+    "format:quote_unquote": quote_unquote,
+    "format:quotes": quotes,
+    "format:sub-bullets": lambda text: all("-" in bullet for bullet in text.split("*")[1:]),
+    "format:thesis": thesis,
+    "format:title_case": title_case,
+    "custom:character_reverse": lambda text: "elgae dlab" in text.lower(),
+    "custom:csv_city": csv_city,
+    "custom:csv_quotes": csv_quotes,
+    "custom:csv_special_character": csv_special_character,
+    "custom:date_format_list": date_format_list,
+    "custom:european_capitals_sort": lambda text: (
+        ", ".join(name.strip() for name in ascii_letters(text).split(",") if name.strip()) == CAPITALS
+    ),
+    "custom:mcq_count_length": mcq_count_length,
+    "custom:multiples": lambda text: re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"],
+    "custom:reverse_newline": reverse_newline,
+    "custom:sentence_alphabet": sentence_alphabet,
+    "custom:word_reverse": lambda text: "bald eagle" in " ".join(reversed(plain_words(text.lower()))),
+    "repeat:repeat_change": repeat_change,
+    "repeat:repeat_simple": lambda text: text.strip().lower() == ONLY_THIS,
+    "repeat:repeat_span": repeat_span,
+}
 
 INSTRUCTIONS: dict[str, Check] = {**CHECKS, **IFBENCH_CHECKS}
 
@@ -82,7 +503,3 @@ def follows(instruction: str, text: str, arguments: dict[str, Any]) -> bool:
         return bool(INSTRUCTIONS[instruction](text, **given))
     except TypeError as error:
         raise ValueError(f"{instruction}: arguments {given} do not fit ({error})") from error
-
-
-RULE = Rule("ifbench", strict, needs_label=False)
-LOOSE_RULE = Rule("ifbench_loose", loose, needs_label=False)

@@ -1,17 +1,19 @@
-r"""``math``: the last ``\boxed{}`` equals the label, as text, as a number or by algebra.
+r"""Answers to mathematical questions: the rules ``math``, ``deepscaler``, ``gsm8k`` and ``dapo``.
 
-As in slime: a fraction must be reduced, and an integer must be written as one (``\frac{4}{2}`` is not 2). Unlike slime,
-which evaluates the text as Python, algebra is left to math-verify, in a worker.
+``math``: the last ``\boxed{}`` equals the label, as text, as a number or by algebra. As in slime a fraction must be
+reduced, and an integer must be written as one (``\frac{4}{2}`` is not 2). Unlike slime, which evaluates the text as
+Python, algebra is left to math-verify, in a worker.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
+from typing import Any
 
-from slimelite.rewards.latex import extract_boxed_answer, normalize_answer
-from slimelite.rewards.rule import Answer, Rule
+from slimelite.rewards.rules import Answer
 
 # longer than any answer of MATH; what is longer must match as text
 MAX_ANSWER_CHARS = 500
@@ -49,6 +51,65 @@ DECIMAL = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 FRACTION = re.compile(r"(-?)\\frac\{(-?)([0-9]+)\}\{([0-9]+)\}|(-?)([0-9]+)/([0-9]+)")
 COMMANDS = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+|sin|cos|tan|cot|sec|csc|log|exp|sqrt")
 WORD = re.compile(r"[^\W\d_]{3}")
+
+
+def last_boxed_only_string(text: str) -> str | None:
+    r"""The last ``\boxed{...}``, or else ``\fbox{...}``, up to its closing brace; None if there is none."""
+    start = text.rfind("\\boxed")
+    if start < 0:
+        start = text.rfind("\\fbox")
+    if start < 0:
+        return None
+    depth = 0
+    for brace in re.finditer(r"[{}]", text[start:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0 and brace.group() == "}":
+            return text[start : start + brace.end()]
+    return None
+
+
+def remove_boxed(text: str | None) -> str | None:
+    r"""What stands inside ``\boxed{...}``; None if ``text`` is not exactly one box."""
+    if text is None or not text.startswith("\\boxed{") or not text.endswith("}"):
+        return None
+    return text[len("\\boxed{") : -1]
+
+
+def extract_boxed_answer(text: str) -> str | None:
+    r"""What stands inside the last ``\boxed{...}``."""
+    return remove_boxed(last_boxed_only_string(text))
+
+
+def normalize_answer(text: str) -> str:
+    r"""One spelling for an answer of MATH (Hendrycks et al. 2021), with ``\text{...}`` around the whole taken off."""
+    text = text.strip()
+    whole = re.search(r"^\\text\{(.+?)\}$", text)
+    return strip_string(whole[1].strip() if whole else text)
+
+
+def strip_string(text: str) -> str:
+    r"""MATH's own normalisation: spaces, ``\left``, degrees, units, ``\%``, ``\frac12``, ``3/4``, ``0.5``, ``x =``."""
+    text = text.replace("\n", "").replace("\\!", "").replace("\\\\", "\\")
+    text = text.replace("tfrac", "frac").replace("dfrac", "frac").replace("\\left", "").replace("\\right", "")
+    text = text.replace("^{\\circ}", "").replace("^\\circ", "").replace("\\$", "")
+    # "\text{ " only ever starts a unit
+    text = text.partition("\\text{ ")[0].replace("\\%", "")
+    text = text.replace(" .", " 0.").replace("{.", "{0.")
+    if text.startswith("."):
+        text = "0" + text
+    left, equals, right = text.partition("=")
+    if equals and len(left) <= 2 and "=" not in right:
+        text = right
+    text = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", text.replace(" ", ""))
+    text = re.sub(r"\\frac([^{])(.)", _brace_fraction, text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    return re.sub(r"^(0|-?[1-9][0-9]*)/(0|-?[1-9][0-9]*)$", r"\\frac{\1}{\2}", text)
+
+
+def _brace_fraction(match: re.Match[str]) -> str:
+    top, bottom = match.groups()
+    return f"\\frac{{{top}}}{bottom}" if bottom == "{" else f"\\frac{{{top}}}{{{bottom}}}"
 
 
 def quick(answer: Answer) -> float | None:
@@ -184,4 +245,146 @@ def example(answer: Answer) -> str:
     return f"\\boxed{{{unboxed(answer.label)}}}"
 
 
-RULE = Rule("math", quick, slow, example, bounded=True)
+def deepscaler(answer: Answer) -> float | None:
+    """`quick` on the text after the marker; 0 without one."""
+    tail = solution(answer.response)
+    return 0.0 if tail is None else quick(replace(answer, response=tail))
+
+
+def deepscaler_slow(answer: Answer) -> float:
+    """`slow` on the text after the marker."""
+    return slow(replace(answer, response=solution(answer.response) or ""))
+
+
+def solution(response: str) -> str | None:
+    """What follows the last ``</think>``, or else the first ``###Response``; None without either."""
+    if "</think>" in response:
+        return response.rpartition("</think>")[2]
+    _, marker, tail = response.partition("###Response")
+    return tail.partition("###Response")[0] if marker else None
+
+
+def deepscaler_example(answer: Answer) -> str:
+    """A response that is right."""
+    return f"</think>{example(answer)}"
+
+
+# a sentence's full stop is no part of the number, and 5/8 is not the number 5
+NUMBER = re.compile(r"[ \t]{0,8}([-+]?)\$?([-+]?)([0-9][0-9,]{0,60}(?:\.[0-9]{1,60})?|\.[0-9]{1,60})(?![0-9/]|\.[0-9])")
+
+
+def gsm8k(answer: Answer) -> float:
+    """1 if the numbers are equal, else 0.
+
+    Raises:
+        ValueError: the label holds no number.
+    """
+    truth = gsm8k_number(answer.label.rpartition("####")[2])
+    if truth is None:
+        raise ValueError(f"gsm8k needs a number as label (after '####' in a solution), not {answer.label[-60:]!r}")
+    _, marker, tail = answer.response.rpartition("####")
+    return float(bool(marker) and gsm8k_number(tail) == truth)
+
+
+def gsm8k_number(text: str) -> Fraction | None:
+    """The number that ``text`` starts with."""
+    match = NUMBER.match(text)
+    if match is None:
+        return None
+    value = Fraction(match[3].replace(",", ""))
+    return -value if "-" in match[1] + match[2] else value
+
+
+def gsm8k_example(answer: Answer) -> str:
+    """A response that is right."""
+    return f"#### {answer.label.rpartition('####')[2]}"
+
+
+RESPONSE_CHARS = 300
+STRICT_CHARS = 100
+
+SUBSTITUTIONS = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+DAPO_UNITS = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples"),
+)
+DAPO_MARKS = (
+    *("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}"),
+    *("^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>"),
+)
+
+
+def dapo(answer: Answer) -> dict[str, Any]:
+    """The dict described above.
+
+    Raises:
+        ValueError: the label is not an integer.
+    """
+    return compute_score(
+        answer.response, answer.label, strict_box_verify=bool(answer.metadata.get("strict_box_verify"))
+    )
+
+
+def compute_score(response: str, label: str, *, strict_box_verify: bool = False) -> dict[str, Any]:
+    """``{"score", "acc", "pred"}`` of the response's last 300 characters."""
+    tail, label = response[-RESPONSE_CHARS:], str(label)
+    correct, pred = verify_strict_box(tail, label) if strict_box_verify else verify_minerva(tail, label)
+    return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
+
+
+def verify_minerva(response: str, label: str) -> tuple[bool, str]:
+    """(correct, prediction): the last ``Answer: ...`` line against an integer label."""
+    answers = re.findall(r"(?i)answer\s*:\s*([^\n]+)", response)
+    pred = normalize_final_answer(answers[-1] if answers else "[INVALID]")
+    return pred == integer(label), pred
+
+
+def verify_strict_box(response: str, label: str) -> tuple[bool, str | None]:
+    """(correct, prediction): the last box of the final 100 characters, verbatim."""
+    pred = extract_boxed_answer(response[-STRICT_CHARS:])
+    return pred == label, pred
+
+
+def integer(label: str) -> str:
+    """An integer label in plain digits."""
+    text = normalize_final_answer(label)
+    match = re.fullmatch(r"([-+]?[0-9]+)(?:\.0*)?", text)
+    if match is None:
+        raise ValueError(f"dapo needs integer labels, not {label!r}; use --rm-type math for other answers")
+    return str(int(match[1]))
+
+
+def normalize_final_answer(text: str) -> str:
+    """Minerva's form (Lewkowycz et al. 2022): what follows the last ``=``, without articles, units and wrappers."""
+    text = text.rpartition("=")[2]
+    for before, after in SUBSTITUTIONS:
+        text = text.replace(before, after)
+    for mark in (*DAPO_UNITS, *DAPO_MARKS):
+        text = text.replace(mark, "")
+    text = re.sub(r".*?\$(.*?)\$.*", r"$\1$", text)
+    for wrapper in ("text", "textbf", "overline"):  # one after the other: they may be nested
+        text = re.sub(rf"\\{wrapper}\{{(.*?)\}}", r"\1", text)
+    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text)
+    # \frac12 -> \frac{1}{2}, \sqrt3 -> \sqrt{3}
+    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
+    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
+    digits = text.replace(",", "")
+    return (digits if digits.isdigit() else text).strip()
+
+
+def dapo_example(answer: Answer) -> str:
+    """A response that is right."""
+    strict = answer.metadata.get("strict_box_verify")
+    return f"\\boxed{{{answer.label}}}" if strict else f"Answer: {integer(answer.label)}"

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.model_files import load_weights
-from slimelite.rewards.rule import Exchange, Failure
-from slimelite.rewards.worker import serve
+from slimelite.rewards.rules import Exchange, Failure
+from slimelite.rewards.workers import serve
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

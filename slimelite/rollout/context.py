@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     from slimelite.data.prompts import Prompt
-    from slimelite.rewards import Grader
+    from slimelite.rewards.grader import Grader
 
 
 class Generated(NamedTuple):

@@ -18,7 +18,7 @@ from slimelite.algorithms.advantages import group_advantages
 from slimelite.arguments import Args
 from slimelite.engines.protocol import Engine
 from slimelite.plugins import load_function
-from slimelite.rewards import Grader
+from slimelite.rewards.grader import Grader
 from slimelite.rollout.context import (
     Generated,
     Progress,

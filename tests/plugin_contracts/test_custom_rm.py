@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.rewards import Grader
+from slimelite.rewards.grader import Grader
 from slimelite.sample import Sample, Status
 
 from .conftest import Given

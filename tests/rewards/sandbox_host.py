@@ -12,7 +12,7 @@ import os
 import sys
 
 from slimelite.rewards import confine
-from slimelite.rewards.sandbox import run_code
+from slimelite.rewards.code import run_code
 
 user, layers = sys.argv[1:]
 if user == "plain":

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import RewardArgs
-from slimelite.rewards import Grader
 from slimelite.rewards.code import last_block, quick, read_tests
-from slimelite.rewards.rule import Answer
+from slimelite.rewards.grader import Grader
+from slimelite.rewards.rules import Answer
 from slimelite.sample import Sample
 
 SECONDS = 1.2
@@ -52,7 +52,7 @@ def running() -> list[str]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if b"code_runner" in (folder / "cmdline").read_bytes():
+            if b'"answer.py"' in (folder / "cmdline").read_bytes():
                 found.append(folder.name)
         except OSError:
             continue  # it ended meanwhile

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import RewardArgs
-from slimelite.rewards import Grader, RewardError, check_reward
+from slimelite.rewards.grader import Grader, RewardError, check_reward
 from slimelite.sample import Sample
 
 PLUGIN = """
@@ -176,12 +176,13 @@ def test_a_sample_names_its_own_rule(graders: list[Grader]) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (RewardArgs(rm_type="matth"), "no --rm-type 'matth'"),
+        (RewardArgs(rm_type="matth"), "--rm-type matth: there is no such reward rule; did you mean math"),
         (RewardArgs(rm_type="opencua_click"), "not offered"),
         (RewardArgs(rm_type="reward_model"), "needs --reward-model-path"),
         (RewardArgs(rm_type="dapo"), "add --reward-key, one of score"),
         (RewardArgs(rm_type="dapo", reward_key="scor"), "add --reward-key"),
-        (RewardArgs(rm_type="remote_rm"), "needs --rm-url http"),
+        (RewardArgs(rm_type="remote_rm", rm_url="localhost:8000"), "an address starts with http:// or https://"),
+        (RewardArgs(rm_type="remote_rm"), "--rm-type remote_rm needs --rm-url"),
         (RewardArgs(custom_rm_path="no_such_module.fn"), "no_such_module"),
     ],
 )
@@ -193,7 +194,7 @@ def test_what_cannot_work_is_refused_before_the_first_reward(args: RewardArgs, m
 def test_no_reward_at_all_is_an_error_not_a_zero(graders: list[Grader]) -> None:
     with pytest.raises(ValueError, match="give --rm-type or --custom-rm-path"):
         rewards(graders, RewardArgs(), samples("x"))
-    with pytest.raises(ValueError, match="no --rm-type 'maht'"):
+    with pytest.raises(ValueError, match="--rm-type maht: there is no such reward rule"):
         rewards(graders, RewardArgs(rm_type="math"), samples("x", metadata={"rm_type": "maht"}))
 
 
@@ -420,9 +421,9 @@ def test_remote_rm_tries_again(graders: list[Grader]) -> None:
 
 
 def test_remote_rm_gives_up_with_a_reward_error(graders: list[Grader]) -> None:
-    for server, attempts, asked in ((Server(failures=9), 1, 1), (Server(failures=9, status=404), 10, 1)):
+    for server, trial, asked in ((Server(failures=9), True, 2), (Server(failures=9, status=404), False, 1)):
         given = samples("abc")
-        graders.append(remote(server, given, remote_attempts=attempts))
+        graders.append(remote(server, given, trial=trial))
         assert len(server.asked) == asked
         assert given[0].reward == {"score": 0.0}
         assert f"{server.status}" in graders[-1].error_reports[0].failure.message

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from slimelite.arguments import RewardArgs
-from slimelite.rewards import Grader, check_reward
+from slimelite.rewards.grader import Grader, check_reward
+from slimelite.rewards.scorers import ModelReward
 from slimelite.sample import Sample
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -55,8 +56,9 @@ def direct(path: str, texts: list[str]) -> list[float]:
 def rewards(args: RewardArgs, samples: list[Sample]) -> tuple[list[float], dict[str, float]]:
     grader = Grader(args)
     asyncio.run(grader.grade(samples))
-    assert grader._model is not None
-    process = grader._model._workers[0]._process
+    scorer = grader._scorers["reward_model"]
+    assert isinstance(scorer, ModelReward)
+    process = scorer._pool._workers[0]._process
     assert process is not None
     assert process.pid != os.getpid()
     metrics = grader.metrics()

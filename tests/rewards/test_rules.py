@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from pathlib import Path
@@ -11,13 +12,21 @@ import pytest
 
 from slimelite.arguments import RewardArgs
 from slimelite.arguments.flags import all_flags
-from slimelite.rewards import dapo, f1, gpqa, gsm8k, multiple_choice
-from slimelite.rewards.registry import REMOTE, REWARD_MODEL, RULES, find_rule
-from slimelite.rewards.rule import Answer
+from slimelite.registry import function
+from slimelite.rewards import math, text
+from slimelite.rewards.grader import Grader, overlong_penalty
+from slimelite.rewards.rules import RULES, Answer, Rule, find_rule
+from slimelite.rewards.text import is_think_answer
+from slimelite.sample import Sample
+
+
+def quick(rule: Rule, answer: Answer) -> Any:
+    assert rule.quick is not None
+    return function(rule.quick)(answer)
 
 
 def reward(name: str, response: str, label: Any, **metadata: Any) -> Any:
-    return RULES[name].quick(Answer(response, str(label), metadata))
+    return quick(RULES[name], Answer(response, str(label), metadata))
 
 
 @pytest.mark.parametrize(
@@ -80,13 +89,13 @@ def test_dapo_refuses_labels_that_are_no_integers() -> None:
 
 def test_dapo_normalisation() -> None:
     spelled = {"\\frac12": "\\frac{1}{2}", "\\sqrt3": "\\sqrt{3}", "an answer": "answer", "42<|im_end|>": "42"}
-    assert {text: dapo.normalize_final_answer(text) for text in spelled} == spelled
+    assert {given: math.normalize_final_answer(given) for given in spelled} == spelled
     nested = ("\\text{\\textbf{3}}", "\\textbf{\\text{3}}", "\\overline{\\text{3}}", "\\text{\\overline{\\textbf{3}}}")
-    assert [dapo.normalize_final_answer(text) for text in nested] == ["3"] * len(nested)
+    assert [math.normalize_final_answer(given) for given in nested] == ["3"] * len(nested)
 
 
 def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
-    assert f1.f1_score("the brown fox", "a quick brown fox") == pytest.approx((0.8, 1.0, 2 / 3))
+    assert text.f1_score("the brown fox", "a quick brown fox") == pytest.approx((0.8, 1.0, 2 / 3))
     assert reward("f1", "Paris, France!", "paris france") == 1.0
     assert reward("f1", "apple apple", "apple") == pytest.approx(2 / 3)
     assert reward("f1", "yes it is", "yes") == 0.0
@@ -95,7 +104,7 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "letter"),
+    ("given", "letter"),
     [
         ("The answer is B.", "B"),
         ("Final answer: (C)", "C"),
@@ -123,8 +132,8 @@ def test_f1_is_the_harmonic_mean_of_precision_and_recall() -> None:
         ("no idea, sorry", None),
     ],
 )
-def test_gpqa_reads_the_letter_a_response_settles_on(text: str, letter: str | None) -> None:
-    assert gpqa.extract_letter(text, gpqa.LETTERS) == letter
+def test_gpqa_reads_the_letter_a_response_settles_on(given: str, letter: str | None) -> None:
+    assert text.extract_letter(given, text.LETTERS) == letter
 
 
 def test_gpqa_knows_the_right_option_by_letter_text_or_number() -> None:
@@ -148,12 +157,12 @@ def test_multiple_choice_reads_the_box_first() -> None:
         assert reward("multiple_choice", f"A is correct? no: \\boxed{{{box}}}", "B") == 1.0
     assert reward("multiple_choice", "The answer is B", "B") == 1.0
     assert reward("multiple_choice", "Answer: B, or \\boxed{C}", "B") == 0.0
-    assert multiple_choice.quick(Answer("\\boxed{12}", "B")) == 0.0
+    assert text.multiple_choice(Answer("\\boxed{12}", "B")) == 0.0
 
 
 def test_random_is_a_fair_coin_that_falls_the_same_way_again() -> None:
-    tosses = [RULES["random"].quick(Answer("same response", "", key=f"0/{i}")) for i in range(2000)]
-    assert tosses == [RULES["random"].quick(Answer("same response", "", key=f"0/{i}")) for i in range(2000)]
+    tosses = [text.coin(Answer("same response", "", key=f"0/{i}")) for i in range(2000)]
+    assert tosses == [text.coin(Answer("same response", "", key=f"0/{i}")) for i in range(2000)]
     assert set(tosses) == {0.0, 1.0}
     assert 900 < sum(t for t in tosses if isinstance(t, float)) < 1100
 
@@ -161,20 +170,23 @@ def test_random_is_a_fair_coin_that_falls_the_same_way_again() -> None:
 def test_help_and_docs_name_every_rule() -> None:
     help_text = all_flags(RewardArgs)["rm_type"].help
     docs = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text("utf-8")
-    for name in (*RULES, REMOTE, REWARD_MODEL):
+    for name in RULES:
         assert re.search(rf"\b{name}\b", help_text), name
         assert f"| `{name}` |" in docs, name
 
 
 def test_names() -> None:
-    assert find_rule("remote_rm") is None
     assert find_rule("boxed_f1") is RULES["f1"]
-    with pytest.raises(ValueError, match=r"no --rm-type 'maths'; there are math, gsm8k.*remote_rm"):
+    assert find_rule("boxed_remote_rm") is find_rule("remote_rm")
+    with pytest.raises(ValueError, match=r"--rm-type maths: there is no such reward rule; did you mean math\?"):
         find_rule("maths")
-    assert find_rule("reward_model") is None
+    with pytest.raises(
+        ValueError, match=r"--rm-type xyz: there is no such reward rule; known are math, gsm8k.*remote_rm"
+    ):
+        find_rule("xyz")
     with pytest.raises(ValueError, match="opencua_click is not offered"):
         find_rule("opencua_click")
-    with pytest.raises(ValueError, match="no --rm-type 'boxed_reward_model'"):
+    with pytest.raises(ValueError, match="boxed_reward_model would be wrong"):
         find_rule("boxed_reward_model")
     with pytest.raises(ValueError, match="boxed_math would be wrong for every response"):
         find_rule("boxed_math")
@@ -184,13 +196,13 @@ def test_names() -> None:
 def test_a_rules_example_deserves_one(name: str) -> None:
     rule = RULES[name]
     if rule.example is None:
-        assert name in ("random", "zero", "format", "code", "ifbench", "ifbench_loose")
+        assert rule.scorer or name in ("random", "zero", "format", "code", "ifbench", "ifbench_loose")
         return
     for label in {"gpqa": ["B", "3"], "multiple_choice": ["C", "0"], "gsm8k": ["72", "so\n#### 1,072"]}.get(
         name, ["42"]
     ):
         answer = Answer("", label)
-        given = rule.quick(Answer(rule.example(answer), label))
+        given = quick(rule, Answer(function(rule.example)(answer), label))
         assert (given["score"] if isinstance(given, dict) else given) == 1.0
 
 
@@ -216,16 +228,98 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
+@pytest.mark.parametrize("name", sorted(name for name, rule in RULES.items() if rule.quick))
 def test_the_quick_step_is_linear_in_whatever_a_model_writes(name: str) -> None:
     """It runs without a time limit: a quadratic pattern would take minutes on these."""
     row = {"test_list": ["assert x"], "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
-    for text in HOSTILE:
-        for response in (text, "</think>" + text):
+    for hostile in HOSTILE:
+        for response in (hostile, "</think>" + hostile):
             start = time.perf_counter()
-            RULES[name].quick(Answer(response, "7", row))
+            quick(RULES[name], Answer(response, "7", row))
             assert time.perf_counter() - start < 2.0, response[:20]
 
 
 def test_gsm8k_numbers_are_bounded() -> None:
-    assert gsm8k.number("9" * 5000) is None
+    assert math.gsm8k_number("9" * 5000) is None
+
+
+GOOD = "<think>two and two</think>\n<answer>4</answer>"
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (GOOD, True),
+        (f"  {GOOD}\n", True),
+        ("<think>a</think><answer>b</answer>", True),
+        (f"Sure! {GOOD}", False),
+        (f"{GOOD} I hope this helps", False),
+        ("<think>a</think> so <answer>b</answer>", False),
+        ("<answer>b</answer><think>a</think>", False),
+        ("<think></think><answer>b</answer>", False),
+        ("<think>a</think><answer> </answer>", False),
+        ("<think>a<think>b</think><answer>c</answer>", False),
+        ("<think>a</think><answer>c", False),
+        ("", False),
+    ],
+)
+def test_think_and_answer(response: str, expected: bool) -> None:
+    assert is_think_answer(response) is expected
+
+
+def graded(args: RewardArgs, *responses: str) -> tuple[list[Any], dict[str, float]]:
+    grader = Grader(args, workers=1)
+    samples = [Sample(index=i, group_index=0, response=r) for i, r in enumerate(responses)]
+    asyncio.run(grader.grade(samples))
+    metrics = grader.metrics()
+    grader.close()
+    return [s.reward for s in samples], metrics
+
+
+def test_the_format_rule_reads_the_default_or_a_regex_of_the_whole_response() -> None:
+    assert graded(RewardArgs(rm_type="format"), GOOD, "4")[0] == [1.0, 0.0]
+    regex = RewardArgs(rm_type="format", format_regex=r"Reason:.+Answer: \d+")
+    assert graded(regex, "Reason: two\nAnswer: 4\n", GOOD, "Reason: x Answer: 4 apples")[0] == [1.0, 0.0, 0.0]
+
+
+def test_a_regex_without_end_is_a_timeout_and_not_a_hang() -> None:
+    args = RewardArgs(rm_type="format", format_regex=r"(a+)+b", reward_timeout=1.0)
+    assert graded(args, "a" * 40) == ([0.0], {"rollout/reward_errors": 1.0, "rollout/reward_errors/timeout": 1.0})
+
+
+def test_the_overlong_penalty_is_dapos_line() -> None:
+    """Eq. 13 of the paper and verl's reward manager: 0, then (L_max − L_cache − |y|) / L_cache, then −1."""
+    limit, buffer = 20480, 4096
+    for length in (0, 100, 16384, 16385, 18432, 20479, 20480):
+        paper = 0.0 if length <= limit - buffer else (limit - buffer - length) / buffer
+        verl = min(-(length - (limit - buffer)) / buffer * 1.0, 0)
+        assert overlong_penalty(length, limit, buffer, 1.0) == pytest.approx(paper) == pytest.approx(verl)
+        assert overlong_penalty(length, limit, buffer, 0.5) == pytest.approx(0.5 * verl)
+    assert overlong_penalty(18432, limit, buffer, 1.0) == -0.5
+    assert overlong_penalty(30000, limit, buffer, 1.0) == -1.0
+
+
+def shaping(args: RewardArgs, samples: list[Sample], max_length: int = 100) -> tuple[list[float], dict[str, float]]:
+    grader = Grader(args, workers=1)
+    result = asyncio.run(grader.shaping(samples, max_length))
+    grader.close()
+    return result
+
+
+def test_what_training_adds_to_rewards() -> None:
+    lengths = {60: GOOD, 90: GOOD, 100: "4"}
+    samples = [
+        Sample(index=i, group_index=0, response=r, response_length=n, tokens=[0] * n, reward=1.0)
+        for i, (n, r) in enumerate(lengths.items())
+    ]
+    assert shaping(RewardArgs(), samples) == ([0.0, 0.0, 0.0], {})
+    added, metrics = shaping(RewardArgs(overlong_buffer_len=20, overlong_penalty_factor=2.0), samples)
+    assert added == pytest.approx([0.0, -1.0, -2.0])
+    assert metrics == {"rollout/overlong_penalty": pytest.approx(-1.0)}
+    added, metrics = shaping(RewardArgs(format_reward_coef=0.25), samples)
+    assert added == [0.25, 0.25, 0.0]
+    assert metrics == {"rollout/format_reward": pytest.approx(2 / 3)}
+    added, metrics = shaping(RewardArgs(format_reward_coef=0.25, overlong_buffer_len=20), samples)
+    assert added == pytest.approx([0.25, -0.25, -1.0])
+    assert set(metrics) == {"rollout/format_reward", "rollout/overlong_penalty"}
+    assert [s.reward for s in samples] == [1.0] * 3

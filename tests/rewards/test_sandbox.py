@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import RewardArgs
-from slimelite.rewards import Grader, confine
+from slimelite.rewards import confine
+from slimelite.rewards.grader import Grader
 
 ROOT = Path(__file__).parents[2]
 

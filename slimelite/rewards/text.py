@@ -1,18 +1,53 @@
-"""``gpqa``: the option letter that the response settles on, or the text of the right option.
-
-Metadata may bring ``choices`` (list, or dict of letter to text), ``correct_letter``, ``correct_answer`` or
-``answer_text`` and ``valid_letters``. The label is a letter, an option's number from 0, or an option's text; labels are
-read as text, so that digits mean the number even where an option consists of the same digits.
-"""
+r"""Rules that read words, letters and tags: ``f1``, ``gpqa``, ``multiple_choice``, ``format``, ``random``, ``zero``."""
 
 from __future__ import annotations
 
 import re
 import string
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
-from slimelite.rewards.rule import Answer, Rule
+from slimelite.rewards.math import extract_boxed_answer
+from slimelite.rewards.rules import Answer
+
+# answers of which half a match is no match
+VERDICTS = ("yes", "no", "noanswer")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def f1(answer: Answer) -> float:
+    """F1 of the two bags of words."""
+    return f1_score(answer.response, answer.label)[0]
+
+
+def f1_score(prediction: str | None, label: str) -> tuple[float, float, float]:
+    """(f1, precision, recall) of the normalised words; zeros where they share none."""
+    if prediction is None:
+        return 0.0, 0.0, 0.0
+    given, truth = normalize_answer(prediction), normalize_answer(label)
+    if given != truth and (given in VERDICTS or truth in VERDICTS):
+        return 0.0, 0.0, 0.0
+    given_words, truth_words = given.split(), truth.split()
+    shared = (Counter(given_words) & Counter(truth_words)).total()
+    if shared == 0:
+        return 0.0, 0.0, 0.0
+    precision, recall = shared / len(given_words), shared / len(truth_words)
+    return 2 * precision * recall / (precision + recall), precision, recall
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case without punctuation, articles and extra spaces."""
+    text = text.lower().translate(PUNCTUATION)
+    return " ".join(re.sub(r"\b(?:a|an|the)\b", " ", text).split())
+
+
+def label(answer: Answer) -> str:
+    """A response that is right."""
+    return answer.label
+
 
 LETTERS = string.ascii_uppercase[:10]
 # A letter stands alone, unlike the d of "the answer depends". The small a and i, which are words too, must end their
@@ -27,7 +62,7 @@ PATTERNS = (
 )
 
 
-def quick(answer: Answer) -> float:
+def gpqa(answer: Answer) -> float:
     """1 if the response chooses the right option, else 0."""
     choices = _choices(answer.metadata)
     letters = _letters(answer.metadata, choices)
@@ -87,11 +122,57 @@ def _correct_letter(metadata: dict[str, Any], label: str, choices: list[str], le
     return same[0] if same and plain(label) else None
 
 
-def example(answer: Answer) -> str:
+def gpqa_example(answer: Answer) -> str:
     """A response that is right."""
     choices = _choices(answer.metadata)
     letter = _correct_letter(answer.metadata, answer.label.strip(), choices, _letters(answer.metadata, choices))
     return f"Answer: {letter}" if letter else answer.label
 
 
-RULE = Rule("gpqa", quick, example=example, needs_label=False, boxable=True)
+# a letter with its wrappers; the pattern below is quadratic
+BOX_CHARS = 40
+
+
+def multiple_choice(answer: Answer) -> float:
+    """1 if the response chooses the right option, else 0."""
+    box = (extract_boxed_answer(answer.response) or "")[:BOX_CHARS]
+    letter = re.fullmatch(r"\W*(?:\\text\w*\{)?\W*([A-Za-z])\W*", box)
+    return gpqa(replace(answer, response=f"Answer: {letter[1]}") if letter else answer)
+
+
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def format_quick(answer: Answer) -> float | None:
+    """1 or 0 for the default format; None for a regex, which may take any time."""
+    return None if answer.settings.format_regex is not None else float(is_think_answer(answer.response))
+
+
+def format_slow(answer: Answer) -> float:
+    """1 if --format-regex matches the whole response, else 0."""
+    assert answer.settings.format_regex is not None
+    return float(re.fullmatch(answer.settings.format_regex, answer.response.strip(), re.DOTALL) is not None)
+
+
+def is_think_answer(response: str) -> bool:
+    """Each tag once, in order, with text between, and nothing but spaces before, after and between the two parts."""
+    text = response.strip()
+    if any(text.count(tag) != 1 for tag in TAGS):
+        return False
+    thought, _, rest = text.removeprefix("<think>").partition("</think>")
+    said = rest.strip().removeprefix("<answer>").removesuffix("</answer>")
+    # a tag that is still there stood in the wrong place
+    return bool(thought.strip() and said.strip()) and not any(tag in thought + said for tag in TAGS)
+
+
+def coin(answer: Answer) -> float:
+    """``random``: 0 or 1, drawn from the sample and its response, so that a repeated run draws the same.
+
+    A run without signal learns nothing; this checks it.
+    """
+    return float(sha256(f"{answer.key}\0{answer.response}".encode("utf-8", "replace")).digest()[0] & 1)
+
+
+def nothing(_: Answer) -> float:
+    """``zero``: no reward at all, for runs that learn from something else (on-policy distillation)."""
+    return 0.0

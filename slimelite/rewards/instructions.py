@@ -1,8 +1,12 @@
-"""IFEval's verifiable instructions (Zhou et al., arXiv:2311.07911), one check each: does a text follow it?
+"""IFEval's verifiable instructions (Zhou et al., arXiv:2311.07911), and as much English as instruction checks need.
 
-Written from the paper and the names of its data set's arguments; a check gets the text and the arguments of its row.
-Sentences are those of `english`; the reference asks NLTK. ``change_case`` looks at case alone; the reference also asks
-langdetect whether the text is English.
+A check gets the text and the arguments of its row, and says whether the text follows the instruction. The checks are
+written from the paper and the names of its data set's arguments. ``change_case`` looks at case alone; the reference
+also asks langdetect whether the text is English.
+
+Sentences, tokens, syllables, stop words, pronouns, verbs and emoji are short approximations of NLTK's Punkt and
+Treebank tokenisers, its stop words and tagger, syllapy's dictionary and the emoji package, without their data.
+docs/rewards.md says which checks may differ for that reason. All of this is linear in the text.
 """
 
 from __future__ import annotations
@@ -11,7 +15,146 @@ import json
 import re
 from collections.abc import Callable
 
-from slimelite.rewards.english import sentences
+
+def word_list(words: str) -> frozenset[str]:
+    """Words in one text."""
+    return frozenset(words.split())
+
+
+# in pieces as \w+ finds them: "don't" is "don" and "t"
+STOP_WORDS = word_list(
+    """
+    a an the and or but if because as until while of at by for with about against between into through during before
+    after above below to from up down in out on off over under again further then once here there when where why how
+    all any both each few more most other some such no nor not only own same so than too very can will just should
+    now s t d m o y ll re ve don ain aren couldn didn doesn hadn hasn haven isn ma mightn mustn needn shan shouldn
+    wasn weren won wouldn i me my myself we our ours ourselves you your yours yourself yourselves he him his himself
+    she her hers herself it its itself they them their theirs themselves what which who whom this that these those
+    am is are was were be been being have has had having do does did doing
+    """
+)
+PRONOUNS = word_list(
+    """
+    i me we us you he him she her it they them my mine our ours your yours his hers its their theirs myself
+    ourselves yourself yourselves himself herself itself themselves this that these those who whom whose which what
+    whoever whomever whatever whichever anybody anyone anything everybody everyone everything nobody nothing
+    somebody someone something each either neither both all some any none
+    """
+)
+# a full stop behind these ends a sentence only before a function word, as behind an initial
+ABBREVIATIONS = word_list(
+    """
+    mr mrs ms dr prof sr jr st vs etc e.g i.e eg cf inc ltd co corp al approx dept est gov gen sgt capt lt rev hon
+    vol jan feb mar apr aug sept oct nov dec u.s u.k u.n a.m p.m ph.d b.c a.d
+    """
+)
+# a stop, closing quotes and brackets, then space or markup
+STOP = re.compile(r"""(?<=[.!?])["')\]}”’]*(?=[\s*:;])""")
+TOKEN = re.compile(
+    r"""\w+(?=n't\b)|n't\b|'(?:s|m|d|ll|re|ve)\b"""  # do|n't, it|'s
+    r"""|\w+(?:(?:[-+*=./&@]|[,:](?=\d)|'(?!(?:s|m|d|ll|re|ve)\b))\w+)*|[^\w\s]"""  # 3.14, 1,000, well-known, and/or
+)
+# of these verbs the other forms are found by their endings; words that open a sentence more often as nouns are not here
+VERBS = word_list(
+    """
+    accept achieve act add adjust admit adopt agree allow analyze apply arrange ask assess assume avoid bake be
+    become begin believe bring build buy calculate call carry catch celebrate change check choose clean click climb
+    close collect combine come compare complete compute confirm connect consider contact continue convert cook count
+    cover create cut decide define delete deliver describe design determine develop discover discuss divide do draw
+    drink drive drop earn eat embrace enable encourage enjoy ensure enter establish evaluate examine expand expect
+    explain explore express feel fight fill find finish fix focus follow forget gather generate get give go grab
+    grow guess happen have hear help hold identify ignore imagine implement improve include increase inspire install
+    introduce invest invite join jump keep kill know launch learn leave let listen live look lose love maintain make
+    manage meet mix move multiply need notice observe offer open organize overcome pass pay perform pick place plan
+    play pour practice prefer prepare press prevent produce protect prove provide pull push put raise reach read
+    realize receive recognize recommend reduce refer reflect remain remember remove repeat replace reply report
+    represent request require resolve respond return review ride rise run save say search see seek seem select sell
+    send separate serve set shake share show sing sit sleep solve speak specify spend stand start state stay stir
+    stop store strive study submit subtract suggest support suppose swim take talk teach tell thank think throw
+    transform travel treat try turn understand unleash unlock update upload use utilize verify visit wait wake walk
+    want warn wash watch wear welcome win wish wonder work write yield
+    """
+)
+VERB_FORMS = word_list(
+    """
+    am is are was were been being has had does did done went gone got gave given made took taken came saw seen knew
+    known thought said told found left felt kept began begun brought bought built chose chosen drew drawn wrote
+    written ran sat stood spoke spoken held met paid sent sold taught understood won wore lost let's
+    """
+)
+NO_VERBS = word_list(
+    """
+    anything during evening everything king morning nothing red ring something spring string thing wing indeed
+    """
+)
+SILENT = re.compile(r"[^aeiouylr]e$|[aeiouy][lr]e$|[^aeioutd]ed$|[^aeiouyscxzgh]es$|[^aeiou]e(?:ly|ment|less|ful)")
+PARTED = re.compile(r"i[ao](?!n)|[^gq]ua|eo|[aeiouy]ing|ism$")  # one run of vowels, two syllables
+EMOJI = re.compile(
+    "[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u21aa\u231a-\u23ff\u24c2\u25aa-\u27bf\u2934-\u2935\u2b05-\u2b55"
+    "\u3030\u303d\u3297\u3299\U0001f004-\U0001faff]"
+)
+WORD_CHARS = 16  # as much of the text on either side as tells whether a stop ends a sentence
+
+
+def sentences(text: str) -> list[str]:
+    """The text's sentences, without the space around them; quotes and brackets that close behind the stop belong to it.
+
+    Line breaks alone end nothing.
+    """
+    found, start = [], 0
+    for match in STOP.finditer(text):
+        head = text[max(start, match.start() - WORD_CHARS) : match.start()]
+        if ends_sentence(head, text[match.end() : match.end() + WORD_CHARS]):
+            found.append(text[start : match.end()].strip())
+            start = match.end()
+    found.append(text[start:].strip())
+    return [sentence for sentence in found if sentence]
+
+
+def ends_sentence(before: str, after: str) -> bool:
+    """Does the stop at the end of ``before`` end a sentence? Not in "Dr. Li", "J. Li" and "well... perhaps"."""
+    word = (before.split() or [""])[-1].lstrip("\"'([{*_“‘")
+    if word.endswith(".."):
+        return not after.lstrip()[:1].islower()
+    if word.rstrip(".").lower() not in ABBREVIATIONS and not re.fullmatch(r"[A-HJ-Z]\.", word):
+        return True
+    following = re.match(r"\W*([A-Z]\w*)", after)
+    return following is not None and following[1].lower() in STOP_WORDS
+
+
+def tokens(text: str) -> list[str]:
+    """Words, numbers and marks; "don't" is "do" and "n't", "it's" is "it" and "'s"."""
+    return TOKEN.findall(text)
+
+
+def word_tokens(text: str) -> list[str]:
+    """The tokens that hold a letter or a digit."""
+    return [token for token in tokens(text) if any(map(str.isalnum, token))]
+
+
+def syllables(word: str) -> int:
+    """Runs of vowels, without the silent e; 0 for a word with a digit. In lower case."""
+    if not word or re.search(r"\d", word):
+        return 0
+    runs = len(re.findall("[aeiouy]+", word))
+    return max(runs - len(SILENT.findall(word)) + len(PARTED.findall(word)), 1)
+
+
+def is_verb(word: str) -> bool:
+    """A form of one of our verbs, or a word in -ing or -ed."""
+    word = word.lower()
+    if word in VERBS or word in VERB_FORMS:
+        return True
+    stem = re.fullmatch(r"(\w{2,}?)(?:e?s|ies)", word)
+    if stem:
+        return not VERBS.isdisjoint((stem[1], stem[1] + "e", stem[1] + "y"))
+    return re.fullmatch(r"\w{2,}(?:ing|ed)", word) is not None and word not in NO_VERBS
+
+
+def is_emoji(char: str) -> bool:
+    """One character that is an emoji."""
+    return EMOJI.fullmatch(char) is not None
+
 
 Check = Callable[..., bool]
 

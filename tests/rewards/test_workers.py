@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.rewards.pool import CHUNK, WorkerPool
-from slimelite.rewards.rule import Answer, Failure, Settings
+from slimelite.rewards.rules import Answer, Failure, Settings
+from slimelite.rewards.workers import CHUNK, WorkerPool
 
 RIGHT, WRONG = "\\boxed{1+x}", "\\boxed{2+x}"
 # it goes to a rule that no processor time bounds: the pattern takes 2^50 steps on it
@@ -107,13 +107,14 @@ def test_a_closed_pool_says_so() -> None:
 
 def test_a_worker_needs_neither_torch_nor_the_main_program() -> None:
     heavy = {"torch", "ray", "transformers", "aiohttp"}
-    script = f"import slimelite.rewards.worker, sys; assert not {heavy} & set(sys.modules)"
+    script = f"import slimelite.rewards.workers, sys; assert not {heavy} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_workers_end_with_their_parent() -> None:
     script = (
-        "import asyncio, os; from slimelite.rewards.pool import WorkerPool; from slimelite.rewards.rule import Answer\n"
+        "import asyncio, os\nfrom slimelite.rewards.workers import WorkerPool\n"
+        "from slimelite.rewards.rules import Answer\n"
         "pool = WorkerPool(1, 5.0); asyncio.run(pool.run([('math', Answer('\\\\boxed{1+x}', 'x+1'))]))\n"
         "print(pool._workers[0]._process.pid, flush=True); os._exit(1)"
     )

@@ -1,0 +1,185 @@
+"""The reward rules, a record each: what --rm-type takes.
+
+A rule of your own is one file, which ``--import-file`` names::
+
+    from slimelite.rewards.rules import RULES, Answer, Rule
+
+    def quick(answer: Answer) -> float:
+        return float(answer.label in answer.response)
+
+    RULES.add(Rule("contains", quick))
+
+This module needs the standard library alone: a rule's functions are imported when they are first called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slimelite.registry import Function, Registry
+
+if TYPE_CHECKING:
+    from slimelite.sample import Sample
+
+Reward = float | dict[str, Any]
+
+BOXED = "boxed_"
+
+
+class TooCostly(BaseException):
+    """An answer takes more processor time than its rule allows: it gets the rule's ``zero``, and is counted.
+
+    It is no `Exception`: sympy and math-verify catch those and go on.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The flags that rules read. ``code_timeout``: [s] for all tests; ``code_memory_mb``: [MiB]."""
+
+    code_timeout: float = 10.0
+    code_memory_mb: int = 1024
+    format_regex: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a rule sees of a sample.
+
+    ``label``: the right answer as the data set has it, as text. ``key``: names the sample; the random rule's stream.
+    """
+
+    response: str
+    label: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    key: str = ""
+    settings: Settings = Settings()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a reward model sees of a sample. ``messages``: the prompt before the policy's chat template, if known."""
+
+    prompt: str
+    response: str
+    messages: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A reward that could not be had: ``kind`` is exception, timeout, crash, nonfinite or invalid.
+
+    A worker also says ``costly``: the answer of a bounded rule took too long, and is wrong.
+    """
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+class Scorer(Protocol):
+    """Scores samples outside this process, such as by a server: what a rule's ``scorer`` makes of the arguments."""
+
+    async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Any]:
+        """A reward for each sample, or the `Failure` of it. ``texts``: the responses, or what is in their boxes."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    r"""A named way to score an answer, in two steps or by a `Scorer`.
+
+    Attributes:
+        quick: ``answer -> reward``, string work that is linear in the text, in this process; None: it cannot tell.
+        slow: ``answer -> reward``, asked then; it may compute without bound, in a worker process under a time limit.
+        example: ``answer -> response`` that deserves reward 1, for an answer without a response. The dry run grades
+            it, so that an unusable label is found at start.
+        zero: the reward of a sample whose grading failed; None: 0, in a dict if there is a --reward-key.
+        needs_label: whether a sample without a label is an error.
+        bounded: ``slow`` gets two seconds of processor time, and an answer that takes more is wrong (`TooCostly`).
+        boxable: whether the rule can read what stands inside ``\boxed{}``. Others look for a marker that ``boxed_``
+            in front of the rule's name would cut away.
+        scorer: ``(args, trial) -> Scorer``, which then scores instead of the two steps; ``trial``: for the one row
+            that is graded before a run starts.
+        needs: the flag, with underscores, without which the rule cannot work.
+        cautions: ``() -> texts``, logged once when a run uses the rule, behind ``--rm-type NAME``.
+    """
+
+    name: str
+    quick: Function | None = None
+    slow: Function | None = None
+    example: Function | None = None
+    zero: Reward | None = 0.0
+    needs_label: bool = True
+    bounded: bool = False
+    boxable: bool = False
+    scorer: Function | None = None
+    needs: str | None = None
+    cautions: Function | None = None
+
+
+RULES: Registry[Rule] = Registry("reward rule", "--rm-type")
+
+_MATH, _TEXT, _CODE, _IFBENCH, _SCORERS = (
+    f"slimelite.rewards.{module}:" for module in ("math", "text", "code", "ifbench", "scorers")
+)
+for _rule in (
+    Rule("math", _MATH + "quick", _MATH + "slow", _MATH + "example", bounded=True),
+    Rule("gsm8k", _MATH + "gsm8k", example=_MATH + "gsm8k_example"),
+    Rule("deepscaler", _MATH + "deepscaler", _MATH + "deepscaler_slow", _MATH + "deepscaler_example", bounded=True),
+    Rule("dapo", _MATH + "dapo", example=_MATH + "dapo_example", zero={"score": 0.0, "acc": False, "pred": None}),
+    Rule("f1", _TEXT + "f1", example=_TEXT + "label", boxable=True),
+    Rule("gpqa", _TEXT + "gpqa", example=_TEXT + "gpqa_example", needs_label=False, boxable=True),
+    Rule("multiple_choice", _TEXT + "multiple_choice", example=_TEXT + "gpqa_example", needs_label=False),
+    Rule("code", _CODE + "quick", _CODE + "slow", needs_label=False, cautions=_CODE + "cautions"),
+    Rule("ifbench", _IFBENCH + "strict", needs_label=False),
+    Rule("ifbench_loose", _IFBENCH + "loose", needs_label=False),
+    Rule("format", _TEXT + "format_quick", _TEXT + "format_slow", needs_label=False),
+    Rule("random", _TEXT + "coin", needs_label=False, boxable=True),
+    Rule("zero", _TEXT + "nothing", needs_label=False),
+    Rule("remote_rm", scorer=_SCORERS + "RemoteReward", zero=None, needs_label=False, boxable=True, needs="rm_url"),
+    Rule("reward_model", scorer=_SCORERS + "ModelReward", zero=None, needs_label=False, needs="reward_model_path"),
+):
+    RULES.add(_rule)
+
+# of slime's, with the reason
+REFUSED = {
+    "opencua_click": "it scores clicks on screenshots, and images are not supported",
+}
+
+
+def find_rule(rm_type: str) -> Rule:
+    """The rule called ``rm_type``, with or without ``boxed_``.
+
+    Raises:
+        ValueError: no such rule, one that is not offered here, or one that ``boxed_`` would leave without its marker.
+    """
+    name = rm_type.removeprefix(BOXED)
+    if name in REFUSED:
+        raise ValueError(f"--rm-type {rm_type} is not offered: {REFUSED[name]}")
+    rule = RULES[name]
+    if rm_type != name and not rule.boxable:
+        fitting = ", ".join(BOXED + rule.name for rule in RULES.values() if rule.boxable)
+        raise ValueError(
+            f"--rm-type {rm_type} would be wrong for every response: {name} does not look for its answer in a box, "
+            f"and {BOXED} cuts away all else; use {name} (with {BOXED}: {fitting})"
+        )
+    return rule
+
+
+def lacks(rm_type: str, args: object) -> str | None:
+    """What ``args`` lack for the rule to work, as a message; None where it has all.
+
+    Raises:
+        ValueError: as `find_rule`.
+    """
+    needed = find_rule(rm_type).needs
+    if needed is None or getattr(args, needed):
+        return None
+    return f"--rm-type {rm_type} needs --{needed.replace('_', '-')}"

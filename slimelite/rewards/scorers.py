@@ -1,0 +1,203 @@
+"""Rewards that are no rule's: functions of the user, a server's (``remote_rm``) and a reward model's.
+
+Reward code that we do not know runs in a thread of its own: whatever it does, generation goes on. Async functions share
+one event loop there (so they may share a session), plain functions get a thread each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from slimelite.arguments import RewardArgs
+from slimelite.rewards.rules import Exchange
+from slimelite.rewards.workers import WorkerPool
+from slimelite.sample import Sample
+
+if TYPE_CHECKING:
+    import aiohttp
+
+logger = logging.getLogger(__name__)
+
+# how long a loop may take to answer before it counts as blocked [s]
+ANSWER_SECONDS = 1.0
+CONNECTIONS = 64
+ATTEMPTS = 10
+# a reward model of many gigabytes may come from a network disk
+LOAD_SECONDS = 1800.0
+BACKOFF_SECONDS = 30.0
+REQUEST_SECONDS = 120.0
+# answers that may be better next time
+TRANSIENT = (408, 425, 429)
+
+
+class RewardTimeout(Exception):
+    """A reward took longer than --reward-timeout."""
+
+
+class RewardLoop:
+    """An event loop in a daemon thread; one that a reward function blocks is left behind, and a new one started."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, work: Coroutine[Any, Any, Any], timeout: float | None) -> Any:
+        """The result of ``work``; ``timeout`` in seconds.
+
+        Raises:
+            RewardTimeout: it took longer, and was cancelled (one that does not await is left behind).
+        """
+        loop = self._loop = self._loop or _start_loop()
+        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+        try:
+            done, _ = await asyncio.wait({future}, timeout=timeout)
+        finally:
+            future.cancel()  # a no-op when it is done
+        if done:
+            return future.result()
+        alive: Future[None] = Future()
+        loop.call_soon_threadsafe(alive.set_result, None)
+        answered, _ = await asyncio.wait({asyncio.wrap_future(alive)}, timeout=ANSWER_SECONDS)
+        if not answered and self._loop is loop:
+            loop.call_soon_threadsafe(loop.stop)
+            self._loop = None
+        blocked = "" if answered else "; it blocks its event loop: let it await, or be a plain def, which gets a thread"
+        raise RewardTimeout(f"no reward within {timeout:g} s (--reward-timeout){blocked}")
+
+    def close(self) -> None:
+        """Let the thread end."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+
+async def call(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of an async function, or of a plain one in a daemon thread (a hung one does not stop the exit).
+
+    Raises:
+        RuntimeError: it raised what would end a program or its event loop, such as KeyboardInterrupt.
+    """
+    try:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(*args)
+        future: Future[Any] = Future()
+        Thread(target=_fill, args=(future, function, args), daemon=True).start()
+        result = await asyncio.wrap_future(future)
+        return await result if isinstance(result, Awaitable) else result
+    except Exception:
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # it is we who cancel it
+        raise RuntimeError(repr(error)) from error
+
+
+def _fill(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(*args))
+    except Exception as error:
+        future.set_exception(error)
+    except BaseException as error:  # set as it is, it would end the loop that waits for it
+        future.set_exception(RuntimeError(repr(error)))
+
+
+def _start_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop
+
+
+async def remote_rewards(
+    url: str, payloads: Sequence[dict[str, Any]], *, attempts: int = ATTEMPTS, backoff: float = BACKOFF_SECONDS
+) -> list[Any]:
+    """The server's answer to each payload, or the exception that the last of ``attempts`` ended with.
+
+    Waits 1, 2, 4, ... seconds, at most ``backoff``, between attempts; a client error (4xx) is not tried again.
+    """
+    import aiohttp
+
+    timeout, connector = aiohttp.ClientTimeout(total=REQUEST_SECONDS), aiohttp.TCPConnector(limit=CONNECTIONS)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        tasks = (_reward(session, url, payload, attempts, backoff) for payload in payloads)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _reward(
+    session: aiohttp.ClientSession, url: str, payload: dict[str, Any], attempts: int, backoff: float
+) -> Any:
+    import aiohttp
+
+    attempt = 1
+    while True:
+        try:
+            async with session.post(url, json=payload) as response:
+                response.raise_for_status()
+                return await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            status = error.status if isinstance(error, aiohttp.ClientResponseError) else 500
+            if attempt == attempts or (status < 500 and status not in TRANSIENT):
+                raise
+            wait = min(2.0 ** (attempt - 1), backoff) * random.uniform(1.0, 1.5)
+            logger.info("remote_rm attempt %d of %d: %r; again in %.1f s", attempt, attempts, error, wait)
+        await asyncio.sleep(wait)
+        attempt += 1
+
+
+class RemoteReward:
+    """``remote_rm``: POST ``{"prompt", "response", "label"}`` to --rm-url; the JSON answer is the reward."""
+
+    def __init__(self, args: RewardArgs, trial: bool) -> None:
+        """``trial``: give up after two attempts.
+
+        Raises:
+            ValueError: the address has no scheme.
+        """
+        assert args.rm_url is not None
+        if not args.rm_url.startswith(("http://", "https://")):
+            raise ValueError(f"--rm-url {args.rm_url}: an address starts with http:// or https://")
+        self._url = args.rm_url
+        self._attempts = 2 if trial else ATTEMPTS
+
+    async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Any]:
+        """The server's answers; an exception where there was none. It has its own limits: attempts, seconds of each."""
+        pairs = zip(samples, texts, strict=True)
+        payloads = [{"prompt": s.prompt, "response": text, "label": s.label} for s, text in pairs]
+        return await remote_rewards(self._url, payloads, attempts=self._attempts)
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
+class ModelReward:
+    """``reward_model``: the score of the model of --reward-model-path, in a process that its first batch starts."""
+
+    def __init__(self, args: RewardArgs, trial: bool) -> None:  # noqa: ARG002  a trial is no different
+        """Loads nothing yet."""
+        assert args.reward_model_path is not None
+        program = ("slimelite.rewards.reward_model", args.reward_model_path, args.reward_model_device)
+        size = args.reward_model_batch_size
+        self._pool = WorkerPool(1, args.reward_timeout, program=program, chunk=size, start_seconds=LOAD_SECONDS)
+
+    async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Any]:
+        """The model's scores."""
+        return await self._pool.run([exchange_of(s, text) for s, text in zip(samples, texts, strict=True)])
+
+    def close(self) -> None:
+        """End the process."""
+        self._pool.close()
+
+
+def exchange_of(sample: Sample, response: str) -> Exchange:
+    """What a reward model sees of ``sample``; `Prompt.sample_metadata` keeps the messages for it."""
+    if not isinstance(sample.prompt, str):
+        return Exchange("", response, sample.prompt)
+    return Exchange(sample.prompt, response, (sample.metadata or {}).get("messages"))
