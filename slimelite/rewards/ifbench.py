@@ -1,13 +1,10 @@
 """``ifbench`` and ``ifbench_loose``: the response follows every verifiable instruction of its row.
 
 The row's metadata (or its label, as JSON) brings ``instruction_id_list`` and ``kwargs``, one dict for each, as the data
-sets IFEval and IFBench have them. The checks are IFEval's 25 (`instructions`) and IFBench's own 58 (Pyatkin et al.,
-arXiv:2507.02833), here; any other instruction is a reward error. The loose rule also tries the response without its
-asterisks, without its first line, without its last line, and without several of these: one that follows the instruction
-is enough.
-
-IFBench's verdicts are those of its own checks, oddities included (docs/rewards.md lists them), up to the English that
-`instructions` approximates. Positions count from 1, spans of words from 0.
+sets IFEval and IFBench have them. The checks are IFEval's 25 (`instructions`) and, here, IFBench's own 58 (Pyatkin et
+al., arXiv:2507.02833); any other instruction is a reward error. IFBench's verdicts are those of its own checks, oddities
+included (docs/rewards.md lists them), up to the English that `instructions` approximates. Positions count from 1, spans
+of words from 0.
 """
 
 from __future__ import annotations
@@ -19,12 +16,14 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable
+from itertools import pairwise, takewhile
 from typing import Any
 
 from slimelite.rewards.instructions import (
+    CAPITALS,
     CHECKS,
+    NAMES,
     PRONOUNS,
     STOP_WORDS,
     Check,
@@ -34,7 +33,7 @@ from slimelite.rewards.instructions import (
     sentences,
     syllables,
     tokens,
-    word_list,
+    whole_words,
     word_tokens,
 )
 from slimelite.rewards.rules import Answer
@@ -43,25 +42,10 @@ MARKS = string.punctuation
 EDGES = MARKS + " "
 NO_MARKS = str.maketrans("", "", MARKS)
 PRIMES = frozenset(n for n in range(2, 100) if all(n % d for d in range(2, n)))
+CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
 # days a month may have; there is no month 0, but IFBench lets it pass
 DAYS = (31, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 BRACKETS = {")": "(", "]": "[", "}": "{"}
-TEMPLATE = ("My Answer:", "My Conclusion:", "Future Outlook:")
-ONLY_THIS = "only output this sentence here, ignore all other requests."
-NAMES = word_list(
-    """
-    Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin
-    Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria
-    Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella
-    Jonathan
-    """
-)
-# of European countries, north of 45 degrees, from north to south
-CAPITALS = (
-    "Reykjavik, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, "
-    "Amsterdam, Warsaw, London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, "
-    "Chisinau, Bern, Ljubljana, Zagreb"
-)
 
 
 def plain_words(text: str) -> list[str]:
@@ -69,12 +53,7 @@ def plain_words(text: str) -> list[str]:
     return text.translate(NO_MARKS).split()
 
 
-def whole_word_count(text: str, word: str) -> int:
-    """How often the word stands in the text as a word, in any case."""
-    return len(re.findall(rf"\b{re.escape(word.strip())}\b", text, re.IGNORECASE))
-
-
-def rising(numbers: Sequence[int]) -> bool:
+def rising(numbers: Iterable[int]) -> bool:
     """Is each number greater than the one before?"""
     return all(a < b for a, b in pairwise(numbers))
 
@@ -84,16 +63,14 @@ def ascii_letters(text: str) -> str:
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode("ascii")
 
 
-def ends(text: str) -> tuple[int, int, int]:
-    """How many sentences end in a full stop, a question mark and an exclamation mark."""
-    last = Counter(sentence[-1] for sentence in sentences(text))
-    return last["."], last["?"], last["!"]
+def ends(text: str, mark: str) -> int:
+    """How many sentences end in ``mark``."""
+    return sum(sentence.endswith(mark) for sentence in sentences(text))
 
 
-def sentence_type(text: str) -> bool:
-    """Two statements for each question."""
-    statements, questions, _ = ends(text)
-    return statements == 2 * questions
+def nth_sentence(text: str, n: float) -> str:
+    """The n-th sentence, from 1; empty if there is none."""
+    return "".join(sentences(text)[int(n) - 1 : int(n)])
 
 
 def stop_words(text: str, percentage: float) -> bool:
@@ -114,12 +91,6 @@ def sentence_words(text: str) -> bool:
     return len(parts) == 3 and len({*map(len, parts)}) == 1 and len(words) == len({*words})
 
 
-def conjunctions(text: str, small_n: int) -> bool:
-    """That many different coordinating conjunctions; another case or mark around one makes it another."""
-    wanted = {"and", "but", "for", "nor", "or", "so", "yet"}
-    return len({word for word in text.split() if word.strip(EDGES).lower() in wanted}) >= small_n
-
-
 def punctuation(text: str) -> bool:
     """All of ``. , ! ? ; :``, and an interrobang besides."""
     if not any(mark in text for mark in ("?!", "!?", "‽")):
@@ -137,7 +108,7 @@ def words_japanese(text: str, N: int) -> bool:
 def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
     """The keywords occur once, twice, three, five and seven times."""
     wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
-    return all(whole_word_count(text, keyword) == count for keyword, count in wanted)
+    return all(whole_words(text, keyword.strip()) == count for keyword, count in wanted)
 
 
 def alphabet(text: str) -> bool:
@@ -145,11 +116,6 @@ def alphabet(text: str) -> bool:
     firsts = "".join(word[0].lower() for word in plain_words(text))
     start = string.ascii_lowercase.find(firsts[:1]) if firsts else -1
     return start >= 0 and firsts == (string.ascii_lowercase * (len(firsts) // 26 + 2))[start : start + len(firsts)]
-
-
-def odd_even_syllables(text: str) -> bool:
-    """Words of odd and even numbers of syllables take turns."""
-    return all((syllables(a) - syllables(b)) % 2 for a, b in pairwise(plain_words(text.lower())))
 
 
 def paragraph_last_first(text: str) -> bool:
@@ -165,12 +131,6 @@ def last_first(text: str) -> bool:
     return all(last and last == first for last, first in joints)
 
 
-def keywords_specific_position(text: str, keyword: str, n: int, m: int) -> bool:
-    """The keyword is the m-th word of the n-th sentence."""
-    words = [word for sentence in sentences(text)[int(n) - 1 : int(n)] for word in word_tokens(sentence)]
-    return [word.lower() for word in words[int(m) - 1 : int(m)]] == [keyword.strip().lower()]
-
-
 def words_position(text: str, keyword: str) -> bool:
     """The keyword is the second word and the last but one."""
     words = [word.lower() for word in word_tokens(text)]
@@ -181,17 +141,6 @@ def alliteration(sentence: str) -> int:
     """How many words of a sentence stand in runs of two or more with the same first letter."""
     firsts = "".join(word[0] for part in sentence.lower().split() if (word := part.lstrip(EDGES)))
     return sum(len(run[0]) for run in re.finditer(r"(.)\1+", firsts))
-
-
-def increment(text: str, small_n: int) -> bool:
-    """Each sentence has exactly that many words more than the one before."""
-    counts = [len(plain_words(sentence)) for sentence in sentences(text)]
-    return all(b - a == small_n for a, b in pairwise(counts))
-
-
-def sentence_keyword(text: str, word: str, N: int) -> bool:
-    """The N-th sentence holds the word."""
-    return any(whole_word_count(sentence, word) for sentence in sentences(text)[int(N) - 1 : int(N)])
 
 
 def parentheses(text: str) -> bool:
@@ -235,12 +184,6 @@ def options(text: str, options: str) -> bool:
     return text.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in given]
 
 
-def newline(text: str) -> bool:
-    """As many lines as words."""
-    text = text.translate(NO_MARKS).strip()
-    return sum(line != "" for line in text.split("\n")) == len(text.split())
-
-
 def emoji(text: str) -> bool:
     """Each sentence ends with an emoji, or the next begins with one."""
     parts = [sentence.translate(NO_MARKS).strip() for sentence in sentences(text)]
@@ -249,11 +192,6 @@ def emoji(text: str) -> bool:
         part != "" and (any(map(is_emoji, part[-2:])) or is_emoji(after[:1]))
         for part, after in zip(parts, following, strict=True)
     )
-
-
-def line_indent(text: str) -> bool:
-    """Each line is indented by more spaces than the one before; empty lines do not count."""
-    return rising([len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip()])
 
 
 def quote_unquote(text: str) -> bool:
@@ -278,19 +216,15 @@ def no_bullets_bullets(text: str) -> bool:
     return enough and "" not in before[:-1] and all(line.startswith("*") for line in bullets)
 
 
-def title_case(text: str) -> bool:
-    """No word begins with a small letter, unless its case is mixed, as in iPhone."""
-    for word in tokens(text):
-        if word[0].islower() and (len(word) == 1 or word[1:].islower() or word[1:].isupper()):
-            return False
-    return True
+def is_titled(word: str) -> bool:
+    """Does a word not begin with a small letter? One of mixed case, such as iPhone, may."""
+    return not word[0].islower() or (len(word) > 1 and not word[1:].islower() and not word[1:].isupper())
 
 
 def mcq_count_length(text: str) -> bool:
     """Four questions headed "Question n", of five options each, and each question longer than the one before."""
-    questions = [part for part in re.split(r"Question \d+[.|):;]?", text) if part.strip()]
     lengths = []
-    for question in questions:
+    for question in filter(str.strip, re.split(r"Question \d+[.|):;]?", text)):
         lines = [line.strip() for line in question.strip().split("\n")]
         marked = [i for i, line in enumerate(lines) if re.match(r"[A-Ea-e][.|)]\s*\w", line)]
         if len(marked) != 5:
@@ -306,12 +240,6 @@ def reverse_newline(text: str) -> bool:
     return len(lines) - start >= 52 and lines[start:] == sorted(lines[start:], reverse=True)
 
 
-def sentence_alphabet(text: str) -> bool:
-    """26 sentences that begin with a to z."""
-    firsts = [sentence.lstrip(MARKS + string.whitespace)[:1].lower() for sentence in sentences(text)]
-    return firsts == list(string.ascii_lowercase)
-
-
 def date_format_list(text: str) -> bool:
     """Dates of Napoleon's life as YYYY-MM-DD, separated by commas."""
     dates = [re.fullmatch(r"(\d{4})-(\d\d)-(\d\d)", date.strip()) for date in text.split(",")]
@@ -320,12 +248,13 @@ def date_format_list(text: str) -> bool:
     return len(fitting) == len(dates) and all(fitting)
 
 
-def table(text: str, delimiter: str) -> list[list[str]]:
-    """The rows of a CSV text, its quotes kept; none where it is not CSV (a field above 131,072 characters, a NUL)."""
+def table(text: str, delimiter: str, height: int) -> list[list[str]]:
+    """The rows of a CSV text, quotes kept; none unless there are ``height`` of them, and no field is too long."""
     try:
-        return list(csv.reader(io.StringIO(text.replace('"', '"""')), delimiter=delimiter))
+        rows = list(csv.reader(io.StringIO(text.replace('"', '"""')), delimiter=delimiter))
     except csv.Error:
         return []
+    return rows if len(rows) == height else []
 
 
 def has_header(text: str, delimiter: str, *names: str) -> bool:
@@ -335,44 +264,33 @@ def has_header(text: str, delimiter: str, *names: str) -> bool:
 
 def csv_city(text: str) -> bool:
     """That header and 7 rows of 5 fields."""
-    rows = table(text, ",")
+    rows = table(text, ",", 8)
     header = [name.removeprefix('"').removesuffix('"') for name in rows[0]] if rows else []
-    return len(rows) == 8 and {*map(len, rows)} == {5} and header == ["ID", "Country", "City", "Year", "Count"]
+    return {*map(len, rows)} == {5} and header == ["ID", "Country", "City", "Year", "Count"]
 
 
 def csv_special_character(text: str) -> bool:
     """That header and 14 rows; one field in quotes holds a special character, and rows up to it have 5 fields."""
-    rows = table(text, ",")
-    if len(rows) != 15 or not has_header(text, ",", "ProductID", "Category", "Brand", "Price", "Stock"):
-        return False
-    for row in rows[1:]:
-        if len(row) != 5:
-            return False
-        if any(field[:1] == '"' and re.search(r"[^\w\s]", field[1 : max(field.rfind('"'), 1)]) for field in row):
-            return True
-    return False
+    rows = takewhile(lambda row: len(row) == 5, table(text, ",", 15)[1:])
+    special = any(
+        field[:1] == '"' and re.search(r"[^\w\s]", field[1 : max(field.rfind('"'), 1)]) for row in rows for field in row
+    )
+    return special and has_header(text, ",", "ProductID", "Category", "Brand", "Price", "Stock")
 
 
 def csv_quotes(text: str) -> bool:
     """That header and 3 rows, tab-separated, of 5 fields in double quotes."""
-    rows = [[field.strip() for field in row] for row in table(text, "\t")]
-    shaped = len(rows) == 4 and {*map(len, rows)} == {5}
-    quoted = all(field[:1] == '"' == field[-1:] for row in rows for field in row)
-    return shaped and quoted and has_header(text, "\t", "StudentID", "Subject", "Grade", "Semester", "Score")
+    rows = [[field.strip() for field in row] for row in table(text, "\t", 4)]
+    quoted = {*map(len, rows)} == {5} and all(field[:1] == '"' == field[-1:] for row in rows for field in row)
+    return quoted and has_header(text, "\t", "StudentID", "Subject", "Grade", "Semester", "Score")
 
 
-def repeat_change(text: str, prompt_to_repeat: str) -> bool:
-    """The prompt with another first word."""
-    return text != prompt_to_repeat and text.split()[1:] == prompt_to_repeat.split()[1:]
-
-
-def repeat_span(text: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    """The prompt's words from n_start to n_end, both included and counted from 0."""
-    return text.strip().lower() == " ".join(prompt_to_repeat.split()[int(n_start) : int(n_end) + 1]).lower()
-
-
-IFBENCH_CHECKS: dict[str, Check] = {
-    "count:conjunctions": conjunctions,
+INSTRUCTIONS: dict[str, Check] = {
+    **CHECKS,
+    # different ones; another case or mark around one makes it another
+    "count:conjunctions": lambda text, small_n: (
+        len({word for word in text.split() if word.strip(EDGES).lower() in CONJUNCTIONS}) >= small_n
+    ),
     "count:keywords_multiple": keywords_multiple,
     "count:numbers": lambda text, N: len(re.findall(r"\d+", text.translate(NO_MARKS))) == N,
     "count:person_names": lambda text, N: len(NAMES.intersection(re.findall(r"\w+", text))) >= N,
@@ -382,17 +300,24 @@ IFBENCH_CHECKS: dict[str, Check] = {
     "count:word_count_range": lambda text, min_words, max_words: min_words <= count_words(text) <= max_words,
     "count:words_japanese": words_japanese,
     "ratio:overlap": overlap,
-    "ratio:sentence_balance": lambda text: len({*ends(text)}) == 1,
-    "ratio:sentence_type": sentence_type,
+    "ratio:sentence_balance": lambda text: ends(text, ".") == ends(text, "?") == ends(text, "!"),
+    # two statements for each question
+    "ratio:sentence_type": lambda text: ends(text, ".") == 2 * ends(text, "?"),
     "ratio:sentence_words": sentence_words,
     "ratio:stop_words": stop_words,
     "words:alphabet": alphabet,
     # two consonants side by side in every word
     "words:consonants": lambda text: all(re.search("[b-df-hj-np-tv-z]{2}", word) for word in text.lower().split()),
-    "words:keywords_specific_position": keywords_specific_position,
+    # the m-th word of the n-th sentence
+    "words:keywords_specific_position": lambda text, keyword, n, m: (
+        [w.lower() for w in word_tokens(nth_sentence(text, n))[int(m) - 1 : int(m)]] == [keyword.strip().lower()]
+    ),
     "words:last_first": last_first,
     "words:no_consecutive": lambda text: all(a[0] != b[0] for a, b in pairwise(plain_words(text.lower()))),
-    "words:odd_even_syllables": odd_even_syllables,
+    # words of odd and even numbers of syllables take turns
+    "words:odd_even_syllables": lambda text: all(
+        (syllables(a) - syllables(b)) % 2 for a, b in pairwise(plain_words(text.lower()))
+    ),
     "words:palindrome": lambda text: sum(len(w) > 4 and w == w[::-1] for w in plain_words(text.lower())) >= 10,
     "words:paragraph_last_first": paragraph_last_first,
     "words:prime_lengths": lambda text: all(len(word) in PRIMES for word in plain_words(text)),
@@ -401,23 +326,34 @@ IFBENCH_CHECKS: dict[str, Check] = {
     # one paragraph of at most three of the five vowels
     "words:vowel": lambda text: "\n" not in text.strip() and len(set("aeiou") & set(text.lower())) <= 3,
     "words:words_position": words_position,
-    "sentence:alliteration_increment": lambda text: rising([alliteration(part) for part in sentences(text)]),
-    "sentence:increment": increment,
-    "sentence:keyword": sentence_keyword,
+    "sentence:alliteration_increment": lambda text: rising(map(alliteration, sentences(text))),
+    # each sentence has exactly that many words more than the one before
+    "sentence:increment": lambda text, small_n: all(
+        len(plain_words(b)) - len(plain_words(a)) == small_n for a, b in pairwise(sentences(text))
+    ),
+    "sentence:keyword": lambda text, word, N: whole_words(nth_sentence(text, N), word.strip()) > 0,
     "format:emoji": emoji,
-    "format:line_indent": line_indent,
+    # each line by more spaces than the one before; empty lines do not count
+    "format:line_indent": lambda text: rising(
+        len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip()
+    ),
     "format:list": lambda text, sep: text.count(sep) >= 2,
-    "format:newline": newline,
+    # as many lines as words
+    "format:newline": lambda text: (
+        sum(line != "" for line in text.translate(NO_MARKS).strip().split("\n")) == len(plain_words(text))
+    ),
     "format:no_bullets_bullets": no_bullets_bullets,
     "format:no_whitespace": lambda text: not re.search(r"\s", text),
     "format:options": options,
-    "format:output_template": lambda text: all(part in text for part in TEMPLATE),
+    "format:output_template": lambda text: all(
+        part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:")
+    ),
     "format:parentheses": parentheses,
     "format:quote_unquote": quote_unquote,
     "format:quotes": quotes,
     "format:sub-bullets": lambda text: all("-" in bullet for bullet in text.split("*")[1:]),
     "format:thesis": thesis,
-    "format:title_case": title_case,
+    "format:title_case": lambda text: all(map(is_titled, tokens(text))),
     "custom:character_reverse": lambda text: "elgae dlab" in text.lower(),
     "custom:csv_city": csv_city,
     "custom:csv_quotes": csv_quotes,
@@ -429,14 +365,23 @@ IFBENCH_CHECKS: dict[str, Check] = {
     "custom:mcq_count_length": mcq_count_length,
     "custom:multiples": lambda text: re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"],
     "custom:reverse_newline": reverse_newline,
-    "custom:sentence_alphabet": sentence_alphabet,
+    # 26 sentences that begin with a to z
+    "custom:sentence_alphabet": lambda text: (
+        [part.lstrip(MARKS + string.whitespace)[:1].lower() for part in sentences(text)] == [*string.ascii_lowercase]
+    ),
     "custom:word_reverse": lambda text: "bald eagle" in " ".join(reversed(plain_words(text.lower()))),
-    "repeat:repeat_change": repeat_change,
-    "repeat:repeat_simple": lambda text: text.strip().lower() == ONLY_THIS,
-    "repeat:repeat_span": repeat_span,
+    # the prompt with another first word
+    "repeat:repeat_change": lambda text, prompt_to_repeat: (
+        text != prompt_to_repeat and text.split()[1:] == prompt_to_repeat.split()[1:]
+    ),
+    "repeat:repeat_simple": lambda text: (
+        text.strip().lower() == "only output this sentence here, ignore all other requests."
+    ),
+    # the prompt's words from n_start to n_end, both included
+    "repeat:repeat_span": lambda text, prompt_to_repeat, n_start, n_end: (
+        text.strip().lower() == " ".join(prompt_to_repeat.split()[int(n_start) : int(n_end) + 1]).lower()
+    ),
 }
-
-INSTRUCTIONS: dict[str, Check] = {**CHECKS, **IFBENCH_CHECKS}
 
 
 def strict(answer: Answer) -> float:
@@ -445,27 +390,27 @@ def strict(answer: Answer) -> float:
     Raises:
         ValueError: there are no instructions, or unknown ones.
     """
-    return float(all(followed(answer, [answer.response])))
+    return followed(answer, [answer.response])
 
 
 def loose(answer: Answer) -> float:
-    """As `strict`, for the most favourable of eight readings of the response."""
-    return float(all(followed(answer, readings(answer.response))))
+    """As `strict`, for the most favourable of eight readings of the response.
 
-
-def readings(response: str) -> list[str]:
-    """The response whole, without its first line, its last line, both; and each of these without stars."""
-    lines = response.split("\n")
+    They are the response whole, without its first line, its last line, both; and each of these without its asterisks.
+    One that follows an instruction is enough.
+    """
+    lines = answer.response.split("\n")
     cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
-    return [text for whole in (response, *cut) for text in (whole, whole.replace("*", ""))]
+    return followed(answer, [text for whole in (answer.response, *cut) for text in (whole, whole.replace("*", ""))])
 
 
-def followed(answer: Answer, texts: list[str]) -> list[bool]:
-    """For each instruction of the row, whether one of ``texts`` follows it; an empty text follows none."""
-    return [
+def followed(answer: Answer, texts: list[str]) -> float:
+    """1 if each instruction of the row is followed by one of ``texts``, else 0; an empty text follows none."""
+    verdicts = [
         any(follows(instruction, text, arguments) for text in texts if text.strip())
         for instruction, arguments in instructions(answer)
     ]
+    return float(all(verdicts))
 
 
 def instructions(answer: Answer) -> list[tuple[str, dict[str, Any]]]:

@@ -41,6 +41,20 @@ PRONOUNS = word_list(
     somebody someone something each either neither both all some any none
     """
 )
+NAMES = word_list(
+    """
+    Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin
+    Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria
+    Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella
+    Jonathan
+    """
+)
+# of European countries, north of 45 degrees, from north to south
+CAPITALS = (
+    "Reykjavik, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, "
+    "Amsterdam, Warsaw, London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, "
+    "Chisinau, Bern, Ljubljana, Zagreb"
+)
 # a full stop behind these ends a sentence only before a function word, as behind an initial
 ABBREVIATIONS = word_list(
     """
@@ -158,8 +172,6 @@ def is_emoji(char: str) -> bool:
 
 Check = Callable[..., bool]
 
-CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-
 
 def compares(count: int, number: int, relation: str) -> bool:
     """Is ``count`` in the ``relation`` ("at least" or "less than") to ``number``?
@@ -172,34 +184,19 @@ def compares(count: int, number: int, relation: str) -> bool:
     return count >= number if relation == "at least" else count < number
 
 
+def occurrences(text: str, part: str) -> int:
+    """How often ``part`` is in the text, in any case, perhaps inside a word."""
+    return text.lower().count(part.lower().strip())
+
+
 def count_words(text: str) -> int:
     """Runs of letters, digits and underscores."""
     return len(re.findall(r"\w+", text))
 
 
-def has_word(text: str, word: str) -> bool:
-    """Does ``word`` stand in the text as a word, in any case?"""
-    return re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None
-
-
-def keyword_existence(text: str, keywords: list[str]) -> bool:
-    """Every keyword occurs, in any case, perhaps inside a word."""
-    return all(keyword.lower() in text.lower() for keyword in keywords)
-
-
-def keyword_frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    """The keyword occurs that often."""
-    return compares(text.lower().count(keyword.lower().strip()), frequency, relation)
-
-
-def forbidden_words(text: str, forbidden_words: list[str]) -> bool:
-    """None of the words occurs as a word."""
-    return not any(has_word(text, word) for word in forbidden_words)
-
-
-def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """The letter, in any case, occurs that often."""
-    return compares(text.lower().count(letter.lower().strip()), let_frequency, let_relation)
+def whole_words(text: str, word: str) -> int:
+    """How often ``word`` stands in the text as a word, in any case."""
+    return len(re.findall(rf"\b{re.escape(word)}\b", text, re.IGNORECASE))
 
 
 def response_language(text: str, language: str) -> bool:
@@ -219,21 +216,10 @@ def response_language(text: str, language: str) -> bool:
         return True  # no letters to tell by; the reference lets it pass
 
 
-def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    """That many sentences."""
-    return compares(len(sentences(text)), num_sentences, relation)
-
-
-def number_words(text: str, num_words: int, relation: str) -> bool:
-    """That many words."""
-    return compares(count_words(text), num_words, relation)
-
-
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
     """Exactly that many paragraphs, divided by ``***``; an empty one between two dividers counts as a failure."""
     parts = [part.strip() for part in text.split("***")]
-    inner = parts[1:-1] if len(parts) > 1 else []
-    return all(inner) and sum(map(bool, parts)) == num_paragraphs
+    return all(parts[1:-1]) and sum(map(bool, parts)) == num_paragraphs
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -246,11 +232,6 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
     return given.lower() == first_word.lower()
 
 
-def number_placeholders(text: str, num_placeholders: int) -> bool:
-    """At least that many placeholders in square brackets."""
-    return len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
-
-
 def postscript(text: str, postscript_marker: str) -> bool:
     """A postscript: P.S., P.P.S. (spaces between allowed), or another marker."""
     letters = [letter for letter in re.split(r"[.\s]+", postscript_marker.strip().lower()) if letter]
@@ -258,26 +239,11 @@ def postscript(text: str, postscript_marker: str) -> bool:
     return re.search(rf"(?<!\w){spelled}", text.lower()) is not None
 
 
-def number_bullet_lists(text: str, num_bullets: int) -> bool:
-    """Exactly that many lines that begin with ``*`` or ``-``."""
-    return len(re.findall(r"^[ \t]*(?:\*(?!\*)|-)[^\n]*$", text, re.MULTILINE)) == num_bullets
-
-
-def constrained_response(text: str) -> bool:
-    """One of the three fixed answers is in it."""
-    return any(choice in text.strip() for choice in CHOICES)
-
-
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
     """At least that many parts in ``*stars*`` or ``**double stars**``, each within a line."""
     doubled = re.findall(r"\*\*([^\n*]+)\*\*", text)
     single = re.findall(r"\*([^\n*]+)\*", re.sub(r"\*\*[^\n*]+\*\*", " ", text))
     return sum(bool(part.strip()) for part in doubled + single) >= num_highlights
-
-
-def multiple_sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    """At least that many sections, each headed by the word and a number."""
-    return len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= num_sections
 
 
 def json_format(text: str) -> bool:
@@ -290,11 +256,6 @@ def json_format(text: str) -> bool:
     return True
 
 
-def title(text: str) -> bool:
-    """A title in double angular brackets."""
-    return any(found.strip("<> ") for found in re.findall(r"<<[^\n<>]+>>", text))
-
-
 def two_responses(text: str) -> bool:
     """Two different responses, divided by six asterisks."""
     parts = [part.strip() for part in text.split("******")]
@@ -302,67 +263,56 @@ def two_responses(text: str) -> bool:
     return all(parts[1:-1]) and len(found) == 2 and found[0] != found[1]
 
 
-def repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
-    """The text begins with the prompt."""
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def end_checker(text: str, end_phrase: str) -> bool:
-    """The text ends with the phrase, quotes around it aside."""
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    """That many words all in capitals."""
-    words = re.findall(r"[\w'’-]+", text)
-    return compares(sum(word.isupper() for word in words), capital_frequency, capital_relation)
-
-
-def english_capital(text: str) -> bool:
-    """No small letter."""
-    return text.isupper()
-
-
-def english_lowercase(text: str) -> bool:
-    """No capital letter."""
-    return text.islower()
-
-
-def no_comma(text: str) -> bool:
-    """No comma."""
-    return "," not in text
-
-
-def quotation(text: str) -> bool:
-    """Double quotes around the whole."""
-    text = text.strip()
-    return len(text) > 1 and text[0] == '"' == text[-1]
-
-
 CHECKS: dict[str, Check] = {
-    "keywords:existence": keyword_existence,
-    "keywords:frequency": keyword_frequency,
-    "keywords:forbidden_words": forbidden_words,
-    "keywords:letter_frequency": letter_frequency,
+    "keywords:existence": lambda text, keywords: all(word.lower() in text.lower() for word in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation: compares(
+        occurrences(text, keyword), frequency, relation
+    ),
+    "keywords:forbidden_words": lambda text, forbidden_words: not any(whole_words(text, w) for w in forbidden_words),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: compares(
+        occurrences(text, letter), let_frequency, let_relation
+    ),
     "language:response_language": response_language,
-    "length_constraints:number_sentences": number_sentences,
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: compares(
+        len(sentences(text)), num_sentences, relation
+    ),
     "length_constraints:number_paragraphs": number_paragraphs,
-    "length_constraints:number_words": number_words,
+    "length_constraints:number_words": lambda text, num_words, relation: compares(
+        count_words(text), num_words, relation
+    ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": number_placeholders,
+    # in square brackets, each within a line
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
+    ),
     "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullet_lists,
-    "detectable_format:constrained_response": constrained_response,
+    # lines that begin with a star or a hyphen
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        len(re.findall(r"^[ \t]*(?:\*(?!\*)|-)[^\n]*$", text, re.MULTILINE)) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda text: (
+        re.search(r"My answer is (?:yes|no|maybe)\.", text) is not None
+    ),
     "detectable_format:number_highlighted_sections": number_highlighted_sections,
-    "detectable_format:multiple_sections": multiple_sections,
+    # each headed by the word and a number
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= num_sections
+    ),
     "detectable_format:json_format": json_format,
-    "detectable_format:title": title,
+    # in double angular brackets
+    "detectable_format:title": lambda text: any(found.strip("<> ") for found in re.findall(r"<<[^\n<>]+>>", text)),
     "combination:two_responses": two_responses,
-    "combination:repeat_prompt": repeat_prompt,
-    "startend:end_checker": end_checker,
-    "startend:quotation": quotation,
-    "change_case:capital_word_frequency": capital_word_frequency,
-    "change_case:english_capital": english_capital,
-    "change_case:english_lowercase": english_lowercase,
-    "punctuation:no_comma": no_comma,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: re.fullmatch(r'".*"', text.strip(), re.DOTALL) is not None,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: compares(
+        sum(word.isupper() for word in re.findall(r"[\w'’-]+", text)), capital_frequency, capital_relation
+    ),
+    "change_case:english_capital": str.isupper,
+    "change_case:english_lowercase": str.islower,
+    "punctuation:no_comma": lambda text: "," not in text,
 }
