@@ -2,9 +2,9 @@
 
 The row's metadata (or its label, as JSON) brings ``instruction_id_list`` and ``kwargs``, one dict for each, as the data
 sets IFEval and IFBench have them. The checks are IFEval's 25 (`instructions`) and, here, IFBench's own 58 (Pyatkin et
-al., arXiv:2507.02833); any other instruction is a reward error. IFBench's verdicts are those of its own checks, oddities
-included (docs/rewards.md lists them), up to the English that `instructions` approximates. Positions count from 1, spans
-of words from 0.
+al., arXiv:2507.02833); any other instruction is a reward error. Verdicts are those of IFBench's own checks, oddities
+included (docs/rewards.md lists them), up to the English that `instructions` approximates. Positions count from 1,
+spans of words from 0.
 """
 
 from __future__ import annotations
