@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -52,24 +53,8 @@ class LrSchedule:
 
     @classmethod
     def from_args(cls, args: OptimizerArgs) -> LrSchedule:
-        """The schedule that the flags describe.
-
-        Raises:
-            ValueError: WSD without the length of its last phase.
-        """
-        if args.lr_decay_style == "WSD" and not args.lr_wsd_decay_iters:
-            raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the length of its last phase")
-        return cls(
-            style=args.lr_decay_style,
-            peak=args.lr,
-            warmup_init=args.lr_warmup_init,
-            min_lr=args.min_lr,
-            warmup_iters=args.lr_warmup_iters,
-            warmup_fraction=args.lr_warmup_fraction,
-            decay_iters=args.lr_decay_iters,
-            wsd_style=args.lr_wsd_decay_style,
-            wsd_iters=args.lr_wsd_decay_iters,
-        )
+        """The schedule that the flags describe."""
+        return cls(**{name: getattr(args, flag.removeprefix("--").replace("-", "_")) for name, flag in FLAGS.items()})
 
     def differences(self, other: LrSchedule, flags: Mapping[str, str] = FLAGS) -> list[str]:
         """What differs from ``other``, as "--lr 0.001 (not 0.005)"."""
@@ -214,6 +199,7 @@ def _adamw(args: OptimizerArgs, parameters: Iterable[nn.Parameter]) -> AdamW:
 
 # quintic iteration x -> ax + b(xxᵀ)x + c(xxᵀ)²x; it drives all singular values to about 1
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
 
 # of the matrices that a rank iterates together, or of one larger matrix; the iterations hold about five times as much
 STACK_BYTES = 2**28
@@ -223,22 +209,20 @@ class Muon(torch.optim.Optimizer):
     """Muon for 2-D parameters, plain or sharded by rows: momentum whose matrices are made orthogonal by Newton-Schulz
     iterations (kellerjordan.github.io/posts/muon).
 
-    Equal shapes are stacked and iterated together. The iterations run in the parameters' dtype, fp32 here: on a CPU
-    that is several times faster than bf16. Ranks that share a model's shards share the matrices: each gets the whole of
-    some, iterates them, and sends every rank its rows of the result.
+    `torch.optim.Muon` computes the same, one matrix at a time, in bf16, and with shards gathered by every rank in every
+    iteration. Here equal shapes are stacked and iterated together, in the parameters' dtype: fp32, on a CPU several
+    times faster than bf16. Ranks that share a model's shards share the matrices: each gets the whole of some, iterates
+    them, and sends every rank its rows of the result.
 
     Args:
         params: matrices.
         lr: learning rate; the elements of an update have RMS of about lr / sqrt(columns).
         momentum: of the (Nesterov) average of gradients.
         weight_decay: decoupled.
-        steps: Newton-Schulz iterations.
     """
 
-    def __init__(
-        self, params: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float, steps: int = 5
-    ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": steps})
+    def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -256,7 +240,7 @@ class Muon(torch.optim.Optimizer):
                 for first in range(0, len(parameters), together):
                     part = parameters[first : first + together]
                     directions = [_local(self._momentum(parameter, group["momentum"])) for parameter in part]
-                    for parameter, update in zip(part, ranks.orthogonalize(directions, group["steps"]), strict=True):
+                    for parameter, update in zip(part, ranks.orthogonalize(directions), strict=True):
                         local = _local(parameter)
                         local.mul_(1 - group["lr"] * group["weight_decay"])
                         local.add_(update, alpha=-group["lr"] * scale)
@@ -285,23 +269,22 @@ class _Ranks:
         # of each rank, as torch.chunk deals them
         self.rows = [min(every, max(0, len(parameter) - rank * every)) for rank in range(self.size)]
 
-    def orthogonalize(self, shards: Sequence[Tensor], steps: int) -> Sequence[Tensor]:
+    def orthogonalize(self, shards: Sequence[Tensor]) -> Sequence[Tensor]:
         """This rank's rows of each orthogonalized matrix, from this rank's rows of each (collective)."""
         if self.size == 1:
-            return orthogonalize(torch.stack(list(shards)), steps).unbind()
+            return orthogonalize(torch.stack(list(shards))).unbind()
         columns = shards[0].shape[1]
         theirs = [range(rank, len(shards), self.size) for rank in range(self.size)]
+        order = [i for matrices in theirs for i in matrices]
         mine = len(theirs[self.rank])
         out = [len(matrices) * shards[0].numel() for matrices in theirs]
         back = [mine * rows * columns for rows in self.rows]
-        by_owner = torch.cat([shards[i].flatten() for matrices in theirs for i in matrices])
-        parts = self._exchange(by_owner, out, back).split(back)
+        parts = self._exchange(torch.cat([shards[i].flatten() for i in order]), out, back).split(back)
         whole = torch.cat([x.view(mine, n, columns) for x, n in zip(parts, self.rows, strict=True)], dim=1)
-        found = orthogonalize(whole, steps) if mine else whole
+        found = orthogonalize(whole) if mine else whole
         by_holder = torch.cat([x.flatten() for x in found.split(self.rows, dim=1)])
-        received = iter(self._exchange(by_holder, back, out).view(len(shards), *shards[0].shape))
-        results = {i: next(received) for matrices in theirs for i in matrices}
-        return [results[i] for i in range(len(shards))]
+        found = self._exchange(by_holder, back, out).view(len(shards), *shards[0].shape)
+        return found[np.argsort(order)].unbind()
 
     def _exchange(self, tensor: Tensor, sizes: list[int], received: list[int]) -> Tensor:
         result = tensor.new_empty(sum(received))
@@ -309,13 +292,13 @@ class _Ranks:
         return result
 
 
-def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """About U·Vᵀ for each matrix U·S·Vᵀ of [n, rows, columns]; singular values end between 0.7 and 1.2."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(steps):
+    for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x

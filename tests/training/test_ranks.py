@@ -83,9 +83,9 @@ def muon_steps(trainer: Trainer | None) -> tuple[list[torch.Tensor], list[tuple[
     generator, stacks = torch.Generator().manual_seed(0), []
     original = optimizers.orthogonalize
 
-    def watched(matrices: torch.Tensor, steps: int) -> torch.Tensor:
+    def watched(matrices: torch.Tensor) -> torch.Tensor:
         stacks.append(tuple(matrices.shape))
-        return original(matrices, steps)
+        return original(matrices)
 
     def draw(shape: tuple[int, int]) -> torch.Tensor:
         whole = torch.randn(shape, generator=generator, dtype=torch.float64)
