@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from slimelite.arguments import CheckpointArgs
 from slimelite.checkpoints import REMEDY, STATE_FILE, Checksums, checksums, read_json
+from slimelite.training.learner import Learner, Progress
 from slimelite.training.model import LanguageModel
-from slimelite.training.optimizer import FLAGS, LrSchedule, Optimizers
+from slimelite.training.optimizer import LrSchedule
 from slimelite.training.parallel import World, reshard
 
 logger = logging.getLogger(__name__)
@@ -29,38 +29,13 @@ logger = logging.getLogger(__name__)
 OVERHEAD = 1900
 
 
-@dataclass(slots=True)
-class Progress:
-    """How far training is: ``rollout_id`` of the last rollout trained on, optimizer ``steps`` taken, ``weight_version``
-    last pushed, and the learning rate's ``schedule``.
-    """
-
-    rollout_id: int
-    steps: int
-    weight_version: int
-    schedule: LrSchedule
+State = dict[str, dict[str, Tensor]]
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What a checkpoint is made of; ``reference``: when it changes in the course of training; ``lr_flags``: of the
-    learning rate's schedule, see `LrSchedule.differences`.
-    """
-
-    world: World
-    model: LanguageModel
-    reference: LanguageModel | None
-    optimizers: Optimizers
-    lr_flags: Mapping[str, str] = field(default_factory=lambda: FLAGS)
-
-    def weights(self) -> dict[str, dict[str, nn.Parameter]]:
-        """The weights of each model, by name."""
-        models = {"model": self.model, "reference": self.reference}
-        return {key: dict(model.named_weights()) for key, model in models.items() if model is not None}
-
-
-def save(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress) -> Checksums:
+def save(directory: Path, learner: Learner[LanguageModel], reference: LanguageModel | None = None) -> Checksums:
     """Write weights, optimizer state (unless ``--no-save-optim``), random states and progress (collective).
+
+    ``reference``: of the policy, when it changes in the course of training.
 
     Returns:
         checksums of the files that this rank wrote.
@@ -69,28 +44,35 @@ def save(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
         OSError: they cannot be written.
     """
     try:
-        dcp.save(_state(args, parts), checkpoint_id=directory)
+        dcp.save(_state(learner, reference), checkpoint_id=directory)
     except CheckpointException as error:  # not an Exception, and its text is several tracebacks
         cause = failure(error)
         raise (cause if isinstance(cause, OSError) else OSError(f"{type(cause).__name__}: {cause}")) from error
-    files = list(directory.glob(f"__{parts.world.rank}_*.distcp"))
-    if parts.world.rank == 0:
-        (directory / STATE_FILE).write_text(json.dumps(asdict(progress), indent=1))
+    files = list(directory.glob(f"__{learner.world.rank}_*.distcp"))
+    if learner.world.rank == 0:
+        (directory / STATE_FILE).write_text(json.dumps(asdict(learner.progress), indent=1))
         files += [directory / STATE_FILE, directory / METADATA]
     return checksums(directory, files)
 
 
-def size(args: CheckpointArgs, parts: Parts) -> int:
+def size(learner: Learner[LanguageModel], reference: LanguageModel | None = None) -> int:
     """Bytes of all that `save` writes, of all ranks together."""
-    tensors = [tensor for part in _state(args, parts).values() for tensor in part.values()]
+    tensors = [tensor for part in _state(learner, reference).values() for tensor in part.values()]
     return sum(tensor.numel() * tensor.element_size() + OVERHEAD for tensor in tensors)
 
 
-def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress) -> Progress:
-    """Read what `save` wrote into ``parts`` (collective), and return the progress to go on from.
+def load(
+    directory: Path,
+    learner: Learner[LanguageModel],
+    reference: LanguageModel | None = None,
+    *,
+    weights_only: bool = False,
+) -> None:
+    """Read what `save` wrote into ``learner`` (collective).
 
-    ``--no-load-optim``, ``--no-load-rng`` and ``--finetune`` leave parts out. The saved schedule of learning rates goes
-    on, with a warning where the flags of this run differ; ``--override-lr-scheduler`` keeps that of ``progress``.
+    ``--no-load-optim``, ``--no-load-rng`` and ``--finetune``, which is ``weights_only``, leave parts out. The saved
+    schedule of learning rates goes on, with a warning where the flags of this run differ; ``--override-lr-scheduler``
+    keeps that of this run.
 
     Raises:
         ValueError: no checkpoint there, a damaged one, one of another model or optimizer, or one without optimizer
@@ -98,50 +80,55 @@ def load(directory: Path, args: CheckpointArgs, parts: Parts, progress: Progress
     """
     if not (directory / STATE_FILE).is_file():
         raise ValueError(f"no trainer state in {directory}; --load needs a checkpoint that --save wrote")
-    saved_progress = _read_progress(directory / STATE_FILE)
+    args, world = learner.args, learner.world
+    weights_only = weights_only or args.finetune
+    progress, own = _read_progress(directory / STATE_FILE), learner.progress.schedule
     reader = CheckpointReader(directory)
-    saved = reader.tensors
-    state: dict[str, Any] = {**parts.weights()}
-    if missing := [f"{key}.{name}" for key in state for name in state[key] if f"{key}.{name}" not in saved]:
-        if missing[0].startswith("reference."):
-            raise ValueError(
-                f"{directory} has no reference model: it was saved without --ref-update-interval; resume it without"
-            )
-        raise ValueError(f"{directory} is a checkpoint of another model: it has no {missing[0]}")
-    known = {f"model.{name}" for name in state["model"]}
-    if more := [path for path in saved if path.startswith("model.") and path not in known]:
-        raise ValueError(f"{directory} is a checkpoint of another model: it has {more[0]}, which this one does not")
-    if not (args.no_load_optim or args.finetune):
-        # before its first step (a policy that waits for its critic) an optimizer has no state
-        if saved_progress.steps and not any(name.startswith("optimizer.") for name in saved):
-            raise ValueError(f"{directory} was saved with --no-save-optim; resume it with --no-load-optim")
-        _check_optimizer(directory, saved, parts.optimizers.args.optimizer)
-        state["optimizer"] = _optimizer_slots(saved, state["model"])
-    if not (args.no_load_rng or args.finetune):
-        state["rng"] = {k: v for k, v in _random_states(parts.world).items() if f"rng.{k}" in saved}
+    state = _weights(learner, reference)
+    _check_weights(directory, reader.tensors, state)
+    if not (args.no_load_optim or weights_only):
+        _check_optimizer(directory, reader.tensors, args.optimizer, begun=progress.steps > 0)
+        state["optimizer"] = _optimizer_slots(reader.tensors, state["model"])
+    if not (args.no_load_rng or weights_only):
+        state["rng"] = {name: found for name, found in _random_states(world).items() if f"rng.{name}" in reader.tensors}
     reader.load(state)
-    reshard(parts.model)
-    _restore_optimizers(parts, state.get("optimizer", {}))
+    reshard(learner.model)
+    _restore_optimizers(learner, state.get("optimizer", {}))
     try:
-        _restore_random_states(parts.world, state.get("rng", {}))
+        for name, found in state.get("rng", {}).items():
+            (torch.cuda if name.startswith("cuda") else torch).set_rng_state(found)
     except RuntimeError as error:
         raise ValueError(f"{directory}: its random state is damaged ({error}); --no-load-rng does without") from error
-    schedule = progress.schedule
-    if not (args.override_lr_scheduler or args.finetune):
-        schedule = saved_progress.schedule
-        if parts.world.rank == 0 and (differences := schedule.differences(progress.schedule, parts.lr_flags)):
-            logger.warning(
-                "the checkpoint's learning-rate schedule goes on, not this run's: %s; "
-                "--override-lr-scheduler takes this run's",
-                ", ".join(differences),
-            )
-    steps = 0 if args.finetune else saved_progress.steps
-    return Progress(saved_progress.rollout_id, steps, saved_progress.weight_version, schedule)
+    if weights_only:
+        progress.steps = 0
+    if weights_only or args.override_lr_scheduler:
+        progress.schedule = own
+    elif world.rank == 0 and (differences := progress.schedule.differences(own, learner.lr_flags)):
+        logger.warning(
+            "the checkpoint's learning-rate schedule goes on, not this run's: %s; "
+            "--override-lr-scheduler takes this run's",
+            ", ".join(differences),
+        )
+    learner.progress = progress
 
 
-def _state(args: CheckpointArgs, parts: Parts) -> dict[str, dict[str, Any]]:
-    state: dict[str, dict[str, Any]] = {**parts.weights(), "rng": _random_states(parts.world)}
-    return state if args.no_save_optim else {**state, "optimizer": _optimizer_tensors(parts)}
+def _state(learner: Learner[LanguageModel], reference: LanguageModel | None) -> State:
+    """{"part": {"name": tensor}} of a checkpoint."""
+    state = {**_weights(learner, reference), "rng": _random_states(learner.world)}
+    return state if learner.args.no_save_optim else {**state, "optimizer": _optimizer_tensors(learner)}
+
+
+def _weights(learner: Learner[LanguageModel], reference: LanguageModel | None) -> State:
+    models = {"model": learner.model, "reference": reference}
+    return {key: dict(model.named_weights()) for key, model in models.items() if model is not None}
+
+
+def _random_states(world: World) -> dict[str, Tensor]:
+    """This rank's generators, by names that no other rank has."""
+    states = {f"cpu{world.rank}": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        states[f"cuda{world.rank}"] = torch.cuda.get_rng_state()
+    return states
 
 
 def _read_progress(file: Path) -> Progress:
@@ -155,9 +142,27 @@ def _read_progress(file: Path) -> Progress:
         raise ValueError(f"{error}; {REMEDY}") from error
 
 
-def _check_optimizer(directory: Path, saved: Mapping[str, Any], name: str) -> None:
-    """Refuse optimizer state of another kind: Muon keeps a momentum, which AdamW does not have."""
+def _check_weights(directory: Path, saved: Collection[str], state: State) -> None:
+    """Refuse weights that are not those of the models in ``state``."""
+    wanted = [f"{part}.{name}" for part, names in state.items() for name in names]
+    if missing := [path for path in wanted if path not in saved]:
+        if missing[0].startswith("reference."):
+            raise ValueError(
+                f"{directory} has no reference model: it was saved without --ref-update-interval; resume it without"
+            )
+        raise ValueError(f"{directory} is a checkpoint of another model: it has no {missing[0]}")
+    if more := sorted(path for path in set(saved) - set(wanted) if path.startswith("model.")):
+        raise ValueError(f"{directory} is a checkpoint of another model: it has {more[0]}, which this one does not")
+
+
+def _check_optimizer(directory: Path, saved: Collection[str], name: str, *, begun: bool) -> None:
+    """Refuse missing optimizer state, and that of another kind: Muon keeps a momentum, which AdamW does not have.
+
+    ``begun``: before its first step (a policy that waits for its critic) an optimizer has no state.
+    """
     kept = {path.rpartition(".")[2] for path in saved if path.startswith("optimizer.")}
+    if begun and not kept:
+        raise ValueError(f"{directory} was saved with --no-save-optim; resume it with --no-load-optim")
     before = "muon" if "momentum" in kept else "adam"
     if kept and (before == "muon") != (name == "muon"):
         raise ValueError(
@@ -166,56 +171,40 @@ def _check_optimizer(directory: Path, saved: Mapping[str, Any], name: str) -> No
         )
 
 
-def _optimizer_tensors(parts: Parts) -> dict[str, Tensor]:
+def _optimizer_tensors(learner: Learner[LanguageModel]) -> dict[str, Tensor]:
     """{"<weight>.<moment>": tensor} of all optimizers."""
     return {
         f"{name}.{key}": value
-        for name, parameter in parts.model.named_weights()
-        for optimizer in parts.optimizers.all
+        for name, parameter in learner.model.named_weights()
+        for optimizer in learner.optimizers.all
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
-def _optimizer_slots(saved: Mapping[str, TensorStorageMetadata], weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+def _optimizer_slots(saved: Mapping[str, TensorStorageMetadata], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Empty tensors, sharded like their weights, for the optimizer state of a checkpoint."""
     slots = {}
     for path, entry in saved.items():
-        name, _, _ = path.removeprefix("optimizer.").rpartition(".")
-        if path.startswith("optimizer."):
-            if name not in weights:
-                raise ValueError(f"a checkpoint of another model: it has {path}, which this one does not")
-            like = weights[name]
-            same = entry.size == like.shape
-            # a fused AdamW wants its step count on the device of the weight
-            slots[path.removeprefix("optimizer.")] = (
-                torch.empty_like(like)
-                if same
-                else torch.empty(entry.size, dtype=entry.properties.dtype, device=like.device)
-            )
+        part, _, slot = path.partition(".")
+        name = slot.rpartition(".")[0]
+        if part != "optimizer":
+            continue
+        if name not in weights:
+            raise ValueError(f"a checkpoint of another model: it has {path}, which this one does not")
+        like = weights[name]
+        if entry.size == like.shape:
+            slots[slot] = torch.empty_like(like)
+        else:  # a fused AdamW wants its step count on the device of the weight
+            slots[slot] = torch.empty(entry.size, dtype=entry.properties.dtype, device=like.device)
     return slots
 
 
-def _restore_optimizers(parts: Parts, state: dict[str, Tensor]) -> None:
-    weights = dict(parts.model.named_weights())
-    owners = {p: o for o in parts.optimizers.all for group in o.param_groups for p in group["params"]}
+def _restore_optimizers(learner: Learner[LanguageModel], state: Mapping[str, Tensor]) -> None:
+    weights = dict(learner.model.named_weights())
+    owners = {p: o for o in learner.optimizers.all for group in o.param_groups for p in group["params"]}
     for path, value in state.items():
         name, _, key = path.rpartition(".")
         owners[weights[name]].state[weights[name]][key] = value
-
-
-def _random_states(world: World) -> dict[str, Tensor]:
-    """This rank's generators, by names that no other rank has."""
-    states = {f"cpu{world.rank}": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        states[f"cuda{world.rank}"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _restore_random_states(world: World, states: dict[str, Tensor]) -> None:
-    if (cpu := states.get(f"cpu{world.rank}")) is not None:
-        torch.set_rng_state(cpu)
-    if (cuda := states.get(f"cuda{world.rank}")) is not None:
-        torch.cuda.set_rng_state(cuda)
 
 
 METADATA = ".metadata"

@@ -20,11 +20,12 @@ from slimelite.table import SampleTable
 from slimelite.training import checkpoint, first_step
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
+from slimelite.training.learner import Learner
 from slimelite.training.loading import build_model, build_policy
 from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory
-from slimelite.training.optimizer import CRITIC_FLAGS, LrSchedule, Optimizers
-from slimelite.training.parallel import World, reshard, set_last_micro_batch
+from slimelite.training.optimizer import CRITIC_FLAGS
+from slimelite.training.parallel import World, reshard
 from slimelite.training.schedule import Step
 from slimelite.training.sums import MetricSums, Scores
 
@@ -52,36 +53,28 @@ class ValueModel(LanguageModel):
         return upcast(self.hidden(batch)) @ upcast(head.weight)[0] + upcast(head.bias)
 
 
-class Critic:
+class Critic(Learner[ValueModel]):
     """Values, and how they are learnt: AdamW at ``--critic-lr``. Methods are collective, like those of `Trainer`.
-
-    ``run_steps``: optimizer steps of the run, where its learning-rate schedule ends.
 
     Raises:
         ValueError: no model at ``--critic-load``.
     """
 
     def __init__(self, args: Args, world: World) -> None:
+        own = args.critic_load is not None and (Path(args.critic_load) / STATE_FILE).is_file()
+        path = args.hf_checkpoint if own else args.critic_load or args.hf_checkpoint
+        model = build_model(args, world, path, ValueModel, trainable=True, new_head=True)
         # the flags of the optimizer, as they hold for the critic
-        self.args = replace(
+        args = replace(
             args,
             lr=args.critic_lr,
             lr_warmup_iters=args.critic_lr_warmup_iters,
             lr_warmup_fraction=None,
             optimizer="adam",
         )
-        self.world = world
-        self.run_steps = 0
-        self._fresh = True
-        own = args.critic_load is not None and (Path(args.critic_load) / STATE_FILE).is_file()
-        path = args.hf_checkpoint if own else args.critic_load or args.hf_checkpoint
-        self.model = build_model(args, world, path, ValueModel, trainable=True, new_head=True)
-        self.optimizers = Optimizers(self.args, self.model)
-        self.progress = checkpoint.Progress(-1, 0, 0, LrSchedule.from_args(self.args))
+        super().__init__(args, world, model, prefix="critic-", lr_flags=CRITIC_FLAGS)
         if own:
-            checkpoint.load(
-                Path(str(args.critic_load)), replace(self.args, finetune=True), self._parts(), self.progress
-            )
+            checkpoint.load(Path(str(args.critic_load)), self, weights_only=True)
 
     @torch.no_grad()
     def values(self, table: SampleTable, dealt: list[list[np.ndarray]]) -> Tensor:
@@ -89,7 +82,7 @@ class Critic:
         ``dealt``, the micro-batches of rows of each rank.
         """
         scores = Scores(len(table.response_tokens), self.world)
-        for rows in dealt[self.world.rank]:
+        for rows in dealt[self.world.dp_rank]:
             batch = MicroBatch.from_table(table, rows, self.world.device)
             scores.add(batch, self.model(batch))
         reshard(self.model)
@@ -128,55 +121,36 @@ class Critic:
     def gradient(
         self, table: SampleTable, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False
     ) -> Tensor:
-        """Gradients of one optimizer step, weighted as the policy's are; see `Trainer.gradient`.
+        """Gradients of one optimizer step, weighted as the policy's are; see `Learner.accumulate`.
 
         ``checked``: raise AssertionError where values differ from what they were a moment ago.
         """
-        assert columns.values is not None
-        assert columns.returns is not None
-        loss = torch.zeros((), device=self.world.device)
-        batches = step.micro_batches[self.world.rank]
-        for i, rows in enumerate(batches):
-            set_last_micro_batch(self.model, once=self.args.reduce_once_a_step, last=i + 1 == len(batches))
-            batch = MicroBatch.from_table(table, rows, self.world.device)
-            mask, old = batch.take(columns.mask), batch.take(columns.values)
+        old, returns = columns.values, columns.returns
+        assert old is not None
+        assert returns is not None
+
+        def share(batch: MicroBatch) -> Tensor:
+            mask, before = batch.take(columns.mask), batch.take(old)
             values = self.model(batch)
             if checked:
-                first_step.check_values(self.world, values, old, mask)
-            losses, metrics = value_loss(
-                values, old, batch.take(columns.returns), mask, value_clip=self.args.value_clip
-            )
+                first_step.check_values(self.world, values, before, mask)
+            losses, metrics = value_loss(values, before, batch.take(returns), mask, value_clip=self.args.value_clip)
             total = weighted_sum(losses, batch.take(columns.weights))
-            # FSDP averages over ranks; the weights already divide by the whole step
-            (total * self.world.size).backward()
-            loss = loss + total.detach()
             sums.add_all({f"critic-{name}": pair for name, pair in metrics.items()})
             sums.add("critic-value_loss", total, 0.0)
-        sums.add("critic-value_loss", 0.0, 1 / self.world.size)
-        in_step = columns.mask & torch.isin(columns.segments, torch.from_numpy(step.rows))
-        sums.add("critic-explained_variance", *explained_variance(columns.values, columns.returns, in_step))
-        return loss
+            return total
 
-    def update(self, sums: MetricSums, loss: Tensor) -> dict[str, float]:
-        """See `Trainer.update`."""
-        schedule = self.progress.schedule
-        norm, finite = self.optimizers.step(
-            schedule.at(self.progress.steps, self.run_steps), schedule.peak, self.world.all_reduce(loss.cpu())
-        )
-        self.progress.steps += finite
-        sums.add("critic-grad_norm", norm if finite else 0.0, float(finite))
-        sums.add("critic-skipped_steps", float(not finite), 1.0)
-        return {f"critic-lr-pg_{i}": rate for i, rate in enumerate(self.optimizers.learning_rates())}
+        loss = self.accumulate(table, step, share)
+        sums.add("critic-value_loss", 0.0, 1 / self.world.dp_size)
+        in_step = columns.mask & torch.isin(columns.segments, torch.from_numpy(step.rows))
+        sums.add("critic-explained_variance", *explained_variance(old, returns, in_step))
+        return loss
 
     def save(self, directory: str, rollout_id: int) -> Checksums:
         """Write the critic's part of the checkpoint at ``directory``: what `load` and ``--critic-load`` read."""
         self.progress.rollout_id = rollout_id
-        written = checkpoint.save(Path(directory) / FOLDER, self.args, self._parts(), self.progress)
+        written = checkpoint.save(Path(directory) / FOLDER, self)
         return {f"{FOLDER}/{name}": each for name, each in written.items()}
-
-    def checkpoint_size(self) -> int:
-        """Bytes that `save` writes, of all ranks together."""
-        return checkpoint.size(self.args, self._parts())
 
     def load(self, directory: str) -> None:
         """Go on from the checkpoint at ``directory``.
@@ -190,10 +164,7 @@ class Critic:
                 f"{directory} was saved without a critic; to give its policy one, write it with --save-hf and start "
                 "from that folder with --hf-checkpoint"
             )
-        self.progress = checkpoint.load(folder, self.args, self._parts(), self.progress)
-
-    def _parts(self) -> checkpoint.Parts:
-        return checkpoint.Parts(self.world, self.model, None, self.optimizers, CRITIC_FLAGS)
+        checkpoint.load(folder, self)
 
 
 class FrozenPolicy:

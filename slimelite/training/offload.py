@@ -12,10 +12,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from slimelite.training.model import LanguageModel
-from slimelite.training.optimizer import Optimizers
-from slimelite.training.parallel import reshard
-
 # a power of two: torch rounds other sizes of pinned memory up to the next
 BLOCK_BYTES = 2**26
 
@@ -109,15 +105,6 @@ class HostMemory:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def training_tensors(model: LanguageModel, optimizers: Optimizers) -> Iterator[Tensor]:
-    """What an optimizer step leaves on the device: the weights and the optimizer's state; gradients are dropped."""
-    reshard(model)
-    yield from (parameter for _, parameter in model.named_weights())
-    for optimizer in optimizers.all:
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def _local(tensor: Tensor) -> Tensor:

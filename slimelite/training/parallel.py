@@ -23,11 +23,15 @@ from slimelite.arguments import Args
 class World:
     """This rank among all trainer ranks.
 
-    ``mesh``: dimensions ``replicate`` (copies of the model, HSDP) and ``shard``; data is split over both.
+    ``rank`` of ``ranks``: processes. ``dp_rank`` of ``dp_size``: shares of the data. They are equal so far, for every
+    rank trains rows of its own; ranks that computed the same rows together would have one ``dp_rank``. ``mesh``:
+    dimensions ``replicate`` (copies of the model, HSDP) and ``shard``; data is split over both.
     """
 
     rank: int
-    size: int
+    ranks: int
+    dp_rank: int
+    dp_size: int
     device: torch.device
     mesh: DeviceMesh
 
@@ -37,8 +41,8 @@ class World:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of a CPU tensor over all ranks (in place)."""
-        if self.size > 1:
+        """The sum of a CPU tensor over all shares of the data (in place)."""
+        if self.dp_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
@@ -93,7 +97,7 @@ def join_world(args: Args, rank: int, world_size: int, init_method: str | dist.S
         )
     shape = (args.dp_replicate_size, world_size // args.dp_replicate_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    return World(rank, world_size, device, mesh)
+    return World(rank, world_size, rank, world_size, device, mesh)
 
 
 def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, cpu_offload: bool) -> None:
@@ -114,7 +118,7 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
     for layer in layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    if world.size > 1:
+    if world.ranks > 1:
         _scatter(model, full, world, torch.device("cpu") if cpu_offload else world.device)
 
 

@@ -54,7 +54,7 @@ def split_steps(rollout_ids: np.ndarray, unit_ids: np.ndarray, global_batch_size
 
 
 def deal(
-    rows: np.ndarray, lengths: np.ndarray, unit_ids: np.ndarray, world_size: int, limits: PackingLimits
+    rows: np.ndarray, lengths: np.ndarray, unit_ids: np.ndarray, dp_size: int, limits: PackingLimits
 ) -> list[list[np.ndarray]]:
     """Deal ``rows`` to ranks and pack each rank's share into micro-batches: [rank][micro-batch] -> rows.
 
@@ -63,15 +63,15 @@ def deal(
     Args:
         rows: [n] int64 rows of the table.
         lengths: tokens of every row of the table; ``unit_ids``: its units.
-        world_size: ranks.
+        dp_size: ranks.
         limits: of a micro-batch.
     """
     units: dict[int, list[int]] = {}
     for row in rows.tolist():
         units.setdefault(int(unit_ids[row]), []).append(row)
     sized = sorted(((int(lengths[unit].sum()), unit) for unit in units.values()), key=lambda u: (-u[0], u[1]))
-    shares: list[list[tuple[int, list[int]]]] = [[] for _ in range(world_size)]
-    loads = [0] * world_size
+    shares: list[list[tuple[int, list[int]]]] = [[] for _ in range(dp_size)]
+    loads = [0] * dp_size
     for tokens, unit in sized:
         rank = loads.index(min(loads))
         shares[rank].append((tokens, unit))

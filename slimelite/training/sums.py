@@ -69,9 +69,9 @@ class MetricSums:
         return sums
 
     def _gather(self, local: StepSums) -> list[StepSums]:
-        if self._world.size == 1:
+        if self._world.dp_size == 1:
             return [local]
-        everyone: list[StepSums] = [{} for _ in range(self._world.size)]
+        everyone: list[StepSums] = [{} for _ in range(self._world.dp_size)]
         dist.all_gather_object(everyone, local)
         return everyone
 
@@ -118,7 +118,7 @@ def table_scores(
 ) -> tuple[Tensor, Tensor]:
     """`Scores.gather` of a pass over ``dealt``, the micro-batches of rows of each rank (collective)."""
     scores = Scores(len(table.response_tokens), world)
-    for rows in dealt[world.rank]:
+    for rows in dealt[world.dp_rank]:
         batch = MicroBatch.from_table(table, rows, world.device)
         scores.add(batch, *model(batch, temperature))
     reshard(model)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -21,19 +21,19 @@ from slimelite.training import checkpoint, first_step, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.critic import Critic, FrozenPolicy
+from slimelite.training.learner import Learner
 from slimelite.training.loading import build_policy
 from slimelite.training.loss import LossInputs, micro_batch_loss
-from slimelite.training.model import PolicyModel
-from slimelite.training.offload import HostMemory, memory_used, return_freed_memory, training_tensors
-from slimelite.training.optimizer import LrSchedule, Optimizers
-from slimelite.training.parallel import be_deterministic, join_world, set_last_micro_batch
+from slimelite.training.model import LanguageModel, PolicyModel
+from slimelite.training.offload import HostMemory, memory_used, return_freed_memory
+from slimelite.training.parallel import be_deterministic, join_world
 from slimelite.training.schedule import PackingLimits, Step, deal, split_steps
 from slimelite.training.sums import MetricSums, PassTimer, Scores, table_scores
 
 logger = logging.getLogger(__name__)
 
 
-class Trainer:
+class Trainer(Learner[PolicyModel]):
     """FSDP2 training of one policy. Methods are collective: every rank calls them with the same arguments.
 
     Args:
@@ -49,25 +49,23 @@ class Trainer:
         self, args: Args, *, rank: int = 0, world_size: int = 1, init_method: str | dist.Store | None = None
     ) -> None:
         _check(args)
-        self.args = args
-        self.world = join_world(args, rank, world_size, init_method)
+        world = join_world(args, rank, world_size, init_method)
         torch.manual_seed(args.seed + rank)
         if args.deterministic_mode:
             be_deterministic()
-        self.model = build_policy(args, self.world, args.hf_checkpoint, trainable=True)
+        super().__init__(args, world, build_policy(args, world, args.hf_checkpoint, trainable=True))
         ref_load = args.ref_load or args.hf_checkpoint
         self.reference = FrozenPolicy(args, self.world, ref_load) if args.use_reference else None
         teaches = args.use_opd and args.opd_type == "trainer"
         self.teacher = FrozenPolicy(args, self.world, args.opd_teacher_load) if teaches else None
-        self.optimizers = Optimizers(args, self.model)
         self.critic = Critic(args, self.world) if args.use_critic else None
-        self.memory = HostMemory(self._device_tensors, self.world.device)
-        self.progress = checkpoint.Progress(-1, 0, 0, LrSchedule.from_args(args))
-        self.run_steps = 0
+        self.learners: list[Learner[LanguageModel]] = [self, *([self.critic] if self.critic else [])]
+        self.memory = HostMemory(lambda: chain.from_iterable(each.tensors() for each in self.learners), world.device)
+        # when it changes in the course of training, a checkpoint holds it
+        self._saved_reference = self.reference if args.ref_update_interval else None
         if args.num_rollout is not None:
             self.set_num_rollout(args.num_rollout)
         self.timed = PassTimer()
-        self._fresh = True
         self._step_metrics: list[dict[str, float]] = []
         self._advantages: np.ndarray | None = None
         # of `forward_backward`, until `optim_step`
@@ -126,9 +124,8 @@ class Trainer:
         if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
             computed = self._train_policy(table, columns, steps, sums, update)
         self.progress.rollout_id = rollout_id
-        every = self.args.ref_update_interval
-        if self.reference is not None and every and (rollout_id + 1) % every == 0:
-            self.reference.copy_from(self.model)
+        if self._saved_reference is not None and (rollout_id + 1) % (self.args.ref_update_interval or 1) == 0:
+            self._saved_reference.copy_from(self.model)
         return self._metrics(table, columns, computed, sums, rates)
 
     def forward_backward(self, table: SampleTable) -> dict[str, float]:
@@ -226,51 +223,32 @@ class Trainer:
         *,
         checked: bool = False,
     ) -> Tensor:
-        """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks.
+        """Gradients of one optimizer step; see `Learner.accumulate`.
 
         ``sums`` and ``scores`` are added to. ``checked``: raise AssertionError where a first-step truth does not hold,
         see `first_step.check`.
-
-        Returns:
-            0-d, this rank's share of the step's loss.
         """
-        total = torch.zeros((), device=self.world.device)
-        batches = step.micro_batches[self.world.rank]
-        for i, rows in enumerate(batches):
-            set_last_micro_batch(self.model, once=self.args.reduce_once_a_step, last=i + 1 == len(batches))
-            batch = MicroBatch.from_table(table, rows, self.world.device)
+        shares: set[str] = set()
+
+        def share(batch: MicroBatch) -> Tensor:
             inputs = LossInputs.of(batch, columns)
             log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)
             if scores is not None:
                 scores.add(batch, log_probs, entropy)
             loss = micro_batch_loss(self.args, inputs, log_probs, entropy)
-            # FSDP averages over ranks; the weights already divide by the whole step
-            (loss.total * self.world.size).backward()
-            total = total + loss.total.detach()
             sums.add_all(loss.metrics)
-            for name, share in loss.shares.items():
-                sums.add(name, share, 0.0)
+            for name, value in loss.shares.items():
+                sums.add(name, value, 0.0)
+            shares.update(loss.shares)
             if checked:
                 first_step.check(self.args, self.world, inputs, log_probs, loss, initial=self.progress.steps == 0)
-        for name in loss.shares:
-            sums.add(name, 0.0, 1 / self.world.size)
+            return loss.total
+
+        total = self.accumulate(table, step, share)
+        for name in shares:
+            sums.add(name, 0.0, 1 / self.world.dp_size)
         sums.add("global_batch_size", len(np.unique(table.rollout_id[step.rows])), 1)
         return total
-
-    def update(self, sums: MetricSums, loss: Tensor) -> dict[str, float]:
-        """Clip, update the weights, advance the schedule; ``loss`` is what `gradient` returned.
-
-        Returns:
-            the step's learning rates by metric.
-        """
-        schedule = self.progress.schedule
-        norm, finite = self.optimizers.step(
-            schedule.at(self.progress.steps, self.run_steps), schedule.peak, self.world.all_reduce(loss.cpu())
-        )
-        self.progress.steps += finite
-        sums.add("grad_norm", norm if finite else 0.0, float(finite))
-        sums.add("skipped_steps", float(not finite), 1.0)
-        return {f"lr-pg_{i}": rate for i, rate in enumerate(self.optimizers.learning_rates())}
 
     def log_probs(self, table: SampleTable) -> np.ndarray:
         """[response tokens of the table] log-probs under the current weights, in the table's order."""
@@ -291,23 +269,25 @@ class Trainer:
             checksums of the files that this rank wrote.
         """
         self.progress.rollout_id = rollout_id
-        with self._parts() as parts:
-            written = checkpoint.save(Path(directory), self.args, parts, self.progress)
+        with self._reference_weights() as reference:
+            written = checkpoint.save(Path(directory), self, reference)
         return written if self.critic is None else written | self.critic.save(directory, rollout_id)
 
     def checkpoint_size(self) -> int:
         """Bytes that `save` writes, of all ranks together."""
-        critic = 0 if self.critic is None else self.critic.checkpoint_size()
-        updated = self.reference.model if self.reference is not None and self.args.ref_update_interval else None
-        return checkpoint.size(self.args, checkpoint.Parts(self.world, self.model, updated, self.optimizers)) + critic
+        reference = self._saved_reference.model if self._saved_reference else None
+        return checkpoint.size(self, reference) + (checkpoint.size(self.critic) if self.critic else 0)
 
     def load(self, directory: str) -> int:
         """Go on from a checkpoint, saved by any number of ranks; returns the rollout it was saved after."""
-        with self._parts() as parts:
-            self.progress = checkpoint.load(Path(directory), self.args, parts, self.progress)
+        with self._reference_weights() as reference:
+            checkpoint.load(Path(directory), self, reference)
         if self.critic is not None:
             self.critic.load(directory)
         return self.progress.rollout_id
+
+    def _reference_weights(self) -> AbstractContextManager[PolicyModel | None]:
+        return self._saved_reference.weights(unchanged=False) if self._saved_reference else nullcontext()
 
     def save_hf(self, directory: str) -> None:
         """Write the policy as a Hugging Face folder; see `weights.save_hf`."""
@@ -329,19 +309,6 @@ class Trainer:
     def close(self) -> None:
         """Leave the process group."""
         self.world.close()
-
-    @contextmanager
-    def _parts(self) -> Iterator[checkpoint.Parts]:
-        updated = None
-        with ExitStack() as stack:
-            if self.reference is not None and self.args.ref_update_interval:
-                updated = stack.enter_context(self.reference.weights(unchanged=False))
-            yield checkpoint.Parts(self.world, self.model, updated, self.optimizers)
-
-    def _device_tensors(self) -> Iterator[Tensor]:
-        for part in (self, self.critic):
-            if part is not None:
-                yield from training_tensors(part.model, part.optimizers)
 
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
         """What every token has before the first step: weights, reference log-probs, advantages."""
@@ -394,7 +361,7 @@ class Trainer:
     def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
         limits = self.limits if max_tokens is None else PackingLimits(max_tokens)
         limits = limits if self._packed else PackingLimits(None, 1)
-        return deal(rows, table.total_lengths, table.unit_id, self.world.size, limits)
+        return deal(rows, table.total_lengths, table.unit_id, self.world.dp_size, limits)
 
     def _metrics(
         self,
@@ -411,7 +378,7 @@ class Trainer:
             for found, lrs in zip([means, *of_steps], [rates[-1], *rates], strict=True)
         ]
         metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args).items()}
-        metrics |= self.timed.metrics(self.world.size)
+        metrics |= self.timed.metrics(self.world.ranks)
         if seconds := metrics.get("perf/actor_train_time"):
             metrics["perf/actor_train_tok_per_s"] = int(table.total_lengths[computed].sum()) / seconds
             metrics["perf/computed_rows_ratio"] = float(computed.mean())
@@ -424,7 +391,7 @@ class Trainer:
         with self.timed(phase):
             if self.world.device.type == "cuda" and not self.args.fsdp_cpu_offload:
                 move()
-        return self.timed.metrics(self.world.size)
+        return self.timed.metrics(self.world.ranks)
 
 
 def _check(args: Args) -> None:

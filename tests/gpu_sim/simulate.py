@@ -25,9 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from slimelite.arguments import Args
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
-from slimelite.training import attention, critic, loading, model, offload, parallel, trainer, weights
+from slimelite.training import attention, critic, loading, model, parallel, trainer, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
+from slimelite.training.learner import Learner
 from slimelite.training.offload import HostMemory
 from slimelite.training.sums import MetricSums, Scores
 from slimelite.training.trainer import Trainer
@@ -87,8 +88,7 @@ def keep_the_hosts_numbers() -> None:
 
 def plant(name: str) -> Any:
     """A mistake that no CPU test would see."""
-    take, tensors, patch = MicroBatch.take, offload.training_tensors, mock.patch.object
-    only_weights, empty, onload = mock.Mock(all=[]), torch.empty, HostMemory.onload
+    take, patch, empty, onload = MicroBatch.take, mock.patch.object, torch.empty, HostMemory.onload
     faults = {
         "column left on the host": (MicroBatch, "take", lambda batch, column: take(batch, column).cpu()),
         "fp32 compute": (parallel, "MixedPrecisionPolicy", lambda **_: MixedPrecisionPolicy()),
@@ -96,7 +96,7 @@ def plant(name: str) -> Any:
         "logits rounded to bf16": (model, "_product", lambda left, right: (left @ right).float()),
         "weights gathered in fp32": (weights, "whole", lambda t: parallel.whole(t.float()).to(t.dtype)),
         "offload forgotten": (HostMemory, "offload", lambda memory, **_: None),
-        "moments not offloaded": (trainer, "training_tensors", lambda model, _: tensors(model, only_weights)),
+        "moments not offloaded": (Learner, "tensors", lambda learner: learner.model.parameters()),
         "pageable memory": (torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options)),
         "fresh memory": (HostMemory, "onload", lambda memory: (onload(memory), memory._blocks.clear())),
         "gradients kept": (torch.optim.Optimizer, "zero_grad", lambda optimizer: None),
@@ -121,7 +121,7 @@ def simulate(
         found["offloaded_first"] = meter.now
         t.onload()
         t.train(0, table)
-        found["state"] = sum(local(x).untyped_storage().nbytes() for x in t._device_tensors())
+        found["state"] = sum(local(x).untyped_storage().nbytes() for each in t.learners for x in each.tensors())
         found["resting"] = meter.now
         found["products"], found["sent"] = dict(meter.products), dict(meter.sent)
         meter.sent.clear()

@@ -106,7 +106,7 @@ def test_micro_batches_and_order_do_not_matter(model: Path, aggregation: str) ->
 def rollouts_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> dict[str, Any]:
     history = [trainer.train(i, table) for i in range(4)]
     trainer.save(f"{folder}/checkpoint", 3)
-    rank, size = trainer.world.rank, trainer.world.size
+    rank, size = trainer.world.rank, trainer.world.ranks
     gradient, means, _ = critic_gradient(Trainer(trainer.args, rank=rank, world_size=size, init_method="met"), table)
     return {"history": history, "weights": critic_weights(trainer), "gradient": gradient, "means": means}
 

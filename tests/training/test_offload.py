@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from slimelite.training import offload
-from slimelite.training.offload import HostMemory, training_tensors
+from slimelite.training.offload import HostMemory
 from slimelite.training.trainer import Trainer
 
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bytes_held(trainer: Trainer) -> int:
-    tensors = training_tensors(trainer.model, trainer.optimizers)
+    tensors = (tensor for learner in trainer.learners for tensor in learner.tensors())
     return sum((t.to_local() if isinstance(t, DTensor) else t).untyped_storage().nbytes() for t in tensors)
 
 

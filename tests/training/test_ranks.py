@@ -101,7 +101,7 @@ def muon_steps(trainer: Trainer | None) -> tuple[list[torch.Tensor], list[tuple[
     optimizers.orthogonalize = original
     if trainer is None:
         return [p.detach() for p in parameters], stacks
-    everyones: list[Any] = [None] * trainer.world.size
+    everyones: list[Any] = [None] * trainer.world.ranks
     dist.all_gather_object(everyones, stacks)
     return [p.detach().full_tensor() for p in parameters], [stack for part in everyones for stack in part]
 
@@ -114,7 +114,7 @@ def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> di
     trainer.push_weights(sink, 7)
     trainer.save(f"{folder}/checkpoint", 4)
     trainer.save_hf(f"{folder}/hf")
-    rank, size = trainer.world.rank, trainer.world.size
+    rank, size = trainer.world.rank, trainer.world.ranks
 
     def another(**changes: Any) -> Trainer:
         return Trainer(replace(trainer.args, **changes), rank=rank, world_size=size, init_method="met")

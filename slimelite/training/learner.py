@@ -1,0 +1,101 @@
+"""A model that learns: gradients over micro-batches, optimizer steps, and how far it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from slimelite.arguments import Args
+from slimelite.table import SampleTable
+from slimelite.training.batch import MicroBatch
+from slimelite.training.model import LanguageModel
+from slimelite.training.optimizer import FLAGS, LrSchedule, Optimizers
+from slimelite.training.parallel import World, reshard, set_last_micro_batch
+from slimelite.training.schedule import Step
+from slimelite.training.sums import MetricSums
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far training is: ``rollout_id`` of the last rollout trained on, optimizer ``steps`` taken, ``weight_version``
+    last pushed, and the learning rate's ``schedule``.
+    """
+
+    rollout_id: int
+    steps: int
+    weight_version: int
+    schedule: LrSchedule
+
+
+# what is a Learner of a policy is one of a language model
+Model = TypeVar("Model", bound=LanguageModel, covariant=True)
+
+
+class Learner(Generic[Model]):
+    """A model, its optimizers and its progress; what the policy and the critic have in common.
+
+    Args:
+        args: the flags, as they hold for this model.
+        world: this rank among the others.
+        model: what learns, already sharded.
+        prefix: of the names of its metrics.
+        lr_flags: fields of its learning rate's schedule -> flags, see `LrSchedule.differences`.
+
+    ``run_steps``: optimizer steps of the run, where the schedule ends.
+    """
+
+    def __init__(
+        self, args: Args, world: World, model: Model, prefix: str = "", lr_flags: Mapping[str, str] = FLAGS
+    ) -> None:
+        self.args, self.world, self.model = args, world, model
+        self.prefix, self.lr_flags = prefix, lr_flags
+        self.optimizers = Optimizers(args, model)
+        self.progress = Progress(-1, 0, 0, LrSchedule.from_args(args))
+        self.run_steps = 0
+        # until the first step, of which `--ci-test` knows what must hold
+        self._fresh = True
+
+    def accumulate(self, table: SampleTable, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:
+        """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks.
+
+        ``share``: of the step's loss, what a micro-batch adds to it, 0-d with gradient.
+
+        Returns:
+            0-d, this rank's share of the step's loss.
+        """
+        total = torch.zeros((), device=self.world.device)
+        batches = step.micro_batches[self.world.dp_rank]
+        for i, rows in enumerate(batches):
+            set_last_micro_batch(self.model, once=self.args.reduce_once_a_step, last=i + 1 == len(batches))
+            loss = share(MicroBatch.from_table(table, rows, self.world.device))
+            # FSDP averages over ranks; the weights already divide by the whole step
+            (loss * self.world.dp_size).backward()
+            total = total + loss.detach()
+        return total
+
+    def update(self, sums: MetricSums, loss: Tensor) -> dict[str, float]:
+        """Clip, update the weights, advance the schedule; ``loss`` is what `accumulate` returned.
+
+        Returns:
+            the step's learning rates by metric.
+        """
+        schedule = self.progress.schedule
+        norm, finite = self.optimizers.step(
+            schedule.at(self.progress.steps, self.run_steps), schedule.peak, self.world.all_reduce(loss.cpu())
+        )
+        self.progress.steps += finite
+        sums.add(f"{self.prefix}grad_norm", norm if finite else 0.0, float(finite))
+        sums.add(f"{self.prefix}skipped_steps", float(not finite), 1.0)
+        return {f"{self.prefix}lr-pg_{i}": rate for i, rate in enumerate(self.optimizers.learning_rates())}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What an optimizer step leaves on the device: weights and the optimizers' state; gradients are dropped."""
+        reshard(self.model)
+        yield from (parameter for _, parameter in self.model.named_weights())
+        for optimizer in self.optimizers.all:
+            for state in optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
