@@ -1,4 +1,1 @@
-"""Rewards: a sample in, a number out.
-
-`grader` scores samples; `rules` is the registry. Nothing is imported here, so that the registry stays free of the rest.
-"""
+"""Rewards: a sample in, a number out. `grader` scores samples; the rules are records in `slimelite.reward_rules`."""

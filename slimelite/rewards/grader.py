@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from slimelite.arguments import RewardArgs
 from slimelite.plugins import PACKAGE, load_function, own_traceback
 from slimelite.registry import function
+from slimelite.reward_rules import BOXED, Answer, Failure, Reward, Rule, Scorer, Settings, find_rule, lacks
 from slimelite.rewards.math import extract_boxed_answer
-from slimelite.rewards.rules import BOXED, Answer, Failure, Reward, Rule, Scorer, Settings, find_rule, lacks
 from slimelite.rewards.scorers import RewardLoop, RewardTimeout, call
 from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample, label_text

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from itertools import pairwise, takewhile
 from typing import Any
 
+from slimelite.reward_rules import Answer
 from slimelite.rewards.instructions import (
     CAPITALS,
     CHECKS,
@@ -36,7 +37,6 @@ from slimelite.rewards.instructions import (
     whole_words,
     word_tokens,
 )
-from slimelite.rewards.rules import Answer
 
 MARKS = string.punctuation
 EDGES = MARKS + " "

@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from slimelite.rewards.rules import Answer
+from slimelite.reward_rules import Answer
 
 # longer than any answer of MATH; what is longer must match as text
 MAX_ANSWER_CHARS = 500

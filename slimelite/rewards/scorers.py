@@ -16,7 +16,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from slimelite.arguments import RewardArgs
-from slimelite.rewards.rules import Exchange
+from slimelite.reward_rules import Exchange
 from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample
 

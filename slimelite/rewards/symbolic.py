@@ -16,7 +16,7 @@ from math_verify import verify
 from math_verify.grader import should_treat_as_complex
 from math_verify.parser import get_last_eq
 
-from slimelite.rewards.rules import TooCostly
+from slimelite.reward_rules import TooCostly
 
 # its units are single letters, too, and take the t off x + 2t; its boxes are boxes within the box
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")

@@ -27,13 +27,12 @@ from typing import Any
 
 import slimelite
 from slimelite.registry import function
-from slimelite.rewards.rules import RULES, Answer, Failure, Reward, TooCostly
+from slimelite.reward_rules import GRADER_MEMORY_MB, RULES, Answer, Failure, Reward, TooCostly
 
 # one hop carries this many: a hop costs 0.2 ms, an answer that needs algebra ten
 CHUNK = 8
 START_SECONDS = 120.0
 RULES_PROGRAM = ("slimelite.rewards.workers",)
-MEMORY_BYTES = 4 << 30
 # how often an idle worker looks whether its parent lives; a fork of the parent may hold the connection open [s]
 LOOK_SECONDS = 10.0
 # processor time that an answer of a bounded rule may take [s]: in all, until an exception is raised, which waits for a
@@ -170,7 +169,7 @@ def main(descriptor: int, seconds: float) -> None:
 
     logging.disable(logging.CRITICAL)  # math-verify warns of every answer it cannot read
     symbolic.equivalent("1+x", "x+1")
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (GRADER_MEMORY_MB << 20,) * 2)
     signal.signal(signal.SIGPROF, out_of_time)
 
     def verdicts(tasks: list[tuple[str, Answer]]) -> Iterator[Reward | Failure]:

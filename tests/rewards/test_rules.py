@@ -13,9 +13,9 @@ import pytest
 from slimelite.arguments import RewardArgs
 from slimelite.arguments.flags import all_flags
 from slimelite.registry import function
+from slimelite.reward_rules import RULES, Answer, Rule, find_rule
 from slimelite.rewards import math, text
 from slimelite.rewards.grader import Grader, overlong_penalty
-from slimelite.rewards.rules import RULES, Answer, Rule, find_rule
 from slimelite.rewards.text import is_think_answer
 from slimelite.sample import Sample
 

@@ -2,14 +2,15 @@
 
 A rule of your own is one file, which ``--import-file`` names::
 
-    from slimelite.rewards.rules import RULES, Answer, Rule
+    from slimelite.reward_rules import RULES, Answer, Rule
 
     def quick(answer: Answer) -> float:
         return float(answer.label in answer.response)
 
     RULES.add(Rule("contains", quick))
 
-This module needs the standard library alone: a rule's functions are imported when they are first called.
+The command line reads the records, so this module needs the standard library alone: a rule's functions are imported
+when they are first called.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 Reward = float | dict[str, Any]
 
 BOXED = "boxed_"
+# address space of a grading process, which the programs that it tests stay below [MiB]
+GRADER_MEMORY_MB = 4096
 
 
 class TooCostly(BaseException):
