@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slimelite.data.reader import BadRows, read_rows
+from slimelite.data.reader import read_rows
 
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
 STEM = {
@@ -117,11 +117,11 @@ def originals(task: Task, source: str) -> dict[str, str]:
 
 def converted(task: Task, original: str, split: str) -> Iterator[Row]:
     """The rows of one split."""
-    for index, row in enumerate(read_rows(original, [], None, BadRows())):
+    for index, (place, row) in enumerate(read_rows(original)):
         try:
-            ours = task.convert(row.values, split, index)
+            ours = task.convert(row, split, index)
         except KeyError as error:
-            raise ValueError(f"{original}, {row.place}: no column {error}; it has {sorted(row.values)}") from error
+            raise ValueError(f"{original}, {place}: no column {error}; it has {sorted(row)}") from error
         if ours is not None:
             yield ours
 

@@ -89,7 +89,7 @@ class LossMask:
 
     Args:
         name: what ``--loss-mask-type`` takes.
-        find: (renderer, messages, tools) -> pieces of text, each with the spans that are trained on; see
+        find: (chat reader, messages, tools) -> pieces of text, each with the spans that are trained on; see
             `slimelite.data.conversations.Piece`.
     """
 

@@ -256,11 +256,7 @@ class Dataset:
             apply_chat_template=apply_chat_template,
             apply_chat_template_kwargs=apply_chat_template_kwargs or {},
         )
-        prompts = load_prompts(columns, tokenizer, [path], max_prompt_len=max_length)
-        self.origin_samples = [
-            Sample(prompt=p.text or p.messages or "", label=p.label, metadata=p.sample_metadata(keep_messages=False))
-            for p in prompts
-        ]
+        self.origin_samples = load_prompts(columns, tokenizer, [path], max_prompt_len=max_length)
         self.samples = self.origin_samples
         self.seed = seed
 
@@ -279,9 +275,9 @@ class Dataset:
 
 def read_file(path: str) -> Iterator[dict[str, Any]]:
     """The rows of a parquet or jsonl file; ``path@[a:b]`` takes a slice."""
-    from slimelite.data.reader import BadRows, read_rows
+    from slimelite.data.reader import read_rows
 
-    return (row.values for row in read_rows(path, [], None, BadRows()))
+    return (row for _, row in read_rows(path))
 
 
 class MultiTurnLossMaskGenerator:
@@ -292,9 +288,9 @@ class MultiTurnLossMaskGenerator:
 
     def get_loss_mask(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[int]]:
         """(token ids, mask) of a conversation."""
-        from slimelite.data.conversations import conversation_tokens
+        from slimelite.data.conversations import ChatReader
 
-        return conversation_tokens(self.tokenizer, messages, tools, None, self.tokenizer_type)
+        return ChatReader(self.tokenizer, self.tokenizer_type).tokens(messages, tools)
 
     def get_response_lengths(self, loss_masks: Sequence[list[int]]) -> list[int]:
         """See the function of that name."""

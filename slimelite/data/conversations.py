@@ -1,16 +1,21 @@
-"""Which tokens of a conversation the model is trained on: what it would have written itself.
+"""Conversations as training samples: nothing is generated, the assistant's own words are the response.
 
-``auto`` fits any chat template. Where the template marks its replies with ``{% generation %}``, the marks are taken;
-elsewhere each reply is found by rendering the conversation with the reply replaced and comparing. A reply runs from the
-end of the generation prompt to the end of the turn, its end-of-turn token included. The other kinds are
-slime's, token for token. An assistant message with ``step_loss_mask: 0`` is not trained on, whatever the kind.
+The model is trained on what it would have written itself. ``auto`` finds these tokens with any chat template. Where the
+template marks its replies with ``{% generation %}``, the marks are taken; elsewhere each reply is found by rendering
+the conversation with the reply replaced and comparing. A reply runs from the end of the generation prompt to the end of
+the turn, its end-of-turn token included. An assistant message with ``step_loss_mask: 0`` is not trained on.
+
+The other kinds of mask are slime's, token for token; they suit the ChatML templates of the models that they are called
+after. ``qwen`` and ``qwen3`` render each message by itself, so what a template does across messages
+(history without thinking, tool answers in one turn) is not what a rollout sees; ``auto`` has no such limits.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,8 +31,14 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
 # characters [start, end)
 Span = tuple[int, int]
+MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
+# stands in for what an assistant says; private-use characters, which no trim, split or escape touches
+PROBE = "\ue0f0\ue0f1\ue0f2"
+# label and reward of the two samples of a pair, in this order
+SIDES = (("chosen", 1.0), ("rejected", 0.0))
 
 
 class Piece(NamedTuple):
@@ -37,17 +48,150 @@ class Piece(NamedTuple):
     trained: list[Span]
 
 
-class Renderer(NamedTuple):
-    """A tokenizer's chat template with the template's own settings."""
+@dataclass(frozen=True)
+class ChatReader:
+    """How conversations become token ids and loss masks.
+
+    Args:
+        loss_mask_type: which of `LOSS_MASKS` finds the tokens to train on.
+        template_kwargs: the chat template's own settings.
+        max_context_len: a longer conversation loses its end [tokens].
+    """
 
     tokenizer: PreTrainedTokenizerBase
-    settings: dict[str, Any]
+    loss_mask_type: str = "auto"
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_context_len: int | None = None
 
-    def __call__(
-        self, messages: list[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False
-    ) -> str:
-        settings = {**self.settings, "add_generation_prompt": generation_prompt}
+    def render(self, messages: Messages, tools: Tools = None, *, generation_prompt: bool = False) -> str:
+        """The text of a conversation."""
+        settings = {**self.template_kwargs, "add_generation_prompt": generation_prompt}
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **settings)
+
+    def tokens(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
+        """(token ids, loss mask) of a whole conversation, one mask entry (0 or 1) a token.
+
+        A token that is partly inside a trained stretch of text is trained on.
+
+        Raises:
+            ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or it
+                does not show what an assistant message says.
+        """
+        tokenizer = self.tokenizer
+        if not tokenizer.is_fast or not tokenizer.chat_template:
+            raise ValueError(
+                "loss masks need a tokenizer with a chat template and a tokenizer.json in the --hf-checkpoint folder"
+            )
+        try:
+            pieces = function(LOSS_MASKS[self.loss_mask_type].find)(self, messages, tools)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses this conversation ({error})") from error
+        token_ids: list[int] = []
+        loss_mask: list[int] = []
+        for piece in pieces:
+            ids, mask = _tokenize(tokenizer, piece)
+            token_ids += ids
+            loss_mask += mask
+        return token_ids, loss_mask
+
+    def fill(self, sample: Sample) -> None:
+        """Turn a sample whose ``prompt`` is a conversation (messages) into one to train on, in place.
+
+        An answer that brings its end token along, as the responses of saved rollouts do, does not get it twice. The
+        prompt becomes the text before the first trained token, the response all that follows, with its loss mask; the
+        reward is 0. A conversation that is cut has the status TRUNCATED. One in which no token is left to train on
+        keeps ``response_length`` 0 and is marked ``remove_sample``.
+
+        Raises:
+            ValueError: the prompt is not a list of messages, or what `tokens` raises.
+        """
+        if isinstance(sample.prompt, str):
+            raise ValueError(
+                "SFT reads whole conversations, but the prompt is text: name the column of the messages with "
+                "--input-key, and leave --apply-chat-template out"
+            )
+        messages = [self._without_end(m) if m.get("role") == "assistant" else m for m in sample.prompt]
+        try:
+            ids, mask = self.tokens(messages, sample.metadata.get("tools"))
+        except ValueError as error:
+            first = sample.prompt[0].get("content")
+            raise ValueError(f"conversation {sample.index} ({first!r:.60}): {error}") from error
+        self._put(sample, ids, mask)
+        sample.prompt = self.tokenizer.decode(sample.tokens[: sample.prompt_length])
+        sample.reward = 0.0
+
+    def pair(self, sample: Sample) -> list[Sample]:
+        """The samples [chosen, rejected] of one with a `PAIR` in its metadata: one unit and rollout, rewards 1 and 0.
+
+        The messages that both conversations start with are their prompt, and what the assistant says there is not
+        trained on. Where a cut leaves a reply no token to train on, both samples are marked ``remove_sample``.
+
+        Raises:
+            ValueError: there is no pair, or what `fill` raises.
+        """
+        if PAIR not in sample.metadata or sample.index is None:
+            raise ValueError(
+                "--loss-type dpo_loss trains on pairs: a sample of the data source has an index, and the two replies "
+                f"in metadata[{PAIR!r}]"
+            )
+        replies = sample.metadata[PAIR]
+        metadata = {key: value for key, value in sample.metadata.items() if key != PAIR}
+        sides = []
+        for number, (reply, (label, reward)) in enumerate(zip(replies, SIDES, strict=True)):
+            side = Sample(sample.group_index, 2 * sample.index + number, sample.index, sample.index, metadata=metadata)
+            if isinstance(reply, str):
+                self._fill_text(side, sample, reply)
+            else:
+                side.prompt = _untrained_start(reply, _shared(*replies))
+                self.fill(side)
+            side.label, side.reward = label, reward
+            sides.append(side)
+        if any(side.remove_sample for side in sides):
+            for side in sides:
+                side.remove_sample = True
+        return sides
+
+    def _fill_text(self, side: Sample, prompt: Sample, reply: str) -> None:
+        """Prompt ids as generation has them, the reply's, and the end-of-sequence token that the model is to write.
+
+        A reply that has its end token already, as the responses of saved rollouts do, gets no other.
+        """
+        ids = self.tokenizer(reply, add_special_tokens=False)["input_ids"]
+        ended = reply.endswith(self._turn_ends)
+        ids += [] if ended or self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        asked = len(prompt.tokens)
+        self._put(side, [*prompt.tokens, *ids], [0] * asked + [1] * len(ids), kept=asked)
+        side.prompt = prompt.prompt
+
+    def _put(self, sample: Sample, ids: list[int], mask: list[int], kept: int = 0) -> None:
+        """The response starts at the first token that is trained on; the first ``kept`` tokens are never cut off."""
+        room = len(ids) if self.max_context_len is None else max(self.max_context_len, kept)
+        sample.status = Status.TRUNCATED if room < len(ids) else Status.COMPLETED
+        ids, mask = ids[:room], mask[:room]
+        start = mask.index(1) if 1 in mask else len(ids)
+        sample.tokens, sample.response_length, sample.loss_mask = ids, len(ids) - start, mask[start:]
+        sample.response = self.tokenizer.decode(ids[start:])
+        sample.remove_sample = start == len(ids)
+
+    @cached_property
+    def _turn_ends(self) -> tuple[str, ...]:
+        """Tokens that end an answer: the end of sequence, and the one that the chat template writes after an answer."""
+        ends = {str(self.tokenizer.eos_token)} if self.tokenizer.eos_token else set()
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        try:
+            after = str(self.tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(PROBE)[2].strip()
+        except (TemplateError, ValueError, TypeError):  # no template, or one for other conversations
+            after = ""
+        return tuple(ends | ({after} & self.tokenizer.get_added_vocab().keys()))
+
+    def _without_end(self, message: Message) -> Message:
+        content, ends = message.get("content"), self._turn_ends
+        if not isinstance(content, str) or not content.rstrip().endswith(ends):
+            return message
+        while content.rstrip().endswith(ends):
+            content = content.rstrip()
+            content = content[: -max(len(end) for end in ends if content.endswith(end))]
+        return {**message, "content": content}
 
 
 def is_trained(message: Message) -> bool:
@@ -55,98 +199,16 @@ def is_trained(message: Message) -> bool:
     return message.get("step_loss_mask", 1) == 1
 
 
-def _unit(render: Renderer, text: str, message: Message) -> Piece:
-    """A message's own rendering; a reply is trained on from the end of the generation prompt."""
-    if message["role"] != "assistant" or not is_trained(message):
-        return Piece(text, [])
-    user = {"role": "user", "content": "x"}
-    header = len(render([user], generation_prompt=True)) - len(render([user]))
-    return Piece(text, [(header, len(text))])
+def _shared(chosen: Messages, rejected: Messages) -> int:
+    """How many messages both start with; each keeps at least its last."""
+    both = zip(chosen[:-1], rejected[:-1], strict=False)
+    return sum(1 for _ in takewhile(lambda messages: messages[0] == messages[1], both))
 
 
-def qwen_mask(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
-    """A message is rendered alone; the system prompt that the template adds to it is cut off."""
-    user = {"role": "user", "content": "x"}
-    added = 2 * len(render([user])) - len(render([user, user]))
-    pieces = [_unit(render, render(messages[:1], tools), messages[0])]
-    for message in messages[1:]:
-        text = render([message])
-        pieces.append(_unit(render, text if message["role"] == "system" else text[added:], message))
-    return pieces
-
-
-def qwen3_mask(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
-    """A message is rendered after a user's question, so that each reply counts as the last one and keeps its thinking.
-
-    Answers of several tools in a row are one unit, as the template writes them.
-    """
-    question = {"role": "user", "content": "x"}
-    length = len(render([question]))
-    pieces = [_unit(render, render([messages[0], question], tools)[:-length], messages[0])]
-    tool_runs = groupby(enumerate(messages[1:]), key=lambda item: -1 if item[1]["role"] == "tool" else item[0])
-    for _, run in tool_runs:
-        unit = [message for _, message in run]
-        pieces.append(_unit(render, render([question, *unit])[length:], unit[0]))
-    return pieces
-
-
-def qwen3_5_mask(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
-    """The whole rendering; a reply starts after its header and the ``<think>`` that the generation prompt opens."""
-    text = render(messages, tools)
-    replies = re.finditer(r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>\n?)", text, re.DOTALL)
-    flags = [is_trained(m) for m in messages if m["role"] == "assistant"]
-    spans = [reply.span(1) for reply in replies]
-    if len(spans) != len(flags):
-        raise ValueError(
-            f"--loss-mask-type qwen3_5 found {len(spans)} replies in a conversation of {len(flags)}; "
-            "use --loss-mask-type auto"
-        )
-    return [Piece(text, [span for span, flag in zip(spans, flags, strict=True) if flag])]
-
-
-def distill_qwen_mask(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
-    """The first message as the prompt and the last one's bare content as the response; nothing in between."""
-    reply = messages[-1]["content"] or ""
-    trained = [(0, len(reply))] if is_trained(messages[-1]) else []
-    return [Piece(render(messages[:1], tools, generation_prompt=True), []), Piece(reply, trained)]
-
-
-MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
-# stands in for what an assistant says; private-use characters, which no trim, split or escape touches
-PROBE = "\ue0f0\ue0f1\ue0f2"
-
-
-def conversation_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    tools: list[dict[str, Any]] | None = None,
-    template_kwargs: dict[str, Any] | None = None,
-    loss_mask_type: str = "auto",
-) -> tuple[list[int], list[int]]:
-    """(token ids, loss mask) of a whole conversation, one mask entry (0 or 1) a token.
-
-    A token that is partly inside a trained stretch of text is trained on.
-
-    Raises:
-        ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or it
-            does not show what an assistant message says.
-    """
-    if not tokenizer.is_fast or not tokenizer.chat_template:
-        raise ValueError(
-            "loss masks need a tokenizer with a chat template and a tokenizer.json in the --hf-checkpoint folder"
-        )
-    render = Renderer(tokenizer, template_kwargs or {})
-    try:
-        pieces = function(LOSS_MASKS[loss_mask_type].find)(render, messages, tools)
-    except (TemplateError, TypeError) as error:
-        raise ValueError(f"the chat template refuses this conversation ({error})") from error
-    token_ids: list[int] = []
-    loss_mask: list[int] = []
-    for piece in pieces:
-        ids, mask = _tokenize(tokenizer, piece)
-        token_ids += ids
-        loss_mask += mask
-    return token_ids, loss_mask
+def _untrained_start(conversation: Messages, count: int) -> Messages:
+    """The conversation with ``step_loss_mask`` 0 in the assistant's messages among the first ``count``."""
+    start = [{**m, "step_loss_mask": 0} if m["role"] == "assistant" else m for m in conversation[:count]]
+    return [*start, *conversation[count:]]
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, piece: Piece) -> tuple[list[int], list[int]]:
@@ -164,21 +226,21 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, piece: Piece) -> tuple[list[in
     return encoded["input_ids"], mask
 
 
-def auto_mask(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
+def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
     """The template's own marks, or else what comparing renderings shows."""
-    marked = MARKS.search(render.tokenizer.get_chat_template(None, tools))
-    return [_marked(render, messages, tools) if marked else _compared(render, messages, tools)]
+    marked = MARKS.search(chat.tokenizer.get_chat_template(None, tools))
+    return [_marked(chat, messages, tools) if marked else _compared(chat, messages, tools)]
 
 
-def _marked(render: Renderer, messages: list[Message], tools: list[Any] | None) -> Piece:
+def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
     """The template's own ``{% generation %}`` marks."""
-    tokenizer = render.tokenizer
+    tokenizer = chat.tokenizer
     texts, marks = render_jinja_template(
         conversations=[messages],
         tools=tools,
         chat_template=tokenizer.get_chat_template(None, tools),
         return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **render.settings},
+        **{**tokenizer.special_tokens_map, **chat.template_kwargs},
     )
     spans: list[Span] = marks[0]
     replies = [m for m in messages if m["role"] == "assistant"]
@@ -192,14 +254,14 @@ def _marked(render: Renderer, messages: list[Message], tools: list[Any] | None) 
     return Piece(texts[0], [span for span, message in zip(spans, replies, strict=True) if is_trained(message)])
 
 
-def _compared(render: Renderer, messages: list[Message], tools: list[Any] | None) -> Piece:
+def _compared(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
     """Spans found by comparing renderings; exact for every template that shows a reply's content as it is."""
-    text = render(messages, tools)
+    text = chat.render(messages, tools)
     chosen = [i for i, m in enumerate(messages) if m["role"] == "assistant" and is_trained(m)]
-    return Piece(text, [_reply_span(render, messages, tools, i, text) for i in chosen])
+    return Piece(text, [_reply_span(chat, messages, tools, i, text) for i in chosen])
 
 
-def _reply_span(render: Renderer, messages: list[Message], tools: list[Any] | None, i: int, text: str) -> Span:
+def _reply_span(chat: ChatReader, messages: Messages, tools: Tools, i: int, text: str) -> Span:
     """Where the reply ``messages[i]`` stands in ``text``, the rendering of all messages.
 
     The conversation is rendered again with a probe in place of the reply. The text before the probe then ends with the
@@ -207,16 +269,16 @@ def _reply_span(render: Renderer, messages: list[Message], tools: list[Any] | No
     tell the header from that, the question alone is rendered twice: answered by the probe, and with its generation
     prompt. The first of these also shows how a turn ends.
     """
-    probe, before, after = _probed(render, messages, tools, i)
+    probe, before, after = _probed(chat, messages, tools, i)
     shared = _common(before, text)
     asked = messages[:i]
     while asked and asked[-1]["role"] == "assistant":
         asked = asked[:-1]
-    answered, _, turn_end = render([*asked, probe], tools).partition(PROBE)
+    answered, _, turn_end = chat.render([*asked, probe], tools).partition(PROBE)
     start = len(before)
     if asked:
-        header_end = _common(answered, render(asked, tools, generation_prompt=True))
-        if header_end < len(render(asked, tools)):
+        header_end = _common(answered, chat.render(asked, tools, generation_prompt=True))
+        if header_end < len(chat.render(asked, tools)):
             raise _hidden(i)
         opening = answered[header_end:]
         start -= len(opening) if before.endswith(opening) else 0
@@ -228,11 +290,11 @@ def _reply_span(render: Renderer, messages: list[Message], tools: list[Any] | No
     return start, end + _common(text[end:], turn_end)
 
 
-def _probed(render: Renderer, messages: list[Message], tools: list[Any] | None, i: int) -> tuple[Message, str, str]:
+def _probed(chat: ChatReader, messages: Messages, tools: Tools, i: int) -> tuple[Message, str, str]:
     """(the reply with a probe in it, the text before the probe, the text after it)."""
     for probe in _probes(messages[i]):
         try:
-            before, found, after = render([*messages[:i], probe, *messages[i + 1 :]], tools).partition(PROBE)
+            before, found, after = chat.render([*messages[:i], probe, *messages[i + 1 :]], tools).partition(PROBE)
         except TemplateError:
             continue  # some templates insist that a tool's answer follows a call: the next probe is one
         if found and PROBE not in after:
@@ -269,146 +331,57 @@ def _common(a: str, b: str) -> int:
     return low
 
 
-def fill_conversation(
-    sample: Sample,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    loss_mask_type: str = "auto",
-    template_kwargs: dict[str, Any] | None = None,
-    max_context_len: int | None = None,
-) -> None:
-    """Turn a sample whose ``prompt`` is a conversation (messages) into one to train on, in place.
+def _unit(chat: ChatReader, text: str, message: Message) -> Piece:
+    """A message's own rendering; a reply is trained on from the end of the generation prompt."""
+    if message["role"] != "assistant" or not is_trained(message):
+        return Piece(text, [])
+    user = {"role": "user", "content": "x"}
+    header = len(chat.render([user], generation_prompt=True)) - len(chat.render([user]))
+    return Piece(text, [(header, len(text))])
 
-    An answer that brings its end token along, as the responses of saved rollouts do, does not get it twice. The prompt
-    becomes the text before the first trained token, the response all that follows, with its loss mask; the
-    reward is 0. A conversation of more than ``max_context_len`` tokens loses its end, and its status is TRUNCATED. One
-    in which no token is left to train on keeps ``response_length`` 0 and is marked ``remove_sample``.
 
-    Raises:
-        ValueError: the prompt is not a list of messages, or what `conversation_tokens` raises.
+def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
+    """slime's mask ``qwen``: a message is rendered alone; the system prompt that the template adds to it is cut off."""
+    user = {"role": "user", "content": "x"}
+    added = 2 * len(chat.render([user])) - len(chat.render([user, user]))
+    pieces = [_unit(chat, chat.render(messages[:1], tools), messages[0])]
+    for message in messages[1:]:
+        text = chat.render([message])
+        pieces.append(_unit(chat, text if message["role"] == "system" else text[added:], message))
+    return pieces
+
+
+def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
+    """A message is rendered after a user's question, so that each reply counts as the last one and keeps its thinking.
+
+    Answers of several tools in a row are one unit, as the template writes them.
     """
-    if isinstance(sample.prompt, str):
+    question = {"role": "user", "content": "x"}
+    length = len(chat.render([question]))
+    pieces = [_unit(chat, chat.render([messages[0], question], tools)[:-length], messages[0])]
+    tool_runs = groupby(enumerate(messages[1:]), key=lambda item: -1 if item[1]["role"] == "tool" else item[0])
+    for _, run in tool_runs:
+        unit = [message for _, message in run]
+        pieces.append(_unit(chat, chat.render([question, *unit])[length:], unit[0]))
+    return pieces
+
+
+def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
+    """The whole rendering; a reply starts after its header and the ``<think>`` that the generation prompt opens."""
+    text = chat.render(messages, tools)
+    replies = re.finditer(r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>\n?)", text, re.DOTALL)
+    flags = [is_trained(m) for m in messages if m["role"] == "assistant"]
+    spans = [reply.span(1) for reply in replies]
+    if len(spans) != len(flags):
         raise ValueError(
-            "SFT reads whole conversations, but the prompt is text: name the column of the messages with --input-key, "
-            "and leave --apply-chat-template out"
+            f"--loss-mask-type qwen3_5 found {len(spans)} replies in a conversation of {len(flags)}; "
+            "use --loss-mask-type auto"
         )
-    tools = sample.metadata.get("tools")
-    ends = turn_ends(tokenizer)
-    messages = [_without_end(m, ends) if m.get("role") == "assistant" else m for m in sample.prompt]
-    try:
-        ids, mask = conversation_tokens(tokenizer, messages, tools, template_kwargs, loss_mask_type)
-    except ValueError as error:
-        raise ValueError(f"conversation {sample.index} ({sample.prompt[0].get('content')!r:.60}): {error}") from error
-    sample.status = Status.COMPLETED
-    if max_context_len is not None and len(ids) > max_context_len:
-        ids, mask = ids[:max_context_len], mask[:max_context_len]
-        sample.status = Status.TRUNCATED
-    start = mask.index(1) if 1 in mask else len(ids)
-    sample.tokens = ids
-    sample.response_length = len(ids) - start
-    sample.loss_mask = mask[start:]
-    sample.prompt = tokenizer.decode(ids[:start])
-    sample.response = tokenizer.decode(ids[start:])
-    sample.remove_sample = start == len(ids)
-    sample.reward = 0.0
+    return [Piece(text, [span for span, flag in zip(spans, flags, strict=True) if flag])]
 
 
-@lru_cache(maxsize=8)
-def turn_ends(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Tokens that end an answer: the end of sequence, and the one that the chat template writes after an answer."""
-    ends = {str(tokenizer.eos_token)} if tokenizer.eos_token else set()
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-    try:
-        after = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(PROBE)[2].strip()
-    except (TemplateError, ValueError, TypeError):  # no template, or one for other conversations
-        after = ""
-    return tuple(ends | ({after} & tokenizer.get_added_vocab().keys()))
-
-
-def _without_end(message: dict[str, Any], ends: tuple[str, ...]) -> dict[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, str) or not content.rstrip().endswith(ends):
-        return message
-    while content.rstrip().endswith(ends):
-        content = content.rstrip()
-        content = content[: -max(len(end) for end in ends if content.endswith(end))]
-    return {**message, "content": content}
-
-
-# label and reward of its two samples, in this order
-SIDES = (("chosen", 1.0), ("rejected", 0.0))
-
-
-def pair_samples(
-    sample: Sample,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    loss_mask_type: str = "auto",
-    template_kwargs: dict[str, Any] | None = None,
-    max_context_len: int | None = None,
-) -> list[Sample]:
-    """The two samples [chosen, rejected] of a sample with `PAIR` in its metadata: one unit and rollout, rewards 1, 0.
-
-    The messages that both conversations start with are their prompt, and what the assistant says there is not trained
-    on. Where a reply has no token left to train on (``max_context_len``), both samples are marked ``remove_sample``.
-
-    Raises:
-        ValueError: there is no pair, or what `fill_conversation` raises.
-    """
-    if PAIR not in sample.metadata or sample.index is None:
-        raise ValueError(
-            "--loss-type dpo_loss trains on pairs: a sample of the data source has an index, and the two replies in "
-            f"metadata[{PAIR!r}]"
-        )
-    replies = sample.metadata[PAIR]
-    metadata = {key: value for key, value in sample.metadata.items() if key != PAIR}
-    sides = []
-    for number, (reply, (label, reward)) in enumerate(zip(replies, SIDES, strict=True)):
-        side = Sample(sample.group_index, 2 * sample.index + number, sample.index, sample.index, metadata=metadata)
-        if isinstance(reply, str):
-            _fill_text(side, sample, reply, tokenizer, max_context_len)
-        else:
-            side.prompt = _untrained_start(reply, _shared(*replies))
-            fill_conversation(
-                side,
-                tokenizer,
-                loss_mask_type=loss_mask_type,
-                template_kwargs=template_kwargs,
-                max_context_len=max_context_len,
-            )
-        side.label, side.reward = label, reward
-        sides.append(side)
-    if any(side.remove_sample for side in sides):
-        for side in sides:
-            side.remove_sample = True
-    return sides
-
-
-def _shared(chosen: Messages, rejected: Messages) -> int:
-    """How many messages both start with; each keeps at least its last."""
-    both = zip(chosen[:-1], rejected[:-1], strict=False)
-    return sum(1 for _ in takewhile(lambda messages: messages[0] == messages[1], both))
-
-
-def _untrained_start(conversation: Messages, count: int) -> Messages:
-    """The conversation with ``step_loss_mask`` 0 in the assistant's messages among the first ``count``."""
-    start = [{**m, "step_loss_mask": 0} if m["role"] == "assistant" else m for m in conversation[:count]]
-    return [*start, *conversation[count:]]
-
-
-def _fill_text(
-    side: Sample, prompt: Sample, reply: str, tokenizer: PreTrainedTokenizerBase, max_context_len: int | None
-) -> None:
-    """Prompt ids as generation has them, the reply's, and the end-of-sequence token that the model is to write.
-
-    A reply that has its end token already, as the responses of saved rollouts do, gets no other.
-    """
-    ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
-    ended = reply.endswith(turn_ends(tokenizer))
-    ids += [] if ended or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    room = len(ids) if max_context_len is None else max(0, max_context_len - len(prompt.tokens))
-    side.prompt, side.response = prompt.prompt, tokenizer.decode(ids[:room])
-    side.tokens, side.response_length = [*prompt.tokens, *ids[:room]], len(ids[:room])
-    side.loss_mask = [1] * side.response_length
-    side.remove_sample = not side.response_length
-    side.status = Status.TRUNCATED if room < len(ids) else Status.COMPLETED
+def distill_qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
+    """The first message as the prompt and the last one's bare content as the response; nothing in between."""
+    reply = messages[-1]["content"] or ""
+    trained = [(0, len(reply))] if is_trained(messages[-1]) else []
+    return [Piece(chat.render(messages[:1], tools, generation_prompt=True), []), Piece(reply, trained)]

@@ -1,4 +1,4 @@
-"""Prompts: rows made into text and token ids, checked and filtered before anything expensive starts."""
+"""Prompts: rows made into samples that nobody has answered yet, checked and filtered before anything starts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from slimelite.data.reader import BadRows, Row, read_rows, split_path
-from slimelite.sample import plain
+from slimelite.sample import Sample, plain
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    from slimelite.arguments import Args
+    from slimelite.arguments import DataArgs, EvalDataset
+
+    # where a row keeps what, and whether its messages go through the chat template
+    Columns = DataArgs | EvalDataset
 
 logger = logging.getLogger(__name__)
 
@@ -31,40 +33,6 @@ PAIR = "pair"
 DEFAULT_COLUMNS = {"metadata_key": "metadata", "tool_key": "tools"}
 
 
-class Columns(Protocol):
-    """Where a row keeps what, and whether its messages go through the chat template: `DataArgs` or `EvalDataset`."""
-
-    @property
-    def input_key(self) -> str: ...
-    @property
-    def label_key(self) -> str | None: ...
-    @property
-    def metadata_key(self) -> str: ...
-    @property
-    def tool_key(self) -> str: ...
-    @property
-    def apply_chat_template(self) -> bool: ...
-    @property
-    def apply_chat_template_kwargs(self) -> dict[str, Any]: ...
-
-
-@dataclass(slots=True)
-class Prompt:
-    """One prompt. Messages that are not templated (SFT) have ``text`` "" and no ids."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
-    tools: list[dict[str, Any]] | None = None
-    messages: Messages | None = None
-
-    def sample_metadata(self, *, keep_messages: bool) -> dict[str, Any]:
-        """A copy of the metadata, with ``messages`` where a reward model puts them in its own chat template."""
-        kept = {"messages": self.messages} if keep_messages and self.messages is not None else {}
-        return copy.deepcopy({**self.metadata, **kept})
-
-
 class BadCell(ValueError):
     """What is wrong in one column of a row."""
 
@@ -72,25 +40,48 @@ class BadCell(ValueError):
         super().__init__(f"column {column!r}: {problem}")
 
 
+def deal(prompt: Sample, group_index: int, index: int) -> Sample:
+    """A copy of ``prompt`` that is to be answered: sample number ``index``, of group number ``group_index``."""
+    return replace(
+        prompt,
+        group_index=group_index,
+        index=index,
+        prompt=copy.deepcopy(prompt.prompt),
+        tokens=list(prompt.tokens),
+        label=copy.deepcopy(prompt.label),
+        metadata=copy.deepcopy(prompt.metadata),
+        weight_versions=[],
+    )
+
+
 def load_prompts(
     columns: Columns,
     tokenizer: PreTrainedTokenizerBase | None,
     paths: Sequence[str],
     *,
+    replies: tuple[str, str] | None = None,
     max_prompt_len: int | None = None,
     skip_bad_rows: bool = False,
+    keep_messages: bool = False,
     warn: Callable[[str], None] = logger.warning,
     whole: bool = True,
-    also: Sequence[str] = (),
-    read: Callable[[Row, Columns, PreTrainedTokenizerBase | None], Prompt] | None = None,
-) -> list[Prompt]:
-    """The prompts of ``paths`` one after the other, in file order.
+) -> list[Sample]:
+    """The prompts of ``paths`` one after the other, in file order: samples to `deal` copies of.
 
-    ``tokenizer`` None: without chat template and token ids, to check files. ``also``: further columns that every row
-    must have; ``read``: makes a prompt of a row in place of `read_prompt`. ``max_prompt_len`` [tokens]: longer prompts
-    are left out. ``warn`` is told what is left out. ``whole`` False: ``paths`` are the first rows of more, so a column
-    that none of them has may come later. The prompt of messages that end with an answer is what stands
-    before their first answer.
+    A prompt is text with its token ids, or messages that are not templated (as SFT reads them) without any.
+
+    ``replies``: the columns of the preferred and of the other reply of a preference pair; both go into
+    ``metadata["pair"]``. A reply is text, the turns that follow the prompt, or the whole conversation from the prompt's
+    first message on. Where no column has the prompt alone, ``input_key`` names that of the chosen conversation, and the
+    prompt is what stands before its first answer.
+
+    Args:
+        tokenizer: None checks files, without chat template and token ids.
+        max_prompt_len: longer prompts are left out [tokens]; the prompt of messages that end with an answer is what
+            stands before their first answer.
+        keep_messages: put messages into ``metadata["messages"]`` too, for a reward model with a chat template.
+        warn: is told what is left out.
+        whole: False where ``paths`` are the first rows of more, so that a column that none of them has may come later.
 
     Raises:
         ValueError: files, columns or the chat template are missing, rows are malformed (unless ``skip_bad_rows``), or
@@ -101,8 +92,8 @@ def load_prompts(
             "--apply-chat-template: the tokenizer has no chat template; put a chat_template.jinja into the "
             "--hf-checkpoint folder, or leave the flag out when the prompts are plain text"
         )
-    required = list(dict.fromkeys(c for c in (columns.input_key, columns.label_key, *also) if c is not None))
-    prompts: list[Prompt] = []
+    required = dict.fromkeys(c for c in (columns.input_key, columns.label_key, *(replies or ())) if c is not None)
+    prompts: list[Sample] = []
     measured: list[str] = []
     problems: list[str] = []
     left_out: list[str] = []
@@ -112,14 +103,14 @@ def load_prompts(
     for path in paths:
         bad = BadRows(skip_bad_rows, left_out.append)
         try:
-            for row in read_rows(path, required, (columns.metadata_key, columns.tool_key), bad):
-                unseen = {key: name for key, name in unseen.items() if name not in row.values} if unseen else unseen
+            for place, row in read_rows(path, [*required], (columns.metadata_key, columns.tool_key), bad):
+                unseen = {key: name for key, name in unseen.items() if name not in row} if unseen else unseen
                 try:
-                    prompt = (read or read_prompt)(row, columns, tokenizer)
-                    measured.append(prompt.text if max_prompt_len is None else _asked_text(prompt, columns, tokenizer))
+                    prompt = _read_prompt(row, columns, tokenizer, replies, keep_messages=keep_messages)
+                    measured.append(_measured(prompt, row, columns, None if max_prompt_len is None else tokenizer))
                     prompts.append(prompt)
                 except BadCell as error:
-                    bad.add(row.place, str(error))
+                    bad.add(place, str(error))
         except ValueError as error:
             problems.append(str(error))
     problems += [f"no row has a column {name!r} (--{key.replace('_', '-')})" for key, name in unseen.items()]
@@ -139,24 +130,26 @@ def load_prompts(
     return kept
 
 
-def _encode(prompts: list[Prompt], texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Set the ids of the prompts that have text; returns how many tokens each of ``texts`` has."""
+def _measured(prompt: Sample, row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """The text whose tokens ``max_prompt_len`` limits; of messages nothing without a tokenizer."""
+    if isinstance(prompt.prompt, str):
+        return prompt.prompt
+    if tokenizer is None:
+        return ""
+    if not tokenizer.chat_template:
+        raise ValueError("--rollout-max-prompt-len cannot measure messages: the tokenizer has no chat template")
+    return _render(tokenizer, before_answers(prompt.prompt), _tools(row, columns), columns)
+
+
+def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Set the ids of the prompts that are text; returns how many tokens each of ``texts`` has."""
     lengths = []
     for start in range(0, len(texts), BATCH):
         encoded = tokenizer(texts[start : start + BATCH], add_special_tokens=False)["input_ids"]
         for prompt, ids in zip(prompts[start : start + BATCH], encoded, strict=True):
-            prompt.token_ids = ids if prompt.text else []
+            prompt.tokens = ids if isinstance(prompt.prompt, str) else []
             lengths.append(len(ids))
     return lengths
-
-
-def _asked_text(prompt: Prompt, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """The text whose tokens ``max_prompt_len`` limits."""
-    if prompt.text or prompt.messages is None or tokenizer is None:
-        return prompt.text
-    if not tokenizer.chat_template:
-        raise ValueError("--rollout-max-prompt-len cannot measure messages: the tokenizer has no chat template")
-    return _render(tokenizer, before_answers(prompt.messages), prompt.tools, columns)
 
 
 def before_answers(messages: Messages) -> Messages:
@@ -166,33 +159,83 @@ def before_answers(messages: Messages) -> Messages:
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]
 
 
-def read_prompt(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
-    """The prompt of one row, its ids still to be filled in; ``tokenizer`` None: without the chat template.
+def _read_prompt(
+    row: Row,
+    columns: Columns,
+    tokenizer: PreTrainedTokenizerBase | None,
+    replies: tuple[str, str] | None,
+    *,
+    keep_messages: bool,
+) -> Sample:
+    """The prompt of one row, its ids still to be filled in; the parameters are those of `load_prompts`.
 
     Raises:
         BadCell: a column does not hold what it should.
     """
-    values = row.values
-    tools = _parsed(values.get(columns.tool_key), columns.tool_key, list) or None
-    metadata = _parsed(values.get(columns.metadata_key), columns.metadata_key, dict) or {}
-    if tools is not None:
-        metadata = {**metadata, "tools": tools}
-    label = None if columns.label_key is None else _label(values[columns.label_key], columns.label_key)
-    prompt = Prompt(label=label, metadata=metadata, tools=tools)
-    content = sound(values[columns.input_key], columns.input_key)
-    if isinstance(content, str):
-        if not content:
-            raise BadCell(columns.input_key, "the prompt is empty")
-        if content.lstrip().startswith(('[{"role"', "[{'role'")):
-            raise BadCell(columns.input_key, "messages written as text; keep them as a list of objects")
-        prompt.text = content
-        prompt.messages = [{"role": "user", "content": content}] if columns.apply_chat_template else None
-    else:
-        prompt.messages = checked_messages(content, columns.input_key)
+    tools = _tools(row, columns)
+    metadata = _parsed(row.get(columns.metadata_key), columns.metadata_key, dict) or {}
+    metadata = {**metadata, "tools": tools} if tools else {**metadata}
+    label = None if columns.label_key is None else _label(row[columns.label_key], columns.label_key)
+    content = sound(row[columns.input_key], columns.input_key)
+    messages: Messages | None = None
+    if not isinstance(content, str):
+        messages = _messages(content, columns.input_key)
+    elif not content:
+        raise BadCell(columns.input_key, "the prompt is empty")
+    elif content.lstrip().startswith(('[{"role"', "[{'role'")):
+        raise BadCell(columns.input_key, "messages written as text; keep them as a list of objects")
+    elif columns.apply_chat_template:
+        messages = [{"role": "user", "content": content}]
     if columns.apply_chat_template and tokenizer is not None:
-        assert prompt.messages is not None
-        prompt.text = _render(tokenizer, prompt.messages, tools, columns)
+        assert messages is not None
+        content = _render(tokenizer, messages, tools, columns)
+    prompt = Sample(prompt=content, label=label, metadata=metadata)
+    if replies is not None:
+        messages = _add_pair(prompt, messages, row, columns.input_key, replies)
+    if keep_messages and messages is not None:
+        metadata["messages"] = messages
     return prompt
+
+
+def _add_pair(
+    prompt: Sample, messages: Messages | None, row: Row, input_key: str, keys: tuple[str, str]
+) -> Messages | None:
+    """Put the replies of a row into the metadata; it is a chat as soon as its prompt or one of its replies is."""
+    cells = {key: sound(row[key], key) for key in keys}
+    if empty := [key for key, cell in cells.items() if cell is None or cell == ""]:
+        raise BadCell(empty[0], "the reply is empty")
+    pair = list(cells.values())
+    inside = input_key in keys
+    if inside and not isinstance(row[input_key], list):
+        raise BadCell(input_key, "a reply that is text holds no prompt; name the prompt's column: --input-key")
+    if messages is not None or not all(isinstance(cell, str) for cell in pair):
+        messages = messages or [{"role": "user", "content": prompt.prompt}]
+        messages = before_answers(messages) if inside else messages
+        if not messages:
+            raise BadCell(input_key, "nothing stands before the first answer")
+        prompt.prompt = messages
+        pair = [_conversation(messages, cell, key, input_key) for key, cell in cells.items()]
+    if pair[0] == pair[1]:
+        raise BadCell(keys[1], f"the same as {keys[0]!r}: neither is preferred")
+    prompt.metadata[PAIR] = pair
+    return messages
+
+
+def _conversation(asked: Messages, cell: Any, key: str, input_key: str) -> Messages:
+    """The prompt's messages and the reply's."""
+    reply = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else _messages(cell, key)
+    whole = reply[: len(asked)] == asked
+    if not whole and reply[0]["role"] != "assistant":
+        raise BadCell(
+            key,
+            f"starts with a {reply[0]['role']} message that is not the first of {input_key!r}; a reply is the "
+            "assistant's turns, or the whole conversation from the prompt on (--input-key "
+            f"{key} where no column has the prompt alone)",
+        )
+    conversation = reply if whole else [*asked, *reply]
+    if len(conversation) == len(asked) or conversation[-1]["role"] != "assistant":
+        raise BadCell(key, "does not end with a message of the assistant")
+    return conversation
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list[Any] | None, columns: Columns) -> str:
@@ -206,7 +249,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list[
         raise BadCell(columns.input_key, f"the chat template refuses these messages ({what})") from error
 
 
-def checked_messages(content: Any, column: str) -> Messages:
+def _messages(content: Any, column: str) -> Messages:
     """``content`` if it is a list of messages; `BadCell` otherwise."""
     if not isinstance(content, list) or not content:
         raise BadCell(column, f"text or a list of messages is expected, not {content!r:.60}")
@@ -260,57 +303,5 @@ def _parsed(value: Any, column: str, kind: type) -> Any:
     return sound(value, column)
 
 
-def load_pairs(
-    args: Args, tokenizer: PreTrainedTokenizerBase | None, paths: Sequence[str], **settings: Any
-) -> list[Prompt]:
-    """As `load_prompts`, with the replies of ``--chosen-key`` and ``--rejected-key`` in ``metadata["pair"]``.
-
-    A reply is text, the turns that follow the prompt, or the whole conversation from the prompt's first message on.
-    Without a column for the prompt alone ``--input-key`` names that of the chosen conversation, and the prompt is what
-    stands before its first answer. ``settings``: those of `load_prompts`.
-    """
-    keys = (args.chosen_key, args.rejected_key)
-    return load_prompts(args, tokenizer, paths, also=keys, read=partial(_read_pair, keys=keys), **settings)
-
-
-def _read_pair(row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None, keys: tuple[str, str]) -> Prompt:
-    """One row; a pair is a chat as soon as its prompt or one of its replies is."""
-    prompt = read_prompt(row, columns, tokenizer)
-    cells = {key: row.values[key] for key in keys}
-    for key, cell in cells.items():
-        sound(cell, key)
-        if cell is None or cell == "":
-            raise BadCell(key, "the reply is empty")
-    pair: list[Any] = list(cells.values())
-    inside = columns.input_key in keys
-    if inside and not isinstance(row.values[columns.input_key], list):
-        raise BadCell(columns.input_key, "a reply that is text holds no prompt; name the prompt's column: --input-key")
-    if prompt.messages is not None or not all(isinstance(cell, str) for cell in pair):
-        asked = prompt.messages or [{"role": "user", "content": prompt.text}]
-        if inside:
-            asked = before_answers(asked)
-        if not asked:
-            raise BadCell(columns.input_key, "nothing stands before the first answer")
-        prompt.text, prompt.messages = "", asked
-        pair = [_conversation(asked, cell, key, columns.input_key) for key, cell in cells.items()]
-    if pair[0] == pair[1]:
-        raise BadCell(keys[1], f"the same as {keys[0]!r}: neither is preferred")
-    prompt.metadata = {**prompt.metadata, PAIR: pair}
-    return prompt
-
-
-def _conversation(asked: Messages, cell: Any, key: str, input_key: str) -> Messages:
-    """The prompt's messages and the reply's."""
-    reply = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else checked_messages(cell, key)
-    whole = reply[: len(asked)] == asked
-    if not whole and reply[0]["role"] != "assistant":
-        raise BadCell(
-            key,
-            f"starts with a {reply[0]['role']} message that is not the first of {input_key!r}; a reply is the "
-            "assistant's turns, or the whole conversation from the prompt on (--input-key "
-            f"{key} where no column has the prompt alone)",
-        )
-    conversation = reply if whole else [*asked, *reply]
-    if len(conversation) == len(asked) or conversation[-1]["role"] != "assistant":
-        raise BadCell(key, "does not end with a message of the assistant")
-    return conversation
+def _tools(row: Row, columns: Columns) -> list[Any] | None:
+    return _parsed(row.get(columns.tool_key), columns.tool_key, list) or None

@@ -15,22 +15,15 @@ import pyarrow.parquet as pq
 
 logger = logging.getLogger(__name__)
 
+# a row of a file: column -> value
+Row = dict[str, Any]
+# where it stands in its file ("row 3 (line 4)", rows counted from 0), and the row, or why it could not be read
+Found = tuple[str, Row | str]
+
 KINDS = (".parquet", ".jsonl", ".json")
 # kinds of malformed rows that are shown of a file
 EXAMPLES = 3
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row; ``place`` says where in its file it is ("row 3 (line 4)", rows counted from 0).
-
-    ``problem``: why it could not be read.
-    """
-
-    values: dict[str, Any]
-    place: str
-    problem: str = ""
 
 
 @dataclass
@@ -82,8 +75,10 @@ def split_path(spec: str) -> tuple[str, slice]:
         raise ValueError(f"cannot read the slice of {spec!r}; a and b of path@[a:b] are whole numbers") from error
 
 
-def read_rows(spec: str, required: Sequence[str], optional: Sequence[str] | None, bad: BadRows) -> Iterator[Row]:
-    """The rows of ``spec``, in order, with the named columns; ``optional`` None asks for every column.
+def read_rows(
+    spec: str, required: Sequence[str] = (), optional: Sequence[str] | None = None, bad: BadRows | None = None
+) -> Iterator[tuple[str, Row]]:
+    """(place, row) for each row of ``spec``, in order, with the named columns; ``optional`` None: with every column.
 
     ``spec``: a .parquet, .jsonl or .json (one list) file, or a hub dataset ``owner/name[:config][:split]`` (split
     ``train`` unless named); ``@[a:b]`` after it takes a slice.
@@ -92,8 +87,10 @@ def read_rows(spec: str, required: Sequence[str], optional: Sequence[str] | None
         ValueError: no such file, a kind that cannot be read, an empty slice, a column that is not there; at the end,
             malformed rows (unless ``bad`` skips), those that the caller added to ``bad`` among them.
     """
+    bad = bad or BadRows()
     name, part = split_path(spec)
     path = Path(name)
+    rows: Iterator[Found]
     if path.is_file() and path.suffix == ".parquet":
         rows = _parquet_rows(path, part, required, optional)
     elif path.is_file() and path.suffix == ".jsonl":
@@ -109,20 +106,20 @@ def read_rows(spec: str, required: Sequence[str], optional: Sequence[str] | None
     else:
         reason = f"cannot read {name}: not one of {', '.join(KINDS)}" if path.exists() else f"no such file: {name}"
         raise ValueError(f"{reason} (--prompt-data, --eval-prompt-data)")
-    for row in rows:
+    for place, row in rows:
         bad.rows += 1
-        if row.problem:
-            bad.add(row.place, row.problem)
-        elif missing := [c for c in required if c not in row.values]:
-            bad.add(row.place, f"no column {missing[0]!r}; it has {sorted(row.values)}")
+        if isinstance(row, str):
+            bad.add(place, row)
+        elif missing := [c for c in required if c not in row]:
+            bad.add(place, f"no column {missing[0]!r}; it has {sorted(row)}")
         else:
-            yield row
+            yield place, row
     if not bad.rows:
         raise ValueError(f"{spec!r} selects no rows")
     bad.close(spec)
 
 
-def _parquet_rows(path: Path, part: slice, required: Sequence[str], optional: Sequence[str] | None) -> Iterator[Row]:
+def _parquet_rows(path: Path, part: slice, required: Sequence[str], optional: Sequence[str] | None) -> Iterator[Found]:
     try:
         file = pq.ParquetFile(path)
         names = file.schema_arrow.names
@@ -136,7 +133,7 @@ def _parquet_rows(path: Path, part: slice, required: Sequence[str], optional: Se
     for start in range(0, len(places), 4096):
         chunk = places[start : start + 4096]
         for number, values in zip(chunk, table.take(pa.array(chunk, pa.int64())).to_pylist(), strict=True):
-            yield Row({k: _without_nulls(v) for k, v in values.items()}, f"row {number}")
+            yield f"row {number}", {k: _without_nulls(v) for k, v in values.items()}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -149,20 +146,18 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _jsonl_rows(path: Path, part: slice) -> Iterator[Row]:
+def _jsonl_rows(path: Path, part: slice) -> Iterator[Found]:
     lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
     for index in range(len(lines))[part]:
         number, line = lines[index]
-        place = f"row {index} (line {number})"
         try:
-            values = json.loads(line, object_pairs_hook=_object)
+            row = _checked(json.loads(line, object_pairs_hook=_object))
         except (ValueError, RecursionError) as error:
-            yield Row({}, place, f"not JSON ({error})")
-        else:
-            yield _object_row(values, place)
+            row = f"not JSON ({error})"
+        yield f"row {index} (line {number})", row
 
 
-def _json_rows(path: Path, part: slice) -> Iterator[Row]:
+def _json_rows(path: Path, part: slice) -> Iterator[Found]:
     try:
         rows = json.loads(path.read_bytes(), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -170,10 +165,10 @@ def _json_rows(path: Path, part: slice) -> Iterator[Row]:
     if not isinstance(rows, list):
         raise ValueError(f"{path} holds one {type(rows).__name__}; a .json file of prompts is a list of objects")
     for index in range(len(rows))[part]:
-        yield _object_row(rows[index], f"row {index}")
+        yield f"row {index}", _checked(rows[index])
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, Any]]) -> Row:
     """A JSON object; of a key that is there twice json would silently take the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -182,13 +177,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _object_row(values: Any, place: str) -> Row:
-    if isinstance(values, dict):
-        return Row(values, place)
-    return Row({}, place, f"a row is an object with named columns, not {type(values).__name__}")
+def _checked(row: Any) -> Row | str:
+    return row if isinstance(row, dict) else f"a row is an object with named columns, not {type(row).__name__}"
 
 
-def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Row]:
+def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Found]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -206,7 +199,7 @@ def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Row]:
         ) from error
     _check_columns(name, dataset.column_names, required)
     for index in range(len(dataset))[part]:
-        yield Row({k: _without_nulls(v) for k, v in dataset[index].items()}, f"row {index}")
+        yield f"row {index}", {k: _without_nulls(v) for k, v in dataset[index].items()}
 
 
 def _check_columns(name: str, columns: Sequence[str], required: Sequence[str]) -> None:

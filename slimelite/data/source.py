@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import random
@@ -10,14 +9,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slimelite.arguments import Args
-from slimelite.data.prompts import PAIR, Prompt, load_pairs, load_prompts
+from slimelite.data.prompts import PAIR, deal, load_prompts
 from slimelite.plugins import load_function
 from slimelite.sample import Sample, label_text, plain
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-Group = list[Sample]
 
 
 class DataSource:
@@ -40,7 +37,7 @@ class DataSource:
             raise ValueError("--prompt-data names no file; give one, or --disable-rollout-global-dataset")
         parts = [[path] for path in args.prompt_data] if self._weights else [args.prompt_data]
         self._streams = [_Stream(self._load(paths, tokenizer), args) for paths in parts if args.rollout_global_dataset]
-        self._returned: list[Group] = []
+        self._returned: list[list[Sample]] = []
         self._pick = (
             load_function(args.buffer_filter_path, "--buffer-filter-path")
             if args.buffer_filter_path
@@ -49,10 +46,17 @@ class DataSource:
         self._next_group = 0
         self._next_sample = 0
 
-    def _load(self, paths: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
-        limit, skip = self.args.rollout_max_prompt_len, self.args.skip_bad_rows
-        load = load_pairs if self.args.loss_type == "dpo_loss" else load_prompts
-        return load(self.args, tokenizer, paths, max_prompt_len=limit, skip_bad_rows=skip)
+    def _load(self, paths: list[str], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+        args = self.args
+        return load_prompts(
+            args,
+            tokenizer,
+            paths,
+            replies=(args.chosen_key, args.rejected_key) if args.loss_type == "dpo_loss" else None,
+            max_prompt_len=args.rollout_max_prompt_len,
+            skip_bad_rows=args.skip_bad_rows,
+            keep_messages=args.reward_model_path is not None,
+        )
 
     def __len__(self) -> int:
         """Number of prompts, of all paths together."""
@@ -63,29 +67,20 @@ class DataSource:
         """How many times as many prompts as there are have been dealt, rounded down."""
         return sum(stream.drawn for stream in self._streams) // len(self) if self._streams else 0
 
-    def get_samples(self, n: int) -> list[Group]:
+    def get_samples(self, n: int) -> list[list[Sample]]:
         """``n`` groups: returned ones first, then fresh ones with prompt tokens, label, metadata and indices set."""
         groups = self._pick(self.args, None, self._returned, n) if self._returned else []
         return [*groups, *(self._fresh_group() for _ in range(n - len(groups)))]
 
-    def add_samples(self, groups: Sequence[Group]) -> None:
+    def add_samples(self, groups: Sequence[list[Sample]]) -> None:
         """Take groups back, unfinished or surplus; they are dealt first, in the order in which they came."""
         self._returned.extend(groups)
 
-    def _fresh_group(self) -> Group:
-        prompt = self._next_stream().next() if self._streams else Prompt()
-        group = []
-        for _ in range(self.args.n_samples_per_prompt):
-            sample = Sample(
-                group_index=self._next_group,
-                index=self._next_sample,
-                prompt=prompt.text or copy.deepcopy(prompt.messages) or "",
-                tokens=list(prompt.token_ids),
-                label=copy.deepcopy(prompt.label),
-                metadata=prompt.sample_metadata(keep_messages=self.args.reward_model_path is not None),
-            )
-            group.append(sample)
-            self._next_sample += 1
+    def _fresh_group(self) -> list[Sample]:
+        prompt = self._next_stream().next() if self._streams else Sample()
+        first, size = self._next_sample, self.args.n_samples_per_prompt
+        group = [deal(prompt, self._next_group, index) for index in range(first, first + size)]
+        self._next_sample += size
         self._next_group += 1
         return group
 
@@ -142,14 +137,14 @@ class DataSource:
 class _Stream:
     """Prompts in an endless order; ``drawn`` counts them and is the whole state."""
 
-    def __init__(self, prompts: list[Prompt], args: Args) -> None:
+    def __init__(self, prompts: list[Sample], args: Args) -> None:
         self.prompts = prompts
         self.drawn = 0
         self.digest = _digest(prompts)
         self._args = args
         self._order: tuple[int, list[int]] = (-1, [])
 
-    def next(self) -> Prompt:
+    def next(self) -> Sample:
         epoch, offset = divmod(self.drawn, len(self.prompts))
         if self._order[0] != epoch:
             order = list(range(len(self.prompts)))
@@ -160,10 +155,11 @@ class _Stream:
         return self.prompts[self._order[1][offset]]
 
 
-def _digest(prompts: list[Prompt]) -> str:
+def _digest(prompts: list[Sample]) -> str:
     state = hashlib.blake2b(digest_size=8)
     for prompt in prompts:
-        asked = prompt.text or json.dumps(prompt.messages, sort_keys=True, default=str)
+        text = isinstance(prompt.prompt, str)
+        asked = prompt.prompt if text else json.dumps(prompt.prompt, sort_keys=True, default=str)
         replies = [prompt.metadata[PAIR]] if PAIR in prompt.metadata else []
         # the label as text: so it was when labels were text, and saved positions are to stay valid
         label = None if prompt.label is None else label_text(prompt.label)
@@ -171,7 +167,7 @@ def _digest(prompts: list[Prompt]) -> str:
     return state.hexdigest()
 
 
-def _first_in_first_out(args: Args, rollout_id: int | None, buffer: list[Group], n: int) -> list[Group]:  # noqa: ARG001
+def _first_in_first_out(args: Args, rollout_id: int | None, buffer: list[list[Sample]], n: int) -> list[list[Sample]]:  # noqa: ARG001
     """slime's buffer filter interface: take at most ``n`` groups out of ``buffer``."""
     taken = buffer[:n]
     del buffer[:n]

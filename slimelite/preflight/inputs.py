@@ -14,8 +14,8 @@ from slimelite.arguments import Args, EvalDataset
 from slimelite.arguments.model import text_config
 from slimelite.arguments.own_groups import plugin_paths
 from slimelite.checkpoints import STATE_FILE, damage, read_json
-from slimelite.data.conversations import fill_conversation, pair_samples
-from slimelite.data.prompts import Prompt, load_pairs, load_prompts
+from slimelite.data.conversations import ChatReader
+from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.registry import ENGINES
 from slimelite.model_files import check_architecture, has_weights, shape_problems
@@ -234,6 +234,10 @@ def _check_data(
     ``broken``: plugins and rules that are not tried again.
     """
 
+    chat = None
+    if tokenizer is not None:
+        settings = (args.loss_mask_type, args.apply_chat_template_kwargs, args.rollout_max_context_len)
+        chat = ChatReader(tokenizer, *settings)
     sources: list[tuple[str, Args | EvalDataset, list[str], int | None]] = []
     if args.rollout_global_dataset and args.prompt_data and not args.load_debug_rollout_data:
         sources.append(("--prompt-data", args, args.prompt_data, args.rollout_max_prompt_len))
@@ -241,37 +245,46 @@ def _check_data(
         sources += [(f"eval dataset {d.name}", d, [d.path], d.max_prompt_len) for d in args.eval_datasets]
     for name, columns, paths, limit in sources:
         rows = paths if args.dry_run else [path if "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in paths]
-        kept: dict[str, Any] = {"max_prompt_len": limit, "skip_bad_rows": args.skip_bad_rows, "whole": rows == paths}
-        kept["warn"] = lambda text, name=name: findings.warnings.append(f"{name}: {text}")
+        left_out: list[str] = []
         pairs = columns is args and args.loss_type == "dpo_loss"
         try:
-            prompts = (
-                load_pairs(args, tokenizer, rows, **kept) if pairs else load_prompts(columns, tokenizer, rows, **kept)
+            prompts = load_prompts(
+                columns,
+                tokenizer,
+                rows,
+                replies=(args.chosen_key, args.rejected_key) if pairs else None,
+                max_prompt_len=limit,
+                skip_bad_rows=args.skip_bad_rows,
+                keep_messages=True,
+                warn=left_out.append,
+                whole=rows == paths,
             )
         except (OSError, ValueError) as error:
             findings.problems.append(f"{name}: {one_line(error)}")
             continue
-        if tokenizer and _generates(args, columns) and any(prompt.messages and not prompt.text for prompt in prompts):
+        findings.warnings += [f"{name}: {text}" for text in left_out]
+        if tokenizer and _generates(args, columns) and not all(isinstance(prompt.prompt, str) for prompt in prompts):
             findings.problems.append(
                 f"{name}: column {columns.input_key!r} holds messages: add --apply-chat-template, which makes text of "
                 "them, or name a column of text with --input-key"
             )
             continue
-        if _generates(args, columns) and any(p.messages and p.messages[-1]["role"] == "assistant" for p in prompts):
+        asked = [prompt.metadata.get("messages", [{"role": "user"}]) for prompt in prompts]
+        if _generates(args, columns) and any(messages[-1]["role"] == "assistant" for messages in asked):
             findings.warnings.append(
                 f"{name}: conversations in column {columns.input_key!r} end with an answer of the assistant, which the "
                 "model sees before it writes its own: leave it out of the prompts"
             )
-        longest = max(len(prompt.token_ids) for prompt in prompts)
+        longest = max(len(prompt.tokens) for prompt in prompts)
         measured = f", the longest of {longest} tokens" if longest else ""
         findings.facts.append(f"{name}: {len(prompts)} {'pairs' if pairs else 'prompts'}{measured}")
-        if pairs and tokenizer is not None:
-            _check_pair(args, tokenizer, name, prompts[0], findings)
+        if pairs and chat is not None:
+            _check_pair(chat, name, prompts[0], findings)
         if pairs:
             continue
         if args.loss_type == "sft_loss" and columns is args:
-            if tokenizer is not None and str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite.")):
-                _check_conversations(args, tokenizer, name, prompts[:ROWS_AT_START], findings)
+            if chat is not None and str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite.")):
+                _check_conversations(chat, name, prompts[:ROWS_AT_START], findings)
         else:
             dataset = None if isinstance(columns, Args) else columns
             _check_lengths(args, dataset, name, longest, config, findings)
@@ -289,15 +302,10 @@ def _generates(args: Args, columns: Args | EvalDataset) -> bool:
     return not own and not (columns is args and args.debug_train_only)
 
 
-def _check_pair(args: Args, tokenizer: PreTrainedTokenizerBase, name: str, prompt: Prompt, findings: Findings) -> None:
+def _check_pair(chat: ChatReader, name: str, prompt: Sample, findings: Findings) -> None:
     """Make the two samples of one pair."""
-    sample = Sample(group_index=0, index=0, prompt=prompt.text, tokens=list(prompt.token_ids), metadata=prompt.metadata)
-    settings: dict[str, Any] = {
-        "loss_mask_type": args.loss_mask_type,
-        "template_kwargs": args.apply_chat_template_kwargs,
-    }
     try:
-        pair = pair_samples(sample, tokenizer, max_context_len=args.rollout_max_context_len, **settings)
+        pair = chat.pair(deal(prompt, 0, 0))
     except ValueError as error:
         findings.problems.append(f"{name}: {one_line(error)}")
         return
@@ -305,17 +313,12 @@ def _check_pair(args: Args, tokenizer: PreTrainedTokenizerBase, name: str, promp
     findings.facts.append(f"{name}: the first pair: {', '.join(shown)}")
 
 
-def _check_conversations(
-    args: Args, tokenizer: PreTrainedTokenizerBase, name: str, prompts: list[Prompt], findings: Findings
-) -> None:
+def _check_conversations(chat: ChatReader, name: str, prompts: list[Sample], findings: Findings) -> None:
     """Make the samples of some conversations."""
-    samples = [Sample(group_index=i, index=i, prompt=p.text or p.messages or "") for i, p in enumerate(prompts)]
-    settings: dict[str, Any] = {"loss_mask_type": args.loss_mask_type}
-    settings |= {"template_kwargs": args.apply_chat_template_kwargs, "max_context_len": args.rollout_max_context_len}
+    samples = [deal(prompt, i, i) for i, prompt in enumerate(prompts)]
     try:
-        for sample, prompt in zip(samples, prompts, strict=True):
-            sample.metadata = prompt.sample_metadata(keep_messages=False)
-            fill_conversation(sample, tokenizer, **settings)
+        for sample in samples:
+            chat.fill(sample)
     except ValueError as error:
         findings.problems.append(f"{name}: {one_line(error)}")
         return
@@ -349,7 +352,7 @@ def _check_lengths(
         )
 
 
-def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Prompt, findings: Findings) -> None:
+def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Sample, findings: Findings) -> None:
     """Score one real row, with the right answer where the rule knows what that looks like."""
     settings, group_size = args, args.n_samples_per_prompt
     if dataset is not None:
@@ -359,9 +362,9 @@ def _check_reward(args: Args, dataset: EvalDataset | None, name: str, prompt: Pr
     scored = settings.custom_rm_path or settings.rm_type or prompt.metadata.get("rm_type")
     if own_rollout or args.debug_train_only or (args.custom_generate_function_path and not scored):
         return  # that code brings rewards of its own
-    text = prompt.text or prompt.messages or ""
-    sample = Sample(group_index=0, index=0, prompt=text, tokens=list(prompt.token_ids), label=prompt.label)
-    sample.metadata = prompt.sample_metadata(keep_messages=settings.reward_model_path is not None)
+    sample = deal(prompt, 0, 0)
+    if settings.reward_model_path is None:
+        sample.metadata.pop("messages", None)
     sample.status = Sample.Status.COMPLETED
     log = logging.getLogger("slimelite.rewards")
     if settings.custom_rm_path is None:  # the author of a plugin wants the lines as well

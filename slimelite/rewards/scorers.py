@@ -197,7 +197,7 @@ class ModelReward:
 
 
 def exchange_of(sample: Sample, response: str) -> Exchange:
-    """What a reward model sees of ``sample``; `Prompt.sample_metadata` keeps the messages for it."""
+    """What a reward model sees of ``sample``; `load_prompts` keeps the messages for it."""
     if not isinstance(sample.prompt, str):
         return Exchange("", response, sample.prompt)
     return Exchange(sample.prompt, response, (sample.metadata or {}).get("messages"))

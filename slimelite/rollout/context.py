@@ -21,7 +21,6 @@ from slimelite.sample import Sample
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-    from slimelite.data.prompts import Prompt
     from slimelite.rewards.grader import Grader
 
 
@@ -121,7 +120,7 @@ class RolloutContext:
     # scores training samples (--opd-type sglang); None: nobody does here
     teacher: Teacher | None = None
     # name of an eval dataset -> its prompts, once read
-    eval_prompts: dict[str, list[Prompt]] = field(default_factory=dict)
+    eval_prompts: dict[str, list[Sample]] = field(default_factory=dict)
 
     def version_trained_on(self, rollout_id: int) -> int:
         """The weight version that rollout ``rollout_id`` meets in training; the engines' own, if none runs ahead."""

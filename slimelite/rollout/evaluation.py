@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable
 
 from slimelite.arguments import EvalDataset
-from slimelite.data.prompts import Prompt, load_prompts
+from slimelite.data.prompts import deal, load_prompts
 from slimelite.rollout.context import RolloutContext, RolloutFnEvalOutput
 from slimelite.rollout.groups import (
     Group,
@@ -31,8 +30,7 @@ async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> Rollout
     """
     await context.engines.refresh()
     datasets = context.args.eval_datasets
-    keep_messages = context.args.reward_model_path is not None
-    groups = {d.name: _groups(d, _prompts(context, d), keep_messages) for d in datasets}
+    groups = {d.name: _groups(d, _prompts(context, d)) for d in datasets}
     total, done = sum(len(g) for g in groups.values()), 0
 
     def count(name: str, number: int) -> None:
@@ -59,7 +57,7 @@ async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> Rollout
     return RolloutFnEvalOutput(data, metrics)
 
 
-def _prompts(context: RolloutContext, dataset: EvalDataset) -> list[Prompt]:
+def _prompts(context: RolloutContext, dataset: EvalDataset) -> list[Sample]:
     if dataset.name not in context.eval_prompts:
         try:
             context.eval_prompts[dataset.name] = load_prompts(
@@ -68,30 +66,23 @@ def _prompts(context: RolloutContext, dataset: EvalDataset) -> list[Prompt]:
                 [dataset.path],
                 max_prompt_len=dataset.max_prompt_len,
                 skip_bad_rows=context.args.skip_bad_rows,
+                keep_messages=context.args.reward_model_path is not None,
             )
         except ValueError as error:
             raise ValueError(f"eval dataset {dataset.name!r}: {error}") from error
     return context.eval_prompts[dataset.name]
 
 
-def _groups(dataset: EvalDataset, prompts: list[Prompt], keep_messages: bool) -> list[Group]:
+def _groups(dataset: EvalDataset, prompts: list[Sample]) -> list[Group]:
     each = dataset.n_samples_per_eval_prompt
-    return [
-        Group([_sample(dataset, prompt, number, number * each + i, keep_messages) for i in range(each)], number)
+    groups = [
+        Group([deal(prompt, number, number * each + i) for i in range(each)], number)
         for number, prompt in enumerate(prompts)
     ]
-
-
-def _sample(dataset: EvalDataset, prompt: Prompt, group_index: int, index: int, keep_messages: bool) -> Sample:
-    return Sample(
-        group_index=group_index,
-        index=index,
-        prompt=prompt.text or prompt.messages or "",
-        tokens=list(prompt.token_ids),
-        label=copy.deepcopy(prompt.label),
-        metadata={**prompt.sample_metadata(keep_messages=keep_messages), **dataset.metadata_overrides},
-        custom_rm_path=dataset.custom_rm_path,
-    )
+    for sample in (s for group in groups for s in group.samples):
+        sample.metadata |= dataset.metadata_overrides
+        sample.custom_rm_path = dataset.custom_rm_path
+    return groups
 
 
 async def _evaluate(

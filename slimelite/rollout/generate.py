@@ -21,7 +21,7 @@ from itertools import count
 from typing import Any
 
 from slimelite.arguments import Args
-from slimelite.data.conversations import fill_conversation, pair_samples
+from slimelite.data.conversations import ChatReader
 from slimelite.plugins import load_function
 from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput, RolloutFnTrainOutput
 from slimelite.rollout.evaluation import evaluate_datasets
@@ -78,22 +78,18 @@ def offline_rollout(
     """
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
-    tokenizer = args.rollout_context.tokenizer
-    settings: dict[str, Any] = {
-        "loss_mask_type": args.loss_mask_type,
-        "template_kwargs": args.apply_chat_template_kwargs,
-        "max_context_len": args.rollout_max_context_len,
-    }
+    settings = (args.loss_mask_type, args.apply_chat_template_kwargs, args.rollout_max_context_len)
+    chat = ChatReader(args.rollout_context.tokenizer, *settings)
     groups = data_source.get_samples(args.rollout_batch_size)
     samples = [s for group in groups for s in group]
     if args.loss_type == "dpo_loss":
-        pairs = [pair_samples(sample, tokenizer, **settings) for sample in samples]
+        pairs = [chat.pair(sample) for sample in samples]
         untrained = sum(chosen.remove_sample for chosen, _ in pairs)
         if untrained:
             logger.warning("%d of %d pairs have a reply without a token to train on", untrained, len(pairs))
         return RolloutFnTrainOutput(pairs, {"rollout/untrained_pairs": float(untrained)})
     for sample in samples:
-        fill_conversation(sample, tokenizer, **settings)
+        chat.fill(sample)
     untrained = sum(s.remove_sample for s in samples)
     if untrained:
         logger.warning("%d of %d conversations have no token to train on", untrained, len(samples))

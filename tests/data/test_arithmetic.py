@@ -19,7 +19,7 @@ from slimelite.data.arithmetic import (
     worked_answer,
     write_model_folder,
 )
-from slimelite.data.conversations import conversation_tokens
+from slimelite.data.conversations import ChatReader
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 
 TOKENIZER = build_tokenizer()
@@ -48,7 +48,7 @@ def test_every_working_is_true_and_every_guess_is_near(numbers: tuple[int, ...],
 def test_text_survives_the_tokenizer_in_few_tokens(numbers: tuple[int, ...], worked: bool) -> None:
     row = conversation_row(numbers, random.Random(0), float(worked))
     text = TOKENIZER.apply_chat_template(row["messages"], tokenize=False)
-    ids, mask = conversation_tokens(TOKENIZER, row["messages"])
+    ids, mask = ChatReader(TOKENIZER).tokens(row["messages"])
     assert TOKENIZER.decode(ids) == text
     assert TOKENIZER.unk_token_id not in ids
     assert len(ids) == (37 if worked else 19)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from slimelite.arguments import Args, ArgumentError, make_args
-from slimelite.data.conversations import Message, Piece, Renderer, conversation_tokens, fill_conversation
+from slimelite.data.conversations import ChatReader, Messages, Piece, Tools
 from slimelite.data.source import DataSource
 from slimelite.families import LOSS_MASKS, LossMask
 from slimelite.sample import Sample, Status
@@ -40,9 +40,9 @@ def reply(content: str | None, **more: Any) -> dict[str, Any]:
 
 
 def segments(
-    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], *args: Any, **kwargs: Any
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], tools: Any = None, **kwargs: Any
 ) -> list[list[Any]]:
-    ids, mask = conversation_tokens(tokenizer, messages, *args, **kwargs)
+    ids, mask = ChatReader(tokenizer, **kwargs).tokens(messages, tools)
     assert len(ids) == len(mask)
     runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
     return [[tokenizer.decode([i for i, _ in run]), value] for value, run in runs]
@@ -140,10 +140,10 @@ texts = st.one_of(
 def test_comparing_finds_what_generation_marks_say(turns: list[tuple[str, str, bool]], ends_with_user: bool) -> None:
     messages = [m for question, answer, on in turns for m in (user(question), reply(answer, step_loss_mask=int(on)))]
     messages += [user("more")] if ends_with_user else []
-    compared = conversation_tokens(byte_tokenizer(CHATML), messages)
-    assert compared == conversation_tokens(byte_tokenizer(MARKED_CHATML), messages)
+    compared = ChatReader(byte_tokenizer(CHATML)).tokens(messages)
+    assert compared == ChatReader(byte_tokenizer(MARKED_CHATML)).tokens(messages)
     # ChatML messages do not influence each other: rendering them one by one finds the same
-    assert compared == conversation_tokens(byte_tokenizer(CHATML), messages, loss_mask_type="qwen")
+    assert compared == ChatReader(byte_tokenizer(CHATML), "qwen").tokens(messages)
 
 
 pieces = st.sampled_from(
@@ -192,8 +192,8 @@ def test_step_loss_mask_switches_one_reply_off(template: str) -> None:
 
 
 def test_a_loss_mask_of_a_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(render: Renderer, messages: list[Message], tools: list[Any] | None) -> list[Piece]:
-        text = render(messages, tools)
+    def find(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
+        text = chat.render(messages, tools)
         return [Piece(text, [(text.index("b"), len(text))])]
 
     monkeypatch.setattr(LOSS_MASKS, "_records", dict(LOSS_MASKS))
@@ -208,7 +208,7 @@ def test_offsets_that_leave_spaces_out_change_nothing() -> None:
     merges = [("Ġ", "Ġ"), ("Ġ", "b"), ("Ċ", "Ċ")]
     messages = [user("  b  b"), reply("  b  \n\nb"), user("  "), reply("  ")]
     exact, trimmed = (byte_tokenizer(CHATML, merges, trim_offsets=trim) for trim in (False, True))
-    assert conversation_tokens(trimmed, messages) == conversation_tokens(exact, messages)
+    assert ChatReader(trimmed).tokens(messages) == ChatReader(exact).tokens(messages)
 
 
 def test_a_token_across_the_border_is_trained_on() -> None:
@@ -221,11 +221,11 @@ def test_a_token_across_the_border_is_trained_on() -> None:
 
 def test_what_cannot_be_masked_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"does not show what assistant message 1 says.*generation"):
-        conversation_tokens(byte_tokenizer(chat_templates.R1), [user("q"), reply(None), user("r"), reply("x")])
+        ChatReader(byte_tokenizer(chat_templates.R1)).tokens([user("q"), reply(None), user("r"), reply("x")])
     with pytest.raises(ValueError, match="roles must alternate"):
-        conversation_tokens(byte_tokenizer(chat_templates.GEMMA), [user("q"), user("r"), reply("x")])
+        ChatReader(byte_tokenizer(chat_templates.GEMMA)).tokens([user("q"), user("r"), reply("x")])
     with pytest.raises(ValueError, match="chat template"):
-        conversation_tokens(byte_tokenizer(None), [user("q"), reply("x")])
+        ChatReader(byte_tokenizer(None)).tokens([user("q"), reply("x")])
 
 
 TOKENIZER = byte_tokenizer()
@@ -239,8 +239,8 @@ MESSAGES = [
 
 def test_the_response_starts_at_the_first_trained_token() -> None:
     sample = Sample(index=0, group_index=0, prompt=MESSAGES)
-    fill_conversation(sample, TOKENIZER)
-    ids, mask = conversation_tokens(TOKENIZER, MESSAGES)
+    ChatReader(TOKENIZER).fill(sample)
+    ids, mask = ChatReader(TOKENIZER).tokens(MESSAGES)
     assert sample.tokens == ids
     assert [0] * sample.prompt_length + sample.loss_mask == mask
     assert sample.loss_mask[0] == 1
@@ -252,10 +252,10 @@ def test_the_response_starts_at_the_first_trained_token() -> None:
 
 def test_a_long_conversation_loses_its_end() -> None:
     whole = Sample(index=0, prompt=MESSAGES)
-    fill_conversation(whole, TOKENIZER)
+    ChatReader(TOKENIZER).fill(whole)
     limit = whole.prompt_length + 4
     cut = Sample(index=0, prompt=MESSAGES)
-    fill_conversation(cut, TOKENIZER, max_context_len=limit)
+    ChatReader(TOKENIZER, max_context_len=limit).fill(cut)
     assert cut.tokens == whole.tokens[:limit]
     assert cut.loss_mask == whole.loss_mask[:4]
     assert cut.status == Status.TRUNCATED
@@ -265,7 +265,7 @@ def test_a_long_conversation_loses_its_end() -> None:
 def test_nothing_left_to_train_on_is_marked() -> None:
     for messages, limit in ((MESSAGES, 5), (MESSAGES[:1], None)):
         sample = Sample(index=0, group_index=0, prompt=messages)
-        fill_conversation(sample, TOKENIZER, max_context_len=limit)
+        ChatReader(TOKENIZER, max_context_len=limit).fill(sample)
         assert sample.remove_sample
         assert (sample.response_length, sample.loss_mask, sample.response) == (0, [], "")
 
@@ -281,7 +281,7 @@ def test_rows_become_a_table_to_train_on(tmp_path: Path) -> None:
     groups = source.get_samples(2)
     samples = [sample for group in groups for sample in group]
     for sample in samples:
-        fill_conversation(sample, tokenizer)
+        ChatReader(tokenizer).fill(sample)
     table = SampleTable.from_samples(groups)
     assert table.response_lengths.tolist() == [s.response_length for s in samples]
     assert samples[0].prompt.startswith("ls<|im_start|>")
@@ -290,6 +290,6 @@ def test_rows_become_a_table_to_train_on(tmp_path: Path) -> None:
 
 def test_errors_name_the_flag_or_the_conversation() -> None:
     with pytest.raises(ValueError, match="--input-key"):
-        fill_conversation(Sample(index=0, prompt="text"), TOKENIZER)
+        ChatReader(TOKENIZER).fill(Sample(index=0, prompt="text"))
     with pytest.raises(ValueError, match=r"conversation 3 \('2\+2\?'\)"):
-        fill_conversation(Sample(index=3, prompt=MESSAGES), byte_tokenizer("{{ raise_exception('no') }}"))
+        ChatReader(byte_tokenizer("{{ raise_exception('no') }}")).fill(Sample(index=3, prompt=MESSAGES))

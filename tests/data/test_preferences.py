@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.data.conversations import conversation_tokens, pair_samples
-from slimelite.data.prompts import Prompt, load_pairs
+from slimelite.data.conversations import ChatReader
+from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.source import DataSource
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
@@ -25,24 +25,27 @@ USER = {"role": "user", "content": "2+2?"}
 GOOD, BAD = ({"role": "assistant", "content": answer} for answer in ("4", "it is 5"))
 AGAIN = {"role": "user", "content": "sure?"}
 
-Load = Callable[..., list[Prompt]]
+Load = Callable[..., list[Sample]]
 
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     """``load(row, ...)``: the pairs of a jsonl file."""
 
-    def from_rows(*rows: dict[str, Any], skip: bool = False, **given: Any) -> list[Prompt]:
+    def from_rows(*rows: dict[str, Any], skip: bool = False, **given: Any) -> list[Sample]:
         path = tmp_path / "pairs.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return load_pairs(Args(**{"input_key": "prompt"} | given), TOKENIZER, [str(path)], skip_bad_rows=skip)
+        return load_pairs(Args(**{"input_key": "prompt"} | given), path, skip_bad_rows=skip)
 
     return from_rows
 
 
-def samples_of(prompt: Prompt, **given: Any) -> list[Sample]:
-    sample = Sample(index=3, group_index=3, prompt=prompt.text, tokens=prompt.token_ids, metadata=prompt.metadata)
-    return pair_samples(sample, TOKENIZER, **given)
+def load_pairs(args: Args, path: Path, tokenizer: Any = TOKENIZER, **given: Any) -> list[Sample]:
+    return load_prompts(args, tokenizer, [str(path)], replies=(args.chosen_key, args.rejected_key), **given)
+
+
+def samples_of(prompt: Sample, **given: Any) -> list[Sample]:
+    return ChatReader(TOKENIZER, **given).pair(deal(prompt, 3, 3))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,7 @@ def test_every_usual_format_is_the_same_pair(load: Load, row: dict[str, Any], gi
     (prompt,) = load(row, **given)
     pair = samples_of(prompt)
     for side, conversation in zip(pair, ([USER, GOOD], [USER, BAD]), strict=True):
-        ids, mask = conversation_tokens(TOKENIZER, conversation)
+        ids, mask = ChatReader(TOKENIZER).tokens(conversation)
         assert side.tokens == ids
         assert [0] * side.prompt_length + side.loss_mask == mask
         side.check_aligned()
@@ -80,7 +83,7 @@ def test_parquet_rows_whose_keys_differ(tmp_path: Path) -> None:
     path = tmp_path / "pairs.parquet"
     rows = [{"prompt": [USER], "chosen": [{**GOOD, "name": "x"}], "rejected": [USER, BAD]}]
     pq.write_table(pa.Table.from_pylist(rows), path)
-    (prompt,) = load_pairs(Args(input_key="prompt"), TOKENIZER, [str(path)])
+    (prompt,) = load_pairs(Args(input_key="prompt"), path)
     assert [side.response for side in samples_of(prompt)] == ["4<|im_end|>\n", "it is 5<|im_end|>\n"]
 
 
@@ -146,9 +149,9 @@ def test_tools_and_template_settings_reach_the_template(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer("{{ tools[0].name if tools }}{{ mood }}" + TOKENIZER.chat_template)
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": [USER], "chosen": "4", "rejected": "5", "fns": [{"name": "ls"}]}))
-    (prompt,) = load_pairs(Args(input_key="prompt", tool_key="fns"), tokenizer, [str(path)])
+    (prompt,) = load_pairs(Args(input_key="prompt", tool_key="fns"), path, tokenizer)
     sample = Sample(index=0, group_index=0, metadata=prompt.metadata)
-    for side in pair_samples(sample, tokenizer, template_kwargs={"mood": "calm"}):
+    for side in ChatReader(tokenizer, template_kwargs={"mood": "calm"}).pair(sample):
         assert side.prompt.startswith("lscalm<|im_start|>")
 
 
@@ -182,7 +185,7 @@ def test_the_source_deals_pairs_and_knows_when_they_changed(tmp_path: Path) -> N
     path.write_text("".join(json.dumps({**WHOLE, "rejected": f"{i}"}) + "\n" for i in range(5, 8)))
     args = Args(loss_type="dpo_loss", prompt_data=[str(path)], input_key="prompt")
     source = DataSource(args, TOKENIZER)
-    table = SampleTable.from_samples([pair_samples(group[0], TOKENIZER) for group in source.get_samples(3)])
+    table = SampleTable.from_samples([ChatReader(TOKENIZER).pair(group[0]) for group in source.get_samples(3)])
     assert table.unit_id.tolist() == table.rollout_id.tolist() == [0, 0, 1, 1, 2, 2]
     assert table.sample_id.tolist() == list(range(6))
     assert SampleTable.from_samples(table.to_samples()).unit_id.tolist() == table.unit_id.tolist()
@@ -194,4 +197,4 @@ def test_the_source_deals_pairs_and_knows_when_they_changed(tmp_path: Path) -> N
 
 def test_a_source_without_pairs_is_told() -> None:
     with pytest.raises(ValueError, match=r"metadata\['pair'\]"):
-        pair_samples(Sample(index=0, group_index=0, prompt=[USER]), TOKENIZER)
+        ChatReader(TOKENIZER).pair(Sample(index=0, group_index=0, prompt=[USER]))

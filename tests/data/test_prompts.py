@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from slimelite.arguments import DataArgs, EvalDataset
-from slimelite.data.prompts import Prompt, load_prompts
+from slimelite.data.prompts import load_prompts
+from slimelite.sample import Sample
 
 from .tokenizers import CHATML, byte_tokenizer
 
@@ -24,24 +25,36 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def load(
-    tmp_path: Path, rows: list[dict[str, Any]], limit: int | None = None, skip: bool = False, **settings: Any
-) -> list[Prompt]:
+    tmp_path: Path,
+    rows: list[dict[str, Any]],
+    limit: int | None = None,
+    skip: bool = False,
+    keep_messages: bool = False,
+    **settings: Any,
+) -> list[Sample]:
     path = write(tmp_path / "rows.jsonl", rows)
-    return load_prompts(DataArgs(**settings), TOKENIZER, [path], max_prompt_len=limit, skip_bad_rows=skip)
+    return load_prompts(
+        DataArgs(**settings),
+        TOKENIZER,
+        [path],
+        max_prompt_len=limit,
+        skip_bad_rows=skip,
+        keep_messages=keep_messages,
+    )
 
 
 def test_text_and_messages_become_the_same_templated_prompt(tmp_path: Path) -> None:
     rows = [{"input": "hi"}, {"input": [{"role": "user", "content": "hi"}]}]
-    text, messages = load(tmp_path, rows, apply_chat_template=True)
-    assert text.text == messages.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert text.token_ids == messages.token_ids == TOKENIZER(text.text, add_special_tokens=False)["input_ids"]
-    assert text.messages == messages.messages == [{"role": "user", "content": "hi"}]
+    text, messages = load(tmp_path, rows, keep_messages=True, apply_chat_template=True)
+    assert text.prompt == messages.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert text.tokens == messages.tokens == TOKENIZER(text.prompt, add_special_tokens=False)["input_ids"]
+    assert text.metadata == messages.metadata == {"messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_without_the_template_text_is_encoded_and_messages_are_kept(tmp_path: Path) -> None:
     text, messages = load(tmp_path, [{"input": "hi"}, {"input": [{"role": "user", "content": "hi"}]}])
-    assert (TOKENIZER.decode(text.token_ids), text.messages) == ("hi", None)
-    assert (messages.text, messages.token_ids, messages.messages) == ("", [], [{"role": "user", "content": "hi"}])
+    assert (TOKENIZER.decode(text.tokens), text.prompt, text.metadata) == ("hi", "hi", {})
+    assert (messages.prompt, messages.tokens) == ([{"role": "user", "content": "hi"}], [])
 
 
 def test_template_settings_and_tools_reach_the_template(tmp_path: Path) -> None:
@@ -57,7 +70,7 @@ def test_template_settings_and_tools_reach_the_template(tmp_path: Path) -> None:
         apply_chat_template=True, apply_chat_template_kwargs={"flavour": "!"}, tool_key="t", metadata_key="m"
     )
     prompts = load_prompts(args, tokenizer, [write(tmp_path / "a.jsonl", rows)])
-    assert [p.text for p in prompts] == ["![ls]a", "![ls]b", "!c"]
+    assert [p.prompt for p in prompts] == ["![ls]a", "![ls]b", "!c"]
     assert [p.metadata for p in prompts] == [{"rm_type": "math", "tools": TOOLS}, {"tools": TOOLS}, {}]
 
 
@@ -70,20 +83,20 @@ def test_labels_are_text(tmp_path: Path) -> None:
 def test_the_columns_of_an_eval_dataset_are_its_own(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"q": "x", "a": 1}, {"q": "yyyy", "a": 2}])
     dataset = EvalDataset(name="a", path=path, input_key="q", label_key="a")
-    assert [(p.text, p.label) for p in load_prompts(dataset, TOKENIZER, [path], max_prompt_len=3)] == [("x", 1)]
+    assert [(p.prompt, p.label) for p in load_prompts(dataset, TOKENIZER, [path], max_prompt_len=3)] == [("x", 1)]
 
 
 def test_several_paths_are_one_dataset_in_order(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", [{"input": "a0"}, {"input": "a1"}])
     pq.write_table(pa.table({"input": ["b0", "b1", "b2"]}), tmp_path / "b.parquet")
     prompts = load_prompts(DataArgs(), TOKENIZER, [a, f"{tmp_path}/b.parquet@[-1:]", f"{a}@[:1]"])
-    assert [p.text for p in prompts] == ["a0", "a1", "b2", "a0"]
+    assert [p.prompt for p in prompts] == ["a0", "a1", "b2", "a0"]
 
 
 def test_long_prompts_are_left_out_in_order_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"input": "x" * n} for n in (3, 9, 1, 5, 4, 6)]
     with caplog.at_level(logging.WARNING):
-        assert [len(p.text) for p in load(tmp_path, rows, limit=4)] == [3, 1, 4]
+        assert [len(p.prompt) for p in load(tmp_path, rows, limit=4)] == [3, 1, 4]
     assert "left out 3 of 6 prompts longer than 4 tokens" in caplog.text
 
 
@@ -93,7 +106,7 @@ def test_the_prompt_of_a_conversation_is_measured_before_its_first_answer(tmp_pa
     rows = [{"input": [short, answer]}, {"input": [long, answer]}, {"input": [short, answer, short]}]
     # 19 tokens surround a first question; a conversation that ends with a question is a prompt as a whole
     kept = load(tmp_path, rows, limit=40)
-    assert [p.messages for p in kept] == [rows[0]["input"]]
+    assert [p.prompt for p in kept] == [rows[0]["input"]]
 
 
 BAD = {
@@ -148,7 +161,7 @@ def test_every_file_that_is_wrong_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"bad\.jsonl: 1 of 1 rows.*; no such file: gone\.jsonl"):
             load_prompts(columns, tokenizer, [good, bad, "gone.jsonl"])
     (prompt,) = load_prompts(columns, None, [good], max_prompt_len=1)
-    assert (prompt.text, prompt.token_ids) == ("x", [])
+    assert (prompt.prompt, prompt.tokens) == ("x", [])
 
 
 def test_nothing_left_says_why(tmp_path: Path) -> None:

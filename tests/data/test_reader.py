@@ -27,7 +27,7 @@ def write(path: Path, rows: list[Any]) -> str:
 
 
 def inputs(spec: str) -> list[str]:
-    return [row.values["input"] for row in read_rows(spec, ["input"], [], BadRows())]
+    return [row["input"] for _, row in read_rows(spec, ["input"], [])]
 
 
 @pytest.fixture(params=["rows.parquet", "rows.jsonl", "rows.json"])
@@ -63,8 +63,8 @@ def test_an_empty_slice_is_an_error(file: str) -> None:
 
 def test_parquet_reads_only_the_columns_it_was_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", ROWS)
-    assert set(next(read_rows(path, ["input"], ["label"], BadRows())).values) == {"input", "label"}
-    assert set(next(read_rows(path, ["input"], None, BadRows())).values) == set(ROWS[0])
+    assert set(next(read_rows(path, ["input"], ["label"]))[1]) == {"input", "label"}
+    assert set(next(read_rows(path, ["input"]))[1]) == set(ROWS[0])
 
 
 def test_keys_that_parquet_made_up_are_gone(tmp_path: Path) -> None:
@@ -72,14 +72,14 @@ def test_keys_that_parquet_made_up_are_gone(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "ls", "arguments": {"d": "."}}]}
     other = {"role": "assistant", "content": "x", "tool_calls": [{"name": "cat", "arguments": {"f": "y"}}]}
     rows = [{"m": [{"role": "user", "content": "hi"}, call]}, {"m": [other]}]
-    read = [row.values["m"] for row in read_rows(write(tmp_path / "a.parquet", rows), ["m"], [], BadRows())]
+    read = [row["m"] for _, row in read_rows(write(tmp_path / "a.parquet", rows), ["m"], [])]
     assert read == [[rows[0]["m"][0], {k: v for k, v in call.items() if v is not None}], [other]]
 
 
 def test_a_malformed_line_is_named_with_file_row_and_line(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ['{"input": "a"}', "", '{"input": ', "[1]", '{"label": 1}', '{"input": "b"}'])
     said: list[str] = []
-    assert [row.values["input"] for row in read_rows(path, ["input"], [], BadRows(True, said.append))] == ["a", "b"]
+    assert [row["input"] for _, row in read_rows(path, ["input"], [], BadRows(True, said.append))] == ["a", "b"]
     rows = (
         "3 of 5 rows are malformed{}: row 1 (line 3): not JSON (Expecting value: line 1 column 11 (char 10)); row 2 "
         "(line 4): a row is an object with named columns, not list; row 3 (line 5): no column 'input'; it has ['label']"
@@ -98,7 +98,7 @@ def test_many_bad_rows_are_counted_and_a_few_kinds_of_them_shown(tmp_path: Path)
 
 def test_wrong_columns_are_answered_with_those_there_are(file: str) -> None:
     with pytest.raises(ValueError, match=r"no column 'answer'.*'input', 'label', 'other'"):
-        list(read_rows(file, ["input", "answer"], [], BadRows()))
+        list(read_rows(file, ["input", "answer"], []))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

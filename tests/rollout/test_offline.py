@@ -12,7 +12,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from slimelite.arguments import Args
 from slimelite.data.arithmetic import conversation_row, pair_row
-from slimelite.data.conversations import conversation_tokens
+from slimelite.data.conversations import ChatReader
 
 from .conftest import MakeArgs, MakeManager
 
@@ -48,7 +48,7 @@ def test_conversations_become_samples(
     output = manager.generate(0)
     table = output.table
     for row in range(4):
-        ids, mask = conversation_tokens(tokenizer, CONVERSATIONS[row]["messages"])
+        ids, mask = ChatReader(tokenizer).tokens(CONVERSATIONS[row]["messages"])
         got = [*table.row_slice("prompt_tokens", row), *table.row_slice("response_tokens", row)]
         assert got == ids
         masked = [0] * len(table.row_slice("prompt_tokens", row)) + table.row_slice("loss_mask", row).tolist()
