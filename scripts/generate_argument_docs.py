@@ -9,9 +9,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slimelite.arguments.args import Args
-from slimelite.arguments.flags import Flag, group_flags, group_title, groups_of
-from slimelite.arguments.help import shown_default, usage
-from slimelite.arguments.rollout import EvalDataset
+from slimelite.arguments.evaluation import EvalDataset
+from slimelite.arguments.flags import group_flags, group_title, groups_of
+from slimelite.arguments.help import description, meaning, shared_needs, shown_default, usage
 from slimelite.arguments.vocabulary import known_flags, known_tables
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "arguments.md"
@@ -49,7 +49,7 @@ class ShoutArgs:
     What my reward function reads.
     \"\"\"
 
-    shout_bonus: float = flag(0.5, "reward added for an exclamation mark")
+    shout_bonus: float = flag(0.5, "This is added to the reward for an exclamation mark.", at_least=0)
 ```
 
 `python train.py --args-group shout.py:ShoutArgs --shout-bonus 0.7 ...` takes it: `--help` has a section "Shouting",
@@ -63,9 +63,9 @@ def document() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     for group in groups_of(Args):
-        title, description = group_title(group)
-        text = f"## {title}\n\n" + (f"{description}\n\n" if description else "")
-        parts.append(text + _table(("flag", "default", "meaning"), _flag_rows(group_flags(group))))
+        said = description(group)
+        text = f"## {group_title(group)[0]}\n\n" + (f"{said}\n\n" if said else "")
+        parts.append(text + _table(("flag", "default", "meaning"), _flag_rows(group)))
     parts.append(
         "## Keys of an evaluation dataset\n\n"
         "In `--eval-config`: `eval: {defaults: {...}, datasets: [...]}`, datasets as a list or a mapping by name; the "
@@ -85,14 +85,15 @@ def document() -> str:
     return "\n".join(parts)
 
 
-def _flag_rows(flags: Iterable[Flag]) -> Iterator[tuple[str, str, str]]:
-    for flag in flags:
-        yield f"`{usage(flag)}`", shown_default(flag), flag.help
+def _flag_rows(group: type) -> Iterator[tuple[str, str, str]]:
+    shared = shared_needs(group)
+    for flag in group_flags(group):
+        yield f"`{usage(flag)}`", shown_default(flag), meaning(flag, shared)
 
 
 def _eval_rows() -> Iterator[tuple[str, str]]:
     for flag in group_flags(EvalDataset):
-        yield f"`{flag.name}`", flag.help
+        yield f"`{flag.name}`", meaning(flag)
     for name, why in known_tables()["eval_config"].items():
         yield f"`{name}`", f"refused: {why}"
 

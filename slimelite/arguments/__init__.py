@@ -6,6 +6,7 @@ Only the standard library is imported here, so that ``train.py --help`` is insta
 from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
+from slimelite.arguments.evaluation import EvalArgs, EvalDataset
 from slimelite.arguments.flags import ArgumentError, flag, resolved
 from slimelite.arguments.model import (
     ArchitectureArgs,
@@ -15,7 +16,7 @@ from slimelite.arguments.model import (
     model_config_from_flags,
 )
 from slimelite.arguments.parse import make_args, parse_args
-from slimelite.arguments.rollout import DataArgs, EvalArgs, EvalDataset, RewardArgs, RolloutArgs
+from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.tracking import DebugArgs, TrackingArgs
 from slimelite.arguments.training import OptimizerArgs, PerfArgs
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
 from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
+from slimelite.arguments.evaluation import EvalArgs
 from slimelite.arguments.flags import resolved
 from slimelite.arguments.model import CheckpointArgs, ClusterArgs, ModelArgs
-from slimelite.arguments.rollout import DataArgs, EvalArgs, RewardArgs, RolloutArgs
+from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.tracking import DebugArgs, TrackingArgs
 from slimelite.arguments.training import OptimizerArgs, PerfArgs
 

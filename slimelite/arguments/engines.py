@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slimelite.arguments.conditions import INFERENCE, OWN_ENGINES, SGLANG, SYNC, when
 from slimelite.arguments.flags import flag, resolved
+
+FAULT_TOLERANCE = SGLANG & when("--use-fault-tolerance", lambda a: a.use_fault_tolerance)
 
 
 @dataclass(frozen=True)
@@ -15,27 +18,50 @@ class SglangArgs:
     Every other option of SGLang's server is taken as --sglang-<option>.
     """
 
-    sglang_mem_fraction_static: float | None = flag(None, "share of GPU memory for weights and KV cache")
-    sglang_server_concurrency: int = flag(512, "requests in flight for each engine")
+    sglang_mem_fraction_static: float | None = flag(
+        None,
+        "weights and KV cache take this share of a GPU's memory",
+        needs=SGLANG & OWN_ENGINES,
+        at_least=0,
+        at_most=1,
+    )
+    sglang_server_concurrency: int = flag(
+        512, "each engine has this many requests in flight", needs=INFERENCE, at_least=1
+    )
     sglang_max_running_requests: int | None = flag(
-        None, "sequences decoded at once in an engine (the embedded one too)"
+        None, "an engine, the embedded one too, decodes this many sequences at once", needs=OWN_ENGINES, at_least=1
     )
     sglang_context_length: int | None = flag(
         None,
-        "longest context of the engine [tokens]",
+        "an engine's context is at most this long [tokens]",
+        needs=INFERENCE,
+        at_least=1,
         auto="--rollout-max-context-len, or the model's, within its cache",
     )
 
     sglang_config: str | None = flag(
-        None, "YAML of engine groups with sizes and SGLang options of their own (slime's format)", metavar="FILE"
+        None,
+        "this YAML has engine groups with sizes and SGLang options of their own (slime's format)",
+        needs=SGLANG,
+        metavar="FILE",
     )
-    rollout_external: bool = flag(False, "slime's switch; --rollout-external-engine-addrs has to be given as well")
+    rollout_external: bool = flag(
+        False,
+        "slime's switch says that somebody else runs the servers",
+        needs=INFERENCE & when("--rollout-external-engine-addrs", lambda a: a.rollout_external_engine_addrs).strictly(),
+    )
     rollout_external_engine_addrs: list[str] = flag(
-        [], "host:port of SGLang servers that someone else runs, instead of starting any"
+        [], "somebody else runs SGLang servers at these host:port, so none is started", needs=INFERENCE
     )
-    use_fault_tolerance: bool = flag(False, "start an engine that dies anew, and give its requests to others")
-    rollout_health_check_interval: float = flag(30.0, "between two checks of an engine during a rollout [s]")
-    rollout_health_check_timeout: float = flag(30.0, "an engine that does not answer for this long is dead [s]")
+    use_fault_tolerance: bool = flag(
+        False, "an engine that dies is started anew, and others take its requests", needs=SGLANG
+    )
+    rollout_health_check_interval: float = flag(
+        30.0, "engines are checked at this interval during a rollout [s]", needs=FAULT_TOLERANCE, at_least=1
+    )
+    rollout_health_check_timeout: float = flag(
+        30.0, "an engine that does not answer for this long is dead [s]", needs=FAULT_TOLERANCE, at_least=1
+    )
 
     # where a generate plugin finds an engine; set for each call
     sglang_router_ip: str | None = resolved(None)
@@ -55,17 +81,31 @@ class WeightSyncArgs:
     """
 
     update_weight_buffer_size: int = flag(
-        512 * 1024**2, "bucket of weights sent to the engines at a time, rounded up to whole tensors [bytes]"
+        512 * 1024**2,
+        "weights go to the engines in buckets of this size, rounded up to whole tensors [bytes]",
+        needs=SYNC,
+        at_least=1,
     )
     update_weight_transport: Transport | None = flag(
         None,
-        "the way into SGLang: CUDA IPC, a process group (gloo on a CPU), bodies of HTTP requests, or a folder",
+        "weights go into SGLang by CUDA IPC, a process group (gloo on a CPU), bodies of HTTP requests, or a folder",
+        needs=SYNC & SGLANG,
         auto="disk with --update-weight-disk-dir, http into external servers, ipc with --colocate on GPUs, else nccl",
     )
     update_weight_disk_dir: str | None = flag(
-        None, "folder that trainer and servers share, for weights that go by disk", metavar="DIR"
+        None,
+        "trainer and servers share this folder, for weights that go by disk",
+        needs=SYNC & SGLANG & when("--update-weight-transport disk", lambda a: a.update_weight_transport == "disk"),
+        required=True,
+        metavar="DIR",
     )
-    update_weight_disk_keep_files: bool = flag(False, "keep the folders of earlier versions there")
+    update_weight_disk_keep_files: bool = flag(
+        False,
+        "the folders of earlier versions stay there",
+        needs=SYNC & SGLANG & when("--update-weight-disk-dir", lambda a: a.update_weight_disk_dir),
+    )
     check_weight_update_equal: bool = flag(
-        False, "after each sync compare log-probs of every engine with the trainer's, on tokens it samples for this"
+        False,
+        "after each sync the log-probs of every engine are compared with the trainer's, on tokens it samples for this",
+        needs=SYNC,
     )

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from slimelite.arguments.args import Args
+from slimelite.arguments.evaluation import EvalDataset
 from slimelite.arguments.flags import group_flags
-from slimelite.arguments.rollout import EvalDataset
 from slimelite.arguments.sources import load_yaml
 from slimelite.arguments.vocabulary import SIMILAR, Settings, known_tables, read_yaml
 

@@ -26,7 +26,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class ArgumentError(ValueError):
@@ -39,21 +39,57 @@ class ArgumentError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class Condition(NamedTuple):
+    """One thing that a flag may need: the words behind "needs", and whether it holds of the complete arguments.
+
+    ``said``: a function where the words depend on what is registered. ``why_not``: what usually stands in its way.
+    ``strict``: a flag that is given without it is an error, and not only listed under "no effect here".
+    """
+
+    said: str | Callable[[], str]
+    holds: Callable[[Any], object]
+    why_not: str = ""
+    strict: bool = False
+
+    @property
+    def words(self) -> str:
+        """Behind "needs"."""
+        return self.said if isinstance(self.said, str) else self.said()
+
+
 @dataclass(frozen=True)
 class Needs:
-    """When a flag has an effect: what must hold of the arguments, and the words that say so behind "needs"."""
+    """When a flag has an effect: where all of ``conditions`` hold."""
 
-    holds: Callable[[Any], object]
-    words: str
+    conditions: tuple[Condition, ...]
 
     def __and__(self, other: Needs) -> Needs:
-        return Needs(lambda args: self.holds(args) and other.holds(args), f"{self.words} and {other.words}")
+        return Needs(tuple(dict.fromkeys(self.conditions + other.conditions)))
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(lambda args: self.holds(args) or other.holds(args), f"{self.words}, or {other.words}")
+        def words() -> str:
+            return f"{listed(c.words for c in self.conditions)}, or {listed(c.words for c in other.conditions)}"
+
+        return Needs((Condition(words, lambda args: not (self.missing(args) and other.missing(args))),))
+
+    def strictly(self) -> Needs:
+        """The same, as an error where it does not hold."""
+        return Needs(tuple(condition._replace(strict=True) for condition in self.conditions))
+
+    def missing(self, args: object, *, strict: bool = False) -> str | None:
+        """The words of the first (or first strict) condition that does not hold of ``args``; None: all do."""
+        checked = (condition for condition in self.conditions if condition.strict == strict)
+        return next((condition.words + condition.why_not for condition in checked if not condition.holds(args)), None)
 
 
-ALWAYS = Needs(lambda _: True, "")
+def listed(parts: Iterable[str]) -> str:
+    """``a, b and c``."""
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+# a flag that always has an effect says so
+ALWAYS = Needs(())
 
 
 def flag(
@@ -61,9 +97,8 @@ def flag(
     help: str,  # the word argparse uses; nothing here needs the builtin
     *,
     needs: Needs | None = None,
-    strict: bool = False,
     required: bool = False,
-    choices: Collection[str] = (),
+    choices: Collection[str | Collection[str]] = (),
     at_least: float | None = None,
     at_most: float | None = None,
     above: float | None = None,
@@ -81,12 +116,11 @@ def flag(
     Args:
         default: value when no source gives one; lists and dicts are copied.
         help: a sentence or two; units in brackets.
-        needs: when the flag has an effect, `ALWAYS` for one that always has; given without, it is listed under "no
-            effect here" when the run starts.
-        strict: the flag given without what it needs is an error.
-        required: where what it needs holds, the flag has to be given.
-        choices: the values it takes, such as a `Registry`, whose names they are; a ``Literal`` annotation says the
-            same.
+        needs: when the flag has an effect; `ALWAYS` for one that always has. One that is given without is listed
+            under "no effect here" when the run starts.
+        required: the flag has to be given where the last of what it needs holds.
+        choices: the values it takes, such as a `Registry`, whose names they are, or ``("auto", REGISTRY)``; a
+            ``Literal`` annotation says the same.
         at_least: bound of a number; None means that there is none.
         at_most: likewise.
         above: likewise, and the bound itself is not allowed.
@@ -123,9 +157,8 @@ class Flag:
     optional: bool
     default: Any
     help: str
-    choices: Collection[str]
+    known: Collection[str | Collection[str]]
     needs: Needs | None
-    strict: bool
     required: bool
     at_least: float | None
     at_most: float | None
@@ -138,6 +171,12 @@ class Flag:
     repeat: bool
     auto: str | None
     aliases: tuple[str, ...]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that it takes, those that are registered by now; empty: any."""
+        parts = ((part,) if isinstance(part, str) else part for part in self.known)
+        return tuple(name for part in parts for name in part)
 
     @property
     def option(self) -> str:
@@ -210,12 +249,13 @@ def _read_field(f: dataclasses.Field[Any], hint: Any) -> Flag:
     optional = type(None) in members
     kinds = [m for m in members if m is not type(None)]
     assert len(kinds) == 1, f"{f.name}: a flag has one type (and None), not {hint}"
-    kind, many, choices = kinds[0], False, f.metadata["choices"]
+    options = dict(f.metadata)
+    kind, many, known = kinds[0], False, options.pop("choices")
     if typing.get_origin(kind) is list:
         many, kind = True, typing.get_args(kind)[0]
     if typing.get_origin(kind) is typing.Literal:
-        kind, choices = str, typing.get_args(kind)
+        kind, known = str, typing.get_args(kind)
     kind = typing.get_origin(kind) or kind
     assert kind in (bool, int, float, str, dict), f"{f.name}: no flag can be read as {hint}"
     default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-    return Flag(f.name, kind, many, optional, default, **{**f.metadata, "choices": choices})
+    return Flag(f.name, kind, many, optional, default, known=known, **options)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
-from slimelite.arguments.flags import Flag, group_flags, group_title, groups_of
+from slimelite.arguments.flags import ALWAYS, Flag, group_flags, group_title, groups_of, listed
 from slimelite.arguments.vocabulary import known_flags
 
 INTRODUCTION = """\
@@ -23,10 +23,10 @@ def format_help(args_type: type, width: int | None = None) -> str:
     width = min(width or shutil.get_terminal_size().columns, 120)
     parts = [INTRODUCTION]
     for group in groups_of(args_type):
-        title, description = group_title(group)
-        lines = [title.upper()]
-        lines += textwrap.wrap(description, width, initial_indent="  ", subsequent_indent="  ")
-        parts.append("\n".join(lines + [_entry(flag, width) for flag in group_flags(group)]))
+        shared = shared_needs(group)
+        lines = [group_title(group)[0].upper()]
+        lines += textwrap.wrap(description(group), width, initial_indent="  ", subsequent_indent="  ")
+        parts.append("\n".join(lines + [_entry(flag, shared, width) for flag in group_flags(group)]))
     parts.append(_names("Known, without effect here", known_flags(refused=False), width))
     parts.append(_names("Known, and refused with the reason and what to use instead", known_flags(refused=True), width))
     return "\n\n".join(parts)
@@ -58,13 +58,37 @@ def shown_default(flag: Flag) -> str:
     return _plain(flag.default)
 
 
+def shared_needs(group: type) -> set[str]:
+    """What every flag of ``group`` needs, which is said once."""
+    needs = [flag.needs or ALWAYS for flag in group_flags(group)]
+    return set.intersection(*({condition.words for condition in need.conditions} for need in needs))
+
+
+def description(group: type) -> str:
+    """What is said of a group below its title."""
+    shared = shared_needs(group)
+    needs = f" These flags need {listed(sorted(shared))}." if shared else ""
+    return f"{group_title(group)[1]}{needs}".strip()
+
+
+def meaning(flag: Flag, shared: Collection[str] = ()) -> str:
+    """What a flag does, its bounds, and what it needs besides ``shared``."""
+    sentences = [flag.help[:1].upper() + flag.help[1:].rstrip(".") + "."]
+    if flag.bounds:
+        sentences.append(f"It is {flag.bounds}.")
+    needs = [condition.words for condition in (flag.needs or ALWAYS).conditions]
+    if own := [words for words in needs if words not in shared]:
+        sentences.append(f"It needs {listed(own)}{', and has to be given there' if flag.required else ''}.")
+    return " ".join(sentences)
+
+
 def _plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _entry(flag: Flag, width: int) -> str:
+def _entry(flag: Flag, shared: Collection[str], width: int) -> str:
     default = shown_default(flag)
-    text = f"{flag.help} (default: {default})" if default else flag.help
+    text = meaning(flag, shared) + (f" Default: {default}." if default else "")
     indent = " " * 8
     wrapped = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join([f"  {usage(flag)}", *wrapped])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from slimelite.arguments.flags import flag, resolved
+from slimelite.arguments.conditions import CHECKPOINT, GPUS, LOAD, OWN_ENGINES, REFERENCE, SAVE, SYNC, TRAINING, when
+from slimelite.arguments.flags import ALWAYS, flag, resolved
 from slimelite.families import FAMILIES
 
 
@@ -25,33 +26,63 @@ class ClusterArgs:
     """
 
     train_backend: Literal["fsdp", "megatron"] = flag(
-        "fsdp", "the trainer is FSDP2 over Hugging Face models; megatron, as slime's scripts say, means it too"
+        "fsdp", "FSDP2 trains a Hugging Face model; megatron, as slime's scripts say, means the same here", needs=ALWAYS
     )
     device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto", "what to compute on", auto="cuda where a GPU is found, else cpu"
+        "auto", "training and inference compute on this", needs=ALWAYS, auto="cuda where a GPU is found, else cpu"
     )
-    launcher: Literal["ray", "local"] = flag("ray", "Ray actors, or the same classes in this one process (debugging)")
-    actor_num_nodes: int = flag(1, "training nodes")
+    launcher: Literal["ray", "local"] = flag(
+        "ray", "workers are Ray actors; local runs the same classes in this one process, for debugging", needs=ALWAYS
+    )
+    actor_num_nodes: int = flag(1, "training runs on this many nodes", needs=ALWAYS, at_least=1)
     actor_num_gpus_per_node: int = flag(
-        None, "training ranks on each node", auto="the GPUs of this machine, at most 8; 1 on a CPU"
+        None,
+        "each training node has this many ranks",
+        needs=ALWAYS,
+        at_least=1,
+        auto="the GPUs of this machine, at most 8; 1 on a CPU",
     )
     rollout_num_gpus: int = flag(
-        None, "GPUs for inference", auto="those of training with --colocate, one engine on a CPU, else required"
+        None,
+        "inference has this many GPUs",
+        needs=OWN_ENGINES,
+        at_least=0,
+        auto="those of training with --colocate, one engine on a CPU, else required",
     )
-    rollout_num_gpus_per_engine: int = flag(1, "GPUs of one engine (tensor parallel in SGLang)")
-    colocate: bool = flag(False, "training and inference share the GPUs and take turns; turns both offloads on")
-    offload: bool = flag(False, "--offload-train and --offload-rollout")
+    rollout_num_gpus_per_engine: int = flag(
+        1, "one engine takes this many GPUs (tensor parallel in SGLang)", needs=OWN_ENGINES
+    )
+    colocate: bool = flag(
+        False, "training and inference share the GPUs and take turns, so both offloads are on", needs=SYNC
+    )
+    offload: bool = flag(False, "this turns on --offload-train and --offload-rollout", needs=SYNC & GPUS)
     offload_train: bool = flag(
-        None, "move the trainer to host memory during rollout", auto="on with --colocate on GPUs"
+        None,
+        "the trainer moves to host memory while responses are generated",
+        needs=SYNC & GPUS,
+        auto="on with --colocate on GPUs",
     )
-    offload_rollout: bool = flag(None, "release the engines' memory while training", auto="on with --colocate on GPUs")
-    distributed_backend: Literal["nccl", "gloo"] = flag(None, "collectives of training", auto="nccl on GPUs, else gloo")
-    distributed_timeout_minutes: int = flag(10, "a collective that takes longer than this fails [min]")
-    cpu_threads: int = flag(1, "compute threads of each rank and engine; more than 1 pays on idle cores only")
+    offload_rollout: bool = flag(
+        None, "engines give their memory back while training runs", needs=SYNC & GPUS, auto="on with --colocate on GPUs"
+    )
+    distributed_backend: Literal["nccl", "gloo"] = flag(
+        None, "this library carries the collectives of training", needs=TRAINING, auto="nccl on GPUs, else gloo"
+    )
+    distributed_timeout_minutes: int = flag(
+        10, "a collective that takes longer than this fails [min]", needs=TRAINING, at_least=1, at_most=525_600
+    )
+    cpu_threads: int = flag(
+        1,
+        "each rank and engine computes with this many threads; more than 1 pays on idle cores only",
+        needs=ALWAYS,
+        at_least=1,
+        at_most=4096,
+    )
     train_env_vars: dict[str, Any] = flag(
         {},
-        'environment of the training actors, JSON: {"NAME": "value"}; a secret is better exported before Ray starts: '
-        "everyone on the machine can read a command line",
+        'training actors get this environment, as JSON: {"NAME": "value"}; a secret is better exported before Ray '
+        "starts: everyone on the machine can read a command line",
+        needs=TRAINING & when("--launcher ray (with another, export them)", lambda a: a.launcher == "ray"),
     )
 
     # rollout_num_gpus / rollout_num_gpus_per_engine
@@ -73,30 +104,44 @@ class ArchitectureArgs:
     weights they define a new Qwen2, Qwen3 or Llama model.
     """
 
-    num_layers: int | None = flag(None, "transformer layers")
-    hidden_size: int | None = flag(None, "width of the residual stream")
-    ffn_hidden_size: int | None = flag(None, "width of the MLP")
-    num_attention_heads: int | None = flag(None, "query heads")
-    group_query_attention: bool = flag(False, "--num-query-groups key/value heads instead of one for each query head")
-    num_query_groups: int | None = flag(None, "key/value heads")
-    kv_channels: int | None = flag(None, "width of one head")
-    vocab_size: int | None = flag(None, "rows of the embedding")
-    max_position_embeddings: int | None = flag(None, "longest context the model was built for [tokens]")
-    normalization: Literal["RMSNorm", "LayerNorm"] | None = flag(None, "kind of norm; the models here use RMSNorm")
-    norm_epsilon: float | None = flag(None, "epsilon of the norms")
-    rotary_base: float | None = flag(None, "base of the rotary embedding")
-    rotary_percent: float | None = flag(None, "share of a head that is rotated")
-    use_rotary_position_embeddings: bool = flag(False, "rotary position embedding")
-    position_embedding_type: Literal["rope", "learned_absolute", "none"] | None = flag(
-        None, "kind of position embedding"
+    num_layers: int | None = flag(None, "the model has this many transformer layers", needs=ALWAYS, at_least=1)
+    hidden_size: int | None = flag(None, "the residual stream is this wide", needs=ALWAYS, at_least=1)
+    ffn_hidden_size: int | None = flag(None, "the MLP is this wide", needs=ALWAYS, at_least=1)
+    num_attention_heads: int | None = flag(None, "attention has this many query heads", needs=ALWAYS, at_least=1)
+    group_query_attention: bool = flag(
+        False,
+        "there are --num-query-groups key/value heads instead of one for each query head",
+        needs=when("--num-query-groups", lambda a: a.num_query_groups),
     )
-    use_rope_scaling: bool = flag(False, "stretched rotary embedding (Llama 3.1 and later)")
-    rotary_scaling_factor: float | None = flag(None, "factor of that stretch")
-    swiglu: bool = flag(False, "SwiGLU MLP")
-    qk_layernorm: bool = flag(False, "norm of queries and keys (Qwen3)")
-    add_qkv_bias: bool = flag(False, "bias of the query, key and value projections (Qwen2)")
-    disable_bias_linear: bool = flag(False, "no bias in the other linear layers")
-    untie_embeddings_and_output_weights: bool = flag(False, "an LM head of its own, not the embedding")
+    num_query_groups: int | None = flag(None, "attention has this many key/value heads", needs=ALWAYS, at_least=1)
+    kv_channels: int | None = flag(None, "one head is this wide", needs=ALWAYS, at_least=1)
+    vocab_size: int | None = flag(None, "the embedding has this many rows", needs=ALWAYS, at_least=1)
+    max_position_embeddings: int | None = flag(
+        None, "the model was built for contexts up to this length [tokens]", needs=ALWAYS, at_least=1
+    )
+    normalization: Literal["RMSNorm", "LayerNorm"] | None = flag(
+        None, "norms are of this kind; a new model has RMSNorm", needs=ALWAYS
+    )
+    norm_epsilon: float | None = flag(None, "norms add this epsilon", needs=ALWAYS)
+    rotary_base: float | None = flag(None, "the rotary embedding has this base", needs=ALWAYS)
+    rotary_percent: float | None = flag(None, "this share of a head is rotated", needs=ALWAYS)
+    use_rotary_position_embeddings: bool = flag(False, "positions are rotary embeddings", needs=ALWAYS)
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] | None = flag(
+        None, "positions are embedded in this way", needs=ALWAYS
+    )
+    use_rope_scaling: bool = flag(False, "the rotary embedding is stretched, as in Llama 3.1 and later", needs=ALWAYS)
+    rotary_scaling_factor: float | None = flag(
+        None,
+        "the rotary embedding is stretched by this factor",
+        needs=when("--use-rope-scaling for a new model", lambda a: a.use_rope_scaling or a.model_config is None),
+    )
+    swiglu: bool = flag(False, "the MLP is a SwiGLU", needs=ALWAYS)
+    qk_layernorm: bool = flag(False, "queries and keys have a norm (Qwen3)", needs=ALWAYS)
+    add_qkv_bias: bool = flag(False, "the query, key and value projections have a bias (Qwen2)", needs=ALWAYS)
+    disable_bias_linear: bool = flag(False, "the other linear layers have no bias", needs=ALWAYS)
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "the LM head has weights of its own, not the embedding's", needs=ALWAYS
+    )
 
     @property
     def describes_model(self) -> bool:
@@ -109,15 +154,26 @@ class ModelArgs(ArchitectureArgs):
     """Model."""
 
     hf_checkpoint: str | None = flag(
-        None, "Hugging Face model folder or hub id: weights, config and tokenizer", metavar="PATH"
+        None,
+        "this Hugging Face model folder or hub id has the weights, config and tokenizer",
+        needs=ALWAYS,
+        metavar="PATH",
     )
-    tokenizer: str = flag(None, "tokenizer folder or hub id", metavar="PATH", auto="--hf-checkpoint")
+    tokenizer: str = flag(
+        None, "the tokenizer comes from this folder or hub id", needs=ALWAYS, metavar="PATH", auto="--hf-checkpoint"
+    )
     ref_load: str | None = flag(
-        None, "weights of the reference model (Hugging Face format)", metavar="PATH", auto="--hf-checkpoint"
+        None,
+        "the reference model has these weights (Hugging Face format)",
+        needs=REFERENCE,
+        metavar="PATH",
+        auto="--hf-checkpoint",
     )
-    ref_update_interval: int | None = flag(None, "copy the policy into the reference every this many rollouts")
+    ref_update_interval: int | None = flag(
+        None, "the policy is copied into the reference every this many rollouts", needs=REFERENCE, at_least=1
+    )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = flag(
-        "auto", "attention kernel of training", auto="the fastest that works here"
+        "auto", "training uses this attention kernel", needs=TRAINING, auto="the fastest that works here"
     )
 
     # config of a new model that the architecture flags define; None: --hf-checkpoint has its own
@@ -130,29 +186,57 @@ class CheckpointArgs:
 
     load: str | None = flag(
         None,
-        "resume from the newest checkpoint in this folder; without one start afresh, in a Hugging Face folder with its "
-        "weights",
+        "the run goes on from the newest checkpoint in this folder; without one it starts afresh, in a Hugging Face "
+        "folder with its weights",
+        needs=ALWAYS,
         metavar="DIR",
     )
-    save: str | None = flag(None, "folder for checkpoints", metavar="DIR")
-    save_interval: int | None = flag(None, "save every this many rollouts, and after the last one")
+    save: str | None = flag(
+        None,
+        "checkpoints are written to this folder",
+        needs=TRAINING & when("--save-interval", lambda a: a.save_interval).strictly(),
+        metavar="DIR",
+    )
+    save_interval: int | None = flag(
+        None,
+        "a checkpoint is saved every this many rollouts, and after the last one",
+        needs=TRAINING & when("--save", lambda a: a.save).strictly(),
+        at_least=1,
+    )
     save_retain_interval: int | None = flag(
         None,
-        "keep the checkpoints of every this many rollouts; any other is deleted when the next one is complete",
+        "the checkpoints of every this many rollouts are kept; any other is deleted when the next one is complete",
+        needs=SAVE,
+        at_least=1,
     )
     save_hf: str | None = flag(
-        None, "also write the model in Hugging Face format here; {rollout_id} is replaced", metavar="TEMPLATE"
+        None,
+        "the model is also written here in Hugging Face format; {rollout_id} is replaced",
+        needs=TRAINING,
+        metavar="TEMPLATE",
     )
-    ckpt_step: int | None = flag(None, "resume from the checkpoint of this rollout instead of the newest")
+    ckpt_step: int | None = flag(
+        None, "the run goes on from the checkpoint of this rollout instead of the newest", needs=LOAD.strictly()
+    )
     load_fallback: bool = flag(
-        False, "when a file of the checkpoint is damaged or missing, take the newest whole checkpoint before it"
+        False,
+        "when a file of the checkpoint is damaged or missing, the newest whole checkpoint before it is taken",
+        needs=CHECKPOINT,
     )
-    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
-    no_load_optim: bool = flag(False, "resume the weights only, with a fresh optimizer")
-    no_load_rng: bool = flag(False, "resume without the random state")
-    finetune: bool = flag(False, "take the weights of --load only: fresh optimizer, random state and rollout count")
-    start_rollout_id: int = flag(None, "number of the first rollout", auto="one after the checkpoint's, else 0")
-    override_lr_scheduler: bool = flag(False, "on resume the flags win over the checkpoint's schedule")
+    no_save_optim: bool = flag(False, "checkpoints leave the optimizer state out", needs=SAVE)
+    no_load_optim: bool = flag(False, "only the weights are resumed, with a fresh optimizer", needs=CHECKPOINT)
+    no_load_rng: bool = flag(False, "the random state is not resumed", needs=CHECKPOINT)
+    finetune: bool = flag(
+        False,
+        "only the weights of --load are taken: optimizer, random state and rollout count are fresh",
+        needs=LOAD.strictly(),
+    )
+    start_rollout_id: int = flag(
+        None, "the first rollout has this number", needs=ALWAYS, at_least=0, auto="one after the checkpoint's, else 0"
+    )
+    override_lr_scheduler: bool = flag(
+        False, "on resume the flags win over the checkpoint's schedule", needs=CHECKPOINT
+    )
 
     # the checkpoint under --load to resume from; None: a fresh start
     resume_directory: str | None = resolved(None)

@@ -11,10 +11,9 @@ from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.derive import derive
 from slimelite.arguments.flags import ArgumentError
 from slimelite.arguments.help import format_help
-from slimelite.arguments.idle import idle_flags
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.arguments.own_groups import compose, load_groups
-from slimelite.arguments.problems import validate
+from slimelite.arguments.problems import validate, without_effect
 from slimelite.arguments.secret import HIDDEN, is_masked
 from slimelite.arguments.sources import drop_unusable_paths, read_command_line, read_config, read_presets
 from slimelite.arguments.vocabulary import Settings, Vocabulary
@@ -87,7 +86,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     problems = misread + [p for p in found if not blamed.intersection(re.split(r"[\s:,;]+", p))]
     if problems:
         raise ArgumentError(dict.fromkeys(problems), args)
-    no_effect = {**settings.no_effect, **dict(idle_flags(args, given))}
+    no_effect = {**settings.no_effect, **dict(without_effect(args, given))}
     return replace(args, no_effect=tuple(no_effect.items()))
 
 

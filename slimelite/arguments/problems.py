@@ -1,4 +1,4 @@
-"""What fits together and what does not, on complete arguments. Every check yields one line per problem."""
+"""What is wrong with complete arguments, one line a problem, and which of the flags that were given do nothing."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import re
 from collections.abc import Iterator
 
 from slimelite.arguments.args import Args
-from slimelite.arguments.bounds import bound_problems
+from slimelite.arguments.conditions import SGLANG
+from slimelite.arguments.flags import all_flags
 from slimelite.engines.registry import ENGINES
 
 
 def validate(args: Args) -> list[str]:
     """Every problem of complete arguments, one line each."""
     checks = (
-        bound_problems,
+        _flags,
         _modes,
         _engines,
         _lengths,
@@ -22,15 +23,39 @@ def validate(args: Args) -> list[str]:
         _groups,
         _kl,
         _policy,
-        correction_problems,
-        distillation_problems,
+        _correction,
+        _distillation,
         _rewards,
         _preferences,
         _schedule,
-        _checkpoints,
-        _tracking,
     )
     return [problem for check in checks for problem in check(args)]
+
+
+def without_effect(args: Args, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """(flag, why) for each flag that was given and has nothing to act on, such as --mis-level without --correction mis.
+
+    They are no errors: the run lists them under "no effect here" when it starts.
+    """
+    for flag in all_flags(type(args)).values():
+        if flag.name in given and flag.needs and (missing := flag.needs.missing(args)):
+            off = flag.negative if getattr(args, flag.name) is False else None
+            yield off or flag.option, f"needs {missing}"
+    if missing := SGLANG.missing(args):
+        for name in args.sglang_overrides:
+            yield "--sglang-" + name.replace("_", "-"), f"needs {missing}"
+
+
+def _flags(args: Args) -> Iterator[str]:
+    """Numbers out of bounds, and flags without those that they need."""
+    for flag in all_flags(type(args)).values():
+        value = getattr(args, flag.name)
+        if wrong := flag.wrong_number(value):
+            yield f"{flag.option} {value}: {wrong}"
+        if flag.needs and value != flag.default and (missing := flag.needs.missing(args, strict=True)):
+            yield f"{flag.option} needs {missing}"
+        if flag.needs and flag.required and value is None and flag.needs.conditions[-1].holds(args):
+            yield f"{flag.needs.conditions[-1].words} needs {flag.option}"
 
 
 def _modes(args: Args) -> Iterator[str]:
@@ -52,8 +77,6 @@ def _modes(args: Args) -> Iterator[str]:
         )
     if args.debug_rollout_only and args.supervised:
         yield f"--debug-rollout-only with --loss-type {args.loss_type}: it generates nothing"
-    if args.loss_type == "custom_loss" and not args.custom_loss_function_path:
-        yield "--loss-type custom_loss needs --custom-loss-function-path"
     if args.eval_interval is not None and not (args.eval_datasets or args.debug_train_only):
         yield "--eval-interval needs --eval-prompt-data or --eval-config"
 
@@ -82,8 +105,6 @@ def _engines(args: Args) -> Iterator[str]:
     external, engine = args.rollout_external_engine_addrs, ENGINES[args.rollout_backend]
     if external and not engine.server:
         yield f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {engine.name} runs none; take one"
-    if args.rollout_external and not external:
-        yield "--rollout-external needs --rollout-external-engine-addrs: host:port of each server"
     if external and args.colocate:
         yield "--rollout-external-engine-addrs with --colocate: someone else's servers share no devices; take one"
     if args.deterministic_mode and not engine.repeats_with(args.sglang_overrides):
@@ -121,8 +142,6 @@ def _engines(args: Args) -> Iterator[str]:
 
 def _weight_sync(args: Args) -> Iterator[str]:
     way = args.update_weight_transport
-    if way == "disk" and not args.update_weight_disk_dir:
-        yield "--update-weight-transport disk needs --update-weight-disk-dir: a folder that trainer and engines share"
     if way not in (None, "disk") and args.update_weight_disk_dir:
         yield f"--update-weight-disk-dir with --update-weight-transport {way}: weights go one way; take disk"
     if way == "ipc" and not args.colocate:
@@ -155,12 +174,6 @@ def _lengths(args: Args) -> Iterator[str]:
 
 
 def _sampling(args: Args) -> Iterator[str]:
-    if args.rollout_temperature <= 0:
-        yield f"--rollout-temperature {args.rollout_temperature}: must be above 0: training divides the logits by it"
-    if args.rollout_top_k == 0 or args.rollout_top_k < -1:
-        yield f"--rollout-top-k {args.rollout_top_k}: is -1 (all tokens) or at least 1"
-    if args.rollout_top_p == 0:
-        yield "--rollout-top-p 0 leaves no token to sample"
     truncated = args.rollout_top_p != 1 or args.rollout_top_k > 0
     trains_on_it = args.loss_type == "policy_loss" and not (args.debug_rollout_only or args.debug_train_only)
     if truncated and trains_on_it and not args.allow_truncated_sampling:
@@ -173,14 +186,10 @@ def _sampling(args: Args) -> Iterator[str]:
 
 
 def _batches(args: Args) -> Iterator[str]:
-    if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None:
-        yield "--use-dynamic-batch-size needs --max-tokens-per-gpu"
     if args.prompt_data_weights and len(args.prompt_data_weights) != len(args.prompt_data):
         count = len(args.prompt_data_weights)
         yield f"--prompt-data-weights has {count} weights for {len(args.prompt_data)} paths of --prompt-data"
-    if any(weight <= 0 for weight in args.prompt_data_weights):
-        yield "--prompt-data-weights must be above 0"
-    elif sum(args.prompt_data_weights) > 1e300:
+    if sum(args.prompt_data_weights) > 1e300:
         yield "--prompt-data-weights are shares: their sum must be finite"
 
 
@@ -209,15 +218,11 @@ def _kl(args: Args) -> Iterator[str]:
     if args.kl_coef != 0 and not args.estimator.takes_kl:
         instead = f"use --use-kl-loss --kl-loss-coef {args.kl_coef}"
         yield f"--kl-coef {args.kl_coef} has no effect with {args.advantage_estimator}: {instead}"
-    if args.kl_loss_coef != 0 and not args.use_kl_loss:
-        yield f"--kl-loss-coef {args.kl_loss_coef} needs --use-kl-loss"
     if args.use_kl_loss and args.kl_loss_coef != 0 and args.kl_loss_type == "k1" and not args.use_unbiased_kl:
         yield "--kl-loss-type k1 has no gradient on average: use low_var_kl, or add --use-unbiased-kl"
 
 
 def _policy(args: Args) -> Iterator[str]:
-    if args.eps_clip_c is not None and args.eps_clip_c <= 1:
-        yield f"--eps-clip-c {args.eps_clip_c}: dual clip must be above 1"
     learner = f"the critic of {args.advantage_estimator}" if args.use_critic else "the policy loss"
     learns = args.use_critic or (args.loss_type == "policy_loss" and not args.debug_rollout_only)
     if learns and not args.compute_advantages_and_returns:
@@ -228,8 +233,6 @@ def _policy(args: Args) -> Iterator[str]:
         yield "--loss-aggregation constant and --custom-pg-loss-reducer-function-path both reduce the loss; take one"
     if args.loss_aggregation == "constant" and not args.rollout_max_response_len:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
-    if args.group_rm and not (args.custom_rm_path or args.rollout_function_path):
-        yield "--group-rm hands whole groups to --custom-rm-path: give one"
 
 
 def _rewards(args: Args) -> Iterator[str]:
@@ -239,8 +242,6 @@ def _rewards(args: Args) -> Iterator[str]:
         yield "--rm-type reward_model needs --reward-model-path"
     if 0 < args.reward_timeout <= args.code_timeout:
         yield f"--code-timeout {args.code_timeout}: must be below --reward-timeout {args.reward_timeout}"
-    if args.code_memory_mb >= 4096:
-        yield f"--code-memory-mb {args.code_memory_mb}: must be below 4096, the limit of a grading process"
     if args.overlong_buffer_len is not None and args.overlong_buffer_len > (args.rollout_max_response_len or 0):
         limit = args.rollout_max_response_len
         yield f"--overlong-buffer-len {args.overlong_buffer_len} is above --rollout-max-response-len {limit}"
@@ -258,8 +259,6 @@ def _rewards(args: Args) -> Iterator[str]:
 
 
 def _preferences(args: Args) -> Iterator[str]:
-    if not 0 <= args.dpo_label_smoothing < 0.5:
-        yield f"--dpo-label-smoothing {args.dpo_label_smoothing}: must be at least 0 and below 0.5"
     if args.loss_type != "dpo_loss":
         return
     if args.loss_aggregation != "rollout":
@@ -276,40 +275,15 @@ def _schedule(args: Args) -> Iterator[str]:
         yield f"--min-lr {args.min_lr} is above --critic-lr {args.critic_lr}"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters both say how long warm-up is; take one"
-    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
-        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
 
 
-def _checkpoints(args: Args) -> Iterator[str]:
-    if args.save_interval is not None and args.save is None:
-        yield "--save-interval needs --save: where?"
-    if args.save is not None and args.save_interval is None:
-        yield "--save needs --save-interval: how often? (the last rollout is saved as well)"
-    if args.finetune and args.load is None:
-        yield "--finetune needs --load: the checkpoint whose weights it takes; without one, leave it out"
-    if args.ckpt_step is not None and args.load is None:
-        yield "--ckpt-step needs --load"
-
-
-def _tracking(args: Args) -> Iterator[str]:
-    share = args.load_debug_rollout_data_subsample
-    if share is not None and not 0 < share <= 1:
-        yield f"--load-debug-rollout-data-subsample {share}: is a share, above 0 and at most 1"
-    if (args.ci_metric_checker_key is None) != (args.ci_metric_checker_threshold is None):
-        yield "--ci-metric-checker-key and --ci-metric-checker-threshold come together: which metric reaches how much?"
-    if share is not None and not args.load_debug_rollout_data:
-        yield "--load-debug-rollout-data-subsample needs --load-debug-rollout-data"
-
-
-def correction_problems(args: Args) -> Iterator[str]:
+def _correction(args: Args) -> Iterator[str]:
     """What contradicts itself, one line each."""
     chosen = args.correction
     if args.use_tis and chosen not in ("tis", "custom"):
         yield f"--use-tis is --correction tis, not {chosen}; take one"
     if args.custom_tis_function_path is not None and chosen != "custom":
         yield f"--custom-tis-function-path is a correction of its own, not --correction {chosen}; take one"
-    if args.custom_tis_function_path is None and chosen == "custom":
-        yield "--correction custom needs --custom-tis-function-path"
     weighs = chosen != "none" and (chosen, args.mis_mode) != ("mis", "none")
     if args.use_rollout_logprobs and weighs:
         yield (
@@ -318,45 +292,29 @@ def correction_problems(args: Args) -> Iterator[str]:
         )
     if args.tis_clip_low > args.tis_clip:
         yield f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}"
-    if chosen == "mis":
-        yield from _mis_problems(args)
-
-
-def _mis_problems(args: Args) -> Iterator[str]:
-    for kind in ("", "rejection_"):
+    for kind in ("", "rejection_") if chosen == "mis" else ():
         low, high = getattr(args, f"mis_{kind}lower_bound"), getattr(args, f"mis_{kind}upper_bound")
         name = f"--mis-{kind.replace('_', '-')}"
-        if high is not None and high <= 0:
-            yield f"{name}upper-bound {high}: must be above 0"
-        elif low is not None and high is not None and low > high:
+        if low is not None and high is not None and low > high:
             yield f"{name}lower-bound {low} is above {name}upper-bound {high}"
-    veto = args.mis_veto_threshold
-    if veto is not None and not 0 < veto < 1:
-        yield f"--mis-veto-threshold {veto}: must be above 0 and below 1"
-    if args.mis_mode == "none" and args.mis_rejection_level is None and veto is None:
+    if (chosen, args.mis_mode, args.mis_rejection_level, args.mis_veto_threshold) == ("mis", "none", None, None):
         yield "--mis-mode none corrects nothing by itself: give --mis-rejection-level or --mis-veto-threshold"
 
 
-def distillation_problems(args: Args) -> Iterator[str]:
+def _distillation(args: Args) -> Iterator[str]:
     """What does not fit together, one line each."""
     if not args.use_opd:
-        if args.opd_teacher_load is not None:
-            yield "--opd-teacher-load needs --use-opd --opd-type trainer"
         return
     if args.supervised or not args.compute_advantages_and_returns:
         why = f"--loss-type {args.loss_type}" if args.supervised else "--disable-compute-advantages-and-returns"
         yield f"--use-opd adds to the advantages, and {why} has none"
-    if args.opd_kl_coef < 0:
-        yield f"--opd-kl-coef {args.opd_kl_coef}: must be at least 0"
     if args.opd_type is None:
         yield "--use-opd needs --opd-type: trainer (with --opd-teacher-load) or sglang (with --rm-url)"
     elif args.opd_type == "sglang":
-        yield from _server_problems(args)
-    elif args.opd_teacher_load is None:
-        yield "--opd-type trainer needs --opd-teacher-load: which model is the teacher?"
+        yield from _teacher_server(args)
 
 
-def _server_problems(args: Args) -> Iterator[str]:
+def _teacher_server(args: Args) -> Iterator[str]:
     if args.opd_teacher_load is not None:
         yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; take one"
     # code that makes whole samples may have asked a teacher of its own

@@ -1,14 +1,36 @@
-"""Prompts, responses to them, their rewards, and evaluation."""
+"""Prompts, responses to them, and their rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slimelite.arguments.flags import flag, resolved
-from slimelite.engines.registry import Backends
+from slimelite.arguments.conditions import (
+    DYNAMIC_BATCH,
+    EVALUATION,
+    INFERENCE,
+    NEW_ROLLOUTS,
+    POLICY,
+    POLICY_SAMPLING,
+    SAMPLING,
+    SUPERVISED,
+    SYNC,
+    TRAINING,
+    rule,
+    when,
+)
+from slimelite.arguments.flags import ALWAYS, flag, resolved
+from slimelite.engines.registry import ENGINES
 from slimelite.families import LOSS_MASKS
+
+OWN_GENERATE = when(
+    "--custom-generate-function-path",
+    lambda a: a.custom_generate_function_path or any(d.custom_generate_function_path for d in a.eval_datasets),
+)
+# what a loss mask is of; a plugin may call slime's mask generator
+CONVERSATIONS = SUPERVISED | when(
+    "a plugin that reads it", lambda a: a.custom_generate_function_path or a.rollout_function_path
+)
 
 
 @dataclass(frozen=True)
@@ -16,56 +38,109 @@ class DataArgs:
     """Data."""
 
     prompt_data: list[str] = flag(
-        [], "jsonl or parquet files, or hub dataset ids; path@[a:b] takes a slice", metavar="PATH"
+        [],
+        "prompts come from these jsonl or parquet files, or hub dataset ids; path@[a:b] takes a slice",
+        needs=NEW_ROLLOUTS,
+        metavar="PATH",
     )
-    prompt_data_weights: list[float] = flag([], "share of the prompts drawn from each path", auto="by their sizes")
-    input_key: str = flag("input", "column of the prompt: text or messages")
-    label_key: str | None = flag(None, "column of the label that the reward compares with")
+    prompt_data_weights: list[float] = flag(
+        [], "each path gives this share of the prompts", needs=NEW_ROLLOUTS, above=0, auto="by their sizes"
+    )
+    input_key: str = flag("input", "this column has the prompt: text or messages", needs=NEW_ROLLOUTS)
+    label_key: str | None = flag(None, "this column has the label that the reward compares with", needs=NEW_ROLLOUTS)
     metadata_key: str = flag(
-        "metadata", "column of a dict that the reward and plugins see; it may be absent, unless named here"
+        "metadata",
+        "this column has a dict that the reward and plugins see; it may be absent, unless named here",
+        needs=NEW_ROLLOUTS,
     )
     tool_key: str = flag(
-        "tools", "column of the tools that the chat template shows; it may be absent, unless named here"
+        "tools",
+        "this column has the tools that the chat template shows; it may be absent, unless named here",
+        needs=NEW_ROLLOUTS,
     )
-    apply_chat_template: bool = flag(False, "turn messages into a prompt with the tokenizer's chat template")
+    apply_chat_template: bool = flag(
+        False, "the tokenizer's chat template turns messages into a prompt", needs=NEW_ROLLOUTS
+    )
     apply_chat_template_kwargs: dict[str, Any] = flag(
-        {}, 'arguments of the chat template, JSON: {"enable_thinking": false}'
+        {}, 'the chat template gets these arguments, as JSON: {"enable_thinking": false}', needs=NEW_ROLLOUTS
     )
     rollout_max_prompt_len: int | None = flag(
-        None, "longer prompts are left out [tokens]", auto="--rollout-max-context-len less 1"
+        None, "longer prompts are left out [tokens]", needs=ALWAYS, at_least=1, auto="--rollout-max-context-len less 1"
     )
-    rollout_shuffle: bool = flag(False, "shuffle the prompts anew in every epoch")
-    rollout_seed: int = flag(42, "seed of shuffling and of sampling")
+    rollout_shuffle: bool = flag(False, "prompts are shuffled anew in every epoch", needs=NEW_ROLLOUTS)
+    rollout_seed: int = flag(42, "this seeds shuffling and sampling", needs=NEW_ROLLOUTS, at_least=0, at_most=2**31 - 1)
     rollout_global_dataset: bool = flag(
         True,
-        "one dataset for the run; off: the data source plugin finds its own",
+        "the run has one dataset; without it the data source plugin finds its own",
+        needs=NEW_ROLLOUTS,
         negative="--disable-rollout-global-dataset",
     )
-    data_source_path: str | None = flag(None, "plugin: a data source class of your own", metavar="PLUGIN")
-    skip_bad_rows: bool = flag(False, "leave malformed rows out, counted and reported, instead of stopping")
+    data_source_path: str | None = flag(
+        None, "this plugin is a data source class of your own", needs=NEW_ROLLOUTS, metavar="PLUGIN"
+    )
+    skip_bad_rows: bool = flag(
+        False, "malformed rows are left out, counted and reported, instead of ending the run", needs=NEW_ROLLOUTS
+    )
     loss_mask_type: str = flag(
         "auto",
-        "how SFT finds the assistant's tokens; auto reads them off the chat template, which fits all the others",
+        "SFT finds the assistant's tokens in this way; auto reads them off the chat template, which fits all the "
+        "others",
+        needs=CONVERSATIONS,
         choices=LOSS_MASKS,
     )
 
     num_rollout: int = flag(
-        None, "rollouts in this run; wins over --num-epoch", auto="--num-epoch times prompts / --rollout-batch-size"
+        None,
+        "the run has this many rollouts; it wins over --num-epoch",
+        needs=ALWAYS,
+        at_least=0,
+        auto="--num-epoch times prompts / --rollout-batch-size",
     )
-    num_epoch: int | None = flag(None, "passes over the prompts")
-    rollout_batch_size: int = flag(None, "prompts in a rollout (required)")
-    n_samples_per_prompt: int = flag(1, "responses to each prompt")
+    num_epoch: int | None = flag(
+        None,
+        "the run makes this many passes over the prompts",
+        needs=when("no --num-rollout (which wins)", lambda a: a.num_rollout is None),
+        at_least=1,
+    )
+    rollout_batch_size: int = flag(None, "a rollout has this many prompts (required)", needs=ALWAYS, at_least=1)
+    n_samples_per_prompt: int = flag(
+        1,
+        "each prompt gets this many responses",
+        needs=when("generated responses (a pair has its two replies already)", lambda a: a.loss_type != "dpo_loss"),
+        at_least=1,
+    )
     global_batch_size: int = flag(
-        None, "samples in an optimizer step", auto="all samples of the rollout, or those over --num-steps-per-rollout"
+        None,
+        "an optimizer step takes this many samples",
+        needs=TRAINING,
+        at_least=1,
+        auto="all samples of the rollout, or those over --num-steps-per-rollout",
     )
     num_steps_per_rollout: int = flag(
-        None, "optimizer steps in a rollout", auto="samples / --global-batch-size, rounded up"
+        None,
+        "a rollout makes this many optimizer steps",
+        needs=TRAINING,
+        at_least=1,
+        auto="samples / --global-batch-size, rounded up",
     )
-    micro_batch_size: int = flag(1, "samples in a forward pass without --use-dynamic-batch-size")
-    use_dynamic_batch_size: bool = flag(False, "fill each forward pass with samples up to --max-tokens-per-gpu")
-    max_tokens_per_gpu: int | None = flag(None, "tokens in a forward and backward pass")
+    micro_batch_size: int = flag(
+        1,
+        "a forward pass takes this many samples",
+        needs=TRAINING & when("no --use-dynamic-batch-size", lambda a: not a.use_dynamic_batch_size),
+        at_least=1,
+    )
+    use_dynamic_batch_size: bool = flag(
+        False, "each forward pass is filled with samples up to --max-tokens-per-gpu", needs=TRAINING
+    )
+    max_tokens_per_gpu: int | None = flag(
+        None, "a forward and backward pass has at most this many tokens", needs=DYNAMIC_BATCH, required=True, at_least=1
+    )
     log_probs_max_tokens_per_gpu: int | None = flag(
-        None, "tokens in a pass that only computes log-probs", auto="--max-tokens-per-gpu"
+        None,
+        "a pass that only computes log-probs has at most this many tokens",
+        needs=TRAINING,
+        at_least=1,
+        auto="--max-tokens-per-gpu",
     )
 
 
@@ -75,69 +150,139 @@ class RolloutArgs:
 
     rollout_backend: str = flag(
         "auto",
-        "inference engine",
-        choices=Backends(),
+        "this inference engine generates",
+        needs=INFERENCE,
+        choices=("auto", ENGINES),
         auto="sglang on GPUs where it is installed, else embedded",
     )
-    rollout_temperature: float = flag(1.0, "sampling temperature; training divides the logits by it too")
-    rollout_top_p: float = flag(1.0, "nucleus sampling; below 1 needs --allow-truncated-sampling")
-    rollout_top_k: int = flag(-1, "sample from the k likeliest tokens only; not -1 needs --allow-truncated-sampling")
-    allow_truncated_sampling: bool = flag(
-        False, "train on top-p or top-k samples although their log-probs are those of the untruncated distribution"
+    rollout_temperature: float = flag(
+        1.0,
+        "responses are sampled at this temperature, and training divides the logits by it too",
+        needs=POLICY | EVALUATION,
+        above=0,
     )
-    rollout_max_context_len: int | None = flag(None, "prompt and response together [tokens]")
-    rollout_max_response_len: int = flag(None, "longest response [tokens] (required to generate)")
-    rollout_skip_special_tokens: bool = flag(False, "leave special tokens out of the response's text")
-    rollout_stop: list[str] = flag([], "texts that end a response")
-    rollout_stop_token_ids: list[int] = flag([], "token ids that end a response")
+    rollout_top_p: float = flag(
+        1.0,
+        "nucleus sampling takes the likeliest tokens up to this share; below 1 needs --allow-truncated-sampling",
+        needs=SAMPLING,
+        above=0,
+        at_most=1,
+    )
+    rollout_top_k: int = flag(
+        -1,
+        "only the k likeliest tokens are sampled, -1 means all; another number needs --allow-truncated-sampling",
+        needs=SAMPLING,
+        at_least=1,
+        except_for=-1,
+    )
+    allow_truncated_sampling: bool = flag(
+        False,
+        "training takes top-p or top-k samples although their log-probs are those of the untruncated distribution",
+        needs=when("--rollout-top-p or --rollout-top-k", lambda a: a.rollout_top_p != 1 or a.rollout_top_k > 0),
+    )
+    rollout_max_context_len: int | None = flag(
+        None, "prompt and response together have at most this length [tokens]", needs=ALWAYS, at_least=1
+    )
+    rollout_max_response_len: int = flag(
+        None, "a response has at most this length [tokens] (required to generate)", needs=ALWAYS
+    )
+    rollout_skip_special_tokens: bool = flag(False, "the response's text is without special tokens", needs=SAMPLING)
+    rollout_stop: list[str] = flag([], "these texts end a response", needs=SAMPLING)
+    rollout_stop_token_ids: list[int] = flag([], "these token ids end a response", needs=SAMPLING)
 
-    over_sampling_batch_size: int = flag(None, "prompts kept in flight", auto="--rollout-batch-size")
+    over_sampling_batch_size: int = flag(
+        None, "this many prompts are kept in flight", needs=POLICY_SAMPLING, auto="--rollout-batch-size"
+    )
     dynamic_sampling_filter_path: str | None = flag(
-        None, "plugin: fn(args, samples) says whether to keep a group", metavar="PLUGIN"
+        None, "this plugin, fn(args, samples), says whether to keep a group", needs=POLICY_SAMPLING, metavar="PLUGIN"
     )
     keep_dropped: int = flag(
         4,
-        "groups a rollout that were filtered out, too stale or failed, kept in the run folder with the reason; 0 keeps "
-        "none",
+        "the run folder keeps this many groups a rollout that were filtered out, too stale or failed, with the reason",
+        needs=POLICY_SAMPLING,
+        at_least=0,
     )
-    partial_rollout: bool = flag(False, "go on with unfinished responses in the next rollout instead of dropping them")
+    partial_rollout: bool = flag(
+        False, "unfinished responses go on in the next rollout instead of being dropped", needs=POLICY_SAMPLING
+    )
     mask_offpolicy_in_partial_rollout: bool = flag(
         False,
-        "train only on the tokens of the current weights: of resumed responses and of finished ones kept for later",
+        "training takes only the tokens of the current weights: of resumed responses and of finished ones kept for "
+        "later",
+        needs=POLICY_SAMPLING
+        & when(
+            "--partial-rollout, or --over-sampling-batch-size above --rollout-batch-size",
+            lambda a: a.partial_rollout or (a.over_sampling_batch_size or 0) > (a.rollout_batch_size or 0),
+        ),
     )
-    max_weight_staleness: int | None = flag(None, "drop samples with tokens from weights older than this many updates")
+    max_weight_staleness: int | None = flag(
+        None,
+        "samples with tokens from weights older than this many updates are dropped",
+        needs=POLICY_SAMPLING,
+        at_least=0,
+    )
 
     async_rollout: bool = flag(
-        False, "generate the next rollout while training on this one (slime's train_async.py): its weights are older"
+        False,
+        "the next rollout is generated while this one is trained on (slime's train_async.py): its weights are older",
+        needs=TRAINING,
     )
-    update_weights_interval: int = flag(1, "rollouts trained on between weight syncs, with --async-rollout")
+    update_weights_interval: int = flag(
+        1,
+        "this many rollouts are trained on between weight syncs",
+        needs=SYNC & when("--async-rollout", lambda a: a.async_rollout),
+        at_least=1,
+    )
 
     rollout_function_path: str | None = flag(
-        None, "plugin: fn(args, rollout_id, data_source, evaluation=False), the whole rollout", metavar="PLUGIN"
+        None,
+        "this plugin, fn(args, rollout_id, data_source, evaluation=False), makes the whole rollout",
+        needs=NEW_ROLLOUTS,
+        metavar="PLUGIN",
     )
     custom_generate_function_path: str | None = flag(
-        None, "plugin: async fn(args, sample, sampling_params), one response", metavar="PLUGIN"
+        None,
+        "this plugin, async fn(args, sample, sampling_params), makes one response",
+        needs=SAMPLING,
+        metavar="PLUGIN",
     )
     generate_timeout: float = flag(
-        3600.0, "longest call of a custom generate function [s]; beyond it the call failed, and is tried again"
+        3600.0,
+        "a custom generate function that takes longer has failed, and is tried again [s]",
+        needs=SAMPLING & OWN_GENERATE,
+        at_least=1,
     )
     rollout_sample_hook_path: list[str] = flag(
-        [], "plugin: fn(args, sample) before the reward; may be given several times", metavar="PLUGIN", repeat=True
+        [],
+        "this plugin, fn(args, sample), sees a sample before its reward; it may be given several times",
+        needs=SAMPLING,
+        metavar="PLUGIN",
+        repeat=True,
     )
     rollout_sample_filter_path: str | None = flag(
-        None, "plugin: fn(args, groups) sets remove_sample on what the loss must not see", metavar="PLUGIN"
+        None,
+        "this plugin, fn(args, groups), sets remove_sample on what the loss must not see",
+        needs=POLICY_SAMPLING,
+        metavar="PLUGIN",
     )
     rollout_all_samples_process_path: str | None = flag(
-        None, "plugin: fn(args, groups, data_source) sees every finished group, dropped ones too", metavar="PLUGIN"
+        None,
+        "this plugin, fn(args, groups, data_source), sees every finished group, dropped ones too",
+        needs=POLICY_SAMPLING,
+        metavar="PLUGIN",
     )
     buffer_filter_path: str | None = flag(
         None,
-        "plugin: fn(args, rollout_id, buffer, n) picks returned groups",
+        "this plugin, fn(args, rollout_id, buffer, n), picks from the groups that were given back",
+        needs=POLICY_SAMPLING,
         metavar="PLUGIN",
         auto="first in, first out",
     )
     custom_rollout_log_function_path: str | None = flag(
-        None, "plugin: fn(rollout_id, args, samples, metrics, seconds); true skips the default log", metavar="PLUGIN"
+        None,
+        "this plugin, fn(rollout_id, args, samples, metrics, seconds), logs a rollout; true skips the default log",
+        needs=ALWAYS,
+        metavar="PLUGIN",
     )
 
 
@@ -147,130 +292,88 @@ class RewardArgs:
 
     rm_type: str | None = flag(
         None,
-        "reward rule: math gsm8k deepscaler dapo f1 gpqa multiple_choice code ifbench ifbench_loose format random zero "
-        "remote_rm reward_model; boxed_<rule> reads \\boxed{} first",
+        "this rule makes the reward: math gsm8k deepscaler dapo f1 gpqa multiple_choice code ifbench ifbench_loose "
+        "format random zero remote_rm reward_model; boxed_<rule> reads \\boxed{} first",
+        needs=SAMPLING,
     )
-    reward_key: str | None = flag(None, "which entry of a dict reward is the reward")
-    group_rm: bool = flag(False, "score a whole group in one call of --custom-rm-path")
-    rm_url: str | None = flag(None, "address of remote_rm, or of the teacher of --opd-type sglang", metavar="URL")
-    custom_rm_path: str | None = flag(None, "plugin: async fn(args, sample) -> reward", metavar="PLUGIN")
+    reward_key: str | None = flag(None, "this entry of a dict reward is the reward", needs=SAMPLING)
+    group_rm: bool = flag(
+        False,
+        "one call of --custom-rm-path scores a whole group",
+        needs=SAMPLING & when("--custom-rm-path", lambda a: a.custom_rm_path or a.rollout_function_path).strictly(),
+    )
+    rm_url: str | None = flag(
+        None,
+        "remote_rm, or the teacher of --opd-type sglang, has this address",
+        needs=SAMPLING
+        & (
+            rule("remote_rm")
+            | when("--use-opd --opd-type sglang", lambda a: a.use_opd and a.opd_type == "sglang")
+            | when("a plugin that reads it", lambda a: a.custom_rm_path or a.custom_generate_function_path)
+        ),
+        metavar="URL",
+    )
+    custom_rm_path: str | None = flag(
+        None, "this plugin, async fn(args, sample), makes the reward", needs=SAMPLING, metavar="PLUGIN"
+    )
     custom_reward_post_process_path: str | None = flag(
         None,
-        "plugin: fn(args, samples) -> (raw rewards, rewards), instead of the group normalisation",
+        "this plugin, fn(args, samples) -> (raw rewards, rewards), takes the place of the group normalisation",
+        needs=POLICY,
         metavar="PLUGIN",
     )
     reward_error: Literal["zero", "drop", "fail"] = flag(
-        "zero", "a reward that raises, times out or is not finite: reward 0, leave the sample out, or stop"
+        "zero",
+        "a reward that raises, times out or is not finite becomes 0, leaves the sample out, or ends the run",
+        needs=SAMPLING,
     )
-    reward_timeout: float = flag(30.0, "a reward that takes longer is an error [s]")
-    code_timeout: float = flag(10.0, "code: all tests of a response must pass within this time [s]")
-    code_memory_mb: int = flag(1024, "code: address space of the program under test [MiB]")
+    reward_timeout: float = flag(30.0, "a reward that takes longer is an error [s]", needs=SAMPLING, above=0)
+    code_timeout: float = flag(
+        10.0, "all tests of a response must pass within this time [s]", needs=SAMPLING & rule("code"), above=0
+    )
+    code_memory_mb: int = flag(
+        1024,
+        "the program under test has this much address space [MiB]; a grading process is limited to 4096",
+        needs=SAMPLING & rule("code"),
+        at_least=64,
+        below=4096,
+    )
     reward_model_path: str | None = flag(
-        None, "reward_model: Hugging Face sequence classification model with one output"
+        None,
+        "this Hugging Face sequence classification model with one output is the reward model",
+        needs=SAMPLING & rule("reward_model"),
     )
     reward_model_device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto", "where the reward model runs; auto: on a GPU if its process sees one"
+        "auto",
+        "the reward model runs here; auto: on a GPU if its process sees one",
+        needs=SAMPLING & when("--reward-model-path", lambda a: a.reward_model_path),
     )
-    reward_model_batch_size: int = flag(8, "conversations that the reward model scores at once")
+    reward_model_batch_size: int = flag(
+        8,
+        "the reward model scores this many conversations at once",
+        needs=SAMPLING & when("--reward-model-path", lambda a: a.reward_model_path),
+        at_least=1,
+    )
     format_regex: str | None = flag(
-        None, "what format wants of a whole response; without it <think>...</think><answer>...</answer>"
+        None,
+        "the rule format wants this of a whole response; without it <think>...</think><answer>...</answer>",
+        needs=SAMPLING & (rule("format") | when("--format-reward-coef", lambda a: a.format_reward_coef)),
     )
-    format_reward_coef: float = flag(0.0, "in training, add this to the reward of a response that keeps to format")
+    format_reward_coef: float = flag(
+        0.0, "in training this is added to the reward of a response that keeps to format", needs=POLICY_SAMPLING
+    )
     overlong_buffer_len: int | None = flag(
-        None, "in training, punish responses that end within this distance of --rollout-max-response-len [tokens]"
+        None,
+        "in training a response that ends within this distance of --rollout-max-response-len is punished [tokens]",
+        needs=POLICY_SAMPLING,
+        at_least=1,
     )
-    overlong_penalty_factor: float = flag(1.0, "the punishment at the very end of the buffer; linear before")
+    overlong_penalty_factor: float = flag(
+        1.0,
+        "this is the punishment at the very end of the buffer; before, it rises linearly",
+        needs=POLICY_SAMPLING & when("--overlong-buffer-len", lambda a: a.overlong_buffer_len),
+        at_least=0,
+    )
 
     # whether a sample without a label gets the rule's 0, where it would be an error otherwise
     unlabelled_is_zero: bool = resolved(False)
-
-
-# setting -> the lowest value that makes sense
-AT_LEAST = {
-    **dict.fromkeys(["n_samples_per_eval_prompt", "max_response_len", "max_prompt_len", "max_context_len"], 1),
-    **dict.fromkeys(["temperature", "min_new_tokens"], 0),
-}
-# of a dataset's name; files have 255, with the number of the rollout
-NAME_BYTES = 200
-
-
-@dataclass(frozen=True)
-class EvalDataset:
-    """One evaluation dataset.
-
-    Each setting is its own > ``eval.defaults`` of --eval-config > --eval-* > --rollout-*.
-    """
-
-    name: str = flag(None, "what its metrics are called: eval/<name>")
-    path: str = flag(None, "jsonl or parquet file, or hub dataset id; path@[a:b] takes a slice")
-    input_key: str = flag("input", "column of the prompt")
-    label_key: str | None = flag(None, "column of the label")
-    tool_key: str = flag("tools", "column of the tools")
-    metadata_key: str = flag("metadata", "column of a dict that the reward and plugins see")
-    metadata_overrides: dict[str, Any] = flag({}, "entries set in the metadata of every sample")
-    apply_chat_template: bool = flag(False, "turn messages into a prompt with the tokenizer's chat template")
-    apply_chat_template_kwargs: dict[str, Any] = flag({}, "arguments of the chat template")
-    rm_type: str | None = flag(None, "reward rule")
-    custom_rm_path: str | None = flag(None, "plugin: the reward")
-    custom_generate_function_path: str | None = flag(None, "plugin: one response")
-    n_samples_per_eval_prompt: int = flag(1, "responses to each prompt")
-    temperature: float = flag(1.0, "sampling temperature; 0 is greedy")
-    top_p: float = flag(1.0, "nucleus sampling")
-    top_k: int = flag(-1, "sample from the k likeliest tokens; 1 is greedy")
-    max_response_len: int = flag(None, "longest response [tokens]")
-    max_prompt_len: int | None = flag(None, "longer prompts are left out [tokens]")
-    max_context_len: int | None = flag(None, "prompt and response together [tokens]")
-    min_new_tokens: int = flag(0, "shortest response [tokens]")
-    stop: list[str] = flag([], "texts that end a response")
-    stop_token_ids: list[int] = flag([], "token ids that end a response")
-    skip_special_tokens: bool = flag(False, "leave special tokens out of the response's text")
-
-    def problems(self) -> Iterator[str]:
-        """What its settings, from whichever flag or file, cannot be."""
-        where = f"eval dataset {self.name}:"
-        if len(self.name.encode()) > NAME_BYTES:
-            name = f"{self.name[:40]}..."
-            yield f"eval dataset {name}: its files are called after it: a name of {NAME_BYTES} bytes or less"
-        if self.max_response_len is None:
-            yield f"{where} give --eval-max-response-len"
-        for name, low in AT_LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
-                yield f"{where} {name} {value}: must be at least {low}"
-        if not 0 < self.top_p <= 1:
-            yield f"{where} top_p {self.top_p}: must be above 0 and at most 1"
-        if self.top_k == 0 or self.top_k < -1:
-            yield f"{where} top_k {self.top_k}: is -1 (all tokens) or at least 1"
-
-
-@dataclass(frozen=True)
-class EvalArgs:
-    """Evaluation."""
-
-    eval_interval: int | None = flag(None, "evaluate every this many rollouts, before the first and after the last")
-    eval_prompt_data: list[str] = flag([], "name path [name path ...]; path@[a:b] takes a slice", metavar="NAME PATH")
-    eval_config: str | None = flag(
-        None, "YAML of datasets and their settings, instead of --eval-prompt-data", metavar="FILE"
-    )
-    skip_eval_before_train: bool = flag(False, "no evaluation before the first rollout")
-    n_samples_per_eval_prompt: int = flag(1, "responses to each prompt, for pass@k")
-    eval_input_key: str | None = flag(None, "column of the prompt", auto="--input-key")
-    eval_label_key: str | None = flag(None, "column of the label", auto="--label-key")
-    eval_tool_key: str | None = flag(None, "column of the tools", auto="--tool-key")
-    eval_reward_key: str | None = flag(None, "which entry of a dict reward is the score", auto="--reward-key")
-    eval_temperature: float | None = flag(None, "sampling temperature; 0 is greedy", auto="--rollout-temperature")
-    eval_top_p: float | None = flag(None, "nucleus sampling", auto="--rollout-top-p")
-    eval_top_k: int | None = flag(None, "sample from the k likeliest tokens; 1 is greedy", auto="--rollout-top-k")
-    eval_max_response_len: int | None = flag(None, "longest response [tokens]", auto="--rollout-max-response-len")
-    eval_max_prompt_len: int | None = flag(None, "longer prompts are left out [tokens]")
-    eval_min_new_tokens: int | None = flag(None, "shortest response [tokens]")
-    eval_max_context_len: int | None = flag(
-        None, "prompt and response together [tokens]", auto="--rollout-max-context-len"
-    )
-    eval_function_path: str | None = flag(None, "plugin: as --rollout-function-path, for evaluation", metavar="PLUGIN")
-    custom_eval_rollout_log_function_path: str | None = flag(
-        None, "plugin: fn(rollout_id, args, data, metrics); true skips the default log", metavar="PLUGIN"
-    )
-
-    # every dataset with all its settings, whichever flag or file they came from
-    eval_datasets: tuple[EvalDataset, ...] = resolved(())

@@ -5,7 +5,7 @@ Adding one is a record here, or in a file that ``--import-file`` names, and the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slimelite.registry import Function, Registry
@@ -55,19 +55,6 @@ class EngineKind:
     def repeats_with(self, options: Mapping[str, object]) -> bool:
         """Whether it repeats when its ``--sglang-*`` options are these."""
         return bool(options.get(self.repeats)) if isinstance(self.repeats, str) else self.repeats
-
-
-class Backends(Collection[str]):
-    """What ``--rollout-backend`` takes: "auto", or the name of an engine."""
-
-    def __contains__(self, name: object) -> bool:
-        return name == "auto" or name in ENGINES
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("auto", *ENGINES))
-
-    def __len__(self) -> int:
-        return 1 + len(ENGINES)
 
 
 ENGINES: Registry[EngineKind] = Registry("engine", "--rollout-backend")

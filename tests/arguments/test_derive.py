@@ -252,7 +252,7 @@ def test_sft_needs_no_engine_unless_it_evaluates(make: Make) -> None:
     sft = make("--loss-type sft_loss")
     assert sft.debug_train_only
     assert sft.rollout_function_path == "slimelite.rollout.generate.offline_rollout"
-    both = make("--loss-type sft_loss --eval-interval 1 --eval-prompt-data e e.jsonl")
+    both = make(f"--loss-type sft_loss {EVALUATED}")
     assert not both.debug_train_only
     assert both.eval_function_path is None
 
@@ -297,6 +297,9 @@ def test_flags_without_anything_to_act_on_are_listed(make: Make) -> None:
     assert make("--tis-clip 3 --use-tis --wandb-group g --use-wandb").no_effect == ()
 
 
+EVALUATED = "--eval-interval 1 --eval-prompt-data e e.jsonl"
+
+
 @pytest.mark.parametrize(
     ("flag", "idle_with", "works_with"),
     [
@@ -322,6 +325,39 @@ def test_flags_without_anything_to_act_on_are_listed(make: Make) -> None:
         ("--format-regex a", "--rm-type math", "--rm-type format"),
         ("--format-regex a", "--rm-type math", "--rm-type math --format-reward-coef 0.1"),
         ("--custom-loss-function-path my.fn", "", "--loss-type custom_loss"),
+        ("--lr 1", "--debug-rollout-only", ""),
+        ("--ci-test", "--debug-rollout-only", ""),
+        ("--lr-warmup-init 0.1", "", "--lr-warmup-iters 2"),
+        ("--lr-decay-iters 5", "", "--lr-decay-style linear"),
+        ("--max-tokens-per-gpu 64", "", "--use-dynamic-batch-size"),
+        ("--input-key q", "--load-debug-rollout-data x", ""),
+        (
+            "--rollout-stop x",
+            "--loss-type sft_loss",
+            f"--loss-type sft_loss {EVALUATED}",
+        ),
+        ("--partial-rollout", f"--loss-type sft_loss {EVALUATED}", ""),
+        ("--eval-temperature 0.5", "", EVALUATED),
+        (
+            "--eval-temperature 0.5",
+            "--debug-train-only --loss-type sft_loss",
+            "--eval-interval 1 --eval-prompt-data e e.jsonl",
+        ),
+        ("--sglang-server-concurrency 4", "--load-debug-rollout-data x", ""),
+        ("--code-timeout 5", "--rm-type math", "--rm-type boxed_code"),
+        ("--code-timeout 5", "--rm-type math", ""),
+        ("--reward-model-batch-size 2", "", "--reward-model-path m"),
+        ("--rm-url http://a", "--rm-type math", "--rm-type remote_rm"),
+        ("--rm-url http://a", "--rm-type math", "--custom-rm-path my.fn"),
+        ("--generate-timeout 5", "", "--custom-generate-function-path my.fn"),
+        ("--fsdp-cpu-offload", "--device cpu", "--device cuda --rollout-num-gpus 1"),
+        ("--update-weight-buffer-size 9", "--debug-rollout-only", ""),
+        ("--loss-mask-type qwen", "", "--loss-type sft_loss"),
+        ("--log-passrate", "--loss-type sft_loss", ""),
+        ("--disable-wandb-random-suffix", "--use-wandb", "--use-wandb --wandb-group g"),
+        ("--dump-details d", "--save-debug-rollout-data x/{rollout_id}", ""),
+        ("--allow-truncated-sampling", "", "--rollout-top-p 0.9"),
+        ("--no-load-rng", "", "--load nowhere"),
     ],
 )
 def test_a_flag_of_another_algorithm_is_listed(make: Make, flag: str, idle_with: str, works_with: str) -> None:

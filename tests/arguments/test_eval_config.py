@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from conftest import Make, Problems
 
+from slimelite.arguments.evaluation import EvalDataset
 from slimelite.arguments.flags import group_flags
-from slimelite.arguments.rollout import EvalDataset
 
 FLAGS = (
     "--eval-interval 1 --eval-temperature 0.5 --eval-max-response-len 32 --rollout-stop X --input-key q --label-key a "
@@ -108,7 +108,7 @@ def test_mistakes(problems: Problems, config: Any, text: str, says: str) -> None
     ("setting", "says"),
     [
         ("temperature: -1", "temperature -1.0: must be at least 0"),
-        ("top_k: 0", "top_k 0: is -1 (all tokens) or at least 1"),
+        ("top_k: 0", "top_k 0: must be -1 or at least 1"),
         ("top_p: 0", "top_p 0.0: must be above 0 and at most 1"),
         ("max_response_len: 0", "max_response_len 0: must be at least 1"),
         ("max_prompt_len: -3", "max_prompt_len -3: must be at least 1"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from slimelite.arguments import ArchitectureArgs, Args
-from slimelite.arguments.flags import all_flags, group_flags
+import pytest
+from conftest import COMPLETE, CPU
+
+from slimelite.arguments import ArchitectureArgs, Args, EvalDataset, make_args
+from slimelite.arguments.flags import all_flags, group_flags, groups_of
 
 ROOT = Path(__file__).parents[2]
-DECLARING = {"idle.py", "problems.py", "megatron.py", "refused.py"}
+DECLARING = {"conditions.py", "problems.py", "megatron.py", "refused.py"}
 # read by checks alone
 CHECKED = {
     "train_backend": "whichever is named, there is one",
@@ -31,3 +34,16 @@ def test_every_flag_is_read() -> None:
     architecture = {f.name for f in group_flags(ArchitectureArgs)}  # tests/arguments/test_architecture.py has each
     unread = set(all_flags(Args)) - _attributes_read() - architecture
     assert sorted(unread - set(CHECKED)) == []
+
+
+@pytest.mark.parametrize("group", [*groups_of(Args), EvalDataset], ids=lambda group: group.__name__)
+def test_every_flag_says_when_it_has_an_effect(group: type) -> None:
+    assert [flag.option for flag in group_flags(group) if flag.needs is None] == []
+
+
+def test_what_a_flag_needs_is_known_of_complete_arguments() -> None:
+    args = make_args(COMPLETE.split(), machine=CPU)
+    for flag in all_flags(Args).values():
+        for condition in flag.needs.conditions if flag.needs else ():
+            assert condition.words
+            condition.holds(args)

@@ -14,8 +14,9 @@ from conftest import COMPLETE, CPU
 
 import slimelite.arguments as arguments
 from slimelite.arguments import Args, ArgumentError, flag, make_args, parse_args
-from slimelite.arguments.flags import all_flags, group_flags, group_title, groups_of
+from slimelite.arguments.flags import Condition, Needs, all_flags, group_flags, group_title, groups_of
 from slimelite.arguments.own_groups import plugin_paths
+from slimelite.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,58 @@ def test_custom_group_has_a_help_section(capsys: pytest.CaptureFixture[str]) -> 
     section = text[text.index("\nSHOUTING\n") :]
     assert "What my reward function reads." in section
     assert "--shout-style {loud,louder}" in section
-    assert "(default: 0.5)" in section
+    assert "Default: 0.5." in section
     assert "--lr FLOAT" not in section
+
+
+SINGS = Condition("a voice", lambda args: args.voice != "auto")
+
+
+@dataclass(frozen=True)
+class Voice:
+    """A record."""
+
+    name: str
+
+
+VOICES: Registry[Voice] = Registry("voice", "--voice")
+VOICES.add(Voice("alto"))
+
+
+@dataclass(frozen=True)
+class VoiceArgs:
+    """Voices."""
+
+    voice: str = flag("auto", "this voice sings", choices=("auto", VOICES))
+    pitch: float = flag(440.0, "it sings at this pitch", above=0, below=20_000, needs=Needs((SINGS,)))
+    choir: list[int] = flag([], "these many sing each part", at_least=1)
+    encore: int | None = flag(None, "it sings this often again", needs=Needs((SINGS,)).strictly())
+
+
+def test_a_flag_says_its_choices_bounds_and_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    def read(words: str) -> Args:
+        return make_args([*COMPLETE.split(), *words.split()], groups=[VoiceArgs], machine=CPU)
+
+    def problems(words: str) -> list[str]:
+        with pytest.raises(ArgumentError) as caught:
+            read(words)
+        return caught.value.problems
+
+    assert problems("--voice bass") == ["--voice is one of auto, alto, not 'bass'"]
+    VOICES.add(Voice("bass"))
+    assert read("--voice bass").voice == "bass"
+    assert problems("--pitch 20000") == ["--pitch 20000.0: must be above 0 and below 20000"]
+    assert problems("--choir 2 0") == ["--choir [2, 0]: must be at least 1"]
+    assert problems("--encore 1") == ["--encore needs a voice"]
+    assert read("--voice alto --encore 1").no_effect == ()
+    assert read("--pitch 220").no_effect == (("--pitch", "needs a voice"),)
+    with pytest.raises(SystemExit):
+        parse_args(["--help"], groups=[VoiceArgs])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--voice {auto,alto,bass} This voice sings. Default: auto." in text
+    assert (
+        "--pitch FLOAT It sings at this pitch. It is above 0 and below 20000. It needs a voice. Default: 440." in text
+    )
 
 
 def test_two_groups_of_the_same_flag_name_the_clash() -> None:

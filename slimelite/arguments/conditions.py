@@ -1,0 +1,86 @@
+"""When flags have an effect: what must hold of the complete arguments, and the words that say so behind "needs"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+from slimelite.arguments.flags import Condition, Needs
+from slimelite.engines.registry import ENGINES
+
+if TYPE_CHECKING:
+    from slimelite.arguments.args import Args
+
+
+def when(words: str | Callable[[], str], holds: Callable[[Args], object], why_not: str = "") -> Needs:
+    """What ``words`` say, and whether it ``holds``."""
+    return Needs((Condition(words, holds, why_not),))
+
+
+def rule(*names: str) -> Needs:
+    """One of the reward rules ``names`` may run; without --rm-type every sample says how to score it."""
+
+    def holds(args: Args) -> bool:
+        chosen = [args.rm_type, *(dataset.rm_type for dataset in args.eval_datasets)]
+        return any(name is None or name.removeprefix("boxed_") in names for name in chosen)
+
+    return when(f"--rm-type {' or '.join(names)}", holds)
+
+
+def estimator(fact: Callable[[Estimator], object]) -> Callable[[], str]:
+    """``--advantage-estimator`` with the names of those for which ``fact`` holds, of those that are registered then."""
+    return lambda: "--advantage-estimator " + " or ".join(e.name for e in ESTIMATORS.values() if fact(e))
+
+
+# which halves of the loop run
+TRAINING = when("training", lambda a: not a.debug_rollout_only, ", and --debug-rollout-only leaves it out")
+INFERENCE = when("engines", lambda a: not a.debug_train_only, ", and --debug-train-only runs without")
+SYNC = TRAINING & INFERENCE
+NEW_ROLLOUTS = when(
+    "new rollouts", lambda a: not a.load_debug_rollout_data, ", and --load-debug-rollout-data brings saved ones"
+)
+# --loss-type sft_loss without evaluation runs no engine; a rollout function of the user's may sample without ours
+SAMPLING = when(
+    "responses to sample", lambda a: not a.debug_train_only or (a.rollout_function_path and not a.supervised)
+)
+EVALUATION = INFERENCE & when("--eval-interval", lambda a: a.eval_interval)
+
+# where it runs
+GPUS = when("GPUs", lambda a: a.device == "cuda")
+OWN_ENGINES = INFERENCE & when("no --rollout-external-engine-addrs", lambda a: not a.rollout_external_engine_addrs)
+SGLANG = INFERENCE & when("--rollout-backend sglang", lambda a: ENGINES[a.rollout_backend].server)
+
+# losses
+POLICY = when("--loss-type policy_loss or custom_loss", lambda a: not a.supervised)
+POLICY_TRAINING = TRAINING & POLICY
+POLICY_SAMPLING = SAMPLING & POLICY
+POLICY_LOSS = TRAINING & when("--loss-type policy_loss", lambda a: a.loss_type == "policy_loss")
+SUPERVISED = when("--loss-type sft_loss or dpo_loss", lambda a: a.supervised)
+DPO = when("--loss-type dpo_loss", lambda a: a.loss_type == "dpo_loss")
+ADVANTAGES = when("a loss with advantages", lambda a: not a.supervised and a.compute_advantages_and_returns)
+REFERENCE = TRAINING & when(
+    "a KL coefficient above 0, --log-ref-kl, or --loss-type dpo_loss", lambda a: a.use_reference
+)
+CRITIC = TRAINING & when(estimator(lambda e: e.needs_critic), lambda a: a.use_critic)
+TIS = POLICY_LOSS & when("--correction tis or icepop", lambda a: a.correction in ("tis", "icepop", "custom"))
+MIS = POLICY_LOSS & when("--correction mis", lambda a: a.correction == "mis")
+REJECTION = MIS & when("--mis-rejection-level", lambda a: a.mis_rejection_level)
+DISTILLATION = when("--use-opd", lambda a: a.use_opd)
+
+# one flag needs another
+LOAD = when("--load", lambda a: a.load)
+CHECKPOINT = TRAINING & when("a checkpoint to --load", lambda a: a.load and a.load != a.hf_checkpoint)
+SAVE = TRAINING & when("--save", lambda a: a.save)
+DYNAMIC_BATCH = TRAINING & when("--use-dynamic-batch-size", lambda a: a.use_dynamic_batch_size)
+MUON = TRAINING & when("--optimizer muon", lambda a: a.optimizer == "muon")
+WSD = TRAINING & when("--lr-decay-style WSD", lambda a: a.lr_decay_style == "WSD")
+DECAY = TRAINING & when("a --lr-decay-style other than constant", lambda a: a.lr_decay_style != "constant")
+WARMUP_SHARE = TRAINING & when("--lr-warmup-fraction", lambda a: a.lr_warmup_fraction)
+WARMUP = TRAINING & when(
+    "--lr-warmup-iters or --lr-warmup-fraction",
+    lambda a: a.lr_warmup_iters or a.lr_warmup_fraction or a.critic_lr_warmup_iters,
+)
+WANDB = when("--use-wandb", lambda a: a.use_wandb)
+TENSORBOARD = when("--use-tensorboard", lambda a: a.use_tensorboard)
+CI = TRAINING & when("--ci-test", lambda a: a.ci_test)
