@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor
 
 from slimelite.engines.protocol import WeightBucket
 from slimelite.files import free_space
-from slimelite.model_files import write_weights
+from slimelite.model_files import INDEX, write_weights
 from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World, whole
@@ -164,13 +164,13 @@ def save_hf(directory: Path, model: PolicyModel, world: World, tokenizer: str | 
         return
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        _write_weights(directory, weights)
+        _write_weights(directory, model, weights, world.compute_dtype)
         config = copy.deepcopy(model.hf.config)
         config.dtype, config.architectures = world.compute_dtype, [type(model.hf).__name__]
         config.save_pretrained(directory)
         _copy_tokenizer(tokenizer, directory)
     except (SafetensorError, OSError) as error:
-        for left in directory.glob("model-*.partial"):
+        for left in directory.glob("model*.partial"):
             left.unlink()
         raise OSError(
             f"{directory}: the model cannot be written ({error}); {free_space(directory)} are free there, now that "
@@ -189,30 +189,21 @@ def _copy_tokenizer(tokenizer: str | None, directory: Path) -> None:
             shutil.copy(file, directory / file.name)
 
 
-def _write_weights(directory: Path, weights: Iterable[tuple[str, Tensor]]) -> None:
+def _write_weights(
+    directory: Path, model: PolicyModel, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> None:
     """Safetensors of at most 5 GB, written as the weights come, so that no more than one is in memory."""
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    size = total = 0
-
-    def write() -> None:
-        shards.append(list(pending))
-        write_weights(pending, directory / f"model-{len(shards):05d}.partial")
-        pending.clear()
-
+    sizes = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in model.named_weights()}
+    plan = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
+    pending: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
     for name, tensor in weights:
-        if pending and size + tensor.nbytes > SHARD_BYTES:
-            write()
-            size = 0
-        pending[name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
-        size += tensor.nbytes
-        total += tensor.nbytes
-    write()
-    files: dict[str, str] = {}
-    for i, names in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"model-{i:05d}.partial").replace(directory / file)
-        files |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        file = plan.tensor_to_filename[name]
+        pending[file][name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
+        if len(pending[file]) == len(plan.filename_to_tensors[file]):
+            write_weights(pending[file], directory / f"{file}.partial")
+            pending[file].clear()
+    for file in pending:
+        (directory / f"{file}.partial").replace(directory / file)
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (directory / INDEX).write_text(json.dumps(index, indent=2))
