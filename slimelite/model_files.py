@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ ENTRIES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 # what else looks like a part of a model
 PARTS = ("*.safetensors", "pytorch_model*.bin")
 REMEDY = "copy or save the model anew"
+# `from_pretrained`, asked what it found
+Loader = Callable[..., tuple[PreTrainedModel, Any]]
 
 
 def has_weights(path: str | Path) -> bool:
@@ -109,11 +112,13 @@ def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = 
         # transformers' own matching of names, on tensors without data
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         options = {"config": copy.deepcopy(empty.config), "state_dict": tensors, "device_map": "meta"}
-        with _without_progress_bar():
-            _load(path, unread, lambda **kept: type(empty).from_pretrained(None, **options, **kept))
+        # a progress bar would say that weights are loaded
+        _load(path, unread, partial(type(empty).from_pretrained, None, **options), bar=False)
 
 
-def load_weights(kind: Any, path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: Any) -> Any:
+def load_weights(
+    kind: type[Any], path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: object
+) -> PreTrainedModel:
     """``from_pretrained`` of ``kind``, an auto class of transformers, which leaves nothing at random values.
 
     Args:
@@ -125,16 +130,13 @@ def load_weights(kind: Any, path: str, config: PretrainedConfig, *, unread: Iter
     """
     if Path(path).is_dir():
         weight_shapes(Path(path))  # names the file that is damaged
-    return _load(
-        path,
-        unread,
-        lambda **kept: kind.from_pretrained(path, config=config, trust_remote_code=False, **options, **kept),
-    )
+    load = partial(kind.from_pretrained, path, config=config, trust_remote_code=False, **options)
+    return _load(path, unread, load, bar=True)
 
 
-def _load(path: str, unread: Iterable[str], load: Any) -> Any:
+def _load(path: str, unread: Iterable[str], load: Loader, *, bar: bool) -> PreTrainedModel:
     try:
-        with _without_reports():
+        with _quiet(bar=bar):
             model, info = load(output_loading_info=True, ignore_mismatched_sizes=True)
     except Exception as error:  # pickles, conversions and readers of files raise anything
         text = " ".join(str(error).split())[:300]
@@ -152,25 +154,17 @@ def _load(path: str, unread: Iterable[str], load: Any) -> Any:
 
 
 @contextmanager
-def _without_reports() -> Iterator[None]:
-    """transformers prints a table of what does not fit; here it is an error."""
-    before = logging.get_verbosity()
+def _quiet(*, bar: bool) -> Iterator[None]:
+    """transformers prints a table of what does not fit; here it is an error. ``bar``: it may show its progress."""
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
+    if not bar:
+        logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """A bar would say that weights are loaded, where headers alone are compared."""
-    before = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if before:
+        logging.set_verbosity(level)
+        if shown:
             logging.enable_progress_bar()
 
 

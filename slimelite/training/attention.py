@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """The attention of one layer, as transformers calls it.
 
@@ -134,13 +134,13 @@ def _flash_attention(
     q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """[T, heads, width] from q, k, v [T, (key/value) heads, width] in half precision on a GPU."""
-    options: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
+    attend = partial(varlen_attn, scale=scaling, window_size=(-1 if sliding_window is None else sliding_window - 1, 0))
     if VARLEN_GQA:
-        options["enable_gqa"] = True
+        attend = partial(attend, enable_gqa=True)
     else:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     cu_seqlens, longest = sequences.cu_seqlens, sequences.max_length
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scaling, **options)
+    out = attend(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
     assert isinstance(out, Tensor)
     return out
 

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -228,7 +227,7 @@ class _ForeignClass(Exception):
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if name not in ALLOWED.get(module, ()):
             raise _ForeignClass(f"asks for {module}.{name}")
         return super().find_class(module, name)
@@ -269,12 +268,12 @@ class CheckpointReader(dcp.FileSystemReader):
             )
         self.metadata = found
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # noqa: ARG002
         """What was read when the reader was made."""
         self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self.metadata
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: State) -> None:
         """Fill the tensors of ``state``, {"part": {"name": tensor}} (collective).
 
         Raises:

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -258,7 +257,7 @@ class Muon(torch.optim.Optimizer):
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         """The gradient, averaged with its past (sharded like it)."""
         assert parameter.grad is not None
-        state: dict[str, Any] = self.state[parameter]
+        state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["momentum"] = torch.zeros_like(parameter)
         state["momentum"].lerp_(parameter.grad, 1 - momentum)

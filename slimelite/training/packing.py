@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -219,7 +218,7 @@ def _shrink(config: PretrainedConfig) -> None:
     _shrink_rope(config)
 
 
-def _small(value: Any, small: int) -> Any:
+def _small(value: object, small: int) -> object:
     """``small`` where ``value`` is a number of things, or a list of them; a small number of few is not raised."""
     if isinstance(value, list):
         return [_small(item, small) for item in value]

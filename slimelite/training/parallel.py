@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,14 +109,13 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
     on_gpu = world.device.type == "cuda"
     half = MixedPrecisionPolicy(param_dtype=world.compute_dtype, reduce_dtype=torch.float32)
     exact = world.compute_dtype == torch.float32
-    options: dict[str, Any] = {
-        "mesh": world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"],
-        "mp_policy": MixedPrecisionPolicy() if exact else half,
-        "offload_policy": CPUOffloadPolicy() if on_gpu and cpu_offload else OffloadPolicy(),
-    }
-    for layer in layers:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+    for module in (*layers, model):
+        fully_shard(
+            module,
+            mesh=world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"],
+            mp_policy=MixedPrecisionPolicy() if exact else half,
+            offload_policy=CPUOffloadPolicy() if on_gpu and cpu_offload else OffloadPolicy(),
+        )
     if world.ranks > 1:
         _scatter(model, full, world, torch.device("cpu") if cpu_offload else world.device)
 
