@@ -114,12 +114,13 @@ def ray_sink(args: Args, log: Path) -> Iterator[WeightSink]:
     """An embedded engine in an actor."""
     import ray
 
-    from slimelite.cluster.actors import EngineActor, RaySink
+    from slimelite.cluster.ray_cluster import AsyncHost, RayRemote
+    from slimelite.cluster.workers import RemoteSink, build_engine
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    engine = ray.remote(EngineActor).options(num_cpus=1).remote(args, 0, False, os.getcwd(), str(log))
+    engine = ray.remote(AsyncHost).options(num_cpus=1).remote(os.getcwd(), str(log), build_engine, args, 0)
     try:
-        yield RaySink([engine])
+        yield RemoteSink([RayRemote(engine, "engine", log, "127.0.0.1")])
     finally:
         ray.kill(engine)
         ray.shutdown()

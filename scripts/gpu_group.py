@@ -26,7 +26,8 @@ from torch import Tensor
 import train
 from slimelite.arguments import make_args
 from slimelite.cluster import Cluster, launch
-from slimelite.cluster.local import LocalSink
+from slimelite.cluster.remote import LocalRemote
+from slimelite.cluster.workers import RemoteSink
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.table import SampleTable
 from slimelite.tracking import Tracker
@@ -299,8 +300,9 @@ def decoding_speed(lab: Lab, rows: int) -> Numbers:
 def sync_speed(lab: Lab) -> Numbers:
     """All weights from the trainer into an engine of the same process."""
     with closing(lab.trainer()) as trainer, lab.engine() as engine:
-        took = lab.seconds(lambda: trainer.push_weights(LocalSink([engine]), 1))
-        sent = trainer.push_weights(LocalSink([engine]), 2)["perf/update_weights_bytes"]
+        sink = RemoteSink([LocalRemote(engine, "engine")])
+        took = lab.seconds(lambda: trainer.push_weights(sink, 1))
+        sent = trainer.push_weights(sink, 2)["perf/update_weights_bytes"]
     return {"seconds": Number(took), "GB": Number(sent / 1e9), "GB/s": Number(sent / 1e9 / took)}
 
 

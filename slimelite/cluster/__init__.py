@@ -1,5 +1,61 @@
-"""Ray, and only here: placement and actors around the plain classes. It wraps; it decides nothing."""
+"""Where a run's objects are (in this process or in Ray's actors), and one handle for all of them."""
 
-from slimelite.cluster.cluster import Cluster, ClusterError, launch
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from slimelite.arguments import Args
+from slimelite.cluster.cluster import Cluster
+from slimelite.cluster.remote import ClusterError, Progress
+from slimelite.files import whole
 
 __all__ = ["Cluster", "ClusterError", "launch"]
+
+
+@contextmanager
+def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -> Iterator[Cluster]:
+    """Start the workers for ``args`` and yield the cluster; everything started is stopped at the end.
+
+    ``progress``: called with (workers that are up, of how many, what the start waits for).
+
+    Raises:
+        ClusterError: the machines cannot hold the job.
+        ValueError: what a worker refused at construction.
+    """
+    if args.model_config is not None:
+        # a model that the architecture flags define: a folder with its config, like any model without weights
+        folder = Path(args.run_dir).absolute() / "new_model"
+        folder.mkdir(parents=True, exist_ok=True)
+        with whole(folder / "config.json") as partial:
+            partial.write_text(json.dumps(args.model_config, indent=2))
+        args = replace(args, hf_checkpoint=str(folder))
+    if args.launcher == "local":
+        from slimelite.cluster.workers import local_workers as workers
+    else:
+        if "RAY_ADDRESS" not in os.environ:
+            _close_ray_to_others()
+        from slimelite.cluster.ray_cluster import ray_workers as workers
+    with workers(args, progress) as started:
+        yield Cluster(args, *started)
+
+
+def _close_ray_to_others() -> None:
+    """The Ray that this process starts listens to this machine alone, and asks for a token that nobody else has.
+
+    Ray reads this when it is imported. Its switch is named after Windows and macOS, where it is the default: nodes
+    have the address 127.0.0.1, and no other. Ray's processes get the token from their environment, which other users
+    cannot read. Without one, Ray would make one and leave it in ~/.ray/auth_token, which they can.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if "ray" in sys.modules:
+        os.environ.pop("RAY_AUTH_MODE", None)  # then `ray.init` asks for tokens, and sets it
+    else:
+        os.environ["RAY_AUTH_MODE"] = "token"

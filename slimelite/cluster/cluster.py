@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import secrets
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
@@ -15,22 +12,22 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from slimelite.arguments import Args
 from slimelite.checkpoints import CHECKSUMS, MARKER, REMEDY, ROLLOUT_STATE, Checksums, checksums, read_json
+from slimelite.cluster.remote import ClusterError, Progress, Remote
+from slimelite.cluster.workers import RolloutWorker, TrainerWorker, disagreement
 from slimelite.engines.registry import ENGINES
 from slimelite.files import free_space, in_units, whole
+from slimelite.rollout.manager import EvalOutput, RolloutOutput
 from slimelite.table import SampleTable
 
-if TYPE_CHECKING:
-    from slimelite.rollout.manager import EvalOutput, RolloutOutput
-
+P = ParamSpec("P")
+R = TypeVar("R")
 logger = logging.getLogger(__name__)
-Progress = Callable[[int, int, str], None]
-
 MOVED_ON = (
     "every engine died while a rollout was generated ahead of training, whose weights have moved on: go on from the "
     "last checkpoint with --load"
@@ -39,41 +36,25 @@ MOVED_ON = (
 AHEAD = "ahead.parquet"
 
 
-class ClusterError(RuntimeError):
-    """A worker died or the machines cannot hold the job; the message says which and where its log is."""
-
-
-class Worker(Protocol):
-    """One worker; `submit` starts a method of it."""
-
-    def submit(self, method: str, *args: Any) -> Future[Any]:
-        """Start ``method(*args)``; the future carries its result or its error."""
-        ...
-
-
 class Cluster:
     """The loop's verbs. Every method blocks until all workers concerned are done.
 
-    ``rollout``: the worker with the `RolloutManager`; ``trainers``: one per rank, rank 0 first; ``engines``: what the
-    trainers need to reach the engines in a weight sync (opaque here); ``others``: further workers in processes of
-    their own; ``share`` turns a large argument for all trainers into what `submit` sends cheaply.
+    ``rollout``, ``trainers``, ``engines``, ``others``: see `Workers`.
     """
 
     def __init__(
         self,
         args: Args,
-        rollout: Worker,
-        trainers: Sequence[Worker],
-        engines: Any,
-        others: Sequence[Worker] = (),
-        share: Callable[[Any], Any] = lambda value: value,
+        rollout: Remote[RolloutWorker],
+        trainers: Sequence[Remote[TrainerWorker]],
+        engines: Sequence[Any],
+        others: Sequence[Remote[Any]] = (),
     ) -> None:
         self.args = args
         self._rollout = rollout
         self._trainers = list(trainers)
         self._engines = engines
         self._others = list(others)
-        self._share = share
         # rollouts that are generated ahead of their turn
         self._ahead: dict[int, Future[RolloutOutput]] = {}
         self._version = 0  # of the engines' weights
@@ -87,28 +68,28 @@ class Cluster:
         start = resumed if args.start_rollout_id is None else args.start_rollout_id
         num_rollout = args.num_rollout
         if num_rollout is None:
-            per_epoch = max(1, self._ask(self._rollout, "num_prompts") // args.rollout_batch_size)
+            per_epoch = max(1, self._rollout.ask(RolloutWorker.num_prompts) // args.rollout_batch_size)
             num_rollout = per_epoch * (args.num_epoch or 1)
         self.args = replace(args, start_rollout_id=start, num_rollout=num_rollout)
-        self._all("set_num_rollout", num_rollout)
-        self._ask(self._rollout, "complete_args", start, num_rollout)
+        self._all(TrainerWorker.set_num_rollout, num_rollout)
+        self._rollout.ask(RolloutWorker.complete_args, start, num_rollout)
         return self.args
 
     def generate(self, rollout_id: int, progress: Progress | None = None) -> RolloutOutput:
         """One rollout: the scored table of samples and its metrics."""
         self.start_generate(rollout_id)
         with self._memory_of("rollout"):
-            return self._wait(self._rollout, self._ahead.pop(rollout_id), progress)
+            return self._wait(self._ahead.pop(rollout_id), progress)
 
     def start_generate(self, rollout_id: int) -> None:
         """Begin `generate`, unless it has begun; the weights stay what they are until it is done."""
         if rollout_id not in self._ahead:
-            self._ahead[rollout_id] = self._rollout.submit("generate", rollout_id)
+            self._ahead[rollout_id] = self._rollout.submit(RolloutWorker.generate, rollout_id)
 
     def evaluate(self, rollout_id: int, progress: Progress | None = None) -> EvalOutput:
         """All eval datasets under the engines' current weights."""
         self._finish_ahead()
-        return self._ask(self._rollout, "evaluate", rollout_id, progress=progress)
+        return self._wait(self._rollout.submit(RolloutWorker.evaluate, rollout_id), progress)
 
     def train(
         self, rollout_id: int, table: SampleTable
@@ -121,9 +102,9 @@ class Cluster:
         """
         self._moved = True
         with self._memory_of("train"):
-            metrics = self._all("train", rollout_id, self._share(table.without_text()))[0]
+            metrics = self._all(TrainerWorker.train, rollout_id, self._trainers[0].share(table.without_text()))[0]
         first = self._trainers[0]
-        return metrics, self._ask(first, "step_metrics"), self._ask(first, "own_advantages")
+        return metrics, first.ask(TrainerWorker.step_metrics), first.ask(TrainerWorker.own_advantages)
 
     def sync(self, version: int) -> dict[str, float]:
         """Trainers' weights into every engine, stamped ``version``; a rollout generated ahead ends first."""
@@ -140,14 +121,14 @@ class Cluster:
         """Weights into every engine; once more when one died of it and has started anew."""
         self._version, self._moved = version, False
         if not ENGINES[self.args.rollout_backend].server:
-            return self._all("push_weights", self._engines, version)[0]
+            return self._all(TrainerWorker.push_to, self._engines, version)[0]
         from slimelite.engines.sglang.transports import WeightSyncError
 
         retries = int(self.args.use_fault_tolerance)
         while True:
-            self._ask(self._rollout, "settle_engines")
+            self._rollout.ask(RolloutWorker.settle_engines)
             try:
-                return self._all("push_weights", self._engines, version)[0]
+                return self._all(TrainerWorker.push_to, self._engines, version)[0]
             except WeightSyncError as error:
                 if not retries:
                     raise ClusterError(str(error)) from error
@@ -175,7 +156,7 @@ class Cluster:
             if left.is_dir():
                 shutil.rmtree(left)
         self._finish_ahead()
-        size = max(self._all("checkpoint_size"), default=0)
+        size = max(self._all(TrainerWorker.checkpoint_size), default=0)
         try:
             self._write_checkpoint(directory, rollout_id)
         except BaseException as error:  # also when the run is ended meanwhile
@@ -192,7 +173,7 @@ class Cluster:
             final.rename(replaced)
         directory.rename(final)
         before = (root / MARKER).read_text().strip() if (root / MARKER).is_file() else ""
-        write_atomically(root / MARKER, str(rollout_id))
+        write_text(root / MARKER, str(rollout_id))
         keep = self.args.save_retain_interval
         if keep is not None and before.isdigit() and int(before) < rollout_id and (int(before) + 1) % keep:
             shutil.rmtree(root / f"iter_{int(before):07d}", ignore_errors=True)
@@ -203,22 +184,22 @@ class Cluster:
     def _write_checkpoint(self, directory: Path, rollout_id: int) -> None:
         """All files of a checkpoint, the checksums of the others last."""
         directory.mkdir(parents=True)
-        state = self._ask(self._rollout, "state_dict")
+        state = self._rollout.ask(RolloutWorker.state_dict)
         for ahead, future in self._ahead.items():
             future.result().table.to_parquet(directory / AHEAD)
             state["ahead"] = {"rollout_id": ahead, "metrics": future.result().metrics}
         written: Checksums = {}
-        for part in self._all("save", str(directory), rollout_id):
+        for part in self._all(TrainerWorker.save, str(directory), rollout_id):
             written |= part
-        write_atomically(directory / ROLLOUT_STATE, json.dumps(state))
+        write_text(directory / ROLLOUT_STATE, json.dumps(state))
         rest = (path for path in directory.rglob("*") if path.is_file())
         written |= checksums(directory, (path for path in rest if str(path.relative_to(directory)) not in written))
-        write_atomically(directory / CHECKSUMS, json.dumps({"files": written}, indent=1))
+        write_text(directory / CHECKSUMS, json.dumps({"files": written}, indent=1))
 
     def save_hf(self, rollout_id: int) -> Path:
         """A Hugging Face folder at the ``--save-hf`` template."""
         directory = Path(str(self.args.save_hf).format(rollout_id=rollout_id)).absolute()
-        self._all("save_hf", str(directory))
+        self._all(TrainerWorker.save_hf, str(directory))
         return directory
 
     def resources(self) -> dict[str, float]:
@@ -228,28 +209,27 @@ class Cluster:
             ``perf/cpu_seconds``: CPU time of this process and of all workers since they began [s]; Ray's own daemons
             are not in it. ``perf/memory_{phase}_{before,after}``: of rank 0 around the last of each phase [GB].
         """
-        workers = (self._rollout, *self._trainers, *self._others)
-        remote = [w.submit("cpu_seconds") for w in workers] if self.args.launcher == "ray" else []
-        seconds = time.process_time() + sum(future.result() for future in remote)
+        workers: list[Remote[Any]] = [self._rollout, *self._trainers, *self._others]
+        seconds = time.process_time() + sum(future.result() for future in [each.cpu_seconds() for each in workers])
         return {"perf/cpu_seconds": seconds, **self._memory}
 
     def offload_trainers(self) -> None:
         """Trainers give their device memory back."""
         with self._memory_of("sleep"):
-            self._all("offload")
+            self._all(TrainerWorker.offload)
 
     def onload_trainers(self) -> None:
         """Trainers take their device memory again."""
         with self._memory_of("wake_up"):
-            self._all("onload")
+            self._all(TrainerWorker.onload)
 
     def release_engines(self) -> None:
         """Engines give back all the device memory that they can."""
-        self._ask(self._rollout, "release_memory")
+        self._rollout.ask(RolloutWorker.release_memory)
 
     def resume_engines(self, *tags: str) -> None:
         """Engines take the memory of ``tags`` again; see `slimelite.engines.protocol.MEMORY_TAGS`."""
-        self._ask(self._rollout, "resume_memory", tags)
+        self._rollout.ask(RolloutWorker.resume_memory, tags)
 
     @contextmanager
     def _memory_of(self, phase: str) -> Iterator[None]:
@@ -259,14 +239,13 @@ class Cluster:
 
     def _note_memory(self, moment: str) -> None:
         if self._trainers:
-            self._memory[f"perf/memory_{moment}"] = self._ask(self._trainers[0], "memory_used")
+            self._memory[f"perf/memory_{moment}"] = self._trainers[0].ask(TrainerWorker.memory_used)
 
     def _check_engines(self, version: int) -> float:
-        from slimelite.cluster.agreement import disagreement
         from slimelite.training.first_step import engine_threshold
 
-        table = self._ask(self._rollout, "probe")
-        gaps = disagreement(table, self._all("log_probs", self._share(table))[0], version)
+        table = self._rollout.ask(RolloutWorker.probe)
+        gaps = disagreement(table, self._all(TrainerWorker.log_probs, self._trainers[0].share(table))[0], version)
         limit = engine_threshold(self.args, exact=self.args.device == "cpu")
         if not (gaps <= limit).all():
             raise ClusterError(
@@ -283,15 +262,13 @@ class Cluster:
                 "--load with --debug-rollout-only: without a trainer nobody reads the checkpoint; write the model with "
                 "--save-hf and give that folder as --hf-checkpoint"
             )
-        saved = self._all("load", str(directory))[0]
+        saved = self._all(TrainerWorker.load, str(directory))[0]
         if self.args.finetune:
             return 0
         try:
             state = read_json(directory / ROLLOUT_STATE)
-            self._ask(self._rollout, "load_state_dict", state)
+            self._rollout.ask(RolloutWorker.load_state_dict, state)
             if "ahead" in state:
-                from slimelite.rollout.manager import RolloutOutput
-
                 done: Future[RolloutOutput] = Future()
                 done.set_result(RolloutOutput(_read_ahead(directory / AHEAD), state["ahead"]["metrics"]))
                 self._ahead[int(state["ahead"]["rollout_id"])] = done
@@ -306,33 +283,30 @@ class Cluster:
         for future in self._ahead.values():
             while self.args.use_fault_tolerance and not future.done():
                 wait([future], timeout=0.5)
-                if not future.done() and self._ask(self._rollout, "needs_weights"):
+                if not future.done() and self._rollout.ask(RolloutWorker.needs_weights):
                     raise ClusterError(MOVED_ON)
             future.result()
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        futures = [t.submit(method, *args) for t in self._trainers]
+    def _all(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        futures = [trainer.submit(method, *args, **kwargs) for trainer in self._trainers]
         # one that fails leaves the others waiting in a collective: its error is the one to show
         finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in finished:
             future.result()
-        return [f.result() for f in futures]
+        return [future.result() for future in futures]
 
-    def _ask(self, worker: Worker, method: str, *args: Any, progress: Progress | None = None) -> Any:
-        return self._wait(worker, worker.submit(method, *args), progress)
-
-    def _wait(self, worker: Worker, future: Future[Any], progress: Progress | None) -> Any:
+    def _wait(self, future: Future[R], progress: Progress | None) -> R:
         while progress is not None and not future.done():
             try:
                 return future.result(timeout=0.5)
             except FutureTimeout:
-                progress(*worker.submit("progress").result())
+                progress(*self._rollout.submit(RolloutWorker.progress).result())
                 self._send_weights_if_lost()
         return future.result()
 
     def _send_weights_if_lost(self) -> None:
         """When every engine died and was started anew, generation waits for the weights that it began with."""
-        if not (self.args.use_fault_tolerance and self._ask(self._rollout, "needs_weights")):
+        if not (self.args.use_fault_tolerance and self._rollout.ask(RolloutWorker.needs_weights)):
             return
         if self._moved:
             raise ClusterError(MOVED_ON)
@@ -352,52 +326,7 @@ def _read_ahead(file: Path) -> SampleTable:
         raise ValueError(f"{file}: is missing, damaged or cut short ({error}); {REMEDY}") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a small file so that a reader sees the old text or the new, never half."""
     with whole(path) as partial:
         partial.write_text(text)
-
-
-@contextmanager
-def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -> Iterator[Cluster]:
-    """Start the workers for ``args`` and yield the cluster; everything started is stopped at the end.
-
-    ``progress``: called with (workers that are up, of how many, what the start waits for).
-
-    Raises:
-        ClusterError: the machines cannot hold the job.
-        ValueError: what a worker refused at construction.
-    """
-    if args.model_config is not None:
-        # a model that the architecture flags define: a folder with its config, like any model without weights
-        folder = Path(args.run_dir).absolute() / "new_model"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.json", json.dumps(args.model_config, indent=2))
-        args = replace(args, hf_checkpoint=str(folder))
-    if args.launcher == "local":
-        from slimelite.cluster.local import local_cluster
-
-        with local_cluster(args, progress) as cluster:
-            yield cluster
-    else:
-        if "RAY_ADDRESS" not in os.environ:
-            _close_ray_to_others()
-        from slimelite.cluster.ray_cluster import ray_cluster
-
-        with ray_cluster(args, progress) as cluster:
-            yield cluster
-
-
-def _close_ray_to_others() -> None:
-    """The Ray that this process starts listens to this machine alone, and asks for a token that nobody else has.
-
-    Ray reads this when it is imported. Its switch is named after Windows and macOS, where it is the default: nodes
-    have the address 127.0.0.1, and no other. Ray's processes get the token from their environment, which other users
-    cannot read. Without one, Ray would make one and leave it in ~/.ray/auth_token, which they can.
-    """
-    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    if "ray" in sys.modules:
-        os.environ.pop("RAY_AUTH_MODE", None)  # then `ray.init` asks for tokens, and sets it
-    else:
-        os.environ["RAY_AUTH_MODE"] = "token"

@@ -1,16 +1,16 @@
-"""`--launcher ray`: one actor per trainer rank, one per engine, one for the rollout manager."""
+"""`--launcher ray`: one actor for each trainer rank, one for each engine, one for the rollout's side."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -24,13 +24,27 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slimelite.arguments import Args
 from slimelite.arguments.secret import public_part
-from slimelite.cluster.actors import EngineActor, RolloutActor, ServerActor, TrainerActor
-from slimelite.cluster.cluster import Cluster, ClusterError, Progress, Worker
-from slimelite.cluster.engines import external_servers, server_parts
-from slimelite.cluster.ray_errors import explained, last_line
-from slimelite.cluster.ray_session import connected
+from slimelite.cluster.ray_session import connected, explained, last_line
+from slimelite.cluster.remote import ClusterError, Progress, Remote
+from slimelite.cluster.workers import (
+    LOCAL_HOST,
+    RolloutWorker,
+    ServerProcess,
+    TrainerWorker,
+    Workers,
+    build_engine,
+    build_server,
+    external_servers,
+    rollout_worker,
+    rollout_worker_over,
+    server_parts,
+)
+from slimelite.engines.protocol import Engine
 from slimelite.engines.sglang.control import Server
+from slimelite.tracking.noise import redirect_process_output
 
+T = TypeVar("T")
+V = TypeVar("V")
 logger = logging.getLogger(__name__)
 
 # Trainer and engine of a colocated job share a bundle of one device: slime's fractions.
@@ -38,25 +52,85 @@ TRAINER_SHARE, ENGINE_SHARE = 0.4, 0.2
 WAIT_REPORT_S, WAIT_LIMIT_S = 10, 300
 
 
-class NamedWorker(Worker, Protocol):
-    """A `Worker` that messages can name."""
+class Host:
+    """An actor around an object of any of our classes, which may be made after it.
 
-    name: str
+    Args:
+        folder: of the driver, where relative paths mean the same.
+        log: what the process prints goes there.
+        make: makes the object from ``args``.
+    """
+
+    def __init__(self, folder: str, log: str, make: Callable[..., Any] | None = None, *args: Any) -> None:
+        redirect_process_output(log)
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        else:
+            print(f"{folder} is not on this node: relative paths are those of {os.getcwd()}")
+        self.target = make and make(*args)
+        self.listener: socket.socket | None = None
+
+    def rendezvous(self, host: str) -> str:
+        """Where others meet the object: host:port of this process, listened on from now on, so that nobody else gets
+        it; `make` hands the socket on.
+        """
+        self.listener = socket.create_server((host, 0))
+        return f"{host}:{self.listener.getsockname()[1]}"
+
+    def make(self, make: Callable[..., Any], secrets: dict[str, str], *args: Any) -> None:
+        """Make the object; ``secrets``: for the environment, which Ray would write to its logs and command lines."""
+        os.environ.update(secrets)
+        self.target = make(*args, **({"listener": self.listener} if self.listener else {}))
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """A method of the object."""
+        return getattr(self.target, method)(*args, **kwargs)
+
+    def cpu_seconds(self) -> float:
+        """CPU time of this process since it began."""
+        return time.process_time()
 
 
-class RayWorker:
-    """A `Worker` in an actor; errors come back as the worker raised them."""
+class AsyncHost(Host):
+    """An actor around an object whose methods are coroutines; they run on the actor's event loop."""
 
-    def __init__(self, handle: Any, name: str, log: Path) -> None:
-        self.handle = handle
-        self.name = name
-        self.log = log
+    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """A method of the object."""
+        return await getattr(self.target, method)(*args, **kwargs)
 
-    def submit(self, method: str, *args: Any) -> Future[Any]:
-        """Start the method on the actor."""
-        inner = self.handle.call.remote(method, *args).future()
+
+class RayRemote(Remote[T]):
+    """An object in a `Host`; errors come back as it raised them. ``host``: the address of its machine."""
+
+    def __init__(self, handle: Any, name: str, log: Path, host: str) -> None:
+        self.handle, self.name, self.log, self.host = handle, name, log, host
+
+    def make(self, make: Callable[..., T], secrets: dict[str, str], *args: Any) -> Future[None]:
+        """Make the object, where the actor was started without; see `Host.make`."""
+        return self.future(self.handle.make.remote(make, secrets, *args))
+
+    def rendezvous(self) -> Future[str]:
+        """See `Host.rendezvous`."""
+        return self.future(self.handle.rendezvous.remote(self.host))
+
+    def start(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """See `Remote.start`."""
+        return self.future(self.handle.call.remote(method, *args, **kwargs))
+
+    def cpu_seconds(self) -> Future[float]:
+        """See `Remote.cpu_seconds`."""
+        return self.future(self.handle.cpu_seconds.remote())
+
+    def share(self, value: V) -> V:
+        """See `Remote.share`."""
+        shared: Any = ray.put(value)
+        return cast(V, shared)
+
+    def future(self, ref: Any) -> Future[Any]:
+        """Of what an actor's method returns."""
         outer: Future[Any] = Future()
-        inner.add_done_callback(lambda done: self._hand_over(done, outer))
+        outer.set_running_or_notify_cancel()  # it cannot be taken back
+        ref.future().add_done_callback(lambda done: self._hand_over(done, outer))
         return outer
 
     def _hand_over(self, done: Future[Any], outer: Future[Any]) -> None:
@@ -67,11 +141,11 @@ class RayWorker:
             outer.set_exception(self._explained(error))
 
     def _explained(self, error: BaseException) -> BaseException:
-        """What the worker raised, with the worker's traceback as a note; `ClusterError` when it died."""
+        """What the object raised, with its traceback as a note; `ClusterError` when its process died."""
         if isinstance(error, RayTaskError):
-            # Ray raises a class that is both its own and the worker's; the worker's own error is its cause
+            # Ray raises a class that is both its own and the object's; the object's own error is its cause
             cause = error.cause if isinstance(error.cause, Exception) else ClusterError(last_line(error))
-            if not isinstance(cause, RayError):  # else of a worker that this one asked
+            if not isinstance(cause, RayError):  # else of an object that this one asked
                 cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error}")
                 return cause
             error = cause
@@ -87,9 +161,66 @@ def _one_message() -> Iterator[None]:
         raise explained(error, "the run's Ray") from error
 
 
+class Actors:
+    """The actors of a run on its placement group.
+
+    Colocated engines sit on the trainers' devices, others behind them. ``kept``: every actor that was started.
+    """
+
+    def __init__(self, args: Args, group: PlacementGroup, world: int) -> None:
+        self.args, self.group, self.world = args, group, world
+        self.started: list[RayRemote[Any]] = []
+        self._nodes = placement_group_table(group)["bundles_to_node_id"]
+        self._bundles = bundles_by_node(self._nodes, str(ray.get_runtime_context().get_node_id()))
+        self._hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+    def trainers(self) -> list[RayRemote[TrainerWorker]]:
+        """One for each rank; `start_workers` makes what they hold."""
+        shown = public_part(self.args.train_env_vars)[0]
+        return [
+            self._start(Host, f"trainer_{n}", bundle, _options(self.args, self.group, bundle, TRAINER_SHARE, shown))
+            for n, bundle in enumerate(self._bundles[: self.world])
+        ]
+
+    def engines(self, count: int) -> list[RayRemote[Any]]:
+        """Engines, or the processes of servers."""
+        args, found = self.args, []
+        first = 0 if args.colocate else self.world
+        for n in range(count):
+            place = args.engine_place(n)
+            own = self._bundles[first + place.first_gpu :][: place.width]
+            options = _options(args, self.group, own[0], ENGINE_SHARE, _gpus_of(args, self.group, own))
+            # on one node alone nothing listens to others
+            host = self._host(own[0]) if len(set(self._hosts.values())) > 1 else LOCAL_HOST
+            if server_parts(args):
+                # a server that starts anew does not keep others from asking
+                options |= {"max_concurrency": 4}
+                found.append(self._start(Host, f"engine_{n}", own[0], options, build_server, args, n, host))
+            else:
+                found.append(self._start(AsyncHost, f"engine_{n}", own[0], options, build_engine, args, n, host))
+        return found
+
+    def rollout(self, make: Callable[..., RolloutWorker], *engines: Any) -> RayRemote[RolloutWorker]:
+        """The rollout's side, on the driver's node."""
+        options = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
+        return self._start(Host, "rollout", self._bundles[0], options, make, self.args, *engines)
+
+    def _start(self, kind: type[Host], name: str, bundle: int, options: dict[str, Any], *make: Any) -> RayRemote[Any]:
+        log = Path(self.args.run_dir).absolute() / "logs" / f"{name}.log"
+        # by the name of its class it is seen in `ps`: ray::trainer
+        actor = ray.remote(type(name.rstrip("_0123456789"), (kind,), {})).options(**options)
+        handle = actor.remote(os.getcwd(), str(log), *make)
+        self.started.append(RayRemote(handle, name, log, self._host(bundle)))
+        return self.started[-1]
+
+    def _host(self, bundle: int) -> str:
+        return str(self._hosts[self._nodes[bundle]])
+
+
 @contextmanager
-def ray_cluster(args: Args, progress: Progress) -> Iterator[Cluster]:
-    """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or start one here, and put the actors on it.
+def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
+    """``--launcher ray``: on the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or one started here, an actor for each
+    trainer rank, each engine and the rollout's side.
 
     ``progress`` is told what the start waits for.
 
@@ -98,61 +229,41 @@ def ray_cluster(args: Args, progress: Progress) -> Iterator[Cluster]:
     """
     progress(0, 0, "waiting for Ray")
     world = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
-    sglang = server_parts(args) is not None and not args.debug_train_only
     external = bool(args.rollout_external_engine_addrs)
-    engines = 0 if args.debug_train_only or external else args.num_engines
-    places = [args.engine_place(n) for n in range(engines)]
-    # colocated engines sit on the trainers' devices, others behind them
-    first_engine = 0 if args.colocate else world
-    bundles = max(world, first_engine + (args.rollout_num_gpus if engines else 0))
-    logs = Path(args.run_dir).absolute() / "logs"
-    workers: list[RayWorker] = []
-
-    def start(actor: type, name: str, options: dict[str, Any], *rest: Any) -> RayWorker:
-        log = logs / f"{name}.log"
-        worker = RayWorker(ray.remote(actor).options(**options).remote(*rest, os.getcwd(), str(log)), name, log)
-        workers.append(worker)
-        return worker
-
+    count = 0 if args.debug_train_only or external else args.num_engines
+    bundles = max(world, (0 if args.colocate else world) + (args.rollout_num_gpus if count else 0))
     with _one_message(), connected(bundles) as kept, _reserved(args, bundles, progress, kept) as group:
+        actors = Actors(args, group, world)
         try:
-            bundle = bundles_by_node(placement_group_table(group)["bundles_to_node_id"], _this_node())
-            public = len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) > 1
-            pool = []
-            for n, place in enumerate(places):
-                own = bundle[first_engine + place.first_gpu :][: place.width]
-                options = _options(args, group, own[0], ENGINE_SHARE, _gpus_of(args, group, own))
-                # a server that starts anew does not keep others from asking
-                options |= {"max_concurrency": 4} if sglang else {}
-                pool.append(start(ServerActor if sglang else EngineActor, f"engine_{n}", options, args, n, public))
-            trainers = []
-            for n in range(world):
-                options = _options(args, group, bundle[n], TRAINER_SHARE, public_part(args.train_env_vars)[0])
-                trainers.append(start(TrainerActor, f"trainer_{n}", options, n, world))
-            handles: list[Any] = [worker.handle for worker in pool]
-            targets = handles
-            if sglang:
-                addresses = [worker.submit("url").result() for worker in pool]
-                started = [Server(url, p.width, p.first_gpu) for url, p in zip(addresses, places, strict=True)]
-                targets = external_servers(args) if external else started
-                handles = list(zip_longest(targets, handles))
-            threaded = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
-            rollout = start(RolloutActor, "rollout", threaded, args, handles)
-
-            start_workers(args, rollout, trainers, pool, progress)
-            yield Cluster(args, rollout, trainers, targets, others=pool, share=ray.put)
-            for worker in (*trainers, rollout, *(pool if sglang else [])):
-                worker.submit("close").result()
+            engines, trainers = actors.engines(count), actors.trainers()
+            targets: list[Any] = engines
+            if server_parts(args) and not args.debug_train_only:
+                processes: list[Any] = engines
+                if external:
+                    targets = external_servers(args)
+                    processes = [None] * len(targets)
+                else:
+                    urls = [server.submit(ServerProcess.address).result() for server in engines]
+                    places = [args.engine_place(n) for n in range(count)]
+                    targets = [Server(url, p.width, p.first_gpu) for url, p in zip(urls, places, strict=True)]
+                rollout = actors.rollout(rollout_worker_over, targets, processes)
+            else:
+                rollout = actors.rollout(rollout_worker, engines)
+            start_workers(args, rollout, trainers, engines, progress)
+            yield Workers(rollout, trainers, targets, engines)
+            closing: list[Remote[Any]] = [*trainers, rollout, *(engines if server_parts(args) else [])]
+            for each in closing:
+                each.start("close").result()
         finally:
-            for worker in workers:
-                ray.kill(worker.handle)
+            for actor in actors.started:
+                ray.kill(actor.handle)
 
 
 def start_workers(
     args: Args,
-    rollout: NamedWorker,
-    trainers: Sequence[NamedWorker],
-    engines: Sequence[NamedWorker],
+    rollout: Remote[RolloutWorker],
+    trainers: Sequence[RayRemote[TrainerWorker]],
+    engines: Sequence[Remote[Any]],
     progress: Progress,
 ) -> None:
     """Let every worker load, side by side.
@@ -160,16 +271,19 @@ def start_workers(
     Only engines and trainers on the same GPUs load in turn, engines first: SGLang sizes its KV cache by what is free.
     Before the trainers load, engines that take turns with them (``--offload-rollout``) give their memory back.
     """
-    servers = server_parts(args)
-    loading = {worker.submit("start" if servers else "info"): worker.name for worker in engines}
-    loading[rollout.submit("num_prompts")] = rollout.name
+    first = ServerProcess.start if server_parts(args) else Engine.info
+    loading: dict[Future[Any], str] = {engine.submit(first): engine.name for engine in engines}
+    loading[rollout.submit(RolloutWorker.num_prompts)] = rollout.name
     if trainers and engines and args.colocate and args.device == "cuda":
         _wait_until_up(loading, progress)
         loading = {}
         if args.offload_rollout:
-            rollout.submit("release_memory").result()
-    address = trainers[0].submit("rendezvous").result() if len(trainers) > 1 else None
-    loading |= {trainer.submit("start", args, address): trainer.name for trainer in trainers}
+            rollout.submit(RolloutWorker.release_memory).result()
+    address = trainers[0].rendezvous().result() if len(trainers) > 1 else None
+    secrets = public_part(args.train_env_vars)[1]
+    for rank, trainer in enumerate(trainers):
+        made = trainer.make(TrainerWorker, secrets, args, rank, len(trainers), address, trainer.host)
+        loading[made] = trainer.name
     _wait_until_up(loading, progress)
 
 
@@ -222,10 +336,6 @@ def _wait_for(group: PlacementGroup, device: str, total: int, wanted: str) -> No
                 f"gave up after {waited:.0f} s waiting for {wanted}: {state}; another job holds the rest"
             )
         logger.warning("waiting for %s from Ray, %.0f s so far: %s", wanted, waited, state)
-
-
-def _this_node() -> str:
-    return str(ray.get_runtime_context().get_node_id())
 
 
 def bundles_by_node(nodes: dict[int, str], first: str) -> list[int]:

@@ -1,86 +1,372 @@
-"""The rollout manager as a launcher places it, with its progress."""
+"""The plain objects of a run that a launcher places: engines, servers, the rollout's and the trainer's side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import asyncio
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from slimelite.arguments import Args
-from slimelite.cluster.agreement import probe
-from slimelite.data.tokenizer import load_tokenizer
-from slimelite.engines.protocol import MEMORY_TAGS, Engine
+from slimelite.cluster.remote import LocalRemote, Progress, Remote, remote_engine
+from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
+from slimelite.engines.protocol import (
+    MEMORY_TAGS,
+    Codec,
+    Engine,
+    EngineSetup,
+    GenerateRequest,
+    SamplingParams,
+    SyncSetup,
+    WeightBucket,
+)
+from slimelite.engines.registry import ENGINES, ServerParts
+from slimelite.engines.sglang.control import Server
+from slimelite.registry import function
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
+from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
+from slimelite.training.parallel import meeting_store
+from slimelite.training.trainer import Trainer
+from slimelite.training.weights import WeightSink, buckets
+
+LOCAL_HOST = "127.0.0.1"
+# of a probe
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
 
 
-class RolloutWorker:
+class ServerProcess(Protocol):
+    """An engine that is a server of its own; requests and weights do not pass through here."""
+
+    def address(self) -> str:
+        """Its URL, also before it is started."""
+        ...
+
+    def start(self) -> str:
+        """Returns its URL when it answers."""
+        ...
+
+    def restart(self) -> None:
+        """Returns when it answers again, with the weights that it was first started with."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
+def server_parts(args: Args) -> ServerParts | None:
+    """What the run's engines consist of when they are servers; None: they are built in our own processes."""
+    return ENGINES[args.rollout_backend].server
+
+
+def engine_setup(args: Args, index: int, host: str = LOCAL_HOST) -> EngineSetup:
+    """What engine number ``index`` is built with."""
+    place = args.engine_place(index)
+    return EngineSetup(
+        model_path=str(args.hf_checkpoint),
+        device=args.device,
+        seed=args.rollout_seed + index,
+        host=host,
+        log=Path(args.run_dir).absolute() / "logs" / f"{args.rollout_backend}_{index}.log",
+        max_running_requests=args.sglang_max_running_requests,
+        max_context_len=args.sglang_context_length,
+        memory_share=args.sglang_mem_fraction_static,
+        releases_memory=bool(args.offload_rollout),
+        width=place.width,
+        options={**args.sglang_overrides, **place.overrides},
+    )
+
+
+def build_engine(args: Args, index: int, host: str = LOCAL_HOST) -> Engine:
+    """Engine number ``index`` in this process; ``host``: where its HTTP front would listen."""
+    build = ENGINES[args.rollout_backend].build
+    assert build is not None, "an engine that is a server has a process of its own"
+    engine: Engine = function(build)(engine_setup(args, index, host), _codec(args))
+    return engine
+
+
+def build_server(args: Args, index: int, host: str = LOCAL_HOST) -> ServerProcess:
+    """The process of server number ``index``, which listens on ``host``; it is not started yet."""
+    process: ServerProcess = function(_parts(args).process)(engine_setup(args, index, host))
+    return process
+
+
+def connect(args: Args, server: Any, owner: Any) -> Engine:
+    """The engine behind a server; ``owner`` can start it anew (None: someone else's server)."""
+    engine: Engine = function(_parts(args).connect)(engine_setup(args, 0), _codec(args), server, owner)
+    return engine
+
+
+def external_servers(args: Args) -> list[Any]:
+    """The servers that someone else runs."""
+    found: list[Any] = function(_parts(args).external)(args.rollout_external_engine_addrs, str(args.hf_checkpoint))
+    return found
+
+
+def server_sync(args: Args, device: torch.device, host: str = LOCAL_HOST) -> Any:
+    """The way of weights on ``device`` to the servers; ``host``: a name of this machine that they can reach."""
+    setup = SyncSetup(
+        model_path=str(args.hf_checkpoint),
+        transport=str(args.update_weight_transport),
+        device=device,
+        host=host,
+        directory=args.update_weight_disk_dir,
+        keep_folders=args.update_weight_disk_keep_files,
+        timeout_s=60.0 * args.distributed_timeout_minutes,
+    )
+    return function(_parts(args).sync)(setup)
+
+
+def _parts(args: Args) -> ServerParts:
+    parts = server_parts(args)
+    assert parts is not None, f"the {args.rollout_backend} engine is no server"
+    return parts
+
+
+def _codec(args: Args) -> Codec:
+    tokenizer = load_tokenizer(args.tokenizer)
+    return Codec(
+        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        eos_token_ids=stop_token_ids(args.tokenizer, tokenizer),
+    )
+
+
+class RemoteOwner:
+    """Starts a server anew, wherever its process is."""
+
+    def __init__(self, process: Remote[ServerProcess]) -> None:
+        self.process = process
+
+    async def restart(self) -> None:
+        """Returns when it answers again."""
+        await asyncio.wrap_future(self.process.submit(ServerProcess.restart))
+
+
+class RemoteSink:
+    """Weights into engines that are remote: each bucket is shared once, and all engines read it."""
+
+    every_rank = False
+
+    def __init__(self, engines: Sequence[Remote[Engine]]) -> None:
+        self.engines = engines
+
+    def begin(self, version: int) -> None:
+        """Stop every engine's decoding."""
+        _results([engine.submit(Engine.begin_weight_update, version) for engine in self.engines])
+
+    def send(self, bucket: WeightBucket) -> None:
+        """One bucket into every engine."""
+        shared = self.engines[0].share(bucket)
+        _results([engine.submit(Engine.load_weights, shared) for engine in self.engines])
+
+    def end(self) -> None:
+        """Every engine decodes again."""
+        _results([engine.submit(Engine.end_weight_update) for engine in self.engines])
+
+
+def _results(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
+        future.result()
+
+
+class TrainerWorker(Trainer):
+    """A `Trainer` that knows the way to the engines.
+
+    Args:
+        args: resolved arguments.
+        rank, world_size: of this trainer among the training ranks.
+        address: where the ranks meet, host:port; None: there is one.
+        host: a name of this machine that engines can reach.
+        listener: a socket at ``address``, for rank 0.
+    """
+
+    def __init__(
+        self,
+        args: Args,
+        rank: int = 0,
+        world_size: int = 1,
+        address: str | None = None,
+        host: str = LOCAL_HOST,
+        listener: socket.socket | None = None,
+    ) -> None:
+        store = meeting_store(args, address, rank, world_size, listener) if address else None
+        super().__init__(args, rank=rank, world_size=world_size, init_method=store)
+        self._servers = server_sync(args, self.world.device, host) if server_parts(args) else None
+
+    def push_to(self, engines: Sequence[Any], version: int) -> dict[str, float]:
+        """Weights into ``engines``, which are remote ones or servers; see `Trainer.push_weights`."""
+        sink: WeightSink = RemoteSink(engines) if self._servers is None else self._servers.to(engines)
+        return self.push_weights(sink, version)
+
+    def get_weights(self) -> dict[str, Tensor]:
+        """All weights by Hugging Face name on the CPU, in the dtype that the optimizer keeps; empty beside rank 0."""
+        found: dict[str, Tensor] = {}
+        size = self.args.update_weight_buffer_size
+        for bucket in buckets(self.model.named_weights(), size, memory=self.memory):
+            if self.world.rank == 0:
+                found |= {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
+        return found
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        if self._servers is not None:
+            self._servers.close()
+        super().close()
+
+
+class RolloutWorker(RolloutManager):
     """A `RolloutManager` that can be asked, from another thread, how far it is."""
 
     def __init__(self, args: Args, engines: Sequence[Engine]) -> None:
-        self._progress = (0, 0, "")
-        self._engines = list(engines)
+        self._done = (0, 0, "")
+        self._probed = list(engines)
         tokenizer = load_tokenizer(args.tokenizer)
         self._vocab_size = len(tokenizer)
-        self._temperature = args.rollout_temperature
-        self.manager = RolloutManager(args, self._engines, tokenizer, progress=self._report)
+        super().__init__(args, engines, tokenizer, progress=self._note)
 
-    def _report(self, done: int, total: int, note: str) -> None:
-        self._progress = (done, total, note)
+    def _note(self, done: int, total: int, note: str) -> None:
+        self._done = (done, total, note)
 
     def progress(self) -> tuple[int, int, str]:
         """(done, total, note) of the rollout or evaluation going on."""
-        return self._progress
-
-    def num_prompts(self) -> int:
-        """Prompts in the data source."""
-        return self.manager.num_prompts()
-
-    def complete_args(self, start_rollout_id: int, num_rollout: int) -> None:
-        """See `RolloutManager.complete_args`."""
-        self.manager.complete_args(start_rollout_id, num_rollout)
+        return self._done
 
     def generate(self, rollout_id: int) -> RolloutOutput:
         """See `RolloutManager.generate`."""
-        self._progress = (0, 0, "")
-        return self.manager.generate(rollout_id)
+        self._note(0, 0, "")
+        return super().generate(rollout_id)
 
     def evaluate(self, rollout_id: int) -> EvalOutput:
         """See `RolloutManager.evaluate`."""
-        self._progress = (0, 0, "")
-        return self.manager.evaluate(rollout_id)
-
-    def probe(self) -> SampleTable:
-        """Responses of every engine to compare with the trainer; see `agreement.probe`."""
-        return probe(self._engines, self._vocab_size, self._temperature)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `RolloutManager.state_dict`."""
-        return self.manager.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `RolloutManager.load_state_dict`."""
-        self.manager.load_state_dict(state)
+        self._note(0, 0, "")
+        return super().evaluate(rollout_id)
 
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
         """Every engine gives back the memory of ``tags``."""
-        self.manager.each_engine("release_memory", tags)
+        self.each_engine("release_memory", tags)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         """Every engine takes it again."""
-        self.manager.each_engine("resume_memory", tags)
+        self.each_engine("resume_memory", tags)
 
-    def settle_engines(self) -> None:
-        """See `RolloutManager.settle_engines`."""
-        self.manager.settle_engines()
+    def probe(self) -> SampleTable:
+        """``PROMPTS`` responses of each engine, one row each, to fixed tokens; ``group_id`` is the engine's number.
 
-    def needs_weights(self) -> bool:
-        """See `RolloutManager.needs_weights`."""
-        return self.manager.needs_weights()
+        Engines and trainer give them the same log-probs right after a sync (``--check-weight-update-equal``).
+        """
+        prompts = [
+            [(7919 * (p * PROMPT_TOKENS + i + 1)) % self._vocab_size for i in range(PROMPT_TOKENS)]
+            for p in range(PROMPTS)
+        ]
+        params = SamplingParams(NEW_TOKENS, self.args.rollout_temperature, ignore_eos=True)
+        return SampleTable.from_samples(asyncio.run(_probe(self._probed, prompts, params)))
 
-    def cancel(self) -> None:
-        """See `RolloutManager.cancel`."""
-        self.manager.cancel()
 
-    def close(self) -> None:
-        """See `RolloutManager.close`."""
-        self.manager.close()
+def rollout_worker(args: Args, engines: Sequence[Remote[Engine]]) -> RolloutWorker:
+    """The rollout's side, with engines that are elsewhere."""
+    return RolloutWorker(args, [remote_engine(engine) for engine in engines])
+
+
+def rollout_worker_over(
+    args: Args, servers: Sequence[Any], processes: Sequence[Remote[ServerProcess] | None]
+) -> RolloutWorker:
+    """The rollout's side, with engines behind ``servers``; ``processes``: of each, None where it is someone else's."""
+    owners = [process and RemoteOwner(process) for process in processes]
+    return RolloutWorker(args, [connect(args, *each) for each in zip(servers, owners, strict=True)])
+
+
+async def _probe(engines: Sequence[Engine], prompts: list[list[int]], params: SamplingParams) -> list[list[Sample]]:
+    groups: list[list[Sample]] = []
+    for number, engine in enumerate(engines):
+        requests = [GenerateRequest(f"probe-{number}-{i}", tuple(p), params) for i, p in enumerate(prompts)]
+        groups.append([])
+        for i, result in enumerate(await engine.generate(requests)):
+            row = Sample(group_index=number, index=number * PROMPTS + i, tokens=list(prompts[i]), reward=0.0)
+            row.append_response_tokens(result.output_ids, result.log_probs, weight_versions=result.weight_versions)
+            row.status = Status.COMPLETED
+            groups[-1].append(row)
+    return groups
+
+
+def disagreement(table: SampleTable, log_probs: np.ndarray, version: int) -> np.ndarray:
+    """[engines] mean |engine − trainer log-prob| over the rows of a `probe`, in nats; inf under another version.
+
+    ``log_probs``: [response tokens of the table] the trainer's.
+    """
+    gap = np.where(table.weight_versions == version, np.abs(table.rollout_log_probs - log_probs), np.inf)
+    engine_of_token = np.repeat(table.group_id, table.response_lengths)
+    return np.array([gap[engine_of_token == number].mean() for number in np.unique(table.group_id)])
+
+
+class Workers(NamedTuple):
+    """What a launcher has started: `Cluster` takes it.
+
+    ``trainers``: one for each rank, rank 0 first; ``engines``: what `TrainerWorker.push_to` takes; ``others``: further
+    objects in processes of their own.
+    """
+
+    rollout: Remote[RolloutWorker]
+    trainers: Sequence[Remote[TrainerWorker]]
+    engines: Sequence[Any]
+    others: Sequence[Remote[Any]] = ()
+
+
+@contextmanager
+def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
+    """``--launcher local``: one rank, one engine and the rollout's side, all in this process.
+
+    The engine loads first, as in `ray_cluster.start_workers`.
+    """
+    if args.device == "cpu":
+        torch.set_num_threads(args.cpu_threads)
+    with ExitStack() as stack:
+        progress(0, 0, "loading the engine")
+        engines, servers = _local_engines(args, stack)
+        rollout = RolloutWorker(args, engines)
+        stack.callback(rollout.close)
+        trains = not args.debug_rollout_only
+        if trains and args.offload_rollout:
+            rollout.release_memory()
+        progress(0, 0, "loading the trainer")
+        trainers = []
+        if trains:
+            trainer = TrainerWorker(args)
+            stack.callback(trainer.close)
+            trainers.append(LocalRemote(trainer, "trainer"))
+        targets = servers or [LocalRemote(engine, "engine") for engine in engines]
+        # the rollout has threads, so that its progress can be asked for; training stays where a debugger is
+        threads = stack.enter_context(ThreadPoolExecutor(3, "rollout-worker"))
+        # after Ctrl-C or an error in training nobody waits for the rest of a rollout
+        stack.callback(rollout.cancel)
+        yield Workers(LocalRemote(rollout, "rollout", threads), trainers, targets)
+
+
+def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[Any]]:
+    """The engines, and the servers behind them, if they are servers."""
+    engines: list[Engine] = []
+    servers: list[Any] = []
+    if args.debug_train_only:
+        return engines, servers
+    if not server_parts(args):
+        engines.append(build_engine(args, 0))
+    elif args.rollout_external_engine_addrs:
+        servers += external_servers(args)
+        engines += [connect(args, server, None) for server in servers]
+    else:
+        process = build_server(args, 0)
+        stack.callback(process.close)
+        servers.append(Server(process.start(), args.engine_place(0).width))
+        threads = stack.enter_context(ThreadPoolExecutor(1, "server"))
+        engines.append(connect(args, servers[0], RemoteOwner(LocalRemote(process, "engine", threads))))
+    for engine in engines:
+        stack.callback(asyncio.run, engine.close())
+    return engines, servers

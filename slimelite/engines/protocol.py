@@ -149,6 +149,16 @@ class WeightBucket:
         parts = self.flat.split(sizes)
         return [(n, p.view(s)) for n, p, s in zip(self.names, parts, self.shapes, strict=True)]
 
+    def __reduce__(self) -> tuple[Callable[..., WeightBucket], tuple[Any, ...]]:
+        # numpy bytes travel out of band between processes, a torch tensor would be copied through pickle
+        dtype = str(self.flat.dtype).removeprefix("torch.")
+        return _received, (self.names, self.shapes, dtype, self.flat.cpu().view(torch.uint8).numpy())
+
+
+def _received(names: list[str], shapes: list[tuple[int, ...]], dtype: str, raw: Any) -> WeightBucket:
+    # a copy: what comes out of shared memory is read-only
+    return WeightBucket(names, shapes, torch.tensor(raw).view(getattr(torch, dtype)))
+
 
 @dataclass(slots=True)
 class EngineInfo:

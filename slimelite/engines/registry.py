@@ -15,7 +15,7 @@ from slimelite.registry import Function, Registry
 class ServerParts:
     """What an engine that is a server of its own consists of.
 
-    ``process``: (`EngineSetup`) -> the server's process, not started yet (`start`, `restart`, `close`, `url`).
+    ``process``: (`EngineSetup`) -> the server's process, not started yet (`start`, `restart`, `close`, `address`).
     ``connect``: (`EngineSetup`, `Codec`, `Server`, owner or None) -> `Engine`, the client of one server.
     ``external``: (addresses, model path) -> the `Server` at each address that a user names.
     ``sync``: (`SyncSetup`) -> `WeightSink` with ``to(servers)`` and ``close``, which sends weights to them directly.

@@ -9,7 +9,7 @@ import pytest
 from conftest import Make, Problems
 
 from slimelite.arguments.machine import Machine
-from slimelite.cluster.engines import engine_setup
+from slimelite.cluster.workers import engine_setup
 from slimelite.engines.sglang.servers import server_fields
 
 NODE = Machine(gpus=8, sglang=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from slimelite.arguments import Args
-from slimelite.cluster.cluster import Cluster, ClusterError
-from slimelite.cluster.engines import server_sync
+from slimelite.cluster import Cluster, ClusterError
+from slimelite.cluster.workers import server_sync
 from slimelite.engines.protocol import SyncSetup, WeightBucket
 from slimelite.engines.sglang.control import Server
 from slimelite.engines.sglang.servers import SglangSync
@@ -33,9 +33,10 @@ NOBODY = Server("http://127.0.0.1:9")
 
 class Trainer(Worker):
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.weights = weights_of(folder)
 
-    def push_weights(self, sink: WeightSink, version: int) -> dict[str, float]:
+    def push_to(self, sink: WeightSink, version: int) -> dict[str, float]:
         push(sink, version, self.weights)
         return {}
 
@@ -47,6 +48,7 @@ class Rollout(Worker):
     """Mends the server each time that engines are to settle, if it can."""
 
     def __init__(self, server: Bracketing, room: list[int]) -> None:
+        super().__init__()
         self.server, self.room = server, room
 
     def settle_engines(self) -> None:
@@ -74,10 +76,11 @@ class Mortals(Worker):
     """Engines that all die when a rollout has been generated ahead, in a trainer that has gone on."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.dead, self.pushed, self.rollout = False, 0, Future[Any]()
 
-    def submit(self, method: str, *args: Any) -> Future[Any]:
-        return self.rollout if method == "generate" else super().submit(method, *args)
+    def start(self, method: str, /, *args: Any, **named: Any) -> Future[Any]:
+        return self.rollout if method == "generate" else super().start(method, *args, **named)
 
     def settle_engines(self) -> None: ...
 
@@ -98,7 +101,7 @@ class Mortals(Worker):
     def memory_used(self) -> float:
         return 0.0
 
-    def push_weights(self, *_: Any) -> dict[str, float]:
+    def push_to(self, *_: Any) -> dict[str, float]:
         self.pushed, self.dead = self.pushed + 1, False
         if self.pushed > 1:
             self.rollout.set_result("rollout")

@@ -9,9 +9,8 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, OutOfDiskError, OutOfMemoryError, RayActorError, RayError
 
-from slimelite.cluster.cluster import ClusterError
-from slimelite.cluster.ray_errors import explained
-from slimelite.cluster.ray_session import connected
+from slimelite.cluster.ray_session import connected, explained
+from slimelite.cluster.remote import ClusterError
 
 
 def why_not(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:

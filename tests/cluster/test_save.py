@@ -22,6 +22,7 @@ class Trainer(Worker):
     """Writes two files, and may die between them."""
 
     def __init__(self, weights: str, *extra: str, dies: type[BaseException] | None = None) -> None:
+        super().__init__()
         self.weights, self.extra, self.dies = weights, extra, dies
 
     def checkpoint_size(self) -> int:

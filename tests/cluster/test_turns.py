@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -17,34 +16,17 @@ import train
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster
 from slimelite.cluster.ray_cluster import start_workers
+from tests.cluster.workers import Noting
 
 # answers of a worker that somebody reads
 ANSWERS: dict[str, Any] = {
     "generate": SimpleNamespace(table=SimpleNamespace(without_text=lambda: None), metrics={}),
     "memory_used": 1.0,
     "train": {},
-    "push_weights": {},
+    "push_to": {},
     "cpu_seconds": 0.0,
     "rendezvous": "tcp://somewhere:1",
 }
-
-
-class Worker:
-    """Notes what it is asked in a list that all share; what ``waits`` names is answered when a test says so."""
-
-    def __init__(self, name: str, calls: list[str], waits: str = "") -> None:
-        self.name, self.calls, self.waits = name, calls, waits
-        self.open: list[Future[Any]] = []
-
-    def submit(self, method: str, *args: Any) -> Future[Any]:
-        tags = args[0] if method == "resume_memory" else ()
-        self.calls.append(" ".join([self.name, method, *tags]))
-        future: Future[Any] = Future()
-        if method == self.waits:
-            self.open.append(future)
-        else:
-            future.set_result(ANSWERS.get(method))
-        return future
 
 
 class Silent:
@@ -69,13 +51,13 @@ def test_the_trainer_gives_its_memory_back_before_the_engine_takes_any() -> None
         num_rollout=2,
         start_rollout_id=0,
     )
-    cluster = Cluster(args, Worker("engines", calls), [Worker("trainer", calls)], ["an engine"])
+    cluster = Cluster(args, Noting("engines", calls, ANSWERS), [Noting("trainer", calls, ANSWERS)], ["an engine"])
     train.train(args, cluster, Silent())  # type: ignore[arg-type]
     moves = [c for c in calls if c.split()[1] not in ("memory_used", "cpu_seconds", "step_metrics", "own_advantages")]
     update = [
         "trainer offload",
         "engines resume_memory weights",
-        "trainer push_weights",
+        "trainer push_to",
         "engines resume_memory kv_cache cuda_graph",
     ]
     rollout = ["engines generate", "engines release_memory", "trainer onload", "trainer train", *update]
@@ -86,8 +68,8 @@ def test_the_trainer_gives_its_memory_back_before_the_engine_takes_any() -> None
 def test_they_never_load_at_once_on_the_same_gpus(shared: bool, released: bool) -> None:
     """SGLang sizes its KV cache by what is free when it starts, and refuses GPUs that are not equally free."""
     calls: list[str] = []
-    engine = Worker("engine", calls, waits="start")
-    workers = Worker("rollout", calls), [Worker("trainer", calls)], [engine]
+    engine = Noting("engine", calls, waits="start")
+    workers = Noting("rollout", calls), [Noting("trainer", calls)], [engine]
     args = Args(device="cuda", colocate=shared, offload_rollout=released, rollout_backend="sglang")
     seen: list[list[str]] = []
 
@@ -96,13 +78,13 @@ def test_they_never_load_at_once_on_the_same_gpus(shared: bool, released: bool) 
             seen.append(list(calls))
             engine.open.pop().set_result(None)
 
-    start_workers(args, *workers, progress)
+    start_workers(args, *workers, progress)  # type: ignore[arg-type]
     assert len(seen) == 1
-    assert ("trainer start" in seen[0]) != shared
-    order = [c for c in calls if c in ("engine start", "rollout release_memory", "trainer start")]
+    assert ("trainer make" in seen[0]) != shared
+    order = [c for c in calls if c in ("engine start", "rollout release_memory", "trainer make")]
     if shared:
-        assert order == ["engine start", *(["rollout release_memory"] if released else []), "trainer start"]
-    assert "trainer start" in calls
+        assert order == ["engine start", *(["rollout release_memory"] if released else []), "trainer make"]
+    assert "trainer make" in calls
 
 
 def test_trainers_meet_with_the_nccl_settings_of_sglangs_servers() -> None:

@@ -5,14 +5,42 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from slimelite.cluster.remote import LocalRemote, Remote
 
-class Worker:
+
+class Worker(LocalRemote[Any]):
     """Runs its own methods at once, as a worker of one process does."""
 
-    def submit(self, method: str, *args: Any) -> Future[Any]:
+    def __init__(self) -> None:
+        super().__init__(self, type(self).__name__)
+
+
+class Noting(Remote[Any]):
+    """Notes what it is asked in a list that all share; what ``waits`` names is answered when a test says so.
+
+    ``answers``: what somebody reads.
+    """
+
+    def __init__(self, name: str, calls: list[str], answers: dict[str, Any] | None = None, waits: str = "") -> None:
+        self.name, self.calls, self.answers, self.waits = name, calls, answers or {}, waits
+        self.open: list[Future[Any]] = []
+        self.host = "here"
+
+    def start(self, method: str, /, *args: Any, **_: Any) -> Future[Any]:
+        tags = args[0] if method == "resume_memory" else ()
+        self.calls.append(" ".join([self.name, method, *tags]))
         future: Future[Any] = Future()
-        try:
-            future.set_result(getattr(self, method)(*args))
-        except Exception as error:
-            future.set_exception(error)
+        if method == self.waits:
+            self.open.append(future)
+        else:
+            future.set_result(self.answers.get(method))
         return future
+
+    def cpu_seconds(self) -> Future[float]:
+        return self.start("cpu_seconds")
+
+    def make(self, *_: Any) -> Future[None]:
+        return self.start("make")
+
+    def rendezvous(self) -> Future[str]:
+        return self.start("rendezvous")

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
 
 import grpc
@@ -34,7 +35,7 @@ PHASES = {
     "start": ("slimelite.training.trainer.Trainer", "__init__"),
     "generate": ("slimelite.engines.embedded.engine.EmbeddedEngine", "generate"),
     "train": ("slimelite.training.trainer.Trainer", "train"),
-    "sync": ("slimelite.cluster.local.LocalSink", "send"),
+    "sync": ("slimelite.cluster.workers.RemoteSink", "send"),
     "save": ("slimelite.training.trainer.Trainer", "save"),
     "write": ("torch.distributed.checkpoint.filesystem.FileSystemWriter", "write_data"),
 }
@@ -61,6 +62,7 @@ def test_sigterm_in_each_phase(
     target = getattr(__import__(module, fromlist=[owner]), owner)
     real, calls = getattr(target, name), []
 
+    @wraps(real)
     def interrupted(*given: object, **named: object) -> object:
         calls.append(name)
         if phase == "start" or (tmp_path / "run" / "rollouts" / "0000000.parquet").is_file():
@@ -184,7 +186,7 @@ def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
             for connection in member.net_connections("inet"):
                 if connection.status != psutil.CONN_LISTEN:
                     continue
-                trainer = "TrainerActor" in commands[member.pid]  # torch's rendezvous and gloo are there too
+                trainer = "ray::trainer" in commands[member.pid]  # torch's rendezvous and gloo are there too
                 if ipaddress.ip_address(connection.laddr.ip.removeprefix("::ffff:")).is_loopback:
                     said = answer_without_token(connection.laddr.port)
                     # 405: pages of metrics, which are for reading

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import train
-from slimelite.cluster.local import LocalSink
+from slimelite.cluster.workers import RemoteSink
 from slimelite.engines.protocol import WeightBucket
 from slimelite.table import SampleTable
 
@@ -208,12 +208,12 @@ def test_engine_and_trainer_agree_after_every_sync(local_run: Run) -> None:
 def test_a_sync_that_changed_the_weights_is_noticed(
     grpo_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    send = LocalSink.send
+    send = RemoteSink.send
 
-    def lossy(sink: LocalSink, bucket: WeightBucket) -> None:
+    def lossy(sink: RemoteSink, bucket: WeightBucket) -> None:
         send(sink, WeightBucket(bucket.names, bucket.shapes, bucket.flat * 1.05))
 
-    monkeypatch.setattr(LocalSink, "send", lossy)
+    monkeypatch.setattr(RemoteSink, "send", lossy)
     flags = ("--launcher", "local", "--num-rollout", "1", "--check-weight-update-equal", "--run-dir", str(tmp_path))
     assert train.main([*grpo_args, *flags]) == 1
     assert "--check-weight-update-equal: after sync 0" in capsys.readouterr().err

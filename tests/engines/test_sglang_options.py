@@ -13,7 +13,7 @@ import pytest
 from slimelite.arguments import make_args
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import sglang_options
-from slimelite.cluster.engines import engine_setup
+from slimelite.cluster.workers import engine_setup
 from slimelite.engines.sglang.process import check_fields, command_line, server_command
 from slimelite.engines.sglang.servers import server_fields
 

@@ -84,6 +84,10 @@ class SglangServer:
             self._start()
         return self.url
 
+    def address(self) -> str:
+        """Its base URL, also before it is started."""
+        return self.url
+
     def restart(self) -> None:
         """End what is left of it and start it anew; raises as `start` does."""
         with self._lock:
