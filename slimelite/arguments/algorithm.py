@@ -23,7 +23,7 @@ from slimelite.arguments.conditions import (
     estimator,
     when,
 )
-from slimelite.arguments.flags import ALWAYS, flag, resolved
+from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
 from slimelite.arguments.sources import PRESETS
 
 # what code of the user's, handed the samples, may read
@@ -41,34 +41,31 @@ class AlgorithmArgs:
         [],
         "these named sets of flags stand below the command line and --config; docs/algorithms.md says what they hold: "
         + ", ".join(PRESETS),
-        needs=ALWAYS,
+        ALWAYS,
         metavar="NAME",
     )
     loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "custom_loss"] = flag(
-        "policy_loss", "training minimises this loss", needs=ALWAYS
+        "policy_loss", "training minimises this loss", ALWAYS
     )
     advantage_estimator: str = flag(
-        "grpo",
-        "this makes advantages of rewards, and has a policy loss that goes with it",
-        needs=POLICY,
-        choices=ESTIMATORS,
+        "grpo", "this makes advantages of rewards, and has a policy loss that goes with it", POLICY, choices=ESTIMATORS
     )
     compute_advantages_and_returns: bool = flag(
         True,
         "rewards become advantages; without it the loss has none, as with sft_loss or a custom_loss",
-        needs=POLICY,
+        POLICY,
         negative="--disable-compute-advantages-and-returns",
     )
     rewards_normalization: bool = flag(
         True,
         "a reward is compared with those of its group; without it the raw reward is the advantage",
-        needs=POST_PROCESS | (ADVANTAGES & COMPARES),
+        POST_PROCESS | (ADVANTAGES & COMPARES),
         negative="--disable-rewards-normalization",
     )
     grpo_std_normalization: bool = flag(
         True,
         "the advantages of a group are divided by its standard deviation; without it they are Dr.GRPO's",
-        needs=POST_PROCESS
+        POST_PROCESS
         | (
             ADVANTAGES
             & when(estimator(lambda e: e.divides_by_std), lambda a: a.estimator.divides_by_std)
@@ -79,12 +76,12 @@ class AlgorithmArgs:
     normalize_advantages: bool = flag(
         False,
         "the advantages of the whole batch are whitened, as reinforce_plus_plus always does",
-        needs=TRAINING & ADVANTAGES,
+        TRAINING & ADVANTAGES,
     )
     gamma: float = flag(
         1.0,
         "a reward one token later counts this share",
-        needs=TRAINING
+        TRAINING
         & (
             when("--custom-advantage-function-path", lambda a: a.custom_advantage_function_path)
             | (ADVANTAGES & when(estimator(lambda e: e.discounts), lambda a: a.estimator.discounts))
@@ -92,77 +89,66 @@ class AlgorithmArgs:
         at_least=0,
         at_most=1,
     )
-    lambd: float = flag(1.0, "this is the lambda of GAE", needs=CRITIC, at_least=0, at_most=1)
+    lambd: float = flag(1.0, "this is the lambda of GAE", CRITIC, at_least=0, at_most=1)
 
-    eps_clip: float = flag(0.2, "the ratio may fall to 1 less this", needs=POLICY_TRAINING, at_least=0, infinite=True)
+    eps_clip: float = flag(0.2, "the ratio may fall to 1 less this", POLICY_TRAINING, at_least=0, infinite=True)
     eps_clip_high: float = flag(
-        None, "the ratio may rise to 1 plus this", needs=POLICY_TRAINING, at_least=0, infinite=True, auto="--eps-clip"
+        None, "the ratio may rise to 1 plus this", POLICY_TRAINING, at_least=0, infinite=True, auto="--eps-clip"
     )
     eps_clip_c: float | None = flag(
         None,
         "dual clip bounds the loss of negative advantages at this ratio",
-        needs=POLICY_TRAINING & when(estimator(lambda e: e.dual_clip), lambda a: a.estimator.dual_clip),
+        POLICY_TRAINING & when(estimator(lambda e: e.dual_clip), lambda a: a.estimator.dual_clip),
         above=1,
         infinite=True,
     )
     value_clip: float = flag(
-        0.2, "the value loss of ppo is clipped at this distance", needs=CRITIC, at_least=0, infinite=True
+        0.2, "the value loss of ppo is clipped at this distance", CRITIC, at_least=0, infinite=True
     )
-    entropy_coef: float = flag(0.0, "the entropy bonus has this weight", needs=POLICY_TRAINING)
+    entropy_coef: float = flag(0.0, "the entropy bonus has this weight", POLICY_TRAINING)
     calculate_per_token_loss: bool = flag(
-        False, "the loss is a mean over tokens, as with --loss-aggregation token", needs=TRAINING
+        False, "the loss is a mean over tokens, as with --loss-aggregation token", TRAINING
     )
     loss_aggregation: Literal["rollout", "token", "constant"] = flag(
         "rollout",
         "the loss is a mean over rollouts of their token means, a mean over tokens, or a sum over a constant length "
         "(Dr.GRPO)",
-        needs=TRAINING,
+        TRAINING,
     )
 
     kl_coef: float = flag(
         0.0,
         "the KL to the reference has this weight in the reward of ppo and reinforce_plus_plus",
-        needs=POLICY_TRAINING,
+        POLICY_TRAINING,
         at_least=0,
     )
     use_kl_loss: bool = flag(
-        False, "the KL to the reference is added to the loss, with --kl-loss-coef", needs=POLICY_TRAINING
+        False, "the KL to the reference is added to the loss, with --kl-loss-coef", POLICY_TRAINING
     )
     kl_loss_coef: float = flag(
         0.0,
         "the KL has this weight in the loss; with 0 no reference model is loaded",
-        needs=POLICY_TRAINING & when("--use-kl-loss", lambda a: a.use_kl_loss or a.supervised).strictly(),
+        POLICY_TRAINING & when("--use-kl-loss", lambda a: a.use_kl_loss or a.supervised).strictly(),
         at_least=0,
     )
     kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
-        "low_var_kl", "the KL is estimated in this way", needs=POLICY_TRAINING & REFERENCE
+        "low_var_kl", "the KL is estimated in this way", POLICY_TRAINING & REFERENCE
     )
     use_unbiased_kl: bool = flag(
-        False, "the KL estimate is weighted by the ratio of new to old policy", needs=POLICY_TRAINING & REFERENCE
+        False, "the KL estimate is weighted by the ratio of new to old policy", POLICY_TRAINING & REFERENCE
     )
-    log_ref_kl: bool = flag(
-        False, "the KL to the reference is logged although no coefficient uses it", needs=POLICY_TRAINING
-    )
+    log_ref_kl: bool = flag(False, "the KL to the reference is logged although no coefficient uses it", POLICY_TRAINING)
 
-    use_rollout_logprobs: bool = flag(
-        False, "the engine's log-probs are the old ones of the loss", needs=POLICY_TRAINING
-    )
+    use_rollout_logprobs: bool = flag(False, "the engine's log-probs are the old ones of the loss", POLICY_TRAINING)
 
-    custom_loss_function_path: str | None = flag(
-        None,
-        "this plugin is the loss of --loss-type custom_loss",
-        needs=when("--loss-type custom_loss", lambda a: a.loss_type == "custom_loss"),
+    custom_loss_function_path: str | None = plugin(
+        "is the loss of --loss-type custom_loss",
+        when("--loss-type custom_loss", lambda a: a.loss_type == "custom_loss"),
         required=True,
-        metavar="PLUGIN",
     )
-    custom_advantage_function_path: str | None = flag(
-        None, "this plugin sets the advantages of a rollout", needs=TRAINING & ADVANTAGES, metavar="PLUGIN"
-    )
-    custom_pg_loss_reducer_function_path: str | None = flag(
-        None,
-        "this plugin makes the policy loss of a step out of that of its tokens, instead of --loss-aggregation",
-        needs=POLICY_LOSS,
-        metavar="PLUGIN",
+    custom_advantage_function_path: str | None = plugin("sets the advantages of a rollout", TRAINING & ADVANTAGES)
+    custom_pg_loss_reducer_function_path: str | None = plugin(
+        "makes the policy loss of a step out of that of its tokens, instead of --loss-aggregation", POLICY_LOSS
     )
 
     # a reference model is needed
@@ -189,21 +175,17 @@ class PreferenceArgs:
     """
 
     chosen_key: str = flag(
-        "chosen",
-        "this column has the preferred reply: text, messages, or the whole conversation",
-        needs=NEW_ROLLOUTS & DPO,
+        "chosen", "this column has the preferred reply: text, messages, or the whole conversation", NEW_ROLLOUTS & DPO
     )
-    rejected_key: str = flag("rejected", "this column has the other reply", needs=NEW_ROLLOUTS & DPO)
+    rejected_key: str = flag("rejected", "this column has the other reply", NEW_ROLLOUTS & DPO)
     dpo_loss: Literal["sigmoid", "ipo"] = flag(
-        "sigmoid", "a pair has this loss; ipo averages over a reply's tokens", needs=TRAINING & DPO
+        "sigmoid", "a pair has this loss; ipo averages over a reply's tokens", TRAINING & DPO
     )
-    dpo_beta: float = flag(
-        0.1, "the policy is pulled to the reference model this strongly", needs=TRAINING & DPO, above=0
-    )
+    dpo_beta: float = flag(0.1, "the policy is pulled to the reference model this strongly", TRAINING & DPO, above=0)
     dpo_label_smoothing: float = flag(
         0.0,
         "this share of the pairs is assumed to have its preference the wrong way round",
-        needs=TRAINING
+        TRAINING
         & when(
             "--loss-type dpo_loss with --dpo-loss sigmoid",
             lambda a: a.loss_type == "dpo_loss" and a.dpo_loss == "sigmoid",
@@ -224,35 +206,30 @@ class CorrectionArgs:
         "none",
         "tokens are weighted or dropped by that ratio: tis truncates it, icepop masks outliers, mis does as the "
         "--mis-... flags say",
-        needs=POLICY_LOSS,
+        POLICY_LOSS,
     )
-    use_tis: bool = flag(False, "this is --correction tis", needs=POLICY_LOSS)
-    tis_clip: float = flag(2.0, "tis and icepop bound the ratio from above by this", needs=TIS, above=0, infinite=True)
-    tis_clip_low: float = flag(0.0, "tis and icepop bound the ratio from below by this", needs=TIS, at_least=0)
+    use_tis: bool = flag(False, "this is --correction tis", POLICY_LOSS)
+    tis_clip: float = flag(2.0, "tis and icepop bound the ratio from above by this", TIS, above=0, infinite=True)
+    tis_clip_low: float = flag(0.0, "tis and icepop bound the ratio from below by this", TIS, at_least=0)
     mis_level: Level = flag(
         "token",
         "the ratio is that of a token, or of its response as the product or geometric mean",
-        needs=MIS,
+        MIS,
         aliases=("--tis-level",),
     )
     mis_mode: Literal["truncate", "mask", "clip", "none"] = flag(
         "truncate",
         "the weight is min(ratio, upper), the ratio inside the bounds else 0, the ratio clamped into them, or always 1",
-        needs=MIS,
+        MIS,
         aliases=("--tis-mode",),
     )
     mis_upper_bound: float = flag(
-        2.0,
-        "the ratio is bounded from above by this",
-        needs=MIS,
-        above=0,
-        infinite=True,
-        aliases=("--tis-upper-bound",),
+        2.0, "the ratio is bounded from above by this", MIS, above=0, infinite=True, aliases=("--tis-upper-bound",)
     )
     mis_lower_bound: float | None = flag(
         None,
         "in the modes mask and clip the ratio is bounded from below by this",
-        needs=MIS
+        MIS
         & when(
             "--mis-mode mask or clip, or with --mis-rejection-level",
             lambda a: a.mis_mode in ("mask", "clip") or a.mis_rejection_level,
@@ -264,19 +241,16 @@ class CorrectionArgs:
     mis_batch_normalize: bool = flag(
         False,
         "the weights of --correction mis are divided by their mean over the whole optimizer step",
-        needs=MIS & when("a --mis-mode that weighs", lambda a: a.mis_mode != "none"),
+        MIS & when("a --mis-mode that weighs", lambda a: a.mis_mode != "none"),
         aliases=("--tis-batch-normalize",),
     )
     mis_rejection_level: Level | None = flag(
-        None,
-        "what is outside the rejection bounds at this level is dropped as well",
-        needs=MIS,
-        aliases=("--rs-level",),
+        None, "what is outside the rejection bounds at this level is dropped as well", MIS, aliases=("--rs-level",)
     )
     mis_rejection_upper_bound: float | None = flag(
         None,
         "a larger ratio is rejected",
-        needs=REJECTION,
+        REJECTION,
         above=0,
         infinite=True,
         auto="--mis-upper-bound",
@@ -285,7 +259,7 @@ class CorrectionArgs:
     mis_rejection_lower_bound: float | None = flag(
         None,
         "a smaller ratio is rejected",
-        needs=REJECTION,
+        REJECTION,
         at_least=0,
         auto="--mis-lower-bound where that is given, else 1 / --mis-rejection-upper-bound",
         aliases=("--rs-lower-bound",),
@@ -293,28 +267,24 @@ class CorrectionArgs:
     mis_veto_threshold: float | None = flag(
         None,
         "a response that has a token with a ratio below this is dropped",
-        needs=MIS,
+        MIS,
         above=0,
         below=1,
         aliases=("--rs-veto-threshold",),
     )
     use_rs: bool | None = flag(
-        None,
-        "slime's switch: on rejects at --mis-rejection-level (token, if none is given), off rejects nothing",
-        needs=MIS,
+        None, "slime's switch: on rejects at --mis-rejection-level (token, if none is given), off rejects nothing", MIS
     )
-    custom_tis_function_path: str | None = flag(
-        None,
-        "this plugin is a correction of your own",
-        needs=POLICY_LOSS & when("--correction custom", lambda a: a.correction == "custom"),
+    custom_tis_function_path: str | None = plugin(
+        "is a correction of your own",
+        POLICY_LOSS & when("--correction custom", lambda a: a.correction == "custom"),
         required=True,
-        metavar="PLUGIN",
     )
-    use_opsm: bool = flag(False, "off-policy responses with a negative advantage are dropped", needs=POLICY_LOSS)
+    use_opsm: bool = flag(False, "off-policy responses with a negative advantage are dropped", POLICY_LOSS)
     opsm_delta: float = flag(
         1e-4,
         "a response whose mean log-ratio is above this is off-policy",
-        needs=POLICY_LOSS & when("--use-opsm", lambda a: a.use_opsm),
+        POLICY_LOSS & when("--use-opsm", lambda a: a.use_opsm),
         at_least=0,
     )
 
@@ -326,19 +296,17 @@ class CriticArgs:
     Of --advantage-estimator ppo: a second model on the trainer's ranks. What is not here it shares with the policy.
     """
 
-    critic_lr: float = flag(
-        None, "the critic's learning rate peaks at this (AdamW)", needs=CRITIC, at_least=0, auto="--lr"
-    )
+    critic_lr: float = flag(None, "the critic's learning rate peaks at this (AdamW)", CRITIC, at_least=0, auto="--lr")
     critic_lr_warmup_iters: int = flag(
-        0, "the critic's learning rate rises for this many optimizer steps", needs=CRITIC, at_least=0
+        0, "the critic's learning rate rises for this many optimizer steps", CRITIC, at_least=0
     )
     num_critic_only_steps: int = flag(
-        0, "this many rollouts at the start of the run train the critic alone", needs=CRITIC, at_least=0
+        0, "this many rollouts at the start of the run train the critic alone", CRITIC, at_least=0
     )
     critic_load: str | None = flag(
         None,
         "the critic starts from this: a Hugging Face model, or the folder 'critic' of a checkpoint",
-        needs=CRITIC,
+        CRITIC,
         auto="--hf-checkpoint",
         metavar="DIR",
     )
@@ -352,20 +320,18 @@ class DistillationArgs:
     """On-policy distillation."""
 
     use_opd: bool = flag(
-        False, "every token's advantage is reduced by --opd-kl-coef x (student's - teacher's log-prob)", needs=ALWAYS
+        False, "every token's advantage is reduced by --opd-kl-coef x (student's - teacher's log-prob)", ALWAYS
     )
     opd_type: Literal["trainer", "sglang", "megatron"] | None = flag(
         None,
         "the teacher is a model beside the trainer (--opd-teacher-load) or a server (--rm-url); megatron means trainer",
-        needs=DISTILLATION,
+        DISTILLATION,
     )
-    opd_kl_coef: float = flag(
-        1.0, "the reverse KL to the teacher has this weight", needs=TRAINING & DISTILLATION, at_least=0
-    )
+    opd_kl_coef: float = flag(1.0, "the reverse KL to the teacher has this weight", TRAINING & DISTILLATION, at_least=0)
     opd_teacher_load: str | None = flag(
         None,
         "the teacher is this Hugging Face folder or hub id",
-        needs=TRAINING
+        TRAINING
         & DISTILLATION.strictly()
         & when("--opd-type trainer", lambda a: a.use_opd and a.opd_type == "trainer"),
         required=True,

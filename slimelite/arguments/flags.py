@@ -95,8 +95,8 @@ ALWAYS = Needs(())
 def flag(
     default: Any,
     help: str,  # the word argparse uses; nothing here needs the builtin
-    *,
     needs: Needs | None = None,
+    *,
     required: bool = False,
     choices: Collection[str | Collection[str]] = (),
     at_least: float | None = None,
@@ -134,6 +134,11 @@ def flag(
         aliases: other spellings of the option, such as slime's ``--tis-level`` for ``--mis-level``.
     """
     return _field(**locals())
+
+
+def plugin(help: str, needs: Needs | None = None, **options: Any) -> Any:
+    """A `flag` that takes the path of a function or class of the user's."""
+    return flag(None, f"this plugin {help}", needs, metavar="PLUGIN", **options)
 
 
 def resolved(default: Any) -> Any:

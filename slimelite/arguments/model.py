@@ -26,55 +26,53 @@ class ClusterArgs:
     """
 
     train_backend: Literal["fsdp", "megatron"] = flag(
-        "fsdp", "FSDP2 trains a Hugging Face model; megatron, as slime's scripts say, means the same here", needs=ALWAYS
+        "fsdp", "FSDP2 trains a Hugging Face model; megatron, as slime's scripts say, means the same here", ALWAYS
     )
     device: Literal["auto", "cpu", "cuda"] = flag(
-        "auto", "training and inference compute on this", needs=ALWAYS, auto="cuda where a GPU is found, else cpu"
+        "auto", "training and inference compute on this", ALWAYS, auto="cuda where a GPU is found, else cpu"
     )
     launcher: Literal["ray", "local"] = flag(
-        "ray", "workers are Ray actors; local runs the same classes in this one process, for debugging", needs=ALWAYS
+        "ray", "workers are Ray actors; local runs the same classes in this one process, for debugging", ALWAYS
     )
-    actor_num_nodes: int = flag(1, "training runs on this many nodes", needs=ALWAYS, at_least=1)
+    actor_num_nodes: int = flag(1, "training runs on this many nodes", ALWAYS, at_least=1)
     actor_num_gpus_per_node: int = flag(
         None,
         "each training node has this many ranks",
-        needs=ALWAYS,
+        ALWAYS,
         at_least=1,
         auto="the GPUs of this machine, at most 8; 1 on a CPU",
     )
     rollout_num_gpus: int = flag(
         None,
         "inference has this many GPUs",
-        needs=OWN_ENGINES,
+        OWN_ENGINES,
         at_least=0,
         auto="those of training with --colocate, one engine on a CPU, else required",
     )
     rollout_num_gpus_per_engine: int = flag(
-        1, "one engine takes this many GPUs (tensor parallel in SGLang)", needs=OWN_ENGINES
+        1, "one engine takes this many GPUs (tensor parallel in SGLang)", OWN_ENGINES
     )
-    colocate: bool = flag(
-        False, "training and inference share the GPUs and take turns, so both offloads are on", needs=SYNC
-    )
-    offload: bool = flag(False, "this turns on --offload-train and --offload-rollout", needs=SYNC & GPUS)
+    colocate: bool = flag(False, "training and inference share the GPUs and take turns, so both offloads are on", SYNC)
+    offload: bool = flag(False, "this turns on --offload-train and --offload-rollout", SYNC & GPUS)
     offload_train: bool = flag(
         None,
         "the trainer moves to host memory while responses are generated",
-        needs=SYNC & GPUS,
+        SYNC & GPUS,
         auto="on with --colocate on GPUs",
     )
     offload_rollout: bool = flag(
-        None, "engines give their memory back while training runs", needs=SYNC & GPUS, auto="on with --colocate on GPUs"
+        None, "engines give their memory back while training runs", SYNC & GPUS, auto="on with --colocate on GPUs"
     )
     distributed_backend: Literal["nccl", "gloo"] = flag(
-        None, "this library carries the collectives of training", needs=TRAINING, auto="nccl on GPUs, else gloo"
+        None, "this library carries the collectives of training", TRAINING, auto="nccl on GPUs, else gloo"
     )
     distributed_timeout_minutes: int = flag(
-        10, "a collective that takes longer than this fails [min]", needs=TRAINING, at_least=1, at_most=525_600
+        10, "a collective that takes longer than this fails [min]", TRAINING, at_least=1, at_most=525_600
     )
     cpu_threads: int = flag(
         1,
         "each rank and engine computes with this many threads; more than 1 pays on idle cores only",
-        needs=ALWAYS,
+        ALWAYS,
         at_least=1,
         at_most=4096,
     )
@@ -82,7 +80,7 @@ class ClusterArgs:
         {},
         'training actors get this environment, as JSON: {"NAME": "value"}; a secret is better exported before Ray '
         "starts: everyone on the machine can read a command line",
-        needs=TRAINING & when("--launcher ray (with another, export them)", lambda a: a.launcher == "ray"),
+        TRAINING & when("--launcher ray (with another, export them)", lambda a: a.launcher == "ray"),
     )
 
     # rollout_num_gpus / rollout_num_gpus_per_engine
@@ -104,43 +102,43 @@ class ArchitectureArgs:
     weights they define a new Qwen2, Qwen3 or Llama model.
     """
 
-    num_layers: int | None = flag(None, "the model has this many transformer layers", needs=ALWAYS, at_least=1)
-    hidden_size: int | None = flag(None, "the residual stream is this wide", needs=ALWAYS, at_least=1)
-    ffn_hidden_size: int | None = flag(None, "the MLP is this wide", needs=ALWAYS, at_least=1)
-    num_attention_heads: int | None = flag(None, "attention has this many query heads", needs=ALWAYS, at_least=1)
+    num_layers: int | None = flag(None, "the model has this many transformer layers", ALWAYS, at_least=1)
+    hidden_size: int | None = flag(None, "the residual stream is this wide", ALWAYS, at_least=1)
+    ffn_hidden_size: int | None = flag(None, "the MLP is this wide", ALWAYS, at_least=1)
+    num_attention_heads: int | None = flag(None, "attention has this many query heads", ALWAYS, at_least=1)
     group_query_attention: bool = flag(
         False,
         "there are --num-query-groups key/value heads instead of one for each query head",
-        needs=when("--num-query-groups", lambda a: a.num_query_groups),
+        when("--num-query-groups", lambda a: a.num_query_groups),
     )
-    num_query_groups: int | None = flag(None, "attention has this many key/value heads", needs=ALWAYS, at_least=1)
-    kv_channels: int | None = flag(None, "one head is this wide", needs=ALWAYS, at_least=1)
-    vocab_size: int | None = flag(None, "the embedding has this many rows", needs=ALWAYS, at_least=1)
+    num_query_groups: int | None = flag(None, "attention has this many key/value heads", ALWAYS, at_least=1)
+    kv_channels: int | None = flag(None, "one head is this wide", ALWAYS, at_least=1)
+    vocab_size: int | None = flag(None, "the embedding has this many rows", ALWAYS, at_least=1)
     max_position_embeddings: int | None = flag(
-        None, "the model was built for contexts up to this length [tokens]", needs=ALWAYS, at_least=1
+        None, "the model was built for contexts up to this length [tokens]", ALWAYS, at_least=1
     )
     normalization: Literal["RMSNorm", "LayerNorm"] | None = flag(
-        None, "norms are of this kind; a new model has RMSNorm", needs=ALWAYS
+        None, "norms are of this kind; a new model has RMSNorm", ALWAYS
     )
-    norm_epsilon: float | None = flag(None, "norms add this epsilon", needs=ALWAYS)
-    rotary_base: float | None = flag(None, "the rotary embedding has this base", needs=ALWAYS)
-    rotary_percent: float | None = flag(None, "this share of a head is rotated", needs=ALWAYS)
-    use_rotary_position_embeddings: bool = flag(False, "positions are rotary embeddings", needs=ALWAYS)
+    norm_epsilon: float | None = flag(None, "norms add this epsilon", ALWAYS)
+    rotary_base: float | None = flag(None, "the rotary embedding has this base", ALWAYS)
+    rotary_percent: float | None = flag(None, "this share of a head is rotated", ALWAYS)
+    use_rotary_position_embeddings: bool = flag(False, "positions are rotary embeddings", ALWAYS)
     position_embedding_type: Literal["rope", "learned_absolute", "none"] | None = flag(
-        None, "positions are embedded in this way", needs=ALWAYS
+        None, "positions are embedded in this way", ALWAYS
     )
-    use_rope_scaling: bool = flag(False, "the rotary embedding is stretched, as in Llama 3.1 and later", needs=ALWAYS)
+    use_rope_scaling: bool = flag(False, "the rotary embedding is stretched, as in Llama 3.1 and later", ALWAYS)
     rotary_scaling_factor: float | None = flag(
         None,
         "the rotary embedding is stretched by this factor",
-        needs=when("--use-rope-scaling for a new model", lambda a: a.use_rope_scaling or a.model_config is None),
+        when("--use-rope-scaling for a new model", lambda a: a.use_rope_scaling or a.model_config is None),
     )
-    swiglu: bool = flag(False, "the MLP is a SwiGLU", needs=ALWAYS)
-    qk_layernorm: bool = flag(False, "queries and keys have a norm (Qwen3)", needs=ALWAYS)
-    add_qkv_bias: bool = flag(False, "the query, key and value projections have a bias (Qwen2)", needs=ALWAYS)
-    disable_bias_linear: bool = flag(False, "the other linear layers have no bias", needs=ALWAYS)
+    swiglu: bool = flag(False, "the MLP is a SwiGLU", ALWAYS)
+    qk_layernorm: bool = flag(False, "queries and keys have a norm (Qwen3)", ALWAYS)
+    add_qkv_bias: bool = flag(False, "the query, key and value projections have a bias (Qwen2)", ALWAYS)
+    disable_bias_linear: bool = flag(False, "the other linear layers have no bias", ALWAYS)
     untie_embeddings_and_output_weights: bool = flag(
-        False, "the LM head has weights of its own, not the embedding's", needs=ALWAYS
+        False, "the LM head has weights of its own, not the embedding's", ALWAYS
     )
 
     @property
@@ -154,26 +152,23 @@ class ModelArgs(ArchitectureArgs):
     """Model."""
 
     hf_checkpoint: str | None = flag(
-        None,
-        "this Hugging Face model folder or hub id has the weights, config and tokenizer",
-        needs=ALWAYS,
-        metavar="PATH",
+        None, "this Hugging Face model folder or hub id has the weights, config and tokenizer", ALWAYS, metavar="PATH"
     )
     tokenizer: str = flag(
-        None, "the tokenizer comes from this folder or hub id", needs=ALWAYS, metavar="PATH", auto="--hf-checkpoint"
+        None, "the tokenizer comes from this folder or hub id", ALWAYS, metavar="PATH", auto="--hf-checkpoint"
     )
     ref_load: str | None = flag(
         None,
         "the reference model has these weights (Hugging Face format)",
-        needs=REFERENCE,
+        REFERENCE,
         metavar="PATH",
         auto="--hf-checkpoint",
     )
     ref_update_interval: int | None = flag(
-        None, "the policy is copied into the reference every this many rollouts", needs=REFERENCE, at_least=1
+        None, "the policy is copied into the reference every this many rollouts", REFERENCE, at_least=1
     )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3"] = flag(
-        "auto", "training uses this attention kernel", needs=TRAINING, auto="the fastest that works here"
+        "auto", "training uses this attention kernel", TRAINING, auto="the fastest that works here"
     )
 
     # config of a new model that the architecture flags define; None: --hf-checkpoint has its own
@@ -188,55 +183,53 @@ class CheckpointArgs:
         None,
         "the run goes on from the newest checkpoint in this folder; without one it starts afresh, in a Hugging Face "
         "folder with its weights",
-        needs=ALWAYS,
+        ALWAYS,
         metavar="DIR",
     )
     save: str | None = flag(
         None,
         "checkpoints are written to this folder",
-        needs=TRAINING & when("--save-interval", lambda a: a.save_interval).strictly(),
+        TRAINING & when("--save-interval", lambda a: a.save_interval).strictly(),
         metavar="DIR",
     )
     save_interval: int | None = flag(
         None,
         "a checkpoint is saved every this many rollouts, and after the last one",
-        needs=TRAINING & when("--save", lambda a: a.save).strictly(),
+        TRAINING & when("--save", lambda a: a.save).strictly(),
         at_least=1,
     )
     save_retain_interval: int | None = flag(
         None,
         "the checkpoints of every this many rollouts are kept; any other is deleted when the next one is complete",
-        needs=SAVE,
+        SAVE,
         at_least=1,
     )
     save_hf: str | None = flag(
         None,
         "the model is also written here in Hugging Face format; {rollout_id} is replaced",
-        needs=TRAINING,
+        TRAINING,
         metavar="TEMPLATE",
     )
     ckpt_step: int | None = flag(
-        None, "the run goes on from the checkpoint of this rollout instead of the newest", needs=LOAD.strictly()
+        None, "the run goes on from the checkpoint of this rollout instead of the newest", LOAD.strictly()
     )
     load_fallback: bool = flag(
         False,
         "when a file of the checkpoint is damaged or missing, the newest whole checkpoint before it is taken",
-        needs=CHECKPOINT,
+        CHECKPOINT,
     )
-    no_save_optim: bool = flag(False, "checkpoints leave the optimizer state out", needs=SAVE)
-    no_load_optim: bool = flag(False, "only the weights are resumed, with a fresh optimizer", needs=CHECKPOINT)
-    no_load_rng: bool = flag(False, "the random state is not resumed", needs=CHECKPOINT)
+    no_save_optim: bool = flag(False, "checkpoints leave the optimizer state out", SAVE)
+    no_load_optim: bool = flag(False, "only the weights are resumed, with a fresh optimizer", CHECKPOINT)
+    no_load_rng: bool = flag(False, "the random state is not resumed", CHECKPOINT)
     finetune: bool = flag(
         False,
         "only the weights of --load are taken: optimizer, random state and rollout count are fresh",
-        needs=LOAD.strictly(),
+        LOAD.strictly(),
     )
     start_rollout_id: int = flag(
-        None, "the first rollout has this number", needs=ALWAYS, at_least=0, auto="one after the checkpoint's, else 0"
+        None, "the first rollout has this number", ALWAYS, at_least=0, auto="one after the checkpoint's, else 0"
     )
-    override_lr_scheduler: bool = flag(
-        False, "on resume the flags win over the checkpoint's schedule", needs=CHECKPOINT
-    )
+    override_lr_scheduler: bool = flag(False, "on resume the flags win over the checkpoint's schedule", CHECKPOINT)
 
     # the checkpoint under --load to resume from; None: a fresh start
     resume_directory: str | None = resolved(None)

@@ -19,7 +19,7 @@ from slimelite.arguments.conditions import (
     rule,
     when,
 )
-from slimelite.arguments.flags import ALWAYS, flag, resolved
+from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
 from slimelite.engines.registry import ENGINES
 from slimelite.families import LOSS_MASKS
 
@@ -40,105 +40,101 @@ class DataArgs:
     prompt_data: list[str] = flag(
         [],
         "prompts come from these jsonl or parquet files, or hub dataset ids; path@[a:b] takes a slice",
-        needs=NEW_ROLLOUTS,
+        NEW_ROLLOUTS,
         metavar="PATH",
     )
     prompt_data_weights: list[float] = flag(
-        [], "each path gives this share of the prompts", needs=NEW_ROLLOUTS, above=0, auto="by their sizes"
+        [], "each path gives this share of the prompts", NEW_ROLLOUTS, above=0, auto="by their sizes"
     )
-    input_key: str = flag("input", "this column has the prompt: text or messages", needs=NEW_ROLLOUTS)
-    label_key: str | None = flag(None, "this column has the label that the reward compares with", needs=NEW_ROLLOUTS)
+    input_key: str = flag("input", "this column has the prompt: text or messages", NEW_ROLLOUTS)
+    label_key: str | None = flag(None, "this column has the label that the reward compares with", NEW_ROLLOUTS)
     metadata_key: str = flag(
         "metadata",
         "this column has a dict that the reward and plugins see; it may be absent, unless named here",
-        needs=NEW_ROLLOUTS,
+        NEW_ROLLOUTS,
     )
     tool_key: str = flag(
         "tools",
         "this column has the tools that the chat template shows; it may be absent, unless named here",
-        needs=NEW_ROLLOUTS,
+        NEW_ROLLOUTS,
     )
-    apply_chat_template: bool = flag(
-        False, "the tokenizer's chat template turns messages into a prompt", needs=NEW_ROLLOUTS
-    )
+    apply_chat_template: bool = flag(False, "the tokenizer's chat template turns messages into a prompt", NEW_ROLLOUTS)
     apply_chat_template_kwargs: dict[str, Any] = flag(
-        {}, 'the chat template gets these arguments, as JSON: {"enable_thinking": false}', needs=NEW_ROLLOUTS
+        {}, 'the chat template gets these arguments, as JSON: {"enable_thinking": false}', NEW_ROLLOUTS
     )
     rollout_max_prompt_len: int | None = flag(
-        None, "longer prompts are left out [tokens]", needs=ALWAYS, at_least=1, auto="--rollout-max-context-len less 1"
+        None, "longer prompts are left out [tokens]", ALWAYS, at_least=1, auto="--rollout-max-context-len less 1"
     )
-    rollout_shuffle: bool = flag(False, "prompts are shuffled anew in every epoch", needs=NEW_ROLLOUTS)
-    rollout_seed: int = flag(42, "this seeds shuffling and sampling", needs=NEW_ROLLOUTS, at_least=0, at_most=2**31 - 1)
+    rollout_shuffle: bool = flag(False, "prompts are shuffled anew in every epoch", NEW_ROLLOUTS)
+    rollout_seed: int = flag(42, "this seeds shuffling and sampling", NEW_ROLLOUTS, at_least=0, at_most=2**31 - 1)
     rollout_global_dataset: bool = flag(
         True,
         "the run has one dataset; without it the data source plugin finds its own",
-        needs=NEW_ROLLOUTS,
+        NEW_ROLLOUTS,
         negative="--disable-rollout-global-dataset",
     )
-    data_source_path: str | None = flag(
-        None, "this plugin is a data source class of your own", needs=NEW_ROLLOUTS, metavar="PLUGIN"
-    )
+    data_source_path: str | None = plugin("is a data source class of your own", NEW_ROLLOUTS)
     skip_bad_rows: bool = flag(
-        False, "malformed rows are left out, counted and reported, instead of ending the run", needs=NEW_ROLLOUTS
+        False, "malformed rows are left out, counted and reported, instead of ending the run", NEW_ROLLOUTS
     )
     loss_mask_type: str = flag(
         "auto",
         "SFT finds the assistant's tokens in this way; auto reads them off the chat template, which fits all the "
         "others",
-        needs=CONVERSATIONS,
+        CONVERSATIONS,
         choices=LOSS_MASKS,
     )
 
     num_rollout: int = flag(
         None,
         "the run has this many rollouts; it wins over --num-epoch",
-        needs=ALWAYS,
+        ALWAYS,
         at_least=0,
         auto="--num-epoch times prompts / --rollout-batch-size",
     )
     num_epoch: int | None = flag(
         None,
         "the run makes this many passes over the prompts",
-        needs=when("no --num-rollout (which wins)", lambda a: a.num_rollout is None),
+        when("no --num-rollout (which wins)", lambda a: a.num_rollout is None),
         at_least=1,
     )
-    rollout_batch_size: int = flag(None, "a rollout has this many prompts (required)", needs=ALWAYS, at_least=1)
+    rollout_batch_size: int = flag(None, "a rollout has this many prompts (required)", ALWAYS, at_least=1)
     n_samples_per_prompt: int = flag(
         1,
         "each prompt gets this many responses",
-        needs=when("generated responses (a pair has its two replies already)", lambda a: a.loss_type != "dpo_loss"),
+        when("generated responses (a pair has its two replies already)", lambda a: a.loss_type != "dpo_loss"),
         at_least=1,
     )
     global_batch_size: int = flag(
         None,
         "an optimizer step takes this many samples",
-        needs=TRAINING,
+        TRAINING,
         at_least=1,
         auto="all samples of the rollout, or those over --num-steps-per-rollout",
     )
     num_steps_per_rollout: int = flag(
         None,
         "a rollout makes this many optimizer steps",
-        needs=TRAINING,
+        TRAINING,
         at_least=1,
         auto="samples / --global-batch-size, rounded up",
     )
     micro_batch_size: int = flag(
         1,
         "a forward pass takes this many samples",
-        needs=TRAINING & when("no --use-dynamic-batch-size", lambda a: not a.use_dynamic_batch_size),
+        TRAINING & when("no --use-dynamic-batch-size", lambda a: not a.use_dynamic_batch_size),
         at_least=1,
     )
     use_dynamic_batch_size: bool = flag(
-        False, "each forward pass is filled with samples up to --max-tokens-per-gpu", needs=TRAINING
+        False, "each forward pass is filled with samples up to --max-tokens-per-gpu", TRAINING
     )
     max_tokens_per_gpu: int | None = flag(
-        None, "a forward and backward pass has at most this many tokens", needs=DYNAMIC_BATCH, required=True, at_least=1
+        None, "a forward and backward pass has at most this many tokens", DYNAMIC_BATCH, required=True, at_least=1
     )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
         "a pass that only computes log-probs has at most this many tokens",
-        needs=TRAINING,
+        TRAINING,
         at_least=1,
         auto="--max-tokens-per-gpu",
     )
@@ -151,138 +147,120 @@ class RolloutArgs:
     rollout_backend: str = flag(
         "auto",
         "this inference engine generates",
-        needs=INFERENCE,
+        INFERENCE,
         choices=("auto", ENGINES),
         auto="sglang on GPUs where it is installed, else embedded",
     )
     rollout_temperature: float = flag(
         1.0,
         "responses are sampled at this temperature, and training divides the logits by it too",
-        needs=POLICY | EVALUATION,
+        POLICY | EVALUATION,
         above=0,
     )
     rollout_top_p: float = flag(
         1.0,
         "nucleus sampling takes the likeliest tokens up to this share; below 1 needs --allow-truncated-sampling",
-        needs=SAMPLING,
+        SAMPLING,
         above=0,
         at_most=1,
     )
     rollout_top_k: int = flag(
         -1,
         "only the k likeliest tokens are sampled, -1 means all; another number needs --allow-truncated-sampling",
-        needs=SAMPLING,
+        SAMPLING,
         at_least=1,
         except_for=-1,
     )
     allow_truncated_sampling: bool = flag(
         False,
         "training takes top-p or top-k samples although their log-probs are those of the untruncated distribution",
-        needs=when("--rollout-top-p or --rollout-top-k", lambda a: a.rollout_top_p != 1 or a.rollout_top_k > 0),
+        when("--rollout-top-p or --rollout-top-k", lambda a: a.rollout_top_p != 1 or a.rollout_top_k > 0),
     )
     rollout_max_context_len: int | None = flag(
-        None, "prompt and response together have at most this length [tokens]", needs=ALWAYS, at_least=1
+        None, "prompt and response together have at most this length [tokens]", ALWAYS, at_least=1
     )
     rollout_max_response_len: int = flag(
-        None, "a response has at most this length [tokens] (required to generate)", needs=ALWAYS
+        None, "a response has at most this length [tokens] (required to generate)", ALWAYS
     )
-    rollout_skip_special_tokens: bool = flag(False, "the response's text is without special tokens", needs=SAMPLING)
-    rollout_stop: list[str] = flag([], "these texts end a response", needs=SAMPLING)
-    rollout_stop_token_ids: list[int] = flag([], "these token ids end a response", needs=SAMPLING)
+    rollout_skip_special_tokens: bool = flag(False, "the response's text is without special tokens", SAMPLING)
+    rollout_stop: list[str] = flag([], "these texts end a response", SAMPLING)
+    rollout_stop_token_ids: list[int] = flag([], "these token ids end a response", SAMPLING)
 
     over_sampling_batch_size: int = flag(
-        None, "this many prompts are kept in flight", needs=POLICY_SAMPLING, auto="--rollout-batch-size"
+        None, "this many prompts are kept in flight", POLICY_SAMPLING, auto="--rollout-batch-size"
     )
-    dynamic_sampling_filter_path: str | None = flag(
-        None, "this plugin, fn(args, samples), says whether to keep a group", needs=POLICY_SAMPLING, metavar="PLUGIN"
+    dynamic_sampling_filter_path: str | None = plugin(
+        "says whether to keep a group: fn(args, samples)", POLICY_SAMPLING
     )
     keep_dropped: int = flag(
         4,
         "the run folder keeps this many groups a rollout that were filtered out, too stale or failed, with the reason",
-        needs=POLICY_SAMPLING,
+        POLICY_SAMPLING,
         at_least=0,
     )
     partial_rollout: bool = flag(
-        False, "unfinished responses go on in the next rollout instead of being dropped", needs=POLICY_SAMPLING
+        False, "unfinished responses go on in the next rollout instead of being dropped", POLICY_SAMPLING
     )
     mask_offpolicy_in_partial_rollout: bool = flag(
         False,
         "training takes only the tokens of the current weights: of resumed responses and of finished ones kept for "
         "later",
-        needs=POLICY_SAMPLING
+        POLICY_SAMPLING
         & when(
             "--partial-rollout, or --over-sampling-batch-size above --rollout-batch-size",
             lambda a: a.partial_rollout or (a.over_sampling_batch_size or 0) > (a.rollout_batch_size or 0),
         ),
     )
     max_weight_staleness: int | None = flag(
-        None,
-        "samples with tokens from weights older than this many updates are dropped",
-        needs=POLICY_SAMPLING,
-        at_least=0,
+        None, "samples with tokens from weights older than this many updates are dropped", POLICY_SAMPLING, at_least=0
     )
 
     async_rollout: bool = flag(
         False,
         "the next rollout is generated while this one is trained on (slime's train_async.py): its weights are older",
-        needs=TRAINING,
+        TRAINING,
     )
     update_weights_interval: int = flag(
         1,
         "this many rollouts are trained on between weight syncs",
-        needs=SYNC & when("--async-rollout", lambda a: a.async_rollout),
+        SYNC & when("--async-rollout", lambda a: a.async_rollout),
         at_least=1,
     )
 
-    rollout_function_path: str | None = flag(
-        None,
-        "this plugin, fn(args, rollout_id, data_source, evaluation=False), makes the whole rollout",
-        needs=NEW_ROLLOUTS,
-        metavar="PLUGIN",
+    rollout_function_path: str | None = plugin(
+        "makes the whole rollout: fn(args, rollout_id, data_source, evaluation=False)", NEW_ROLLOUTS
     )
-    custom_generate_function_path: str | None = flag(
-        None,
-        "this plugin, async fn(args, sample, sampling_params), makes one response",
-        needs=SAMPLING,
-        metavar="PLUGIN",
+    custom_generate_function_path: str | None = plugin(
+        "makes one response: async fn(args, sample, sampling_params)", SAMPLING
     )
     generate_timeout: float = flag(
         3600.0,
         "a custom generate function that takes longer has failed, and is tried again [s]",
-        needs=SAMPLING & OWN_GENERATE,
+        SAMPLING & OWN_GENERATE,
         at_least=1,
     )
     rollout_sample_hook_path: list[str] = flag(
         [],
-        "this plugin, fn(args, sample), sees a sample before its reward; it may be given several times",
-        needs=SAMPLING,
+        "this plugin sees a sample before its reward: fn(args, sample); it may be given several times",
+        SAMPLING,
         metavar="PLUGIN",
         repeat=True,
     )
-    rollout_sample_filter_path: str | None = flag(
-        None,
-        "this plugin, fn(args, groups), sets remove_sample on what the loss must not see",
-        needs=POLICY_SAMPLING,
-        metavar="PLUGIN",
+    rollout_sample_filter_path: str | None = plugin(
+        "sets remove_sample on what the loss must not see: fn(args, groups)", POLICY_SAMPLING
     )
-    rollout_all_samples_process_path: str | None = flag(
-        None,
-        "this plugin, fn(args, groups, data_source), sees every finished group, dropped ones too",
-        needs=POLICY_SAMPLING,
-        metavar="PLUGIN",
+    rollout_all_samples_process_path: str | None = plugin(
+        "sees every finished group, dropped ones too: fn(args, groups, data_source)", POLICY_SAMPLING
     )
-    buffer_filter_path: str | None = flag(
-        None,
-        "this plugin, fn(args, rollout_id, buffer, n), picks from the groups that were given back",
-        needs=POLICY_SAMPLING,
-        metavar="PLUGIN",
+    buffer_filter_path: str | None = plugin(
+        "picks from the groups that were given back: fn(args, rollout_id, buffer, n)",
+        POLICY_SAMPLING,
         auto="first in, first out",
     )
-    custom_rollout_log_function_path: str | None = flag(
-        None,
-        "this plugin, fn(rollout_id, args, samples, metrics, seconds), logs a rollout; true skips the default log",
-        needs=ALWAYS,
-        metavar="PLUGIN",
+    custom_rollout_log_function_path: str | None = plugin(
+        "logs a rollout, and by returning true leaves out the default log: "
+        "fn(rollout_id, args, samples, metrics, seconds)",
+        ALWAYS,
     )
 
 
@@ -294,18 +272,18 @@ class RewardArgs:
         None,
         "this rule makes the reward: math gsm8k deepscaler dapo f1 gpqa multiple_choice code ifbench ifbench_loose "
         "format random zero remote_rm reward_model; boxed_<rule> reads \\boxed{} first",
-        needs=SAMPLING,
+        SAMPLING,
     )
-    reward_key: str | None = flag(None, "this entry of a dict reward is the reward", needs=SAMPLING)
+    reward_key: str | None = flag(None, "this entry of a dict reward is the reward", SAMPLING)
     group_rm: bool = flag(
         False,
         "one call of --custom-rm-path scores a whole group",
-        needs=SAMPLING & when("--custom-rm-path", lambda a: a.custom_rm_path or a.rollout_function_path).strictly(),
+        SAMPLING & when("--custom-rm-path", lambda a: a.custom_rm_path or a.rollout_function_path).strictly(),
     )
     rm_url: str | None = flag(
         None,
         "remote_rm, or the teacher of --opd-type sglang, has this address",
-        needs=SAMPLING
+        SAMPLING
         & (
             rule("remote_rm")
             | when("--use-opd --opd-type sglang", lambda a: a.use_opd and a.opd_type == "sglang")
@@ -313,65 +291,60 @@ class RewardArgs:
         ),
         metavar="URL",
     )
-    custom_rm_path: str | None = flag(
-        None, "this plugin, async fn(args, sample), makes the reward", needs=SAMPLING, metavar="PLUGIN"
-    )
-    custom_reward_post_process_path: str | None = flag(
-        None,
-        "this plugin, fn(args, samples) -> (raw rewards, rewards), takes the place of the group normalisation",
-        needs=POLICY,
-        metavar="PLUGIN",
+    custom_rm_path: str | None = plugin("makes the reward: async fn(args, sample)", SAMPLING)
+    custom_reward_post_process_path: str | None = plugin(
+        "takes the place of the group normalisation: fn(args, samples) -> (raw rewards, rewards)", POLICY
     )
     reward_error: Literal["zero", "drop", "fail"] = flag(
         "zero",
         "a reward that raises, times out or is not finite becomes 0, leaves the sample out, or ends the run",
-        needs=SAMPLING,
+        SAMPLING,
     )
-    reward_timeout: float = flag(30.0, "a reward that takes longer is an error [s]", needs=SAMPLING, above=0)
+    reward_timeout: float = flag(30.0, "a reward that takes longer is an error [s]", SAMPLING, above=0)
     code_timeout: float = flag(
-        10.0, "all tests of a response must pass within this time [s]", needs=SAMPLING & rule("code"), above=0
+        10.0, "all tests of a response must pass within this time [s]", SAMPLING & rule("code"), above=0
     )
     code_memory_mb: int = flag(
         1024,
         "the program under test has this much address space [MiB]; a grading process is limited to 4096",
-        needs=SAMPLING & rule("code"),
+        SAMPLING & rule("code"),
         at_least=64,
         below=4096,
     )
     reward_model_path: str | None = flag(
         None,
         "this Hugging Face sequence classification model with one output is the reward model",
-        needs=SAMPLING & rule("reward_model"),
+        SAMPLING & rule("reward_model"),
     )
     reward_model_device: Literal["auto", "cpu", "cuda"] = flag(
         "auto",
         "the reward model runs here; auto: on a GPU if its process sees one",
-        needs=SAMPLING & when("--reward-model-path", lambda a: a.reward_model_path),
+        SAMPLING & when("--reward-model-path", lambda a: a.reward_model_path),
     )
     reward_model_batch_size: int = flag(
         8,
         "the reward model scores this many conversations at once",
-        needs=SAMPLING & when("--reward-model-path", lambda a: a.reward_model_path),
+        SAMPLING & when("--reward-model-path", lambda a: a.reward_model_path),
         at_least=1,
     )
     format_regex: str | None = flag(
         None,
         "the rule format wants this of a whole response; without it <think>...</think><answer>...</answer>",
-        needs=SAMPLING & (rule("format") | when("--format-reward-coef", lambda a: a.format_reward_coef)),
+        SAMPLING & (rule("format") | when("--format-reward-coef", lambda a: a.format_reward_coef)),
     )
     format_reward_coef: float = flag(
-        0.0, "in training this is added to the reward of a response that keeps to format", needs=POLICY_SAMPLING
+        0.0, "in training this is added to the reward of a response that keeps to format", POLICY_SAMPLING
     )
     overlong_buffer_len: int | None = flag(
         None,
         "in training a response that ends within this distance of --rollout-max-response-len is punished [tokens]",
-        needs=POLICY_SAMPLING,
+        POLICY_SAMPLING,
         at_least=1,
     )
     overlong_penalty_factor: float = flag(
         1.0,
         "this is the punishment at the very end of the buffer; before, it rises linearly",
-        needs=POLICY_SAMPLING & when("--overlong-buffer-len", lambda a: a.overlong_buffer_len),
+        POLICY_SAMPLING & when("--overlong-buffer-len", lambda a: a.overlong_buffer_len),
         at_least=0,
     )
 

@@ -16,43 +16,39 @@ class TrackingArgs:
     run_dir: str = flag(
         None,
         "this folder is the run's alone: it gets config, metrics, rollouts and plots",
-        needs=ALWAYS,
+        ALWAYS,
         metavar="DIR",
         auto="runs/<name>-<time>",
     )
-    use_wandb: bool = flag(False, "metrics go to Weights & Biases", needs=ALWAYS)
+    use_wandb: bool = flag(False, "metrics go to Weights & Biases", ALWAYS)
     wandb_mode: Literal["online", "offline", "disabled"] | None = flag(
-        None, "offline writes files for a later wandb sync", needs=WANDB
+        None, "offline writes files for a later wandb sync", WANDB
     )
-    wandb_dir: str | None = flag(
-        None, "wandb's files go to this folder", needs=WANDB, metavar="DIR", auto="the run folder"
-    )
-    wandb_key: str | None = flag(
-        None, "this is the API key; it is better in the environment, as WANDB_API_KEY", needs=WANDB
-    )
-    wandb_host: str | None = flag(None, "your own wandb server has this address", needs=WANDB, metavar="URL")
-    wandb_team: str | None = flag(None, "the run belongs to this team (entity)", needs=WANDB)
-    wandb_project: str | None = flag(None, "the run belongs to this project", needs=WANDB, auto="slimelite")
-    wandb_group: str | None = flag(None, "the run's group, and its name, is this", needs=WANDB)
-    wandb_run_name: str | None = flag(None, "the run has this name", needs=WANDB, auto="the group")
-    wandb_run_id: str | None = flag(None, "the run with this id goes on", needs=WANDB)
+    wandb_dir: str | None = flag(None, "wandb's files go to this folder", WANDB, metavar="DIR", auto="the run folder")
+    wandb_key: str | None = flag(None, "this is the API key; it is better in the environment, as WANDB_API_KEY", WANDB)
+    wandb_host: str | None = flag(None, "your own wandb server has this address", WANDB, metavar="URL")
+    wandb_team: str | None = flag(None, "the run belongs to this team (entity)", WANDB)
+    wandb_project: str | None = flag(None, "the run belongs to this project", WANDB, auto="slimelite")
+    wandb_group: str | None = flag(None, "the run's group, and its name, is this", WANDB)
+    wandb_run_name: str | None = flag(None, "the run has this name", WANDB, auto="the group")
+    wandb_run_id: str | None = flag(None, "the run with this id goes on", WANDB)
     wandb_random_suffix: bool = flag(
         True,
         "random letters are added to the group's name",
-        needs=WANDB & when("--wandb-group", lambda a: a.wandb_group),
+        WANDB & when("--wandb-group", lambda a: a.wandb_group),
         negative="--disable-wandb-random-suffix",
     )
-    wandb_always_use_train_step: bool = flag(False, "the x-axis of every metric is the optimizer step", needs=WANDB)
-    use_tensorboard: bool = flag(False, "metrics are written for TensorBoard", needs=ALWAYS)
+    wandb_always_use_train_step: bool = flag(False, "the x-axis of every metric is the optimizer step", WANDB)
+    use_tensorboard: bool = flag(False, "metrics are written for TensorBoard", ALWAYS)
     tensorboard_dir: str | None = flag(
-        None, "TensorBoard's files go to this folder", needs=TENSORBOARD, metavar="DIR", auto="in the run folder"
+        None, "TensorBoard's files go to this folder", TENSORBOARD, metavar="DIR", auto="in the run folder"
     )
-    tb_project_name: str | None = flag(None, "they go to this subfolder of it", needs=TENSORBOARD)
-    tb_experiment_name: str | None = flag(None, "they go to this subfolder of that", needs=TENSORBOARD)
-    log_multi_turn: bool = flag(False, "there are metrics of multi-turn responses", needs=POLICY)
-    log_passrate: bool = flag(False, "pass@k of the training samples is logged", needs=POLICY)
+    tb_project_name: str | None = flag(None, "they go to this subfolder of it", TENSORBOARD)
+    tb_experiment_name: str | None = flag(None, "they go to this subfolder of that", TENSORBOARD)
+    log_multi_turn: bool = flag(False, "there are metrics of multi-turn responses", POLICY)
+    log_passrate: bool = flag(False, "pass@k of the training samples is logged", POLICY)
     log_reward_category: str | None = flag(
-        None, "the values of this key of a dict reward are counted, as rollout/error_cat/*", needs=POLICY
+        None, "the values of this key of a dict reward are counted, as rollout/error_cat/*", POLICY
     )
 
 
@@ -60,87 +56,78 @@ class TrackingArgs:
 class DebugArgs:
     """Debugging."""
 
-    seed: int = flag(1234, "this seeds weights and training", needs=ALWAYS, at_least=0, at_most=2**31 - 1)
+    seed: int = flag(1234, "this seeds weights and training", ALWAYS, at_least=0, at_most=2**31 - 1)
     dry_run: bool = flag(
-        False,
-        "everything that can be checked is checked, the resolved arguments are printed, and that is all",
-        needs=ALWAYS,
+        False, "everything that can be checked is checked, the resolved arguments are printed, and that is all", ALWAYS
     )
     args_group: list[str] = flag(
         [],
         "this dataclass, my_file.py:MyArgs, has flags of your own: on the command line, in --help, in config files and "
         "as args.my_flag in plugins; it may be given several times",
-        needs=ALWAYS,
+        ALWAYS,
         repeat=True,
         metavar="CLASS",
     )
-    config: str | None = flag(
-        None, "this YAML has arguments; the command line wins over it", needs=ALWAYS, metavar="FILE"
-    )
+    config: str | None = flag(None, "this YAML has arguments; the command line wins over it", ALWAYS, metavar="FILE")
     custom_config_path: str | None = flag(
         None,
         "this is another YAML, below --config; a key that is no flag reaches plugins as args.<key>",
-        needs=ALWAYS,
+        ALWAYS,
         metavar="FILE",
     )
-    debug_rollout_only: bool = flag(False, "the run generates and scores, without a trainer", needs=ALWAYS)
-    debug_train_only: bool = flag(False, "the run trains on given data, without engines", needs=ALWAYS)
+    debug_rollout_only: bool = flag(False, "the run generates and scores, without a trainer", ALWAYS)
+    debug_train_only: bool = flag(False, "the run trains on given data, without engines", ALWAYS)
     save_debug_rollout_data: str | None = flag(
         None,
         "each rollout is written here; {rollout_id} is replaced (eval_<id> for evaluations)",
-        needs=ALWAYS,
+        ALWAYS,
         metavar="TEMPLATE",
     )
     load_debug_rollout_data: str | None = flag(
         None,
         "saved rollouts are trained on, and none is generated; {rollout_id} is replaced",
-        needs=ALWAYS,
+        ALWAYS,
         metavar="TEMPLATE",
     )
     load_debug_rollout_data_subsample: float | None = flag(
         None,
         "this share of the groups of a saved rollout is used",
-        needs=when("--load-debug-rollout-data", lambda a: a.load_debug_rollout_data).strictly(),
+        when("--load-debug-rollout-data", lambda a: a.load_debug_rollout_data).strictly(),
         above=0,
         at_most=1,
     )
     dump_details: str | None = flag(
         None,
         "this folder gets what --save-debug-rollout-data writes",
-        needs=when(
+        when(
             "no --save-debug-rollout-data (which wins)",
             lambda a: str(a.save_debug_rollout_data).startswith(f"{a.dump_details}".rstrip("/")),
         ),
         metavar="DIR",
     )
-    ci_test: bool = flag(False, "the run fails when a first-step truth does not hold", needs=TRAINING)
+    ci_test: bool = flag(False, "the run fails when a first-step truth does not hold", TRAINING)
     ci_metric_checker_key: str | None = flag(
         None,
         "the run fails at its end unless this metric once reached --ci-metric-checker-threshold, such as eval/gsm8k",
-        needs=when(
+        when(
             "--ci-metric-checker-threshold (they come together)", lambda a: a.ci_metric_checker_threshold is not None
         ).strictly(),
     )
     ci_metric_checker_threshold: float | None = flag(
         None,
         "this is the lowest value of that metric that is a success",
-        needs=when(
-            "--ci-metric-checker-key (they come together)", lambda a: a.ci_metric_checker_key is not None
-        ).strictly(),
+        when("--ci-metric-checker-key (they come together)", lambda a: a.ci_metric_checker_key is not None).strictly(),
     )
     ci_save_grad_norm: str | None = flag(
-        None, "train/grad_norm of each optimizer step is written to this JSON file", needs=TRAINING, metavar="FILE"
+        None, "train/grad_norm of each optimizer step is written to this JSON file", TRAINING, metavar="FILE"
     )
     ci_load_grad_norm: str | None = flag(
         None,
         "the run fails when a step's train/grad_norm is not within 3 % of that in this file",
-        needs=TRAINING,
+        TRAINING,
         metavar="FILE",
     )
-    ci_disable_kl_checker: bool = flag(False, "these checks leave the KL out", needs=CI)
+    ci_disable_kl_checker: bool = flag(False, "these checks leave the KL out", CI)
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1,
-        "trainer and engine log-probs may differ by this in these checks; in fp32 by at most 0.001",
-        needs=CI,
-        at_least=0,
+        0.1, "trainer and engine log-probs may differ by this in these checks; in fp32 by at most 0.001", CI, at_least=0
     )

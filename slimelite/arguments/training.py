@@ -14,52 +14,52 @@ class OptimizerArgs:
     """Optimizer."""
 
     optimizer: Literal["adam", "adamw", "muon"] = flag(
-        "adam", "adam and adamw are AdamW; muon trains matrices with Muon, the rest with AdamW", needs=TRAINING
+        "adam", "adam and adamw are AdamW; muon trains matrices with Muon, the rest with AdamW", TRAINING
     )
-    lr: float = flag(1e-6, "the learning rate peaks at this", needs=TRAINING, at_least=0)
+    lr: float = flag(1e-6, "the learning rate peaks at this", TRAINING, at_least=0)
     weight_decay: float = flag(
-        0.0, "weights decay by this, decoupled from the gradient; norms and biases do not", needs=TRAINING, at_least=0
+        0.0, "weights decay by this, decoupled from the gradient; norms and biases do not", TRAINING, at_least=0
     )
-    adam_beta1: float = flag(0.9, "the first moment decays by this", needs=TRAINING, at_least=0, at_most=1)
-    adam_beta2: float = flag(0.95, "the second moment decays by this", needs=TRAINING, at_least=0, at_most=1)
-    adam_eps: float = flag(1e-8, "this is added to the denominator", needs=TRAINING, at_least=0)
-    muon_lr: float = flag(0.02, "the learning rate of the matrices under Muon peaks at this", needs=MUON, at_least=0)
-    muon_momentum: float = flag(0.95, "Muon has this momentum", needs=MUON, at_least=0, at_most=1)
+    adam_beta1: float = flag(0.9, "the first moment decays by this", TRAINING, at_least=0, at_most=1)
+    adam_beta2: float = flag(0.95, "the second moment decays by this", TRAINING, at_least=0, at_most=1)
+    adam_eps: float = flag(1e-8, "this is added to the denominator", TRAINING, at_least=0)
+    muon_lr: float = flag(0.02, "the learning rate of the matrices under Muon peaks at this", MUON, at_least=0)
+    muon_momentum: float = flag(0.95, "Muon has this momentum", MUON, at_least=0, at_most=1)
     clip_grad: float = flag(
         1.0,
         "a gradient with a larger 2-norm is scaled down to this; 0 clips nothing",
-        needs=TRAINING,
+        TRAINING,
         at_least=0,
         infinite=True,
     )
     nonfinite_grad: Literal["skip", "fail"] = flag(
-        "skip", "a loss or gradient with inf or nan leaves the step out, or ends the run", needs=TRAINING
+        "skip", "a loss or gradient with inf or nan leaves the step out, or ends the run", TRAINING
     )
     reset_optimizer_states: bool = flag(
-        False, "the optimizer's moments are forgotten at the start of every rollout", needs=TRAINING
+        False, "the optimizer's moments are forgotten at the start of every rollout", TRAINING
     )
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag(
-        "constant", "the learning rate falls in this way after warm-up", needs=TRAINING
+        "constant", "the learning rate falls in this way after warm-up", TRAINING
     )
-    lr_warmup_iters: int = flag(0, "the learning rate rises for this many optimizer steps", needs=TRAINING, at_least=0)
+    lr_warmup_iters: int = flag(0, "the learning rate rises for this many optimizer steps", TRAINING, at_least=0)
     lr_warmup_fraction: float | None = flag(
-        None, "warm-up is this share of --lr-decay-iters", needs=TRAINING, at_least=0, at_most=1
+        None, "warm-up is this share of --lr-decay-iters", TRAINING, at_least=0, at_most=1
     )
-    lr_warmup_init: float = flag(0.0, "warm-up starts from this learning rate", needs=WARMUP, at_least=0)
+    lr_warmup_init: float = flag(0.0, "warm-up starts from this learning rate", WARMUP, at_least=0)
     lr_decay_iters: int | None = flag(
         None,
         "the learning rate reaches --min-lr after this many optimizer steps",
-        needs=DECAY | WARMUP_SHARE,
+        DECAY | WARMUP_SHARE,
         at_least=1,
         auto="all steps of the run",
     )
-    min_lr: float = flag(0.0, "the learning rate falls no lower than this", needs=DECAY, at_least=0)
+    min_lr: float = flag(0.0, "the learning rate falls no lower than this", DECAY, at_least=0)
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
-        "exponential", "the last phase of WSD falls in this way", needs=WSD
+        "exponential", "the last phase of WSD falls in this way", WSD
     )
     lr_wsd_decay_iters: int | None = flag(
-        None, "the last phase of WSD takes this many optimizer steps", needs=WSD, required=True, at_least=1
+        None, "the last phase of WSD takes this many optimizer steps", WSD, required=True, at_least=1
     )
 
 
@@ -70,30 +70,28 @@ class PerfArgs:
     gradient_checkpointing: bool = flag(
         None,
         "the backward pass computes activations again: it is slower and takes far less memory",
-        needs=TRAINING,
+        TRAINING,
         auto="on where the model's shapes and the GPUs' memory need it; off on a CPU",
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
         "this is Megatron's spelling: full is --gradient-checkpointing",
-        needs=TRAINING
+        TRAINING
         & when("the value full (no attention scores are kept anyway)", lambda a: a.recompute_granularity == "full"),
     )
     log_probs_chunk_size: int = flag(
-        -1, "the LM head takes this many rows of hidden states at a time; -1 chooses by the vocabulary", needs=TRAINING
+        -1, "the LM head takes this many rows of hidden states at a time; -1 chooses by the vocabulary", TRAINING
     )
-    fsdp_cpu_offload: bool = flag(False, "parameters and optimizer state stay in host memory", needs=TRAINING & GPUS)
-    optimizer_cpu_offload: bool = flag(
-        False, "this is Megatron's spelling of --fsdp-cpu-offload", needs=TRAINING & GPUS
-    )
+    fsdp_cpu_offload: bool = flag(False, "parameters and optimizer state stay in host memory", TRAINING & GPUS)
+    optimizer_cpu_offload: bool = flag(False, "this is Megatron's spelling of --fsdp-cpu-offload", TRAINING & GPUS)
     dp_replicate_size: int = flag(
         1,
         "there are this many copies of the sharded model (HSDP), each with ranks / this many shards",
-        needs=TRAINING,
+        TRAINING,
         at_least=1,
     )
     deterministic_mode: bool = flag(
-        False, "the run repeats to the bit: it takes deterministic kernels and keeps submission order", needs=ALWAYS
+        False, "the run repeats to the bit: it takes deterministic kernels and keeps submission order", ALWAYS
     )
 
     # ranks add up their gradients after the last micro-batch of a step, and hold whole ones until then; else after each
