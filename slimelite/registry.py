@@ -14,7 +14,7 @@ second list of names exists. Records need the standard library alone: a function
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -37,11 +37,15 @@ R = TypeVar("R", bound=Record)
 class Registry(Mapping[str, R], Generic[R]):
     """Records by name, in the order in which they were added."""
 
-    def __init__(self, what: str, option: str) -> None:
-        """``what``: one entry in words, such as "advantage estimator"; ``option``: the flag that takes the name."""
+    def __init__(self, what: str, option: str, records: Iterable[R] = ()) -> None:
+        """``what``: one entry in words, such as "advantage estimator"; ``option``: the flag that takes the name;
+        ``records``: the first ones.
+        """
         self.what = what
         self.option = option
         self._records: dict[str, R] = {}
+        for record in records:
+            self.add(record)
 
     def add(self, record: R) -> R:
         """Register ``record``.

@@ -13,30 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from slimelite.algorithms.losses import LEVELS, MODES
 from slimelite.algorithms.packed import Metrics, bounded_exp, mean_metric, segment_mean, segment_sum, select
-
-LEVELS = ("token", "sequence", "geometric")
-MODES = ("truncate", "mask", "clip")
-
-
-@torch.no_grad()
-def tis_weights(
-    old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2.0, clip_low: float = 0.0
-) -> tuple[Tensor, Metrics]:
-    """TIS, truncated importance sampling (fengyao.notion.site/off-policy-rl): [T] clamp(ρ, clip_low, clip)."""
-    ratio = bounded_exp(select(old, mask) - select(roll, mask))
-    weights = ratio.clamp(clip_low, clip)
-    return select(weights, mask), _weight_metrics(ratio, weights, mask)
-
-
-@torch.no_grad()
-def icepop_weights(
-    old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2.0, clip_low: float = 0.0
-) -> tuple[Tensor, Metrics]:
-    """IcePop (arXiv:2510.18855): [T] ρ where clip_low ≤ ρ ≤ clip, else 0."""
-    ratio = bounded_exp(select(old, mask) - select(roll, mask))
-    weights = torch.where((ratio >= clip_low) & (ratio <= clip), ratio, 0.0)
-    return select(weights, mask), _weight_metrics(ratio, weights, mask)
 
 
 @torch.no_grad()
@@ -52,25 +30,32 @@ def mis_weights(
     upper: float,
     lower: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Importance weights [T] at a level, bounded by a mode (slime's and verl's rollout correction).
+    """Importance weights [T] of ρ at a level, bounded by a mode (slime's and verl's rollout correction).
 
-    ``level``: see `level_ratio`. ``mode``: truncate min(ρ, upper); clip clamp(ρ, lower, upper); mask ρ inside
-    [lower, upper], else 0. ``lower`` None means 1/upper; truncate has no lower bound.
+    At the level ``token`` the mode ``clip`` is TIS, truncated importance sampling (fengyao.notion.site/off-policy-rl),
+    and ``mask`` is IcePop (arXiv:2510.18855). ``lower`` None means 1/upper.
 
     Raises:
         ValueError: an unknown level or mode.
     """
     ratio = level_ratio(old, roll, mask, segments, num_segments, level)
-    lower = 1 / upper if lower is None else lower
-    if mode == "truncate":
-        weights = ratio.clamp(max=upper)
-    elif mode == "clip":
-        weights = ratio.clamp(lower, upper)
-    elif mode == "mask":
-        weights = torch.where((ratio >= lower) & (ratio <= upper), ratio, 0.0)
-    else:
-        raise ValueError(f"unknown correction mode {mode!r}; one of {', '.join(MODES)}")
+    weights = MODES[mode](ratio, 1 / upper if lower is None else lower, upper)
     return select(weights, mask), _weight_metrics(ratio, weights, mask)
+
+
+def truncate(ratio: Tensor, lower: float, upper: float) -> Tensor:
+    """[T] min(ρ, upper)."""
+    return ratio.clamp(max=upper)
+
+
+def clip(ratio: Tensor, lower: float, upper: float) -> Tensor:
+    """[T] clamp(ρ, lower, upper)."""
+    return ratio.clamp(lower, upper)
+
+
+def mask_outside(ratio: Tensor, lower: float, upper: float) -> Tensor:
+    """[T] ρ where lower ≤ ρ ≤ upper, else 0."""
+    return torch.where((ratio >= lower) & (ratio <= upper), ratio, 0.0)
 
 
 @torch.no_grad()
@@ -171,20 +156,23 @@ def effective_sample_size(mean_ratio: float, mean_ratio_sq: float) -> float:
 
 
 def level_ratio(old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_segments: int, level: str) -> Tensor:
-    """[T] ρ: of the token (``token``), or of its response as the product (``sequence``, unbiased, high variance) or
-    the geometric mean (``geometric``) of its unmasked tokens' ratios.
+    """[T] ρ of the token, or of its response; see ``LEVELS``.
 
     Raises:
         ValueError: an unknown level.
     """
-    log_ratio = select(old, mask) - select(roll, mask)
-    if level == "sequence":
-        log_ratio = segment_sum(log_ratio, segments, num_segments)[segments]
-    elif level == "geometric":
-        log_ratio = segment_mean(log_ratio, mask, segments, num_segments)[segments]
-    elif level != "token":
-        raise ValueError(f"unknown correction level {level!r}; one of {', '.join(LEVELS)}")
-    return bounded_exp(log_ratio)
+    record, log_ratio = LEVELS[level], select(old, mask) - select(roll, mask)
+    return bounded_exp(log_ratio if record.function is None else record(log_ratio, mask, segments, num_segments))
+
+
+def product(log_ratio: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """[T] log of the product of the response's ratios: unbiased, of high variance."""
+    return segment_sum(log_ratio, segments, num_segments)[segments]
+
+
+def geometric_mean(log_ratio: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """[T] log of the geometric mean of the ratios of the response's unmasked tokens."""
+    return segment_mean(log_ratio, mask, segments, num_segments)[segments]
 
 
 def _any_token(flags: Tensor, segments: Tensor, num_segments: int) -> Tensor:

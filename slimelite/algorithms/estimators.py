@@ -62,65 +62,67 @@ class Estimator:
 
 
 _ADVANTAGES = "slimelite.algorithms.advantages"
-ESTIMATORS = Registry[Estimator]("advantage estimator", "--advantage-estimator")
-for record in (
-    Estimator(
-        "grpo",
-        "(R − mean) / std of the responses to a prompt",
-        "2402.03300",
-        group=f"{_ADVANTAGES}:over_std",
-        divides_by_std=True,
+ESTIMATORS = Registry(
+    "advantage estimator",
+    "--advantage-estimator",
+    (
+        Estimator(
+            "grpo",
+            "(R − mean) / std of the responses to a prompt",
+            "2402.03300",
+            group=f"{_ADVANTAGES}:over_std",
+            divides_by_std=True,
+        ),
+        Estimator(
+            "gspo",
+            "as grpo, with one ratio a response in the loss",
+            "2507.18071",
+            group=f"{_ADVANTAGES}:over_std",
+            divides_by_std=True,
+            sequence_ratio=True,
+        ),
+        Estimator(
+            "cispo",
+            "as grpo, with a clipped weight that has no gradient in the loss",
+            "2506.13585",
+            group=f"{_ADVANTAGES}:over_std",
+            loss="slimelite.algorithms.policy:cispo_loss",
+            divides_by_std=True,
+            dual_clip=False,
+            open_below=True,
+        ),
+        Estimator(
+            "rloo",
+            "R − mean of the other responses to the prompt",
+            "2402.14740",
+            group=f"{_ADVANTAGES}:leave_one_out",
+        ),
+        Estimator(
+            "reinforce_plus_plus",
+            "discounted sum of R and the KL of the tokens that follow",
+            "2501.03262",
+            token=f"{_ADVANTAGES}:reinforce_plus_plus",
+            takes_kl=True,
+            discounts=True,
+            whitens=True,
+        ),
+        Estimator(
+            "reinforce_plus_plus_baseline",
+            "R − mean of the responses to a prompt, less the KL of the token",
+            "2501.03262",
+            group=f"{_ADVANTAGES}:minus_mean",
+            token=f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
+            takes_kl=True,
+            whitens=True,
+        ),
+        Estimator(
+            "ppo",
+            "generalized advantage estimation with the values of a critic",
+            "1707.06347",
+            token=f"{_ADVANTAGES}:ppo",
+            takes_kl=True,
+            discounts=True,
+            needs_critic=True,
+        ),
     ),
-    Estimator(
-        "gspo",
-        "as grpo, with one ratio a response in the loss",
-        "2507.18071",
-        group=f"{_ADVANTAGES}:over_std",
-        divides_by_std=True,
-        sequence_ratio=True,
-    ),
-    Estimator(
-        "cispo",
-        "as grpo, with a clipped weight that has no gradient in the loss",
-        "2506.13585",
-        group=f"{_ADVANTAGES}:over_std",
-        loss="slimelite.algorithms.policy:cispo_loss",
-        divides_by_std=True,
-        dual_clip=False,
-        open_below=True,
-    ),
-    Estimator(
-        "rloo",
-        "R − mean of the other responses to the prompt",
-        "2402.14740",
-        group=f"{_ADVANTAGES}:leave_one_out",
-    ),
-    Estimator(
-        "reinforce_plus_plus",
-        "discounted sum of R and the KL of the tokens that follow",
-        "2501.03262",
-        token=f"{_ADVANTAGES}:reinforce_plus_plus",
-        takes_kl=True,
-        discounts=True,
-        whitens=True,
-    ),
-    Estimator(
-        "reinforce_plus_plus_baseline",
-        "R − mean of the responses to a prompt, less the KL of the token",
-        "2501.03262",
-        group=f"{_ADVANTAGES}:minus_mean",
-        token=f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
-        takes_kl=True,
-        whitens=True,
-    ),
-    Estimator(
-        "ppo",
-        "generalized advantage estimation with the values of a critic",
-        "1707.06347",
-        token=f"{_ADVANTAGES}:ppo",
-        takes_kl=True,
-        discounts=True,
-        needs_critic=True,
-    ),
-):
-    ESTIMATORS.add(record)
+)

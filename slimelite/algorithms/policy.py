@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slimelite.algorithms.estimators import ESTIMATORS
+from slimelite.algorithms.losses import KL_KINDS
 from slimelite.algorithms.packed import MAX_LOG_RATIO, Metric, Metrics, bounded_exp, mean_metric, segment_mean, select
 from slimelite.registry import function
 
@@ -63,7 +64,7 @@ def policy_loss(
 
 
 def ppo_clip_loss(
-    log_probs: Tensor,  # noqa: ARG001
+    log_probs: Tensor,
     log_ratio: Tensor,
     advantages: Tensor,
     *,
@@ -105,7 +106,7 @@ def cispo_loss(
     *,
     eps_clip: float,
     eps_clip_high: float,
-    eps_clip_c: float | None,  # noqa: ARG001
+    eps_clip_c: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with a clipped importance weight that has no gradient,
 
@@ -151,25 +152,14 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Metric:
     return 1 - (kept - values[mask]).var(unbiased=False) / spread, spread.new_ones(())
 
 
-KL_KINDS = ("k1", "k2", "k3", "low_var_kl")
-
-
 def kl_estimate(log_probs: Tensor, base: Tensor, mask: Tensor, kind: str, *, old: Tensor | None = None) -> Tensor:
-    """KL of every token, 0 where masked; with d = log_probs − base:
-
-    ============  ==========================
-    k1            d
-    k2            d² / 2
-    k3            e^(−d) − 1 + d
-    low_var_kl    k3 clamped to [−10, 10]
-    ============  ==========================
+    """Estimate of KL(π ‖ base) at every token, 0 where masked (Schulman, http://joschu.net/blog/kl-approx.html).
 
     ``old`` given: the unbiased variant (``--use-unbiased-kl``, DeepSeek-V3.2, arXiv:2512.02556): the estimate times
     w = exp(log_probs − old), gradient through both factors, clamped (if at all) last.
 
     As a loss k1 has zero expected gradient unless ``old`` is given; low_var_kl is the default (slime's is k1), and a
-    token whose k3 is above 10 has no gradient under it. Beyond |d| = 20 k3 goes on as its tangent there, so that it
-    stays finite and its gradient keeps pulling towards the reference. The gradient of w·k3 is w·d at every d.
+    token whose k3 is above 10 has no gradient under it.
 
     Args:
         log_probs: [T] of the policy.
@@ -184,23 +174,35 @@ def kl_estimate(log_probs: Tensor, base: Tensor, mask: Tensor, kind: str, *, old
     Raises:
         ValueError: an unknown kind.
     """
+    record = KL_KINDS[kind]
     d = select(log_probs, mask) - select(base, mask)
     now = d.detach()
-    if kind == "k1":
-        kl, slope = now, torch.ones_like(now)
-    elif kind == "k2":
-        kl, slope = now.square() / 2, now
-    elif kind in ("k3", "low_var_kl"):
-        near = now.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        # expm1, not exp − 1: near d = 0 the difference would be rounding noise
-        slope = -torch.expm1(-near)
-        kl = near - slope + slope * (now - near)
-    else:
-        raise ValueError(f"unknown KL estimator {kind!r}; --kl-loss-type takes {', '.join(KL_KINDS)}")
+    kl, slope, both = record(now)
     if old is not None:
         weight = bounded_exp(select(log_probs.detach(), mask) - select(old, mask))
-        # (w·f)′ = w·(f + f′); the exponentials of k3 and of its slope cancel
-        slope = weight * (now if kind in ("k3", "low_var_kl") else kl + slope)
-        kl = weight * kl
+        kl, slope = weight * kl, weight * both  # (w·f)′ = w·(f + f′)
     kl = kl + slope * (d - now)  # d − now is 0: it carries the slope
-    return kl.clamp(-10.0, 10.0) if kind == "low_var_kl" else kl
+    return kl if record.bound is None else kl.clamp(-record.bound, record.bound)
+
+
+def k1(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """f = d."""
+    return d, torch.ones_like(d), d + torch.ones_like(d)
+
+
+def k2(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """f = d² / 2."""
+    kl = d.square() / 2
+    return kl, d, kl + d
+
+
+def k3(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """f = e^(−d) − 1 + d. The exponentials of f and f′ cancel: f + f′ = d.
+
+    Beyond |d| = 20 it goes on as its tangent there, so that it stays finite and its gradient keeps pulling towards the
+    reference.
+    """
+    near = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # expm1, not exp − 1: near d = 0 the difference would be rounding noise
+    slope = -torch.expm1(-near)
+    return near - slope + slope * (d - near), slope, d

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from slimelite.algorithms.losses import DPO_KINDS
 from slimelite.algorithms.packed import Metrics, mean_metric, segment_mean, segment_sum, select
 
 
@@ -15,9 +16,6 @@ def sft_loss(log_probs: Tensor, mask: Tensor) -> Tensor:
     ``log_probs``: [T] at temperature 1, whatever the rollout temperature is (slime divides by it); ``mask``: [T] bool.
     """
     return -select(log_probs, mask)
-
-
-DPO_KINDS = ("sigmoid", "ipo")
 
 
 def dpo_loss(
@@ -33,13 +31,8 @@ def dpo_loss(
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
-    """Loss of each preference pair, from Δ = h(chosen) − h(rejected):
-
-    ========  ===================================================================================================
-    sigmoid   −(1−ε)·log σ(βΔ) − ε·log σ(−βΔ), h the sum of log_probs − ref over the unmasked tokens of a response
-              (arXiv:2305.18290; ε > 0 is conservative DPO, ericmitchell.ai/cdpo.pdf)
-    ipo       (Δ − 1/(2β))², h their mean (arXiv:2310.12036, averaged over length as its authors advise)
-    ========  ===================================================================================================
+    """Loss of each preference pair, from Δ = h(chosen) − h(rejected): h is the sum of log_probs − ref over the unmasked
+    tokens of a response, or their mean, and a function of ``DPO_KINDS`` makes the loss.
 
     Args:
         log_probs: [T] of the policy at temperature 1; the gradient flows through them alone.
@@ -61,18 +54,12 @@ def dpo_loss(
     Raises:
         ValueError: an unknown kind.
     """
-    log_ratio = select(log_probs, mask) - select(ref, mask)
-    if kind == "sigmoid":
-        score = segment_sum(log_ratio, segments, num_segments)
-    elif kind == "ipo":
+    record, log_ratio = DPO_KINDS[kind], select(log_probs, mask) - select(ref, mask)
+    score = segment_sum(log_ratio, segments, num_segments)
+    if record.mean:
         score = segment_mean(log_ratio, mask, segments, num_segments)
-    else:
-        raise ValueError(f"unknown DPO loss {kind!r}; one of {', '.join(DPO_KINDS)}")
     delta = score[chosen] - score[rejected]
-    if kind == "sigmoid":
-        losses = -(1 - label_smoothing) * logsigmoid(beta * delta) - label_smoothing * logsigmoid(-beta * delta)
-    else:
-        losses = (delta - 1 / (2 * beta)).square()
+    losses = record(delta, beta, label_smoothing)
     pairs = torch.ones_like(chosen, dtype=torch.bool)
     log_likelihood = segment_sum(select(log_probs.detach(), mask), segments, num_segments)
     return losses, {
@@ -83,3 +70,13 @@ def dpo_loss(
         "logps/chosen": mean_metric(log_likelihood[chosen], pairs),
         "logps/rejected": mean_metric(log_likelihood[rejected], pairs),
     }
+
+
+def sigmoid_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """−(1−ε)·log σ(βΔ) − ε·log σ(−βΔ) (arXiv:2305.18290; ε > 0 is conservative DPO, ericmitchell.ai/cdpo.pdf)."""
+    return -(1 - label_smoothing) * logsigmoid(beta * delta) - label_smoothing * logsigmoid(-beta * delta)
+
+
+def ipo_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """(Δ − 1/(2β))² (arXiv:2310.12036; its h is averaged over length, as its authors advise)."""
+    return (delta - 1 / (2 * beta)).square()

@@ -6,6 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+from slimelite.algorithms.losses import (
+    AGGREGATIONS,
+    CORRECTIONS,
+    DPO_KINDS,
+    KL_KINDS,
+    LEVELS,
+    LOSSES,
+    MODES,
+    LossType,
+)
 from slimelite.arguments.conditions import (
     ADVANTAGES,
     CRITIC,
@@ -20,7 +30,7 @@ from slimelite.arguments.conditions import (
     REJECTION,
     TIS,
     TRAINING,
-    estimator,
+    named,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
@@ -28,9 +38,8 @@ from slimelite.arguments.sources import PRESETS
 
 # what code of the user's, handed the samples, may read
 POST_PROCESS = when("--custom-reward-post-process-path", lambda a: a.custom_reward_post_process_path)
+BOUNDED_BELOW = named(MODES, lambda mode: "mis_lower_bound" in mode.reads)
 COMPARES = when("an --advantage-estimator that compares the responses to a prompt", lambda a: a.estimator.group)
-
-Level = Literal["token", "sequence", "geometric"]
 
 
 @dataclass(frozen=True)
@@ -44,9 +53,7 @@ class AlgorithmArgs:
         ALWAYS,
         metavar="NAME",
     )
-    loss_type: Literal["policy_loss", "sft_loss", "dpo_loss", "custom_loss"] = flag(
-        "policy_loss", "training minimises this loss", ALWAYS
-    )
+    loss_type: str = flag("policy_loss", "training minimises this loss", ALWAYS, choices=LOSSES)
     advantage_estimator: str = flag(
         "grpo", "this makes advantages of rewards, and has a policy loss that goes with it", POLICY, choices=ESTIMATORS
     )
@@ -68,7 +75,7 @@ class AlgorithmArgs:
         POST_PROCESS
         | (
             ADVANTAGES
-            & when(estimator(lambda e: e.divides_by_std), lambda a: a.estimator.divides_by_std)
+            & when(named(ESTIMATORS, lambda e: e.divides_by_std), lambda a: a.estimator.divides_by_std)
             & when("rewards compared within their group", lambda a: a.rewards_normalization)
         ),
         negative="--disable-grpo-std-normalization",
@@ -84,7 +91,7 @@ class AlgorithmArgs:
         TRAINING
         & (
             when("--custom-advantage-function-path", lambda a: a.custom_advantage_function_path)
-            | (ADVANTAGES & when(estimator(lambda e: e.discounts), lambda a: a.estimator.discounts))
+            | (ADVANTAGES & when(named(ESTIMATORS, lambda e: e.discounts), lambda a: a.estimator.discounts))
         ),
         at_least=0,
         at_most=1,
@@ -98,7 +105,7 @@ class AlgorithmArgs:
     eps_clip_c: float | None = flag(
         None,
         "dual clip bounds the loss of negative advantages at this ratio",
-        POLICY_TRAINING & when(estimator(lambda e: e.dual_clip), lambda a: a.estimator.dual_clip),
+        POLICY_TRAINING & when(named(ESTIMATORS, lambda e: e.dual_clip), lambda a: a.estimator.dual_clip),
         above=1,
         infinite=True,
     )
@@ -109,11 +116,12 @@ class AlgorithmArgs:
     calculate_per_token_loss: bool = flag(
         False, "the loss is a mean over tokens, as with --loss-aggregation token", TRAINING
     )
-    loss_aggregation: Literal["rollout", "token", "constant"] = flag(
+    loss_aggregation: str = flag(
         "rollout",
         "the loss is a mean over rollouts of their token means, a mean over tokens, or a sum over a constant length "
         "(Dr.GRPO)",
         TRAINING,
+        choices=AGGREGATIONS,
     )
 
     kl_coef: float = flag(
@@ -131,8 +139,8 @@ class AlgorithmArgs:
         POLICY_TRAINING & when("--use-kl-loss", lambda a: a.use_kl_loss or a.supervised).strictly(),
         at_least=0,
     )
-    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = flag(
-        "low_var_kl", "the KL is estimated in this way", POLICY_TRAINING & REFERENCE
+    kl_loss_type: str = flag(
+        "low_var_kl", "the KL is estimated in this way", POLICY_TRAINING & REFERENCE, choices=KL_KINDS
     )
     use_unbiased_kl: bool = flag(
         False, "the KL estimate is weighted by the ratio of new to old policy", POLICY_TRAINING & REFERENCE
@@ -143,7 +151,10 @@ class AlgorithmArgs:
 
     custom_loss_function_path: str | None = plugin(
         "is the loss of --loss-type custom_loss",
-        when("--loss-type custom_loss", lambda a: a.loss_type == "custom_loss"),
+        when(
+            named(LOSSES, lambda loss: "custom_loss_function_path" in loss.reads),
+            lambda a: "custom_loss_function_path" in a.loss.reads,
+        ),
         required=True,
     )
     custom_advantage_function_path: str | None = plugin("sets the advantages of a rollout", TRAINING & ADVANTAGES)
@@ -154,7 +165,7 @@ class AlgorithmArgs:
     # a reference model is needed
     use_reference: bool = resolved(False)
     # estimator of the KL in the reward: unbiased, and a reward has no gradient that could vanish
-    kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"] = resolved("k1")
+    kl_reward_type: str = resolved("k1")
 
     @property
     def estimator(self) -> Estimator:
@@ -162,9 +173,14 @@ class AlgorithmArgs:
         return ESTIMATORS[self.advantage_estimator]
 
     @property
+    def loss(self) -> LossType:
+        """The record of ``--loss-type``."""
+        return LOSSES[self.loss_type]
+
+    @property
     def supervised(self) -> bool:
         """The responses are the data's: none was sampled, so there is neither a temperature nor an old policy."""
-        return self.loss_type in ("sft_loss", "dpo_loss")
+        return self.loss.supervised
 
 
 @dataclass(frozen=True)
@@ -178,17 +194,18 @@ class PreferenceArgs:
         "chosen", "this column has the preferred reply: text, messages, or the whole conversation", NEW_ROLLOUTS & DPO
     )
     rejected_key: str = flag("rejected", "this column has the other reply", NEW_ROLLOUTS & DPO)
-    dpo_loss: Literal["sigmoid", "ipo"] = flag(
-        "sigmoid", "a pair has this loss; ipo averages over a reply's tokens", TRAINING & DPO
+    dpo_loss: str = flag(
+        "sigmoid", "a pair has this loss; ipo averages over a reply's tokens", TRAINING & DPO, choices=DPO_KINDS
     )
     dpo_beta: float = flag(0.1, "the policy is pulled to the reference model this strongly", TRAINING & DPO, above=0)
     dpo_label_smoothing: float = flag(
         0.0,
         "this share of the pairs is assumed to have its preference the wrong way round",
         TRAINING
+        & DPO
         & when(
-            "--loss-type dpo_loss with --dpo-loss sigmoid",
-            lambda a: a.loss_type == "dpo_loss" and a.dpo_loss == "sigmoid",
+            named(DPO_KINDS, lambda kind: "dpo_label_smoothing" in kind.reads),
+            lambda a: "dpo_label_smoothing" in DPO_KINDS[a.dpo_loss].reads,
         ),
         at_least=0,
         below=0.5,
@@ -202,25 +219,28 @@ class CorrectionArgs:
     The ratio is the trainer's probability of a token over the engine's; its metrics are logged whatever is chosen.
     """
 
-    correction: Literal["none", "tis", "icepop", "mis", "custom"] = flag(
+    correction: str = flag(
         "none",
         "tokens are weighted or dropped by that ratio: tis truncates it, icepop masks outliers, mis does as the "
         "--mis-... flags say",
         POLICY_LOSS,
+        choices=CORRECTIONS,
     )
     use_tis: bool = flag(False, "this is --correction tis", POLICY_LOSS)
     tis_clip: float = flag(2.0, "tis and icepop bound the ratio from above by this", TIS, above=0, infinite=True)
     tis_clip_low: float = flag(0.0, "tis and icepop bound the ratio from below by this", TIS, at_least=0)
-    mis_level: Level = flag(
+    mis_level: str = flag(
         "token",
         "the ratio is that of a token, or of its response as the product or geometric mean",
         MIS,
+        choices=LEVELS,
         aliases=("--tis-level",),
     )
-    mis_mode: Literal["truncate", "mask", "clip", "none"] = flag(
+    mis_mode: str = flag(
         "truncate",
         "the weight is min(ratio, upper), the ratio inside the bounds else 0, the ratio clamped into them, or always 1",
         MIS,
+        choices=MODES,
         aliases=("--tis-mode",),
     )
     mis_upper_bound: float = flag(
@@ -231,8 +251,8 @@ class CorrectionArgs:
         "in the modes mask and clip the ratio is bounded from below by this",
         MIS
         & when(
-            "--mis-mode mask or clip, or with --mis-rejection-level",
-            lambda a: a.mis_mode in ("mask", "clip") or a.mis_rejection_level,
+            lambda: BOUNDED_BELOW() + ", or with --mis-rejection-level",
+            lambda a: "mis_lower_bound" in MODES[a.mis_mode].reads or a.mis_rejection_level,
         ),
         at_least=0,
         auto="1 / --mis-upper-bound",
@@ -241,11 +261,15 @@ class CorrectionArgs:
     mis_batch_normalize: bool = flag(
         False,
         "the weights of --correction mis are divided by their mean over the whole optimizer step",
-        MIS & when("a --mis-mode that weighs", lambda a: a.mis_mode != "none"),
+        MIS & when("a --mis-mode that weighs", lambda a: MODES[a.mis_mode].function),
         aliases=("--tis-batch-normalize",),
     )
-    mis_rejection_level: Level | None = flag(
-        None, "what is outside the rejection bounds at this level is dropped as well", MIS, aliases=("--rs-level",)
+    mis_rejection_level: str | None = flag(
+        None,
+        "what is outside the rejection bounds at this level is dropped as well",
+        MIS,
+        choices=LEVELS,
+        aliases=("--rs-level",),
     )
     mis_rejection_upper_bound: float | None = flag(
         None,

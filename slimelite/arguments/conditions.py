@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+from slimelite.algorithms.estimators import ESTIMATORS
+from slimelite.algorithms.losses import CORRECTIONS, LOSSES
 from slimelite.arguments.flags import Condition, Needs
 from slimelite.engines.registry import ENGINES
+from slimelite.registry import R, Registry
 
 if TYPE_CHECKING:
     from slimelite.arguments.args import Args
@@ -28,9 +30,9 @@ def rule(*names: str) -> Needs:
     return when(f"--rm-type {' or '.join(names)}", holds)
 
 
-def estimator(fact: Callable[[Estimator], object]) -> Callable[[], str]:
-    """``--advantage-estimator`` with the names of those for which ``fact`` holds, of those that are registered then."""
-    return lambda: "--advantage-estimator " + " or ".join(e.name for e in ESTIMATORS.values() if fact(e))
+def named(registry: Registry[R], fact: Callable[[R], object]) -> Callable[[], str]:
+    """The option of ``registry`` with the names for which ``fact`` holds, of those that are registered then."""
+    return lambda: f"{registry.option} " + " or ".join(name for name, record in registry.items() if fact(record))
 
 
 # which halves of the loop run
@@ -52,18 +54,20 @@ OWN_ENGINES = INFERENCE & when("no --rollout-external-engine-addrs", lambda a: n
 SGLANG = INFERENCE & when("--rollout-backend sglang", lambda a: ENGINES[a.rollout_backend].server)
 
 # losses
-POLICY = when("--loss-type policy_loss or custom_loss", lambda a: not a.supervised)
+POLICY = when(named(LOSSES, lambda loss: not loss.supervised), lambda a: not a.supervised)
 POLICY_TRAINING = TRAINING & POLICY
 POLICY_SAMPLING = SAMPLING & POLICY
-POLICY_LOSS = TRAINING & when("--loss-type policy_loss", lambda a: a.loss_type == "policy_loss")
-SUPERVISED = when("--loss-type sft_loss or dpo_loss", lambda a: a.supervised)
-DPO = when("--loss-type dpo_loss", lambda a: a.loss_type == "dpo_loss")
+POLICY_LOSS = TRAINING & when(named(LOSSES, lambda loss: loss.policy), lambda a: a.loss.policy)
+SUPERVISED = when(named(LOSSES, lambda loss: loss.supervised), lambda a: a.supervised)
+DPO = when(named(LOSSES, lambda loss: loss.paired), lambda a: a.loss.paired)
 ADVANTAGES = when("a loss with advantages", lambda a: not a.supervised and a.compute_advantages_and_returns)
 REFERENCE = TRAINING & when(
     "a KL coefficient above 0, --log-ref-kl, or --loss-type dpo_loss", lambda a: a.use_reference
 )
-CRITIC = TRAINING & when(estimator(lambda e: e.needs_critic), lambda a: a.use_critic)
-TIS = POLICY_LOSS & when("--correction tis or icepop", lambda a: a.correction in ("tis", "icepop", "custom"))
+CRITIC = TRAINING & when(named(ESTIMATORS, lambda e: e.needs_critic), lambda a: a.use_critic)
+TIS = POLICY_LOSS & when(
+    named(CORRECTIONS, lambda c: "tis_clip" in c.reads), lambda a: "tis_clip" in CORRECTIONS[a.correction].reads
+)
 MIS = POLICY_LOSS & when("--correction mis", lambda a: a.correction == "mis")
 REJECTION = MIS & when("--mis-rejection-level", lambda a: a.mis_rejection_level)
 DISTILLATION = when("--use-opd", lambda a: a.use_opd)

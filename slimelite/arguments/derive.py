@@ -9,6 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.eval_config import resolve_eval_datasets
 from slimelite.arguments.machine import Machine, derive_devices, derive_engine_groups, derive_engines
@@ -103,8 +104,8 @@ def _modes(draft: Draft) -> None:
         draft.default("rollout_function_path", OFFLINE_ROLLOUT, why)
     if args.supervised and args.eval_interval is None and not (args.debug_train_only or args.debug_rollout_only):
         draft.set("debug_train_only", True, f"--loss-type {args.loss_type} without --eval-interval needs no engine")
-    if args.loss_type == "dpo_loss" and args.n_samples_per_prompt != 1:
-        draft.set("n_samples_per_prompt", 1, "--loss-type dpo_loss: a prompt has its one pair")
+    if args.loss.paired and args.n_samples_per_prompt != 1:
+        draft.set("n_samples_per_prompt", 1, f"--loss-type {args.loss_type}: a prompt has its one pair")
     if args.load_debug_rollout_data and not args.debug_train_only:
         draft.set("debug_train_only", True, "--load-debug-rollout-data needs no engine")
     if args.debug_rollout_only and args.colocate:
@@ -172,16 +173,16 @@ def _model(draft: Draft) -> None:
     ]
     if wanted:
         draft.set("use_reference", True, f"{' and '.join(wanted)} compare with it")
-    elif args.loss_type == "dpo_loss":
-        draft.set("use_reference", True, "--loss-type dpo_loss compares with it")
+    elif args.loss.paired:
+        draft.set("use_reference", True, f"--loss-type {args.loss_type} compares with it")
     else:
         draft.set("use_reference", False, "nothing compares with a reference model, so none is loaded")
     if args.use_kl_loss and args.kl_loss_coef == 0 and not (args.log_ref_kl or args.supervised):
         draft.notes.append(
             "--use-kl-loss with --kl-loss-coef 0 loads no reference model; --log-ref-kl logs the KL anyway"
         )
-    if args.loss_type == "custom_loss" and "--kl-loss-coef" in wanted:
-        draft.notes.append("--loss-type custom_loss adds no KL by itself: your function does, from inputs.ref")
+    if not args.loss.policy and "--kl-loss-coef" in wanted:
+        draft.notes.append(f"--loss-type {args.loss_type} adds no KL by itself: your function does, from inputs.ref")
     if args.ref_load is None and draft.args.model_config is None:
         draft.default("ref_load", args.hf_checkpoint, "as --hf-checkpoint")
     elif args.ref_load is not None and (problem := _not_hugging_face(args.ref_load)) is not None:
@@ -234,7 +235,7 @@ def _batches(draft: Draft) -> None:
         "samples",
         f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = {samples} samples",
     )
-    if args.loss_type == "dpo_loss":
+    if args.loss.paired:
         counted, total = "pairs", f"{samples} pairs"
     steps, size = args.num_steps_per_rollout, args.global_batch_size
     if size is None:
@@ -331,14 +332,6 @@ def _tracking(draft: Draft) -> None:
     draft.default("run_dir", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", "model, data and the time")
 
 
-# functions of slime, as --custom-tis-function-path names them, that are corrections of ours
-SLIME_FUNCTIONS = {
-    "slime.backends.megatron_utils.loss.vanilla_tis_function": "tis",
-    "slime.backends.megatron_utils.loss.icepop_function": "icepop",
-    "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp": "mis",
-}
-
-
 def derive_correction(draft: Draft) -> None:
     """slime's ways to choose a correction, and bounds that follow from others."""
     args = draft.args
@@ -353,7 +346,7 @@ def derive_correction(draft: Draft) -> None:
     elif args.use_rs is False and args.mis_rejection_level is not None:
         draft.set("mis_rejection_level", None, "--no-use-rs")
     args = draft.args
-    if args.mis_mode in ("mask", "clip"):
+    if "mis_lower_bound" in MODES[args.mis_mode].reads:
         draft.default("mis_lower_bound", _inverse(args.mis_upper_bound), "1 / --mis-upper-bound")
     if args.mis_rejection_level is not None:
         if args.mis_rejection_upper_bound is None and "mis_lower_bound" in draft.given:
@@ -368,7 +361,8 @@ def _inverse(upper: float | None) -> float:
 
 
 def _resolve_plugin(draft: Draft, path: str) -> None:
-    ours = SLIME_FUNCTIONS.get(path.replace("/", ".").replace(".py:", ".").replace(":", "."))
+    name = path.replace("/", ".").replace(".py:", ".").replace(":", ".")
+    ours = next((record.name for record in CORRECTIONS.values() if record.slime == name), None)
     if "correction" not in draft.given:
         draft.set("correction", ours or "custom", "--custom-tis-function-path")
     if ours == draft.args.correction:

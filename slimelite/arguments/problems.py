@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from slimelite.algorithms.losses import CORRECTIONS, KL_KINDS, MODES
 from slimelite.arguments.args import Args
 from slimelite.arguments.conditions import SGLANG
 from slimelite.arguments.flags import all_flags
@@ -175,7 +176,7 @@ def _lengths(args: Args) -> Iterator[str]:
 
 def _sampling(args: Args) -> Iterator[str]:
     truncated = args.rollout_top_p != 1 or args.rollout_top_k > 0
-    trains_on_it = args.loss_type == "policy_loss" and not (args.debug_rollout_only or args.debug_train_only)
+    trains_on_it = args.loss.policy and not (args.debug_rollout_only or args.debug_train_only)
     if truncated and trains_on_it and not args.allow_truncated_sampling:
         what = (
             f"--rollout-top-p {args.rollout_top_p}"
@@ -199,7 +200,7 @@ def _groups(args: Args) -> Iterator[str]:
         return
     if (args.dynamic_sampling_filter_path or "").split(".")[-1].split(":")[-1].startswith("check_reward_nonzero_std"):
         yield "--n-samples-per-prompt 1: the filter check_reward_nonzero_std drops every group of one; raise it"
-    compares = args.loss_type == "policy_loss" and args.estimator.group is not None
+    compares = args.loss.policy and args.estimator.group is not None
     own_code = args.custom_reward_post_process_path or args.custom_advantage_function_path or args.rollout_function_path
     if compares and args.rewards_normalization and not (own_code or args.debug_rollout_only or args.use_opd):
         yield (
@@ -218,13 +219,13 @@ def _kl(args: Args) -> Iterator[str]:
     if args.kl_coef != 0 and not args.estimator.takes_kl:
         instead = f"use --use-kl-loss --kl-loss-coef {args.kl_coef}"
         yield f"--kl-coef {args.kl_coef} has no effect with {args.advantage_estimator}: {instead}"
-    if args.use_kl_loss and args.kl_loss_coef != 0 and args.kl_loss_type == "k1" and not args.use_unbiased_kl:
-        yield "--kl-loss-type k1 has no gradient on average: use low_var_kl, or add --use-unbiased-kl"
+    if args.use_kl_loss and args.kl_loss_coef != 0 and not (KL_KINDS[args.kl_loss_type].pulls or args.use_unbiased_kl):
+        yield f"--kl-loss-type {args.kl_loss_type} has no gradient on average: use low_var_kl, or add --use-unbiased-kl"
 
 
 def _policy(args: Args) -> Iterator[str]:
     learner = f"the critic of {args.advantage_estimator}" if args.use_critic else "the policy loss"
-    learns = args.use_critic or (args.loss_type == "policy_loss" and not args.debug_rollout_only)
+    learns = args.use_critic or (args.loss.policy and not args.debug_rollout_only)
     if learns and not args.compute_advantages_and_returns:
         yield f"--disable-compute-advantages-and-returns leaves {learner} nothing to learn; leave it out"
     if args.calculate_per_token_loss and args.loss_aggregation != "token":
@@ -259,7 +260,7 @@ def _rewards(args: Args) -> Iterator[str]:
 
 
 def _preferences(args: Args) -> Iterator[str]:
-    if args.loss_type != "dpo_loss":
+    if not args.loss.paired:
         return
     if args.loss_aggregation != "rollout":
         how = "--calculate-per-token-loss" if args.calculate_per_token_loss else "--loss-aggregation"
@@ -280,11 +281,11 @@ def _schedule(args: Args) -> Iterator[str]:
 def _correction(args: Args) -> Iterator[str]:
     """What contradicts itself, one line each."""
     chosen = args.correction
-    if args.use_tis and chosen not in ("tis", "custom"):
+    if args.use_tis and chosen != "tis" and args.custom_tis_function_path is None:
         yield f"--use-tis is --correction tis, not {chosen}; take one"
     if args.custom_tis_function_path is not None and chosen != "custom":
         yield f"--custom-tis-function-path is a correction of its own, not --correction {chosen}; take one"
-    weighs = chosen != "none" and (chosen, args.mis_mode) != ("mis", "none")
+    weighs = CORRECTIONS[chosen].function and (chosen != "mis" or MODES[args.mis_mode].function)
     if args.use_rollout_logprobs and weighs:
         yield (
             f"--use-rollout-logprobs and --correction {chosen}: the engine's log-probs leave no mismatch to weigh; "
@@ -297,7 +298,8 @@ def _correction(args: Args) -> Iterator[str]:
         name = f"--mis-{kind.replace('_', '-')}"
         if low is not None and high is not None and low > high:
             yield f"{name}lower-bound {low} is above {name}upper-bound {high}"
-    if (chosen, args.mis_mode, args.mis_rejection_level, args.mis_veto_threshold) == ("mis", "none", None, None):
+    drops = args.mis_rejection_level is not None or args.mis_veto_threshold is not None
+    if chosen == "mis" and not (MODES[args.mis_mode].function or drops):
         yield "--mis-mode none corrects nothing by itself: give --mis-rejection-level or --mis-veto-threshold"
 
 

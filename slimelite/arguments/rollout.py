@@ -102,7 +102,7 @@ class DataArgs:
     n_samples_per_prompt: int = flag(
         1,
         "each prompt gets this many responses",
-        when("generated responses (a pair has its two replies already)", lambda a: a.loss_type != "dpo_loss"),
+        when("generated responses (a pair has its two replies already)", lambda a: not a.loss.paired),
         at_least=1,
     )
     global_batch_size: int = flag(

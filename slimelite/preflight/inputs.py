@@ -246,7 +246,7 @@ def _check_data(
     for name, columns, paths, limit in sources:
         rows = paths if args.dry_run else [path if "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in paths]
         left_out: list[str] = []
-        pairs = columns is args and args.loss_type == "dpo_loss"
+        pairs = columns is args and args.loss.paired
         try:
             prompts = load_prompts(
                 columns,
@@ -282,7 +282,7 @@ def _check_data(
             _check_pair(chat, name, prompts[0], findings)
         if pairs:
             continue
-        if args.loss_type == "sft_loss" and columns is args:
+        if args.supervised and columns is args:
             if chat is not None and str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite.")):
                 _check_conversations(chat, name, prompts[:ROWS_AT_START], findings)
         else:

@@ -82,7 +82,7 @@ def offline_rollout(
     chat = ChatReader(args.rollout_context.tokenizer, *settings)
     groups = data_source.get_samples(args.rollout_batch_size)
     samples = [s for group in groups for s in group]
-    if args.loss_type == "dpo_loss":
+    if args.loss.paired:
         pairs = [chat.pair(sample) for sample in samples]
         untrained = sum(chosen.remove_sample for chosen, _ in pairs)
         if untrained:

@@ -332,7 +332,7 @@ class RolloutManager:
         """Say once that tokens of older weights are trained on as if they were of the current ones."""
         args = self.args
         corrected = args.correction != "none" or args.use_opsm or args.use_rollout_logprobs
-        trained = args.loss_type == "policy_loss" and not args.debug_rollout_only
+        trained = args.loss.policy and not args.debug_rollout_only
         if self._warned_of_old_weights or corrected or not trained or version is None:
             return
         old = int(np.count_nonzero((table.weight_versions < version) & table.loss_mask))

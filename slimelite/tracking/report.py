@@ -61,7 +61,7 @@ def batch_identity(args: Args) -> str:
     steps = [f"{full} step{'s' if full > 1 else ''} of {args.global_batch_size}"] if full else []
     steps += [f"1 of {rest}" if full else f"1 step of {rest}"] if rest else []
     samples = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {total}"
-    return f"{f'{total} pairs' if args.loss_type == 'dpo_loss' else samples} = {' + '.join(steps)}"
+    return f"{f'{total} pairs' if args.loss.paired else samples} = {' + '.join(steps)}"
 
 
 def _device(args: Args) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slimelite.algorithms import advantages as adv
 from slimelite.algorithms.corrections import mis_weights
-from slimelite.algorithms.estimators import ESTIMATORS
+from slimelite.algorithms.losses import LEVELS
 from slimelite.algorithms.packed import row_weights, segment_mean
 from slimelite.algorithms.policy import kl_estimate
 from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
@@ -84,7 +84,7 @@ class TokenColumns:
         self.weights = self.pg_weights = torch.where(self.mask, per_row[self.segments], 0.0)
         if args.custom_pg_loss_reducer_function_path:
             self.pg_weights = reducer_weights(args, table, self.mask, steps)
-        self.pairs = Pairs.from_table(table, steps) if args.loss_type == "dpo_loss" else None
+        self.pairs = Pairs.from_table(table, steps) if args.loss.paired else None
 
     def normalize_correction(self, args: CorrectionArgs, steps: list[np.ndarray]) -> None:
         """``--mis-batch-normalize``: divide the weights of the policy loss by what the correction multiplies them with
@@ -105,7 +105,7 @@ class TokenColumns:
             lower=args.mis_lower_bound,
         )
         counts = self.mask.double()
-        if args.mis_level != "token":
+        if LEVELS[args.mis_level].function is not None:
             counts = counts / torch.bincount(self.segments[self.mask], minlength=self.rows).clamp(min=1)[self.segments]
         factors = torch.ones(self.rows, dtype=torch.float64)
         for rows in steps:
@@ -135,7 +135,7 @@ class TokenColumns:
         self._check_finite(args, table, advantages=self.advantages, returns=self.returns)
         if args.normalize_advantages:
             self.advantages = adv.whiten(self.advantages, self.mask)
-        of_tokens = ESTIMATORS[args.advantage_estimator].token or args.custom_advantage_function_path
+        of_tokens = args.estimator.token or args.custom_advantage_function_path
         self.of_tokens = bool(of_tokens or args.normalize_advantages or self.teacher is not None)
 
     def _estimate_advantages(self, args: Args, table: SampleTable) -> None:
@@ -186,7 +186,7 @@ class TokenColumns:
         advantage is 0.
         """
         counts = self.mask
-        only_advantages = args.loss_type == "policy_loss" and not args.entropy_coef
+        only_advantages = args.loss.policy and not args.entropy_coef
         if only_advantages and not (args.use_kl_loss and args.kl_loss_coef):
             counts = counts & (self.advantages != 0)
         return self._rows_with(counts).numpy()
@@ -207,7 +207,7 @@ class TokenColumns:
             )
         reads_engine = args.use_rollout_logprobs or args.correction != "none"
         missing = self.mask & self.rollout_log_probs.isnan()
-        if args.loss_type == "policy_loss" and reads_engine and missing.any():
+        if args.loss.policy and reads_engine and missing.any():
             raise ValueError(
                 f"samples {self._ids_with(missing, table)} have no engine log-probs, which --use-rollout-logprobs and "
                 "--correction need; leave these out, or generate the samples with log-probs"

@@ -24,10 +24,10 @@ def check(args: Args, world: World, inputs: LossInputs, log_probs: Tensor, loss:
     """
     exact = world.compute_dtype == torch.float32
     same = args.ref_load in (None, args.hf_checkpoint)
-    if args.loss_type == "dpo_loss" and initial and same and inputs.ref is not None:
+    if args.loss.paired and initial and same and inputs.ref is not None:
         drift, limit = _mean(mean_metric((log_probs - inputs.ref).abs(), inputs.mask)), 1e-6 if exact else 0.02
         assert drift < limit, f"--ci-test: mean |log-prob - ref| is {drift:.2e} on the first step, not below {limit}"
-    if args.loss_type != "policy_loss" or not inputs.mask.any():
+    if not args.loss.policy or not inputs.mask.any():
         return
     assert inputs.old is not None
     drift = _mean(mean_metric((log_probs - inputs.old).abs(), inputs.mask))

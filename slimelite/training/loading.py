@@ -165,4 +165,4 @@ def _attention(args: Args) -> str:
 
 
 def _trains_pairs(args: Args) -> bool:
-    return args.loss_type == "dpo_loss"
+    return args.loss.paired

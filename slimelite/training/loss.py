@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from slimelite.algorithms.corrections import (
-    icepop_weights,
     mis_weights,
     mismatch_metrics,
     opsm_keep,
     rejection_keep,
-    tis_weights,
     veto_keep,
 )
+from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.algorithms.packed import Metrics, mean_metric, weighted_sum
 from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.algorithms.supervised import dpo_loss, sft_loss
@@ -84,42 +83,45 @@ class Loss:
 def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
     """The loss by ``--loss-type``; ``log_probs`` and ``entropy`` are [R].
 
-    The plugin of ``custom_loss`` is ``fn(args, inputs, log_probs, entropy) -> (losses [R], metrics)``; its per-token
-    losses are reduced like any other's.
-
     Raises:
-        ValueError: the plugin's losses are of another shape, or have no gradient.
+        ValueError: the losses of tokens are of another shape, or have no gradient.
     """
-    if args.loss_type == "policy_loss":
-        return _policy_loss(args, inputs, log_probs, entropy)
-    if args.loss_type == "dpo_loss":
-        return _preference_loss(args, inputs, log_probs, entropy)
-    metrics: Metrics = {}
-    if args.loss_type == "custom_loss":
-        path = args.custom_loss_function_path
-        losses, metrics = load_function(str(path), "--custom-loss-function-path")(args, inputs, log_probs, entropy)
-        if losses.shape != log_probs.shape or not losses.requires_grad:
-            raise ValueError(
-                f"--custom-loss-function-path {path} must return a loss for each of the {len(log_probs)} tokens of "
-                f"log_probs, computed from them, not {list(losses.shape)} "
-                f"{'with' if losses.requires_grad else 'without'} a gradient"
-            )
-    else:
-        losses = sft_loss(log_probs, inputs.mask)
+    found = args.loss(args, inputs, log_probs, entropy)
+    if isinstance(found, Loss):
+        return found
+    losses, metrics = found
+    if losses.shape != log_probs.shape or not losses.requires_grad:
+        whose = args.custom_loss_function_path or args.loss_type
+        raise ValueError(
+            f"--{'custom-loss-function-path' if args.custom_loss_function_path else 'loss-type'} {whose} must return a "
+            f"loss for each of the {len(log_probs)} tokens of log_probs, computed from them, not {list(losses.shape)} "
+            f"{'with' if losses.requires_grad else 'without'} a gradient"
+        )
     total = weighted_sum(losses, inputs.weights)
     return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, inputs), **metrics})
 
 
-def _preference_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+def fine_tuning(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:  # noqa: ARG001
+    """``--loss-type sft_loss``."""
+    return sft_loss(log_probs, inputs.mask), {}
+
+
+def custom(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+    """``--loss-type custom_loss``: the plugin is called like any other function of ``LOSSES``."""
+    plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
+    found: tuple[Tensor, Metrics] = plugin(args, inputs, log_probs, entropy)
+    return found
+
+
+def preferences(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+    """``--loss-type dpo_loss``."""
     assert inputs.ref is not None
     assert inputs.pairs is not None
     pairs = inputs.pairs
     losses, metrics = dpo_loss(
         log_probs,
         inputs.ref,
-        inputs.mask,
-        inputs.segments,
-        inputs.num_segments,
+        *inputs.where,
         pairs.chosen,
         pairs.rejected,
         beta=args.dpo_beta,
@@ -130,7 +132,8 @@ def _preference_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy:
     return Loss(total, {"loss": total, "dpo_loss": total}, {"entropy_loss": _weighted_mean(entropy, inputs), **metrics})
 
 
-def _policy_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+def policy_gradient(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+    """``--loss-type policy_loss``: that of the estimator, corrected, with entropy and KL terms."""
     own = log_probs.detach() if inputs.old is None else inputs.old
     old = inputs.rollout_log_probs if args.use_rollout_logprobs else own
     losses, metrics = policy_loss(
@@ -143,10 +146,14 @@ def _policy_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Ten
         eps_clip_high=args.eps_clip_high,
         eps_clip_c=args.eps_clip_c,
     )
-    losses, corrected = correct(args, inputs, losses, own)
-    losses, dropped = drop_off_policy(args, inputs, losses, log_probs, old)
+    correction = CORRECTIONS[args.correction]
+    if correction.function is not None:
+        losses, found = correction(args, inputs, losses, own)
+        metrics |= found
+    if args.use_opsm:
+        keep, found = opsm_keep(log_probs, old, inputs.advantages, *inputs.where, delta=args.opsm_delta)
+        losses, metrics = torch.where(keep, losses, 0.0), metrics | found
     pg_loss = weighted_sum(losses, inputs.pg_weights)
-    metrics |= corrected | dropped
     metrics |= mismatch_metrics(
         own, inputs.rollout_log_probs, inputs.mask, clip=args.tis_clip, clip_low=args.tis_clip_low
     )
@@ -168,45 +175,34 @@ def _weighted_mean(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
     return weighted_sum(values.detach(), inputs.weights), inputs.weights.sum()
 
 
-def correct(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
-    """Losses [R], weighted or 0 by the ratio of ``own`` (trainer, before the rollout's first step) to the engine.
+def truncate(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
+    """``--correction tis``."""
+    return _bounded(args, inputs, losses, own, "clip")
 
-    Dropped tokens keep their place in the denominators of the reduction.
-    """
-    bounds = {"clip": args.tis_clip, "clip_low": args.tis_clip_low}
-    match args.correction:
-        case "none":
-            return losses, {}
-        case "tis":
-            weights, metrics = tis_weights(own, inputs.rollout_log_probs, inputs.mask, **bounds)
-        case "icepop":
-            weights, metrics = icepop_weights(own, inputs.rollout_log_probs, inputs.mask, **bounds)
-        case "mis":
-            return _mis(args, inputs, losses, own)
-        case "custom":
-            return _custom(args, inputs, losses, own)
+
+def mask_outliers(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
+    """``--correction icepop``."""
+    return _bounded(args, inputs, losses, own, "mask")
+
+
+def _bounded(
+    args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor, mode: str
+) -> tuple[Tensor, Metrics]:
+    common = (own, inputs.rollout_log_probs, *inputs.where)
+    weights, metrics = mis_weights(*common, level="token", mode=mode, upper=args.tis_clip, lower=args.tis_clip_low)
     return losses * weights, metrics
 
 
-def drop_off_policy(
-    args: CorrectionArgs, inputs: LossInputs, losses: Tensor, log_probs: Tensor, old: Tensor
-) -> tuple[Tensor, Metrics]:
-    """Losses [R], 0 in the responses that ``--use-opsm`` drops."""
-    if not args.use_opsm:
-        return losses, {}
-    keep, metrics = opsm_keep(log_probs, old, inputs.advantages, *inputs.where, delta=args.opsm_delta)
-    return torch.where(keep, losses, 0.0), metrics
-
-
-def _mis(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
+def weigh_and_reject(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
+    """``--correction mis``."""
     common = (own, inputs.rollout_log_probs, *inputs.where)
     metrics: Metrics = {}
     upper = args.mis_upper_bound
-    if args.mis_mode != "none":
-        weights, found = mis_weights(
+    if MODES[args.mis_mode].function is not None:
+        weights, metrics = mis_weights(
             *common, level=args.mis_level, mode=args.mis_mode, upper=upper, lower=args.mis_lower_bound
         )
-        losses, metrics = losses * weights, metrics | found
+        losses = losses * weights
     if args.mis_rejection_level is not None:
         upper = upper if args.mis_rejection_upper_bound is None else args.mis_rejection_upper_bound
         keep, found = rejection_keep(
@@ -219,7 +215,7 @@ def _mis(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) 
     return losses, metrics
 
 
-def _custom(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
+def correct_by_plugin(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
     """``--custom-tis-function-path``, slime's contract; lists have an entry a response, ``pg_loss`` is [R] ::
 
         fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs)

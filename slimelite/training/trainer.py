@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.arguments import Args
 from slimelite.checkpoints import Checksums
 from slimelite.table import SampleTable
@@ -348,7 +347,7 @@ class Trainer(Learner[PolicyModel]):
 
         In a rollout's only step the policy is still what it was, so they are those of the training pass.
         """
-        asked = self.args.loss_type == "custom_loss" or (self.args.ci_test and self._fresh)
+        asked = not self.args.loss.policy or (self.args.ci_test and self._fresh)
         # also when the engine's are the old ones of the loss: mismatch is measured before the first step
         return not self.args.supervised and (asked or num_steps > 1)
 
@@ -398,7 +397,7 @@ def _check(args: Args) -> None:
     """Assert that the models which the loss compares with were derived."""
     compares = not args.supervised and (args.kl_coef or (args.use_kl_loss and args.kl_loss_coef))
     assert args.use_reference or not compares, "a KL coefficient without a reference: use_reference was not derived"
-    needs_critic = args.loss_type == "policy_loss" and ESTIMATORS[args.advantage_estimator].needs_critic
+    needs_critic = args.loss.policy and args.estimator.needs_critic
     assert args.use_critic or not needs_critic, "an estimator without its critic: use_critic was not derived"
 
 

@@ -120,3 +120,8 @@ def ratio_of(metric: tuple[Tensor, Tensor]) -> float:
     """A (sum, weight) metric as a number."""
     assert metric[0].shape == metric[1].shape == ()
     return float(metric[0] / metric[1])
+
+
+def token_weights(weights: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+    """[T] of the weights of rows."""
+    return torch.where(mask, weights[segments], 0.0)

@@ -11,17 +11,16 @@ from ragged import Batch, batches, few, per_token, ratio_of, same
 from torch import Tensor
 
 from slimelite.algorithms.corrections import (
-    LEVELS,
-    MODES,
     effective_sample_size,
-    icepop_weights,
     mis_weights,
     mismatch_metrics,
     opsm_keep,
     rejection_keep,
-    tis_weights,
     veto_keep,
 )
+from slimelite.algorithms.losses import LEVELS, MODES
+
+WEIGHING = [name for name, mode in MODES.items() if mode.function is not None]
 
 
 def scalar(value: float) -> Tensor:
@@ -40,8 +39,8 @@ def naive_weight(ratio: float, mode: str, low: float, high: float) -> float:
     return min(ratio, high) if mode == "truncate" else min(max(ratio, low), high)
 
 
-@pytest.mark.parametrize("lower", [None, 0.8])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lower", [None, 0.8, 0.0])
+@pytest.mark.parametrize("mode", WEIGHING)
 @pytest.mark.parametrize("level", LEVELS)
 @few
 @given(batch=batches)
@@ -59,20 +58,6 @@ def test_mis_equals_the_loop(batch: Batch, level: str, mode: str, lower: float |
     assert float(metrics["tis"][0]) == pytest.approx(float(ratio.sum()))
     assert float(metrics["tis_weight"][0]) == pytest.approx(float(expected.sum()))
     assert float(metrics["tis"][1]) == int(batch.mask.sum())
-
-
-@few
-@given(batch=batches)
-def test_tis_and_icepop_equal_the_loop(batch: Batch) -> None:
-    old, roll = batch.randn(), batch.randn()
-
-    def expected(mode: str) -> Tensor:
-        return per_token(
-            batch, lambda r, t: scalar(naive_weight(naive_ratio(batch, old, roll, "token", r, t), mode, 0.5, 2.0))
-        )
-
-    same(tis_weights(old, roll, batch.mask, clip=2.0, clip_low=0.5)[0], expected("clip"))
-    same(icepop_weights(old, roll, batch.mask, clip=2.0, clip_low=0.5)[0], expected("mask"))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -140,8 +125,9 @@ def test_mismatch_metrics_equal_the_loop(batch: Batch) -> None:
 
 def test_equal_engines_are_left_alone() -> None:
     lp, mask, segments = torch.tensor([-1.0, -2.0]), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.long)
-    assert tis_weights(lp, lp, mask)[0].tolist() == [1.0, 1.0]
-    assert icepop_weights(lp, lp, mask)[0].tolist() == [1.0, 1.0]
+    for mode in WEIGHING:
+        weights, _ = mis_weights(lp, lp, mask, segments, 1, level="token", mode=mode, upper=2.0, lower=0.0)
+        assert weights.tolist() == [1.0, 1.0]
     metrics = mismatch_metrics(lp, lp, mask)
     assert [ratio_of(m) for m in metrics.values()] == [0.0, 0.0, 1.0, 1.0, 0.0]
     assert effective_sample_size(1.0, 1.0) == 1.0
@@ -153,9 +139,10 @@ def test_equal_engines_are_left_alone() -> None:
 def test_extreme_ratios_stay_finite(difference: float) -> None:
     old, roll, mask = torch.full((1,), difference), torch.zeros(1), torch.ones(1, dtype=torch.bool)
     row = torch.zeros(1, dtype=torch.long)
-    assert tis_weights(old, roll, mask)[0].item() == (2.0 if difference > 0 else pytest.approx(0.0, abs=1e-8))
+    weights, _ = mis_weights(old, roll, mask, row, 1, level="token", mode="clip", upper=2.0, lower=0.0)
+    assert weights.item() == (2.0 if difference > 0 else pytest.approx(0.0, abs=1e-8))
     for level in LEVELS:
-        for mode in MODES:
+        for mode in WEIGHING:
             weights, metrics = mis_weights(old, roll, mask, row, 2, level=level, mode=mode, upper=2.0)
             assert weights.isfinite().all()
             assert all(v.isfinite() for pair in metrics.values() for v in pair)
@@ -165,7 +152,6 @@ def test_extreme_ratios_stay_finite(difference: float) -> None:
 def test_weights_carry_no_gradient() -> None:
     lp = torch.zeros(1, requires_grad=True)
     mask, row = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.long)
-    assert not tis_weights(lp, lp, mask)[0].requires_grad
     assert not mis_weights(lp, lp, mask, row, 1, level="sequence", mode="clip", upper=2.0)[0].requires_grad
 
 

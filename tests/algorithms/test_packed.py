@@ -8,10 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged import Batch, batches, few, same, seeds
+from ragged import Batch, batches, few, same, seeds, token_weights
 from torch import Tensor
 
-from slimelite.algorithms.packed import AGGREGATIONS, row_weights, token_weights, weighted_sum
+from slimelite.algorithms.losses import AGGREGATIONS
+from slimelite.algorithms.packed import row_weights, weighted_sum
 from slimelite.algorithms.policy import kl_estimate, policy_loss
 
 
@@ -56,8 +57,6 @@ def test_siblings_share_a_denominator_and_empty_rollouts_stay_in_the_divisor() -
     # rollout 4 fanned out into rows of 1 and 3 tokens; rollout 5 is masked; rollout 6 has 2
     weights = row_weights(torch.tensor([1, 0, 3, 2]), torch.tensor([4, 5, 4, 6]), "rollout")
     assert weights.tolist() == pytest.approx([Fraction(1, 12), 0, Fraction(1, 12), Fraction(1, 6)])
-    weights = row_weights(torch.tensor([1, 2]), torch.tensor([0, 1]), "rollout", num_rollouts=4)
-    assert weights.tolist() == pytest.approx([1 / 4, 1 / 8])
 
 
 def test_token_mode_gives_an_empty_response_no_share() -> None:

@@ -11,8 +11,8 @@ from ragged import Batch, batches, bounded_exp, check, clip, few, mean, per_toke
 from torch import Tensor
 
 from slimelite.algorithms.estimators import ESTIMATORS
+from slimelite.algorithms.losses import KL_KINDS
 from slimelite.algorithms.policy import (
-    KL_KINDS,
     explained_variance,
     kl_estimate,
     policy_loss,

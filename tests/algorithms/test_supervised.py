@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ragged import Batch, batches, check, few, mean, per_token, ratio_of
+from ragged import Batch, batches, check, few, mean, per_token, ratio_of, token_weights
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from slimelite.algorithms.packed import row_weights, token_weights, weighted_sum
+from slimelite.algorithms.packed import row_weights, weighted_sum
 from slimelite.algorithms.supervised import dpo_loss, sft_loss
 
 
@@ -113,5 +113,5 @@ def test_empty_responses_are_a_tie() -> None:
 
 def test_unknown_kind() -> None:
     one, rows = torch.zeros(2), torch.tensor([0, 1])
-    with pytest.raises(ValueError, match="DPO"):
+    with pytest.raises(ValueError, match="--dpo-loss hinge"):
         dpo_loss(one, one, one == 0, rows, 2, rows[:1], rows[1:], beta=0.1, kind="hinge")

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from tiny import exact_norms, gradients, random_table
 
+from slimelite.algorithms.estimators import ESTIMATORS as REGISTERED
+from slimelite.algorithms.estimators import Estimator
 from slimelite.table import SampleTable
 from slimelite.training.schedule import Step, split_steps
 from slimelite.training.sums import MetricSums
@@ -17,15 +19,23 @@ from slimelite.training.trainer import Trainer
 Gradient = dict[str, torch.Tensor]
 MicroBatches = list[np.ndarray]
 
-ESTIMATORS: dict[str, dict[str, Any]] = {
-    "grpo": {"eps_clip_c": 1.5},
-    "gspo": {"eps_clip": 0.02},
-    "cispo": {"eps_clip": 0.1, "eps_clip_high": 0.3},
-    "rloo": {},
-    "reinforce_plus_plus": {"normalize_advantages": True, "kl_coef": 0.1, "gamma": 0.95},
-    "reinforce_plus_plus_baseline": {"normalize_advantages": True, "kl_coef": 0.1},
-    "ppo": {"use_critic": True, "critic_lr": 1e-2, "kl_coef": 0.1, "gamma": 0.95, "lambd": 0.9},
-}
+# widths of a clip that acts, for those that clip more than a ratio of one token
+CLIP: dict[str, dict[str, Any]] = {"gspo": {"eps_clip": 0.02}, "cispo": {"eps_clip": 0.1, "eps_clip_high": 0.3}}
+
+
+def flags_of(estimator: Estimator) -> dict[str, Any]:
+    """Every flag that it reads, with a value that acts."""
+    return {
+        **({"eps_clip_c": 1.5} if estimator.dual_clip and not estimator.sequence_ratio else {}),
+        **({"normalize_advantages": True} if estimator.whitens else {}),
+        **({"kl_coef": 0.1} if estimator.takes_kl else {}),
+        **({"gamma": 0.95} if estimator.discounts else {}),
+        **({"use_critic": True, "critic_lr": 1e-2, "lambd": 0.9} if estimator.needs_critic else {}),
+        **CLIP.get(estimator.name, {}),
+    }
+
+
+ESTIMATORS = {name: flags_of(estimator) for name, estimator in REGISTERED.items()}
 # bounds narrow enough for each to do something in `exact_step`
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "tis": {"correction": "tis", "tis_clip": 1.05},

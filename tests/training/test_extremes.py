@@ -12,8 +12,9 @@ from exact import CORRECTIONS, ESTIMATORS
 from tiny import loss_inputs, one_rank, random_table, save_tiny_model, tiny_args
 
 from slimelite.algorithms.advantages import gae, group_advantages, whiten
-from slimelite.algorithms.policy import KL_KINDS, kl_estimate, value_loss
-from slimelite.algorithms.supervised import DPO_KINDS, dpo_loss
+from slimelite.algorithms.losses import DPO_KINDS, KL_KINDS
+from slimelite.algorithms.policy import kl_estimate, value_loss
+from slimelite.algorithms.supervised import dpo_loss
 from slimelite.table import SampleTable
 from slimelite.training.loss import micro_batch_loss
 from slimelite.training.model import chunked_log_probs

@@ -20,7 +20,8 @@ from exact import (
 )
 from tiny import one_rank, save_tiny_model, tiny_args, weights_of
 
-AGGREGATIONS = ("rollout", "token", "constant")
+from slimelite.algorithms.losses import AGGREGATIONS
+
 # every estimator with every aggregation; every correction with every aggregation
 CASES = [
     (estimator, aggregation, list(CORRECTIONS)[(i + 2 * j) % len(CORRECTIONS)])

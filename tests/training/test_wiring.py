@@ -95,8 +95,7 @@ class Known:
 
     def weighed(self, by: Callable[..., tuple[Tensor, Any]], **bounds: Any) -> Tensor:
         """The loss with the weights, or the kept tokens, of a correction."""
-        where = (self.mask,) if by in (cor.tis_weights, cor.icepop_weights) else self.where
-        return self.pg(weight=by(self.old, self.roll, *where, **bounds)[0])
+        return self.pg(weight=by(self.old, self.roll, *self.where, **bounds)[0])
 
     def mis(self, level: str = "token", mode: str = "clip", upper: float = 1.1, lower: float | None = 0.95) -> Tensor:
         return self.weighed(cor.mis_weights, level=level, mode=mode, upper=upper, lower=lower)
@@ -177,11 +176,11 @@ CASES: list[tuple[Flags, Flags, Callable[[Known], Tensor]]] = [
         {"use_rollout_logprobs": True},
         lambda k: k.with_kl(Args(**KL, use_unbiased_kl=True, use_rollout_logprobs=True)),
     ),
-    (TIS, {"correction": "icepop"}, lambda k: k.weighed(cor.icepop_weights, clip=1.1, clip_low=0.9)),
-    (TIS, {"tis_clip": 1.05}, lambda k: k.weighed(cor.tis_weights, clip=1.05, clip_low=0.9)),
-    (TIS, {"tis_clip_low": 0.97}, lambda k: k.weighed(cor.tis_weights, clip=1.1, clip_low=0.97)),
-    (ICEPOP, {"tis_clip": 1.05}, lambda k: k.weighed(cor.icepop_weights, clip=1.05, clip_low=0.9)),
-    (ICEPOP, {"tis_clip_low": 0.97}, lambda k: k.weighed(cor.icepop_weights, clip=1.1, clip_low=0.97)),
+    (TIS, {"correction": "icepop"}, lambda k: k.mis(mode="mask", upper=1.1, lower=0.9)),
+    (TIS, {"tis_clip": 1.05}, lambda k: k.mis(upper=1.05, lower=0.9)),
+    (TIS, {"tis_clip_low": 0.97}, lambda k: k.mis(upper=1.1, lower=0.97)),
+    (ICEPOP, {"tis_clip": 1.05}, lambda k: k.mis(mode="mask", upper=1.05, lower=0.9)),
+    (ICEPOP, {"tis_clip_low": 0.97}, lambda k: k.mis(mode="mask", upper=1.1, lower=0.97)),
     (TIS, {"correction": "mis", "mis_upper_bound": 1.2}, lambda k: k.mis(mode="truncate", upper=1.2)),
     (MIS, {"mis_level": "sequence"}, lambda k: k.mis("sequence")),
     (MIS, {"mis_level": "geometric"}, lambda k: k.mis("geometric")),

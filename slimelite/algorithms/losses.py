@@ -1,0 +1,148 @@
+"""Losses, and what there are several of in them: corrections, estimates of the KL, reductions; one record each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from slimelite.registry import Function, Registry, function
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of an option, and its function: how that is called stands with the registry. None: nothing is done."""
+
+    name: str
+    summary: str
+    function: Function | None = None
+    reads: tuple[str, ...] = ()  # flags that have an effect with it and not with every other value
+    slime: str = ""  # the function of slime's that does the same
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What the function makes of ``inputs``."""
+        assert self.function is not None, f"{self.name} does nothing"
+        return function(self.function)(*inputs)
+
+
+@dataclass(frozen=True)
+class LossType(Choice):
+    """What is minimised: ``fn(args, inputs, log_probs, entropy) -> (losses, metrics)``.
+
+    ``inputs``: the R response tokens of a micro-batch, see `slimelite.training.loss.LossInputs`; ``log_probs``, with a
+    gradient, and ``entropy``: [R] of the policy. ``losses``: [R], which ``--loss-aggregation`` reduces; ``metrics``:
+    (sum, weight) pairs by name.
+    """
+
+    policy: bool = False  # that of an advantage estimator: corrections apply, and without advantage it has no gradient
+    supervised: bool = False  # the responses are the data's: none was sampled, so there are no old log-probs
+    paired: bool = False  # it compares the two replies of a pair
+    columns: tuple[str, ...] = ()  # of the table of samples, that each row must have filled
+
+
+_LOSS = "slimelite.training.loss"
+LOSSES = Registry(
+    "loss",
+    "--loss-type",
+    (
+        LossType("policy_loss", "the policy loss of --advantage-estimator", f"{_LOSS}:policy_gradient", policy=True),
+        LossType("sft_loss", "-log-prob of the data's responses", f"{_LOSS}:fine_tuning", supervised=True),
+        LossType("dpo_loss", "preference pairs, by --dpo-loss", f"{_LOSS}:preferences", supervised=True, paired=True),
+        LossType("custom_loss", "your --custom-loss-function-path", f"{_LOSS}:custom", ("custom_loss_function_path",)),
+    ),
+)
+
+# fn(args, inputs, losses, own) -> (losses, metrics): losses [R] of the policy, 0 where a token is dropped; own [R] the
+# log-probs of the trainer before the rollout's first step, inputs.rollout_log_probs [R] those of the engine
+_CLIP = ("tis_clip", "tis_clip_low")
+_SLIME = "slime.backends.megatron_utils.loss"
+_MIS = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"
+CORRECTIONS = Registry(
+    "correction",
+    "--correction",
+    (
+        Choice("none", "1"),
+        Choice("tis", "the ratio, truncated", f"{_LOSS}:truncate", _CLIP, f"{_SLIME}.vanilla_tis_function"),
+        Choice(
+            "icepop", "the ratio, 0 outside the bounds", f"{_LOSS}:mask_outliers", _CLIP, f"{_SLIME}.icepop_function"
+        ),
+        Choice("mis", "what the --mis-... flags say", f"{_LOSS}:weigh_and_reject", slime=_MIS),
+        Choice("custom", "your --custom-tis-function-path", f"{_LOSS}:correct_by_plugin", _CLIP),
+    ),
+)
+
+# fn(log_ratio, mask, segments, num_segments) -> log-ratio [T] of the response of each token
+_CORRECTIONS = "slimelite.algorithms.corrections"
+LEVELS = Registry(
+    "correction level",
+    "--mis-level",
+    (
+        Choice("token", "a ratio for each token"),
+        Choice("sequence", "one for its response, the product of the tokens'", f"{_CORRECTIONS}:product"),
+        Choice("geometric", "their geometric mean", f"{_CORRECTIONS}:geometric_mean"),
+    ),
+)
+
+# fn(ratio, lower, upper) -> weights [T]
+MODES = Registry(
+    "correction mode",
+    "--mis-mode",
+    (
+        Choice("truncate", "min(ratio, upper)", f"{_CORRECTIONS}:truncate"),
+        Choice("mask", "the ratio inside the bounds, else 0", f"{_CORRECTIONS}:mask_outside", ("mis_lower_bound",)),
+        Choice("clip", "the ratio clamped into the bounds", f"{_CORRECTIONS}:clip", ("mis_lower_bound",)),
+        Choice("none", "1"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class KlKind(Choice):
+    """An estimate f of the KL from d = log_probs − base: ``fn(d)``, [T], gives f(d), f′(d) and f(d) + f′(d)."""
+
+    bound: float | None = None  # the estimate is clamped to ±bound
+    pulls: bool = True  # the gradient is not zero on average, so that as a loss it pulls towards the reference
+
+
+_POLICY = "slimelite.algorithms.policy"
+KL_KINDS = Registry(
+    "estimator of the KL",
+    "--kl-loss-type",
+    (
+        KlKind("k1", "d", f"{_POLICY}:k1", pulls=False),
+        KlKind("k2", "d² / 2", f"{_POLICY}:k2"),
+        KlKind("k3", "e^(−d) − 1 + d", f"{_POLICY}:k3"),
+        KlKind("low_var_kl", "k3 clamped to ±10", f"{_POLICY}:k3", bound=10.0),
+    ),
+)
+
+# fn(mask_sums, rollout_ids, max_response_len) -> divisor [N] of the tokens of each row of an optimizer step
+_PACKED = "slimelite.algorithms.packed"
+AGGREGATIONS = Registry(
+    "reduction",
+    "--loss-aggregation",
+    (
+        Choice("rollout", "the mean over rollouts of their token means", f"{_PACKED}:rollout_divisors"),
+        Choice("token", "the mean over tokens", f"{_PACKED}:token_divisors"),
+        Choice("constant", "sums over a constant length (Dr.GRPO)", f"{_PACKED}:constant_divisors"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class DpoKind(Choice):
+    """A loss of pairs: ``fn(delta, beta, label_smoothing)`` gives losses [P]; ``delta``: [P], h(chosen) − h(rejected)
+    of the replies.
+    """
+
+    mean: bool = False  # h is the mean of log_probs − ref over the tokens of a reply, not their sum
+
+
+_SUPERVISED = "slimelite.algorithms.supervised"
+DPO_KINDS = Registry(
+    "loss of a pair",
+    "--dpo-loss",
+    (
+        DpoKind("sigmoid", "-log sigmoid of the difference", f"{_SUPERVISED}:sigmoid_loss", ("dpo_label_smoothing",)),
+        DpoKind("ipo", "its squared distance from 1/(2 beta)", f"{_SUPERVISED}:ipo_loss", mean=True),
+    ),
+)
