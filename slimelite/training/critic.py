@@ -89,17 +89,10 @@ class Critic(Learner[ValueModel]):
         (values,) = scores.gather()
         return values
 
-    def train(
-        self,
-        table: SampleTable,
-        columns: TokenColumns,
-        schedule: list[Step],
-        sums: MetricSums,
-        rates: list[dict[str, float]],
-    ) -> None:
+    def train(self, table: SampleTable, columns: TokenColumns, schedule: list[Step], sums: MetricSums) -> None:
         """Fit the values to ``columns.returns``, an optimizer step for each of ``schedule``.
 
-        Metrics ``critic-*`` are added to ``sums``, the learning rates of a step to its ``rates``.
+        Metrics ``critic-*`` are added to ``sums``.
 
         Raises:
             ValueError: a plugin set the advantages and no returns.
@@ -115,7 +108,7 @@ class Critic(Learner[ValueModel]):
         for sums.step, step in enumerate(schedule):
             checked = self.args.ci_test and self._fresh
             loss = self.gradient(table, columns, step, sums, checked=checked)
-            rates[sums.step] |= self.update(sums, loss)
+            self.update(sums, loss)
             self._fresh = self._fresh and not columns.trained_rows()[step.rows].any()
 
     def gradient(

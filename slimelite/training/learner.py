@@ -8,13 +8,14 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from slimelite.arguments import Args
 from slimelite.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import FLAGS, LrSchedule, Optimizers
-from slimelite.training.parallel import World, reshard, set_last_micro_batch
+from slimelite.training.parallel import World, reshard
 from slimelite.training.schedule import Step
 from slimelite.training.sums import MetricSums
 
@@ -67,21 +68,26 @@ class Learner(Generic[Model]):
         Returns:
             0-d, this rank's share of the step's loss.
         """
+        assert isinstance(self.model, FSDPModule)
         total = torch.zeros((), device=self.world.device)
         batches = step.micro_batches[self.world.dp_rank]
         for i, rows in enumerate(batches):
-            set_last_micro_batch(self.model, once=self.args.reduce_once_a_step, last=i + 1 == len(batches))
+            # ranks add up their gradients after the last micro-batch only, and hold whole ones until then; or after
+            # each, so that a rank keeps no more than its shard of them
+            reduces = i + 1 == len(batches) or not self.args.reduce_once_a_step
+            self.model.set_requires_gradient_sync(reduces)
+            # also what FSDP sends from is freed then: for embedding and head together that is 4 GB of a 7B model
+            self.model.set_is_last_backward(reduces)
             loss = share(MicroBatch.from_table(table, rows, self.world.device))
             # FSDP averages over ranks; the weights already divide by the whole step
             (loss * self.world.dp_size).backward()
             total = total + loss.detach()
         return total
 
-    def update(self, sums: MetricSums, loss: Tensor) -> dict[str, float]:
+    def update(self, sums: MetricSums, loss: Tensor) -> None:
         """Clip, update the weights, advance the schedule; ``loss`` is what `accumulate` returned.
 
-        Returns:
-            the step's learning rates by metric.
+        Norm and learning rates go into ``sums``.
         """
         schedule = self.progress.schedule
         norm, finite = self.optimizers.step(
@@ -90,7 +96,8 @@ class Learner(Generic[Model]):
         self.progress.steps += finite
         sums.add(f"{self.prefix}grad_norm", norm if finite else 0.0, float(finite))
         sums.add(f"{self.prefix}skipped_steps", float(not finite), 1.0)
-        return {f"{self.prefix}lr-pg_{i}": rate for i, rate in enumerate(self.optimizers.learning_rates())}
+        for i, rate in enumerate(self.optimizers.learning_rates()):
+            sums.note(f"{self.prefix}lr-pg_{i}", rate)
 
     def tensors(self) -> Iterator[Tensor]:
         """What an optimizer step leaves on the device: weights and the optimizers' state; gradients are dropped."""

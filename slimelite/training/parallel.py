@@ -71,10 +71,8 @@ def join_world(args: Args, rank: int, world_size: int, init_method: str | dist.S
     One rank alone needs no address and opens no port. CPU tensors always travel by gloo.
 
     Raises:
-        ValueError: several ranks and no address, or a ``--dp-replicate-size`` that does not divide the ranks.
+        ValueError: several ranks and no address.
     """
-    if world_size % args.dp_replicate_size:
-        raise ValueError(f"--dp-replicate-size {args.dp_replicate_size} does not divide {world_size} training ranks")
     if world_size > 1 and init_method is None:
         raise ValueError(f"{world_size} training ranks need an init_method to meet at")
     store = dist.HashStore() if init_method is None or world_size == 1 else init_method
@@ -129,18 +127,6 @@ def _scatter(model: nn.Module, full: dict[str, Tensor], world: World, home: torc
         whole = full[name] if world.rank == 0 else torch.empty(parameter.shape, dtype=parameter.dtype)
         part = distribute_tensor(whole.to(world.device), parameter.device_mesh, parameter.placements)
         parameter.to_local().detach().copy_(part.to_local())
-
-
-def set_last_micro_batch(model: nn.Module, *, once: bool, last: bool) -> None:
-    """Before a micro-batch's forward: whether it is the ``last`` one of its optimizer step.
-
-    ``once``: ranks add up their gradients after the last one only, and hold whole ones until then; else after each, so
-    that a rank keeps no more than its shard of them.
-    """
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(last or not once)
-    # also what FSDP sends from is freed then: for embedding and head together that is 4 GB of a 7B model
-    model.set_is_last_backward(last or not once)
 
 
 def reshard(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,7 @@ class MetricSums:
         self.step = 0
         self._world = world
         self._pairs: dict[tuple[int, str], list[tuple[Tensor | float, Tensor | float]]] = {}
+        self._notes: defaultdict[int, dict[str, float]] = defaultdict(dict)  # by step
 
     def add(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
         """Add one pair to those of its name."""
@@ -45,9 +47,13 @@ class MetricSums:
         for name, pair in metrics.items():
             self.add(name, *pair)
 
+    def note(self, name: str, value: float) -> None:
+        """A number of the step that is the same on every rank, and no mean: of all steps the last one's is taken."""
+        self._notes[self.step][name] = value
+
     def means(self) -> tuple[dict[str, float], list[dict[str, float]]]:
         """sum of sums / sum of weights over all ranks (collective), of all steps and of each one by itself; a name
-        without weight is left out.
+        without weight is left out. Notes are added.
         """
         steps: list[Sums] = [{} for _ in range(self.step + 1)]
         whole: Sums = {}
@@ -56,7 +62,7 @@ class MetricSums:
                 for sums in (whole, steps[step]):
                     before = sums.get(name, (0.0, 0.0))
                     sums[name] = (before[0] + total, before[1] + weight)
-        return _means(whole), [_means(sums) for sums in steps]
+        return _means(whole) | self._notes[self.step], [_means(s) | self._notes[i] for i, s in enumerate(steps)]
 
     def _local_sums(self) -> StepSums:
         flat = [value for pairs in self._pairs.values() for pair in pairs for value in pair]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -70,12 +71,11 @@ class Trainer(Learner[PolicyModel]):
         # of `forward_backward`, until `optim_step`
         self._losses: list[Tensor] = []
         self.temperature = 1.0 if args.supervised else args.rollout_temperature
-        self.limits = PackingLimits(
-            args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size
-        )
         parts = [part for part in (self, self.reference, self.teacher, self.critic) if part is not None]
         leaking = {part.model.hf.config.model_type for part in parts if not part.model.packed}
         self._packed = not leaking
+        limits = PackingLimits(args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size)
+        self.limits = PackingLimits(None, 1) if leaking else limits
         if leaking and self.world.rank == 0:
             logger.warning(
                 "%s is trained on one sequence a forward pass, because its layers may mix packed sequences: the "
@@ -108,24 +108,18 @@ class Trainer(Learner[PolicyModel]):
         if self.args.reset_optimizer_states:
             self.optimizers.reset()
         steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
-        columns = self._columns(table, steps)
-        sums, rates = MetricSums(self.world), [dict[str, float]() for _ in steps]
+        columns, sums = self._columns(table, steps), MetricSums(self.world)
         computed = np.zeros(len(table), bool)
         if self.critic is not None:
             trained = columns.trained_rows()
-            schedule = [Step(rows, self._deal(table, rows[trained[rows]])) for rows in steps]
             with self.timed("critic_train", self.critic.model, table, trained):
-                self.critic.train(table, columns, schedule, sums, rates)
-
-        def update(loss: Tensor) -> None:
-            rates[sums.step] |= self.update(sums, loss)
-
+                self.critic.train(table, columns, self._schedule(table, steps, trained), sums)
         if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
-            computed = self._train_policy(table, columns, steps, sums, update)
+            computed = self._train_policy(table, columns, steps, sums, partial(self.update, sums))
         self.progress.rollout_id = rollout_id
         if self._saved_reference is not None and (rollout_id + 1) % (self.args.ref_update_interval or 1) == 0:
             self._saved_reference.copy_from(self.model)
-        return self._metrics(table, columns, computed, sums, rates)
+        return self._metrics(table, columns, computed, sums)
 
     def forward_backward(self, table: SampleTable) -> dict[str, float]:
         """Add the gradient of ``table``, which is one optimizer step whatever ``--global-batch-size`` says, to that of
@@ -142,7 +136,7 @@ class Trainer(Learner[PolicyModel]):
         steps = split_steps(table.rollout_id, table.unit_id, len(table))
         columns, sums = self._columns(table, steps), MetricSums(self.world)
         computed = self._train_policy(table, columns, steps, sums, self._losses.append)
-        return self._metrics(table, columns, computed, sums, [{}])
+        return self._metrics(table, columns, computed, sums)
 
     def optim_step(self) -> dict[str, float]:
         """Clip the gradient of `forward_backward`, and update the weights with it.
@@ -158,8 +152,8 @@ class Trainer(Learner[PolicyModel]):
             raise ValueError("optim_step: there is no gradient; forward_backward(table) makes it")
         losses, self._losses = self._losses, []
         sums = MetricSums(self.world)
-        rates = self.update(sums, torch.stack(losses).sum())
-        return {f"train/{name}": value for name, value in (sums.means()[0] | rates).items()}
+        self.update(sums, torch.stack(losses).sum())
+        return {f"train/{name}": value for name, value in sums.means()[0].items()}
 
     def _train_policy(
         self,
@@ -174,19 +168,20 @@ class Trainer(Learner[PolicyModel]):
         Returns:
             [n] bool, the rows that were computed.
         """
-        checked = self.args.ci_test and self._fresh
-        normalized = self.args.correction == "mis" and self.args.mis_batch_normalize  # by a mean over all trained rows
+        args = self.args
+        checked = args.ci_test and self._fresh
+        normalized = args.correction == "mis" and args.mis_batch_normalize  # by a mean over all trained rows
         every = checked or normalized
-        computed = columns.trained_rows() if every else columns.rows_to_compute(self.args, steps)
-        schedule = [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
-        # for the check they are computed again, over the micro-batches of training, to be equal to the bit
+        computed = columns.trained_rows() if every else columns.rows_to_compute(args, steps)
+        schedule = self._schedule(table, steps, computed)
         if (columns.old is None or checked) and (normalized or self._needs_old(len(steps))):
-            columns.old, columns.entropy = self._pass(
-                "log_probs", self.model, table, self._deal_old(table, computed, schedule)
-            )
+            if args.ci_test:  # over the micro-batches of training, to be equal to the bit
+                dealt = [list(chain(*parts)) for parts in zip(*(step.micro_batches for step in schedule), strict=True)]
+            else:
+                dealt = self._deal(table, np.flatnonzero(computed), args.log_probs_max_tokens_per_gpu)
+            columns.old, columns.entropy = self._pass("log_probs", self.model, table, dealt)
         if normalized:
-            columns.normalize_correction(self.args, steps)
-        # in a rollout's only step the training pass itself gives the log-probs from before the step
+            columns.normalize_correction(args, steps)
         alone = columns.old is None and len(steps) == 1
         scores = Scores(len(table.response_tokens), self.world) if alone else None
         with self.timed("actor_train", self.model, table, computed):
@@ -351,30 +346,21 @@ class Trainer(Learner[PolicyModel]):
         # also when the engine's are the old ones of the loss: mismatch is measured before the first step
         return not self.args.supervised and (asked or num_steps > 1)
 
-    def _deal_old(self, table: SampleTable, computed: np.ndarray, schedule: list[Step]) -> list[list[np.ndarray]]:
-        """Micro-batches of the pass for old log-probs; under ``--ci-test`` training's own, to equal it to the bit."""
-        if self.args.ci_test:
-            return [list(chain(*parts)) for parts in zip(*(step.micro_batches for step in schedule), strict=True)]
-        return self._deal(table, np.flatnonzero(computed), self.args.log_probs_max_tokens_per_gpu)
+    def _schedule(self, table: SampleTable, steps: list[np.ndarray], computed: np.ndarray) -> list[Step]:
+        """The rows [n] bool ``computed`` of each step, dealt to ranks."""
+        return [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
 
     def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
-        limits = self.limits if max_tokens is None else PackingLimits(max_tokens)
-        limits = limits if self._packed else PackingLimits(None, 1)
+        limits = PackingLimits(max_tokens) if self._packed and max_tokens is not None else self.limits
         return deal(rows, table.total_lengths, table.unit_id, self.world.dp_size, limits)
 
     def _metrics(
-        self,
-        table: SampleTable,
-        columns: TokenColumns,
-        computed: np.ndarray,
-        sums: MetricSums,
-        rates: list[dict[str, float]],
+        self, table: SampleTable, columns: TokenColumns, computed: np.ndarray, sums: MetricSums
     ) -> dict[str, float]:
         self._advantages = columns.advantages.float().numpy() if columns.of_tokens else None
         means, of_steps = sums.means()
         metrics, *self._step_metrics = [
-            {f"train/{name}": value for name, value in (found | lrs).items()}
-            for found, lrs in zip([means, *of_steps], [rates[-1], *rates], strict=True)
+            {f"train/{name}": value for name, value in found.items()} for found in (means, *of_steps)
         ]
         metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args).items()}
         metrics |= self.timed.metrics(self.world.ranks)
