@@ -110,7 +110,7 @@ class Rule:
             in front of the rule's name would cut away.
         scorer: ``(args, trial) -> Scorer``, which then scores instead of the two steps; ``trial``: for the one row
             that is graded before a run starts.
-        needs: the flag, with underscores, without which the rule cannot work.
+        needs: the flag, with underscores, without which the rule cannot work; ``reads``: other flags of its own.
         cautions: ``() -> texts``, logged once when a run uses the rule, behind ``--rm-type NAME``.
     """
 
@@ -124,6 +124,7 @@ class Rule:
     boxable: bool = False
     scorer: Function | None = None
     needs: str | None = None
+    reads: tuple[str, ...] = ()
     cautions: Function | None = None
 
 
@@ -140,10 +141,17 @@ for _rule in (
     Rule("f1", _TEXT + "f1", example=_TEXT + "label", boxable=True),
     Rule("gpqa", _TEXT + "gpqa", example=_TEXT + "gpqa_example", needs_label=False, boxable=True),
     Rule("multiple_choice", _TEXT + "multiple_choice", example=_TEXT + "gpqa_example", needs_label=False),
-    Rule("code", _CODE + "quick", _CODE + "slow", needs_label=False, cautions=_CODE + "cautions"),
+    Rule(
+        "code",
+        _CODE + "quick",
+        _CODE + "slow",
+        needs_label=False,
+        cautions=_CODE + "cautions",
+        reads=("code_timeout", "code_memory_mb"),
+    ),
     Rule("ifbench", _IFBENCH + "strict", needs_label=False),
     Rule("ifbench_loose", _IFBENCH + "loose", needs_label=False),
-    Rule("format", _TEXT + "format_quick", _TEXT + "format_slow", needs_label=False),
+    Rule("format", _TEXT + "format_quick", _TEXT + "format_slow", needs_label=False, reads=("format_regex",)),
     Rule("random", _TEXT + "coin", needs_label=False, boxable=True),
     Rule("zero", _TEXT + "nothing", needs_label=False),
     Rule("remote_rm", scorer=_SCORERS + "RemoteReward", zero=None, needs_label=False, boxable=True, needs="rm_url"),

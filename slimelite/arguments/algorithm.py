@@ -55,7 +55,14 @@ class AlgorithmArgs:
     )
     loss_type: str = flag("policy_loss", "training minimises this loss", ALWAYS, choices=LOSSES)
     advantage_estimator: str = flag(
-        "grpo", "this makes advantages of rewards, and has a policy loss that goes with it", POLICY, choices=ESTIMATORS
+        "grpo",
+        lambda: (
+            "rewards become advantages in this way, and the policy loss goes with it ("
+            + "; ".join(f"{estimator.name}: {estimator.summary}" for estimator in ESTIMATORS.values())
+            + ")"
+        ),
+        POLICY,
+        choices=ESTIMATORS,
     )
     compute_advantages_and_returns: bool = flag(
         True,
@@ -82,12 +89,12 @@ class AlgorithmArgs:
     )
     normalize_advantages: bool = flag(
         False,
-        "the advantages of the whole batch are whitened, as reinforce_plus_plus always does",
+        "the advantages of the whole batch are whitened; an estimator that is defined so does it anyway",
         TRAINING & ADVANTAGES,
     )
     gamma: float = flag(
         1.0,
-        "a reward one token later counts this share",
+        "rewards are discounted by this factor a token",
         TRAINING
         & (
             when("--custom-advantage-function-path", lambda a: a.custom_advantage_function_path)
@@ -96,11 +103,18 @@ class AlgorithmArgs:
         at_least=0,
         at_most=1,
     )
-    lambd: float = flag(1.0, "this is the lambda of GAE", CRITIC, at_least=0, at_most=1)
+    lambd: float = flag(1.0, "GAE weighs longer returns by this factor a token", CRITIC, at_least=0, at_most=1)
 
-    eps_clip: float = flag(0.2, "the ratio may fall to 1 less this", POLICY_TRAINING, at_least=0, infinite=True)
+    eps_clip: float = flag(
+        0.2, "the ratio of new to old policy may fall to 1 less this", POLICY_TRAINING, at_least=0, infinite=True
+    )
     eps_clip_high: float = flag(
-        None, "the ratio may rise to 1 plus this", POLICY_TRAINING, at_least=0, infinite=True, auto="--eps-clip"
+        None,
+        "the ratio of new to old policy may rise to 1 plus this",
+        POLICY_TRAINING,
+        at_least=0,
+        infinite=True,
+        auto="--eps-clip",
     )
     eps_clip_c: float | None = flag(
         None,
@@ -110,7 +124,11 @@ class AlgorithmArgs:
         infinite=True,
     )
     value_clip: float = flag(
-        0.2, "the value loss of ppo is clipped at this distance", CRITIC, at_least=0, infinite=True
+        0.2,
+        "the value loss lets a value move by this from what it was before the step",
+        CRITIC,
+        at_least=0,
+        infinite=True,
     )
     entropy_coef: float = flag(0.0, "the entropy bonus has this weight", POLICY_TRAINING)
     calculate_per_token_loss: bool = flag(
@@ -126,7 +144,8 @@ class AlgorithmArgs:
 
     kl_coef: float = flag(
         0.0,
-        "the KL to the reference has this weight in the reward of ppo and reinforce_plus_plus",
+        "the KL to the reference has this weight in the reward, where the estimator takes one; --use-kl-loss puts "
+        "it into the loss",
         POLICY_TRAINING,
         at_least=0,
     )
@@ -226,9 +245,9 @@ class CorrectionArgs:
         POLICY_LOSS,
         choices=CORRECTIONS,
     )
-    use_tis: bool = flag(False, "this is --correction tis", POLICY_LOSS)
-    tis_clip: float = flag(2.0, "tis and icepop bound the ratio from above by this", TIS, above=0, infinite=True)
-    tis_clip_low: float = flag(0.0, "tis and icepop bound the ratio from below by this", TIS, at_least=0)
+    use_tis: bool = flag(False, "this is slime's spelling of --correction tis", POLICY_LOSS)
+    tis_clip: float = flag(2.0, "the ratio is bounded from above by this", TIS, above=0, infinite=True)
+    tis_clip_low: float = flag(0.0, "the ratio is bounded from below by this", TIS, at_least=0)
     mis_level: str = flag(
         "token",
         "the ratio is that of a token, or of its response as the product or geometric mean",
@@ -297,7 +316,10 @@ class CorrectionArgs:
         aliases=("--rs-veto-threshold",),
     )
     use_rs: bool | None = flag(
-        None, "slime's switch: on rejects at --mis-rejection-level (token, if none is given), off rejects nothing", MIS
+        None,
+        "this switch of slime's, on, rejects at --mis-rejection-level (token, if none is given); off, it rejects "
+        "nothing",
+        MIS,
     )
     custom_tis_function_path: str | None = plugin(
         "is a correction of your own",
@@ -320,7 +342,9 @@ class CriticArgs:
     Of --advantage-estimator ppo: a second model on the trainer's ranks. What is not here it shares with the policy.
     """
 
-    critic_lr: float = flag(None, "the critic's learning rate peaks at this (AdamW)", CRITIC, at_least=0, auto="--lr")
+    critic_lr: float = flag(
+        None, "the learning rate of the critic rises to this value (AdamW)", CRITIC, at_least=0, auto="--lr"
+    )
     critic_lr_warmup_iters: int = flag(
         0, "the critic's learning rate rises for this many optimizer steps", CRITIC, at_least=0
     )

@@ -7,27 +7,31 @@ from typing import TYPE_CHECKING
 
 from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.losses import CORRECTIONS, LOSSES
-from slimelite.arguments.flags import Condition, Needs
+from slimelite.arguments.flags import Condition, Needs, Words
 from slimelite.engines.registry import ENGINES
 from slimelite.registry import R, Registry
+from slimelite.reward_rules import BOXED, RULES
 
 if TYPE_CHECKING:
     from slimelite.arguments.args import Args
 
 
-def when(words: str | Callable[[], str], holds: Callable[[Args], object], why_not: str = "") -> Needs:
+def when(words: Words, holds: Callable[[Args], object], why_not: str = "") -> Needs:
     """What ``words`` say, and whether it ``holds``."""
     return Needs((Condition(words, holds, why_not),))
 
 
-def rule(*names: str) -> Needs:
-    """One of the reward rules ``names`` may run; without --rm-type every sample says how to score it."""
+def rule_reads(flag: str) -> Needs:
+    """A reward rule that reads ``flag`` may run; without --rm-type every sample says how to score it."""
+
+    def reads(name: str) -> bool:
+        return name in RULES and flag in (RULES[name].needs, *RULES[name].reads)
 
     def holds(args: Args) -> bool:
         chosen = [args.rm_type, *(dataset.rm_type for dataset in args.eval_datasets)]
-        return any(name is None or name.removeprefix("boxed_") in names for name in chosen)
+        return any(name is None or reads(name.removeprefix(BOXED)) for name in chosen)
 
-    return when(f"--rm-type {' or '.join(names)}", holds)
+    return when(lambda: f"--rm-type {' or '.join(filter(reads, RULES))}", holds)
 
 
 def named(registry: Registry[R], fact: Callable[[R], object]) -> Callable[[], str]:

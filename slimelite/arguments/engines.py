@@ -41,7 +41,7 @@ class SglangArgs:
     )
     rollout_external: bool = flag(
         False,
-        "slime's switch says that somebody else runs the servers",
+        "this switch of slime's says that somebody else runs the servers",
         INFERENCE & when("--rollout-external-engine-addrs", lambda a: a.rollout_external_engine_addrs).strictly(),
     )
     rollout_external_engine_addrs: list[str] = flag(
@@ -93,7 +93,7 @@ class WeightSyncArgs:
     )
     update_weight_disk_keep_files: bool = flag(
         False,
-        "the folders of earlier versions stay there",
+        "the folder keeps earlier versions of the weights",
         SYNC & SGLANG & when("--update-weight-disk-dir", lambda a: a.update_weight_disk_dir),
     )
     check_weight_update_equal: bool = flag(

@@ -77,7 +77,7 @@ class EvalArgs:
     )
     eval_prompt_data: list[str] = flag(
         [],
-        "these are the datasets: name path [name path ...]; path@[a:b] takes a slice",
+        "these are the datasets, each a name and a path, as in gsm8k test.parquet; path@[a:b] takes a slice",
         EVALUATION,
         metavar="NAME PATH",
     )
@@ -87,13 +87,13 @@ class EvalArgs:
         EVALUATION,
         metavar="FILE",
     )
-    skip_eval_before_train: bool = flag(False, "there is no evaluation before the first rollout", EVALUATION)
+    skip_eval_before_train: bool = flag(False, "the run does not evaluate before the first rollout", EVALUATION)
     n_samples_per_eval_prompt: int = flag(1, "each prompt gets this many responses, for pass@k", EVALUATION)
     eval_input_key: str | None = _setting("input_key", auto="--input-key")
     eval_label_key: str | None = _setting("label_key", auto="--label-key")
     eval_tool_key: str | None = _setting("tool_key", auto="--tool-key")
     eval_reward_key: str | None = flag(
-        None, "this entry of a dict reward is the score", EVALUATION, auto="--reward-key"
+        None, "of a reward that is a dict, this entry is the score", EVALUATION, auto="--reward-key"
     )
     eval_temperature: float | None = _setting("temperature", auto="--rollout-temperature")
     eval_top_p: float | None = _setting("top_p", auto="--rollout-top-p")

@@ -39,6 +39,15 @@ class ArgumentError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+# text, or a function that makes it of what is registered by then
+Words = str | Callable[[], str]
+
+
+def spoken(words: Words) -> str:
+    """The text."""
+    return words if isinstance(words, str) else words()
+
+
 class Condition(NamedTuple):
     """One thing that a flag may need: the words behind "needs", and whether it holds of the complete arguments.
 
@@ -46,7 +55,7 @@ class Condition(NamedTuple):
     ``strict``: a flag that is given without it is an error, and not only listed under "no effect here".
     """
 
-    said: str | Callable[[], str]
+    said: Words
     holds: Callable[[Any], object]
     why_not: str = ""
     strict: bool = False
@@ -54,7 +63,7 @@ class Condition(NamedTuple):
     @property
     def words(self) -> str:
         """Behind "needs"."""
-        return self.said if isinstance(self.said, str) else self.said()
+        return spoken(self.said)
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,8 @@ class Needs:
 
     def __or__(self, other: Needs) -> Needs:
         def words() -> str:
-            return f"{listed(c.words for c in self.conditions)}, or {listed(c.words for c in other.conditions)}"
+            one, another = (listed(condition.words for condition in needs.conditions) for needs in (self, other))
+            return f"either {one.removeprefix('either ')}, or {another}"
 
         return Needs((Condition(words, lambda args: not (self.missing(args) and other.missing(args))),))
 
@@ -94,7 +104,7 @@ ALWAYS = Needs(())
 
 def flag(
     default: Any,
-    help: str,  # the word argparse uses; nothing here needs the builtin
+    help: Words,  # the word argparse uses; nothing here needs the builtin
     needs: Needs | None = None,
     *,
     required: bool = False,
@@ -115,7 +125,7 @@ def flag(
 
     Args:
         default: value when no source gives one; lists and dicts are copied.
-        help: a sentence or two; units in brackets.
+        help: a sentence or two; units in brackets; a function where they depend on what is registered.
         needs: when the flag has an effect; `ALWAYS` for one that always has. One that is given without is listed
             under "no effect here" when the run starts.
         required: the flag has to be given where the last of what it needs holds.
@@ -161,7 +171,7 @@ class Flag:
     many: bool
     optional: bool
     default: Any
-    help: str
+    text: Words
     known: Collection[str | Collection[str]]
     needs: Needs | None
     required: bool
@@ -176,6 +186,11 @@ class Flag:
     repeat: bool
     auto: str | None
     aliases: tuple[str, ...]
+
+    @property
+    def help(self) -> str:
+        """What it does."""
+        return spoken(self.text)
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -263,4 +278,4 @@ def _read_field(f: dataclasses.Field[Any], hint: Any) -> Flag:
     kind = typing.get_origin(kind) or kind
     assert kind in (bool, int, float, str, dict), f"{f.name}: no flag can be read as {hint}"
     default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
-    return Flag(f.name, kind, many, optional, default, known=known, **options)
+    return Flag(f.name, kind, many, optional, default, options.pop("help"), known, **options)

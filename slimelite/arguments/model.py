@@ -64,7 +64,7 @@ class ClusterArgs:
         None, "engines give their memory back while training runs", SYNC & GPUS, auto="on with --colocate on GPUs"
     )
     distributed_backend: Literal["nccl", "gloo"] = flag(
-        None, "this library carries the collectives of training", TRAINING, auto="nccl on GPUs, else gloo"
+        None, "the collectives of training go through this library", TRAINING, auto="nccl on GPUs, else gloo"
     )
     distributed_timeout_minutes: int = flag(
         10, "a collective that takes longer than this fails [min]", TRAINING, at_least=1, at_most=525_600
@@ -181,8 +181,8 @@ class CheckpointArgs:
 
     load: str | None = flag(
         None,
-        "the run goes on from the newest checkpoint in this folder; without one it starts afresh, in a Hugging Face "
-        "folder with its weights",
+        "the run goes on from the newest checkpoint in this folder; where there is none yet it starts afresh, and "
+        "the folder of a Hugging Face model gives it that model's weights",
         ALWAYS,
         metavar="DIR",
     )
@@ -215,12 +215,13 @@ class CheckpointArgs:
     )
     load_fallback: bool = flag(
         False,
-        "when a file of the checkpoint is damaged or missing, the newest whole checkpoint before it is taken",
+        "when a file of the newest checkpoint is damaged or missing, the run goes on from the newest whole one "
+        "before it",
         CHECKPOINT,
     )
     no_save_optim: bool = flag(False, "checkpoints leave the optimizer state out", SAVE)
-    no_load_optim: bool = flag(False, "only the weights are resumed, with a fresh optimizer", CHECKPOINT)
-    no_load_rng: bool = flag(False, "the random state is not resumed", CHECKPOINT)
+    no_load_optim: bool = flag(False, "the run resumes the weights only, with a fresh optimizer", CHECKPOINT)
+    no_load_rng: bool = flag(False, "the run starts with a fresh random state", CHECKPOINT)
     finetune: bool = flag(
         False,
         "only the weights of --load are taken: optimizer, random state and rollout count are fresh",

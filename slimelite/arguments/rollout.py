@@ -16,12 +16,13 @@ from slimelite.arguments.conditions import (
     SUPERVISED,
     SYNC,
     TRAINING,
-    rule,
+    rule_reads,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
 from slimelite.engines.registry import ENGINES
 from slimelite.families import LOSS_MASKS
+from slimelite.reward_rules import BOXED, GRADER_MEMORY_MB, RULES
 
 OWN_GENERATE = when(
     "--custom-generate-function-path",
@@ -44,7 +45,11 @@ class DataArgs:
         metavar="PATH",
     )
     prompt_data_weights: list[float] = flag(
-        [], "each path gives this share of the prompts", NEW_ROLLOUTS, above=0, auto="by their sizes"
+        [],
+        "each path of --prompt-data gives this share of the prompts, as in 3 1",
+        NEW_ROLLOUTS,
+        above=0,
+        auto="by their sizes",
     )
     input_key: str = flag("input", "this column has the prompt: text or messages", NEW_ROLLOUTS)
     label_key: str | None = flag(None, "this column has the label that the reward compares with", NEW_ROLLOUTS)
@@ -63,7 +68,11 @@ class DataArgs:
         {}, 'the chat template gets these arguments, as JSON: {"enable_thinking": false}', NEW_ROLLOUTS
     )
     rollout_max_prompt_len: int | None = flag(
-        None, "longer prompts are left out [tokens]", ALWAYS, at_least=1, auto="--rollout-max-context-len less 1"
+        None,
+        "prompts that are longer than this are left out [tokens]",
+        ALWAYS,
+        at_least=1,
+        auto="--rollout-max-context-len less 1",
     )
     rollout_shuffle: bool = flag(False, "prompts are shuffled anew in every epoch", NEW_ROLLOUTS)
     rollout_seed: int = flag(42, "this seeds shuffling and sampling", NEW_ROLLOUTS, at_least=0, at_most=2**31 - 1)
@@ -182,7 +191,7 @@ class RolloutArgs:
     rollout_max_response_len: int = flag(
         None, "a response has at most this length [tokens] (required to generate)", ALWAYS
     )
-    rollout_skip_special_tokens: bool = flag(False, "the response's text is without special tokens", SAMPLING)
+    rollout_skip_special_tokens: bool = flag(False, "the text of a response leaves special tokens out", SAMPLING)
     rollout_stop: list[str] = flag([], "these texts end a response", SAMPLING)
     rollout_stop_token_ids: list[int] = flag([], "these token ids end a response", SAMPLING)
 
@@ -194,7 +203,8 @@ class RolloutArgs:
     )
     keep_dropped: int = flag(
         4,
-        "the run folder keeps this many groups a rollout that were filtered out, too stale or failed, with the reason",
+        "the run folder keeps this many of a rollout's groups that were filtered out, too stale or failed, each "
+        "with the reason",
         POLICY_SAMPLING,
         at_least=0,
     )
@@ -269,12 +279,9 @@ class RewardArgs:
     """Reward."""
 
     rm_type: str | None = flag(
-        None,
-        "this rule makes the reward: math gsm8k deepscaler dapo f1 gpqa multiple_choice code ifbench ifbench_loose "
-        "format random zero remote_rm reward_model; boxed_<rule> reads \\boxed{} first",
-        SAMPLING,
+        None, lambda: f"this rule makes the reward: {' '.join(RULES)}; {BOXED}<rule> reads \\boxed{{}} first", SAMPLING
     )
-    reward_key: str | None = flag(None, "this entry of a dict reward is the reward", SAMPLING)
+    reward_key: str | None = flag(None, "of a reward that is a dict, this entry is the reward", SAMPLING)
     group_rm: bool = flag(
         False,
         "one call of --custom-rm-path scores a whole group",
@@ -282,10 +289,10 @@ class RewardArgs:
     )
     rm_url: str | None = flag(
         None,
-        "remote_rm, or the teacher of --opd-type sglang, has this address",
+        "the server of the rule remote_rm, or the teacher of --opd-type sglang, has this address",
         SAMPLING
         & (
-            rule("remote_rm")
+            rule_reads("rm_url")
             | when("--use-opd --opd-type sglang", lambda a: a.use_opd and a.opd_type == "sglang")
             | when("a plugin that reads it", lambda a: a.custom_rm_path or a.custom_generate_function_path)
         ),
@@ -297,24 +304,25 @@ class RewardArgs:
     )
     reward_error: Literal["zero", "drop", "fail"] = flag(
         "zero",
-        "a reward that raises, times out or is not finite becomes 0, leaves the sample out, or ends the run",
+        "a reward that raises, times out or is not finite counts as 0 (zero), takes its sample out (drop), or ends "
+        "the run (fail)",
         SAMPLING,
     )
     reward_timeout: float = flag(30.0, "a reward that takes longer is an error [s]", SAMPLING, above=0)
     code_timeout: float = flag(
-        10.0, "all tests of a response must pass within this time [s]", SAMPLING & rule("code"), above=0
+        10.0, "all tests of a response must pass within this time [s]", SAMPLING & rule_reads("code_timeout"), above=0
     )
     code_memory_mb: int = flag(
         1024,
-        "the program under test has this much address space [MiB]; a grading process is limited to 4096",
-        SAMPLING & rule("code"),
+        "the program under test has this much address space, less than the grading process around it [MiB]",
+        SAMPLING & rule_reads("code_memory_mb"),
         at_least=64,
-        below=4096,
+        below=GRADER_MEMORY_MB,
     )
     reward_model_path: str | None = flag(
         None,
         "this Hugging Face sequence classification model with one output is the reward model",
-        SAMPLING & rule("reward_model"),
+        SAMPLING & rule_reads("reward_model_path"),
     )
     reward_model_device: Literal["auto", "cpu", "cuda"] = flag(
         "auto",
@@ -329,11 +337,11 @@ class RewardArgs:
     )
     format_regex: str | None = flag(
         None,
-        "the rule format wants this of a whole response; without it <think>...</think><answer>...</answer>",
-        SAMPLING & (rule("format") | when("--format-reward-coef", lambda a: a.format_reward_coef)),
+        "the rule format wants a whole response to match this; without it, <think>...</think><answer>...</answer>",
+        SAMPLING & (rule_reads("format_regex") | when("--format-reward-coef", lambda a: a.format_reward_coef)),
     )
     format_reward_coef: float = flag(
-        0.0, "in training this is added to the reward of a response that keeps to format", POLICY_SAMPLING
+        0.0, "in training this is added to the reward of a response that the rule format accepts", POLICY_SAMPLING
     )
     overlong_buffer_len: int | None = flag(
         None,
@@ -343,7 +351,7 @@ class RewardArgs:
     )
     overlong_penalty_factor: float = flag(
         1.0,
-        "this is the punishment at the very end of the buffer; before, it rises linearly",
+        "a response that fills the buffer loses this much reward; one that just enters it loses nothing",
         POLICY_SAMPLING & when("--overlong-buffer-len", lambda a: a.overlong_buffer_len),
         at_least=0,
     )

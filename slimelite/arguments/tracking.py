@@ -22,14 +22,16 @@ class TrackingArgs:
     )
     use_wandb: bool = flag(False, "metrics go to Weights & Biases", ALWAYS)
     wandb_mode: Literal["online", "offline", "disabled"] | None = flag(
-        None, "offline writes files for a later wandb sync", WANDB
+        None, "wandb sends the metrics, writes files for a later wandb sync, or does nothing", WANDB
     )
-    wandb_dir: str | None = flag(None, "wandb's files go to this folder", WANDB, metavar="DIR", auto="the run folder")
+    wandb_dir: str | None = flag(
+        None, "the files of wandb go to this folder", WANDB, metavar="DIR", auto="the run folder"
+    )
     wandb_key: str | None = flag(None, "this is the API key; it is better in the environment, as WANDB_API_KEY", WANDB)
     wandb_host: str | None = flag(None, "your own wandb server has this address", WANDB, metavar="URL")
     wandb_team: str | None = flag(None, "the run belongs to this team (entity)", WANDB)
     wandb_project: str | None = flag(None, "the run belongs to this project", WANDB, auto="slimelite")
-    wandb_group: str | None = flag(None, "the run's group, and its name, is this", WANDB)
+    wandb_group: str | None = flag(None, "the run belongs to this group, and is called so", WANDB)
     wandb_run_name: str | None = flag(None, "the run has this name", WANDB, auto="the group")
     wandb_run_id: str | None = flag(None, "the run with this id goes on", WANDB)
     wandb_random_suffix: bool = flag(
@@ -43,12 +45,12 @@ class TrackingArgs:
     tensorboard_dir: str | None = flag(
         None, "TensorBoard's files go to this folder", TENSORBOARD, metavar="DIR", auto="in the run folder"
     )
-    tb_project_name: str | None = flag(None, "they go to this subfolder of it", TENSORBOARD)
-    tb_experiment_name: str | None = flag(None, "they go to this subfolder of that", TENSORBOARD)
-    log_multi_turn: bool = flag(False, "there are metrics of multi-turn responses", POLICY)
-    log_passrate: bool = flag(False, "pass@k of the training samples is logged", POLICY)
+    tb_project_name: str | None = flag(None, "metrics go to this subfolder of TensorBoard's folder", TENSORBOARD)
+    tb_experiment_name: str | None = flag(None, "metrics go to this subfolder, in that of the project", TENSORBOARD)
+    log_multi_turn: bool = flag(False, "the log has metrics of multi-turn responses", POLICY)
+    log_passrate: bool = flag(False, "the log has pass@k of the training samples", POLICY)
     log_reward_category: str | None = flag(
-        None, "the values of this key of a dict reward are counted, as rollout/error_cat/*", POLICY
+        None, "the log counts the values of this key of a dict reward, as rollout/error_cat/*", POLICY
     )
 
 
@@ -58,7 +60,7 @@ class DebugArgs:
 
     seed: int = flag(1234, "this seeds weights and training", ALWAYS, at_least=0, at_most=2**31 - 1)
     dry_run: bool = flag(
-        False, "everything that can be checked is checked, the resolved arguments are printed, and that is all", ALWAYS
+        False, "the run checks everything that can be checked, prints the resolved arguments, and stops", ALWAYS
     )
     args_group: list[str] = flag(
         [],
@@ -105,7 +107,11 @@ class DebugArgs:
         ),
         metavar="DIR",
     )
-    ci_test: bool = flag(False, "the run fails when a first-step truth does not hold", TRAINING)
+    ci_test: bool = flag(
+        False,
+        "the run fails when what must hold of its first step does not, such as a KL of 0 to an equal reference",
+        TRAINING,
+    )
     ci_metric_checker_key: str | None = flag(
         None,
         "the run fails at its end unless this metric once reached --ci-metric-checker-threshold, such as eval/gsm8k",
@@ -119,7 +125,7 @@ class DebugArgs:
         when("--ci-metric-checker-key (they come together)", lambda a: a.ci_metric_checker_key is not None).strictly(),
     )
     ci_save_grad_norm: str | None = flag(
-        None, "train/grad_norm of each optimizer step is written to this JSON file", TRAINING, metavar="FILE"
+        None, "this JSON file gets train/grad_norm of each optimizer step", TRAINING, metavar="FILE"
     )
     ci_load_grad_norm: str | None = flag(
         None,
@@ -127,7 +133,10 @@ class DebugArgs:
         TRAINING,
         metavar="FILE",
     )
-    ci_disable_kl_checker: bool = flag(False, "these checks leave the KL out", CI)
+    ci_disable_kl_checker: bool = flag(False, "the checks of --ci-test leave the KL out", CI)
     ci_train_rollout_logprob_abs_diff_threshold: float = flag(
-        0.1, "trainer and engine log-probs may differ by this in these checks; in fp32 by at most 0.001", CI, at_least=0
+        0.1,
+        "the checks of --ci-test let trainer and engine log-probs differ by this; in fp32 by at most 0.001",
+        CI,
+        at_least=0,
     )

@@ -14,17 +14,28 @@ class OptimizerArgs:
     """Optimizer."""
 
     optimizer: Literal["adam", "adamw", "muon"] = flag(
-        "adam", "adam and adamw are AdamW; muon trains matrices with Muon, the rest with AdamW", TRAINING
+        "adam",
+        "AdamW (adam, adamw) trains all weights; with muon, Muon trains the matrices and AdamW the rest",
+        TRAINING,
     )
-    lr: float = flag(1e-6, "the learning rate peaks at this", TRAINING, at_least=0)
+    lr: float = flag(1e-6, "the learning rate rises to this value", TRAINING, at_least=0)
     weight_decay: float = flag(
-        0.0, "weights decay by this, decoupled from the gradient; norms and biases do not", TRAINING, at_least=0
+        0.0,
+        "weights shrink by this share of the learning rate in each step; norms and biases do not",
+        TRAINING,
+        at_least=0,
     )
-    adam_beta1: float = flag(0.9, "the first moment decays by this", TRAINING, at_least=0, at_most=1)
-    adam_beta2: float = flag(0.95, "the second moment decays by this", TRAINING, at_least=0, at_most=1)
-    adam_eps: float = flag(1e-8, "this is added to the denominator", TRAINING, at_least=0)
-    muon_lr: float = flag(0.02, "the learning rate of the matrices under Muon peaks at this", MUON, at_least=0)
-    muon_momentum: float = flag(0.95, "Muon has this momentum", MUON, at_least=0, at_most=1)
+    adam_beta1: float = flag(
+        0.9, "the first moment keeps this share of itself in each step", TRAINING, at_least=0, at_most=1
+    )
+    adam_beta2: float = flag(
+        0.95, "the second moment keeps this share of itself in each step", TRAINING, at_least=0, at_most=1
+    )
+    adam_eps: float = flag(1e-8, "AdamW adds this to the denominator of its step", TRAINING, at_least=0)
+    muon_lr: float = flag(0.02, "the learning rate of the matrices under Muon rises to this value", MUON, at_least=0)
+    muon_momentum: float = flag(
+        0.95, "the momentum of Muon keeps this share of itself in each step", MUON, at_least=0, at_most=1
+    )
     clip_grad: float = flag(
         1.0,
         "a gradient with a larger 2-norm is scaled down to this; 0 clips nothing",
@@ -33,7 +44,7 @@ class OptimizerArgs:
         infinite=True,
     )
     nonfinite_grad: Literal["skip", "fail"] = flag(
-        "skip", "a loss or gradient with inf or nan leaves the step out, or ends the run", TRAINING
+        "skip", "when a loss or gradient has inf or nan, skip leaves the step out and fail ends the run", TRAINING
     )
     reset_optimizer_states: bool = flag(
         False, "the optimizer's moments are forgotten at the start of every rollout", TRAINING
