@@ -29,10 +29,11 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from slimelite.arguments import Args
-from slimelite.engines.protocol import SyncSetup
-from slimelite.engines.sglang.control import Server, ServerError
-from slimelite.engines.sglang.servers import SglangSync
-from slimelite.training.weights import WeightSink, buckets
+from slimelite.engines.protocol import SyncSetup, WeightSink
+from slimelite.engines.sglang.server import Server
+from slimelite.engines.sglang.sync import build_sink
+from slimelite.http_client import HttpError
+from slimelite.training.weights import buckets
 
 SGLANG = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none --dtype float32 "
@@ -99,7 +100,7 @@ def sglang_server(model: Path) -> Iterator[Server]:
                 try:
                     server.get("/health")
                     break
-                except ServerError:
+                except HttpError:
                     time.sleep(1)
             else:
                 sys.exit((model.parent / "server.log").read_text()[-3000:])
@@ -162,7 +163,7 @@ def main() -> None:
                 }
                 for name, way in ways.items():
                     setup = SyncSetup(str(folder), way, torch.device("cpu"), "127.0.0.1", directory=str(root / "disk"))
-                    sync = SglangSync(setup)
+                    sync = build_sink(setup)
                     run(name, sync.to([server]))
                     sync.close()
         times["limit: copy in memory"] = seconds(lambda: bytearray(data), given.rounds)

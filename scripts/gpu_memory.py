@@ -11,7 +11,7 @@ import torch
 from gpu_lab import Lab, Number, Numbers
 
 from slimelite.engines.protocol import WeightBucket
-from slimelite.engines.sglang.payload import pickled
+from slimelite.engines.sglang.sync import pickled
 
 CARD_GB = 24.0
 # what the driver and the CUDA context keep of a card [GB]

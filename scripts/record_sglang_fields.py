@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slimelite.engines.sglang.process import installed_options
+from slimelite.engines.sglang.server import installed_options
 
 PATH = Path(__file__).resolve().parents[1] / "slimelite" / "arguments" / "sglang_fields.txt"
 HEADER = """\

@@ -5,13 +5,13 @@ Nothing imports this module but the lookup of a name of slime's.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from slimelite.http_client import Client, Retry
 from slimelite.registry import function
 from slimelite.sample import Sample, Status, label_text
 
@@ -336,30 +336,13 @@ async def post(
     """POST JSON and return the JSON answer; a connection that fails is tried again every second.
 
     Raises:
-        aiohttp.ClientError: the server answered with an error, or never.
+        HttpError: the server answered with an error, or never.
     """
-    return await _request("POST", url, max_retries, json=payload or {}, headers=headers)
+    async with Client(Retry(max_retries, first_s=1.0, most_s=1.0)) as client:
+        return await client.post(url, payload or {}, headers)
 
 
 async def get(url: str) -> Any:
     """GET a JSON answer."""
-    return await _request("GET", url, 1)
-
-
-async def _request(method: str, url: str, attempts: int, **options: Any) -> Any:
-    import aiohttp
-
-    for attempt in range(attempts):
-        try:
-            # generation takes as long as it takes
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
-                session.request(method, url, **options) as response,
-            ):
-                response.raise_for_status()
-                return await response.json(content_type=None)
-        except aiohttp.ClientConnectionError:
-            if attempt + 1 == attempts:
-                raise
-            await asyncio.sleep(1)
-    return None
+    async with Client() as client:
+        return await client.get(url)

@@ -122,7 +122,7 @@ class Cluster:
         self._version, self._moved = version, False
         if not ENGINES[self.args.rollout_backend].server:
             return self._all(TrainerWorker.push_to, self._engines, version)[0]
-        from slimelite.engines.sglang.transports import WeightSyncError
+        from slimelite.engines.protocol import WeightSyncError
 
         retries = int(self.args.use_fault_tolerance)
         while True:

@@ -40,7 +40,7 @@ from slimelite.cluster.workers import (
     server_parts,
 )
 from slimelite.engines.protocol import Engine
-from slimelite.engines.sglang.control import Server
+from slimelite.engines.sglang.server import Server
 from slimelite.tracking.noise import redirect_process_output
 
 T = TypeVar("T")

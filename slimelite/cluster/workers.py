@@ -26,16 +26,17 @@ from slimelite.engines.protocol import (
     SamplingParams,
     SyncSetup,
     WeightBucket,
+    WeightSink,
 )
 from slimelite.engines.registry import ENGINES, ServerParts
-from slimelite.engines.sglang.control import Server
+from slimelite.engines.sglang.server import Server
 from slimelite.registry import function
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
 from slimelite.training.parallel import meeting_store
 from slimelite.training.trainer import Trainer
-from slimelite.training.weights import WeightSink, buckets
+from slimelite.training.weights import buckets
 
 LOCAL_HOST = "127.0.0.1"
 # of a probe

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeGuard
 
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.engines.protocol import Decode, GenerateRequest, SamplingParams
 
 # logits divided by less than this overflow fp32; 0 is greedy
 LOWEST_TEMPERATURE = 1e-6
@@ -54,19 +55,19 @@ def check_tokens(ids: Sequence[int], vocab_size: int, name: str) -> None:
         raise ValueError(f"{name}: input_ids must be one or more of the model's tokens 0 to {vocab_size - 1}")
 
 
-def is_whole(value: Any, low: int, high: int) -> bool:
+def is_whole(value: object, low: int, high: int) -> bool:
     """Whether ``value`` is an integer from ``low`` to ``high``."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and low <= int(value) <= high
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether ``value`` is a number that fp32 can hold, and so finite."""
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         return False
     return bool(-LARGEST <= value <= LARGEST)
 
 
-def is_temperature(value: Any, *, greedy: bool) -> bool:
+def is_temperature(value: object, *, greedy: bool) -> bool:
     """Whether logits can be divided by ``value``; ``greedy``: or it is 0."""
     return is_number(value) and (value >= LOWEST_TEMPERATURE or (greedy and value == 0))
 
@@ -94,7 +95,7 @@ def _problems(params: SamplingParams) -> Iterator[str]:
         yield f"stop_token_ids must be at most {MOST_STOPS} token ids, not {ids!r:.60}"
 
 
-def is_text(value: Any) -> bool:
+def is_text(value: object) -> bool:
     """Whether ``value`` is text that has bytes: JSON can say half a surrogate pair, which has none."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
@@ -102,8 +103,90 @@ def is_text(value: Any) -> bool:
         return False
 
 
-def weight_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
+def check_ids(requests: Sequence[GenerateRequest], taken: Collection[str]) -> None:
+    """Refuse requests of one call that share an id, with each other or with those that run."""
+    ids = [request.request_id for request in requests]
+    for index, request_id in enumerate(ids):
+        if request_id in taken or request_id in ids[:index]:
+            raise ValueError(f"request id {request_id} is taken by a running request; ids must be unique")
+
+
+def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:
+    """Whether the tail of ``response``, a continued one's older part included, holds one of ``stops``.
+
+    To be asked for every token: what is older than the longest stop string is not looked at again.
+    """
+    # a token brings at least one byte; one more keeps the first from being decoded as the start of a text
+    tail = max(len(stop.encode()) for stop in stops) + 1
+    text = decode(np.asarray(response[-tail:]).tolist())
+    return any(stop in text for stop in stops)
+
+
+def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of each weight of the model at ``model_path``, tied ones once."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+class WeightUpdate:
+    """Which weights of a model an update has brought.
+
+    ``shapes``: name -> shape of each weight of the model. ``aliases``: other name -> name, of tied weights.
+    ``version``: of the update that is under way, or None. ``received``: what has come of it.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None) -> None:
+        self.shapes = shapes
+        self.aliases = aliases or {}
+        self.version: int | None = None
+        self.received: set[str] = set()
+
+    def begin(self, version: int) -> None:
+        """Weights of this version follow; what an unfinished update has brought is forgotten."""
+        self.version = version
+        self.received.clear()
+
+    @contextmanager
+    def taking(self, weights: Iterable[tuple[str, Sequence[int]]]) -> Iterator[None]:
+        """Around what brings ``weights``, (name, shape) pairs: they are checked before, and have come after.
+
+        Raises:
+            ValueError: no update is under way, or the model has no such weight, or another shape of it.
+        """
+        if self.version is None:
+            raise ValueError("no weight update is under way; call begin_weight_update first")
+        names = []
+        for name, shape in weights:
+            name = self.aliases.get(name, name)
+            if name not in self.shapes:
+                raise ValueError(f"{name} is not a weight of the model that the engine was started with")
+            if tuple(shape) != self.shapes[name]:
+                raise ValueError(f"{name} came with shape {tuple(shape)}; the model has {self.shapes[name]}")
+            names.append(name)
+        yield
+        self.received.update(names)
+
+    def missing(self) -> list[str]:
+        """Names that have not come."""
+        return [name for name in self.shapes if name not in self.received]
+
+    def whole(self) -> int:
+        """The version of the update under way, all of whose weights are there; `end` follows.
+
+        Raises:
+            ValueError: no update is under way, or weights are missing; it stays under way.
+        """
+        if self.version is None:
+            raise ValueError("no weight update is under way; call begin_weight_update first")
+        if missing := self.missing():
+            names = ", ".join(missing[:4]) + (", …" if len(missing) > 4 else "")
+            raise ValueError(
+                f"weight version {self.version} lacks {len(missing)} weights ({names}); send them, end again"
+            )
+        return self.version
+
+    def end(self) -> None:
+        """The update is over; raises as `whole` does."""
+        self.whole()
+        self.version = None

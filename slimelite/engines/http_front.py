@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -12,7 +11,8 @@ from typing import Any
 from aiohttp import web
 
 from slimelite.engines.checks import is_text
-from slimelite.engines.protocol import Engine, GenerateRequest, GenerateResult, SamplingParams
+from slimelite.engines.protocol import Decode, Engine, GenerateRequest, GenerateResult, SamplingParams
+from slimelite.threads import LoopThread
 
 # a body may have this for each token of the context (text, or ids in decimal), and as much again as a megabyte
 BODY_BYTES_PER_TOKEN = 16
@@ -75,7 +75,7 @@ class HttpFront:
         self,
         engine: Engine,
         encode: Callable[[str], list[int]] | None,
-        decode: Callable[[list[int]], str] | None,
+        decode: Decode | None,
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
@@ -83,8 +83,7 @@ class HttpFront:
         self._engine, self._encode, self._decode = engine, encode, decode
         self._host, self._port = host, port
         self._runner: web.AppRunner | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="http front", daemon=True)
+        self._thread: LoopThread | None = None
 
     async def start(self) -> str:
         """Listen, once, and return the base URL.
@@ -92,9 +91,8 @@ class HttpFront:
         Raises:
             OSError: the host is no address of this machine, or the port is taken.
         """
-        if not self._thread.is_alive():
-            self._thread.start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._listen(), self._loop))
+        self._thread = self._thread or LoopThread("http front")
+        return await self._thread.result(self._listen())
 
     async def _listen(self) -> str:
         if self._runner is None:
@@ -120,14 +118,12 @@ class HttpFront:
         return self.url
 
     async def stop(self) -> None:
-        """Stop listening, for good."""
-        if self._thread.is_alive():
+        """Stop listening, if it has begun."""
+        if self._thread is not None:
             if self._runner is not None:
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop))
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            await asyncio.to_thread(self._thread.join)
-        self._loop.close()
-        self._runner = self.url = None
+                await self._thread.result(self._runner.cleanup())
+            await asyncio.to_thread(self._thread.close)
+        self._thread = self._runner = self.url = None
 
     async def _generate(self, http: web.Request) -> web.Response:
         body = await _read(http, {"rid": str, "sampling_params": dict, "stream": bool, "return_logprob": bool})
@@ -168,7 +164,7 @@ class HttpFront:
             )
         temperature = body.get("input_logprob_temperature", 1.0)
         info = await self._engine.info()
-        if not info.capabilities.score:
+        if not info.scores:
             raise ValueError(f"the {info.name} engine scores no prompts")
         log_probs = await self._engine.score(input_ids, begin + 1, temperature)
         scored = zip([None, *log_probs], input_ids[begin:], strict=True)

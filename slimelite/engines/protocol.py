@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
+# tokens to text, special tokens included
+Decode = Callable[[list[int]], str]
 FinishReason = Literal["stop", "length", "abort"]
 # device memory that an engine can give back and take again, by SGLang's names
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -45,7 +47,7 @@ class EngineSetup:
 class Codec:
     """Tokens to text (special tokens included) and back, and the tokens that end a response."""
 
-    decode: Callable[[list[int]], str]
+    decode: Decode
     encode: Callable[[str], list[int]]
     eos_token_ids: Sequence[int]
 
@@ -120,18 +122,6 @@ class GenerateResult:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What an engine can do; the contract suite tests each claim and what is not claimed is not asked for."""
-
-    seeds: bool
-    abort: bool
-    partial_results: bool
-    pause: bool
-    sleep: bool
-    score: bool = False
-
-
 @dataclass(slots=True)
 class WeightBucket:
     """Several tensors of one dtype, flattened into one.
@@ -162,14 +152,18 @@ def _received(names: list[str], shapes: list[tuple[int, ...]], dtype: str, raw: 
 
 @dataclass(slots=True)
 class EngineInfo:
-    """What an engine says of itself; ``weight_version`` -1: the weights it was started with."""
+    """What an engine says of itself; ``weight_version`` -1: the weights it was started with.
+
+    ``seeds``: whether `SamplingParams.seed` decides the tokens. ``scores``: whether `Engine.score` works.
+    ``url``: of an HTTP front that speaks SGLang's /generate, when there is one.
+    """
 
     name: str
     weight_version: int
     max_context_len: int
     max_running_requests: int
-    capabilities: Capabilities
-    # base URL of an HTTP front that speaks SGLang's /generate, when there is one
+    seeds: bool
+    scores: bool = False
     url: str | None = None
     extra: dict[str, str] = field(default_factory=dict)
 
@@ -178,7 +172,7 @@ class Engine(Protocol):
     """Token-in, token-out inference."""
 
     async def info(self) -> EngineInfo:
-        """Name, limits, capabilities and the current weight version."""
+        """Name, limits, what it can, and the current weight version."""
         ...
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
@@ -193,7 +187,7 @@ class Engine(Protocol):
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
         """Log-probs of ``input_ids[start:]``, each after what stands before it, under softmax(logits / temperature).
 
-        Only of engines whose capabilities claim it.
+        Only of engines whose `EngineInfo` claims it.
 
         Raises:
             ValueError: no tokens before ``start`` or after it, more than the context holds, or a temperature of 0.
@@ -254,3 +248,28 @@ class Restartable(Protocol):
     async def restart(self) -> None:
         """Returns when it answers again, with the weights it was first started with and version -1."""
         ...
+
+
+class WeightSink(Protocol):
+    """Where weights go; `begin`, then every bucket, then `end`.
+
+    ``every_rank``: whether each trainer rank calls a sink of its own, with the same buckets; else rank 0 alone does.
+    """
+
+    every_rank: bool
+
+    def begin(self, version: int) -> None:
+        """Weights of this version follow."""
+        ...
+
+    def send(self, bucket: WeightBucket) -> None:
+        """Some of them; the bucket is not used afterwards."""
+        ...
+
+    def end(self) -> None:
+        """That was all of them."""
+        ...
+
+
+class WeightSyncError(RuntimeError):
+    """An engine did not take an update and stays paused: nothing can go on before a whole one."""

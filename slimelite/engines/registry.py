@@ -70,15 +70,15 @@ ENGINES.add(
     EngineKind(
         "sglang",
         server=ServerParts(
-            process="slimelite.engines.sglang.servers:build_server",
-            connect="slimelite.engines.sglang.servers:connect",
-            external="slimelite.engines.sglang.servers:external_servers",
-            sync="slimelite.engines.sglang.servers:SglangSync",
+            process="slimelite.engines.sglang.client:build_server",
+            connect="slimelite.engines.sglang.client:connect",
+            external="slimelite.engines.sglang.client:external_servers",
+            sync="slimelite.engines.sglang.sync:build_sink",
         ),
         repeats="enable_deterministic_inference",
         wide=True,
         package="sglang",
-        lacking="slimelite.engines.sglang.process:missing_for_kernels",
+        lacking="slimelite.engines.sglang.server:missing_for_kernels",
     )
 )
 ENGINES.add(EngineKind("vllm", build="slimelite.engines.vllm:build", releases_memory=False, package="vllm"))

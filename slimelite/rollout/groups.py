@@ -286,7 +286,7 @@ class GroupGenerator:
                     sample.status = Status.TRUNCATED
                     continue
                 asked.append((group, sample))
-                requests.append(self._request(sample, params, seeds=info.capabilities.seeds))
+                requests.append(self._request(sample, params, seeds=info.seeds))
         results = await self.context.engines.generate(engine, requests)
         self.requests += len(requests)
         self.prompt_tokens += sum(len(r.input_ids) for r in requests)

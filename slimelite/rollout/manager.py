@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,7 @@ from slimelite.rollout.pool import EnginePool, Health
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
+from slimelite.threads import LoopThread
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -89,9 +89,7 @@ class RolloutManager:
             ValueError: a plugin cannot be loaded, or the prompts cannot be read.
         """
         self.args = args
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._work, name="rollout", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rollout")
         health = Health(
             engines,
             restarts=args.use_fault_tolerance,
@@ -100,7 +98,7 @@ class RolloutManager:
             syncs=not args.debug_rollout_only,
         )
         pool = EnginePool(engines, args.sglang_server_concurrency, health)
-        self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._run, progress or _silent)
+        self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread.run, progress or _silent)
         self._context.teacher = Teacher.of(args)
         self._context.grader.plugin_args = self._plugin_args()
         self._rollout_function = _load(args.rollout_function_path, "--rollout-function-path") or generate_rollout
@@ -135,7 +133,7 @@ class RolloutManager:
             function = self._rollout_function
             with self._watched():
                 if function not in BUILT_IN and self._context.engines.engines:
-                    self._run(self._context.engines.refresh())  # ours do so themselves
+                    self._thread.run(self._context.engines.refresh())  # ours do so themselves
                 output = train_output(function(self._plugin_args(function), rollout_id, self.source))
             groups, metrics, generated = output.samples, output.metrics, output.generated
             if self._context.engines.infos and not self.args.supervised:
@@ -223,14 +221,12 @@ class RolloutManager:
             if tasks:  # a plugin's may not obey
                 await asyncio.wait(tasks, timeout=CANCEL_S)
 
-        self._run(cancel())
+        self._thread.run(cancel())
 
     def close(self) -> None:
         """End the grader's workers and the event loop; the engines belong to the caller."""
         self._context.grader.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close()
 
     def each_engine(self, method: str, tags: Sequence[str]) -> None:
         """``release_memory`` or ``resume_memory`` on every engine, when each of them answers."""
@@ -239,7 +235,7 @@ class RolloutManager:
             await self._context.engines.health.settle()
             await asyncio.gather(*(getattr(engine, method)(tags) for engine in self._context.engines.engines))
 
-        self._run(each())
+        self._thread.run(each())
 
     def settle_engines(self) -> None:
         """Wait until every engine answers; dead ones are started anew.
@@ -247,7 +243,7 @@ class RolloutManager:
         Raises:
             ValueError: one is gone for good.
         """
-        self._run(self._context.engines.health.settle())
+        self._thread.run(self._context.engines.health.settle())
 
     def needs_weights(self) -> bool:
         """Whether a rollout waits for the current weights, since every engine had to start anew."""
@@ -257,35 +253,16 @@ class RolloutManager:
     def _watched(self) -> Iterator[None]:
         """Engines are looked after while something is generated."""
         health = self._context.engines.health
-        self._run(health.watch())
+        self._thread.run(health.watch())
         try:
             yield
         finally:
-            self._run(health.rest())
-
-    def _work(self) -> None:
-        """The rollout's thread: the event loop, until `close`."""
-        stopped = False
-        while not stopped:
-            try:
-                self._loop.run_forever()
-                stopped = True
-            except SystemExit:  # a task that a plugin started; asyncio hands it to who awaits the task, and here
-                logger.warning("a plugin called sys.exit in a task of its own")
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        assert threading.current_thread() is not self._thread, "the rollout's thread cannot wait for itself"
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+            self._thread.run(health.rest())
 
     def _plugin_args(self, function: Any = None) -> Any:
         # a rollout function of the user may post to an engine; ours do not
         http = function is not None and function not in BUILT_IN and self._context.engines.engines
-        return self._run(self._context.plugin_args(0 if http else None))
+        return self._thread.run(self._context.plugin_args(0 if http else None))
 
     def _saved(self, rollout_id: int) -> tuple[SampleTable, dict[str, Any]]:
         """A rollout from ``--load-debug-rollout-data``, or whole groups from its beginning."""
@@ -305,7 +282,7 @@ class RolloutManager:
         if self.args.supervised:
             return {}
         max_length = self.args.rollout_max_response_len
-        added, metrics = self._run(self._context.grader.shaping(samples, max_length))
+        added, metrics = self._thread.run(self._context.grader.shaping(samples, max_length))
         table.reward += np.asarray(added)
         return metrics
 

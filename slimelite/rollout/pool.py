@@ -254,7 +254,7 @@ class EnginePool:
 
     async def abort(self) -> None:
         """End everything in flight, on the engines that can."""
-        await asyncio.gather(*(self._abort(i) for i in self.health.up if self.infos[i].capabilities.abort))
+        await asyncio.gather(*(self._abort(i) for i in self.health.up))
 
     async def _abort(self, engine: int) -> None:
         try:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from slimelite.arguments import Args
+from slimelite.http_client import Client, HttpError, Refused, Retry, shown
 from slimelite.sample import Sample
-
-if TYPE_CHECKING:
-    import aiohttp
 
 CONNECTIONS = 64
 ATTEMPTS = 5
@@ -45,14 +43,11 @@ class Teacher:
         Raises:
             ValueError: the server is not there, refuses, or scored other tokens or at another temperature.
         """
-        import aiohttp
-
         todo = [s for s in samples if s.response_length and s.teacher_log_probs is None]
-        timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            await asyncio.gather(*(self._score(session, s) for s in todo))
+        async with Client(Retry(ATTEMPTS, first_s=0.25, refused=True), REQUEST_SECONDS) as client:
+            await asyncio.gather(*(self._score(client, s) for s in todo))
 
-    async def _score(self, session: aiohttp.ClientSession, sample: Sample) -> None:
+    async def _score(self, client: Client, sample: Sample) -> None:
         if not sample.prompt_length:
             raise ValueError(f"sample {sample.index} has no prompt token; a response needs one before it to be scored")
         request: dict[str, Any] = {
@@ -65,7 +60,7 @@ class Teacher:
         if self.temperature != 1.0:
             request["input_logprob_temperature"] = self.temperature
         async with self._room:
-            meta = (await self._post(session, request))["meta_info"]
+            meta = (await self._post(client, request))["meta_info"]
         scored = meta["input_token_logprobs"][-sample.response_length :]
         # SGLang repeats the last token of its vocabulary as 0, with the right log-prob
         repeated = [got in (sent, 0) for (_, got, *_), sent in zip(scored, sample.tokens[-len(scored) :], strict=True)]
@@ -81,24 +76,16 @@ class Teacher:
             )
         sample.teacher_log_probs = [float(entry[0]) for entry in scored]
 
-    async def _post(self, session: aiohttp.ClientSession, request: dict[str, Any]) -> dict[str, Any]:
-        import aiohttp
-
-        attempt = 1
-        while True:
-            try:
-                async with session.post(self.url, json=request) as reply:
-                    if 400 <= reply.status < 500:
-                        raise ValueError(f"the teacher at {self.url} refused: {(await reply.text())[:500]}")
-                    reply.raise_for_status()
-                    return await reply.json(content_type=None)
-            except (aiohttp.ClientError, TimeoutError) as error:
-                if attempt == ATTEMPTS:
-                    raise ValueError(
-                        f"the teacher at --rm-url {self.url} did not answer in {ATTEMPTS} attempts: {error!r}"
-                    ) from error
-            await asyncio.sleep(2.0**attempt / 8)
-            attempt += 1
+    async def _post(self, client: Client, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = await client.post(self.url, request)
+        except HttpError as error:
+            if isinstance(error, Refused) and not error.is_transient:
+                raise ValueError(f"the teacher refused: {error}") from error
+            raise ValueError(
+                f"the teacher at --rm-url {shown(self.url)} did not answer in {ATTEMPTS} attempts: {error}"
+            ) from error
+        return answer
 
 
 def ask_once(teacher: Teacher) -> None:

@@ -8,14 +8,14 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from torch import Tensor
 
-from slimelite.engines.protocol import WeightBucket
+from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.files import free_space
 from slimelite.model_files import INDEX, write_weights
 from slimelite.training.model import PolicyModel
@@ -23,27 +23,6 @@ from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World, whole
 
 T = TypeVar("T")
-
-
-class WeightSink(Protocol):
-    """Where weights go; `begin`, then every bucket, then `end`.
-
-    ``every_rank``: whether each trainer rank calls a sink of its own, with the same buckets; else rank 0 alone does.
-    """
-
-    every_rank: bool
-
-    def begin(self, version: int) -> None:
-        """Weights of this version follow."""
-        ...
-
-    def send(self, bucket: WeightBucket) -> None:
-        """Some of them; the bucket is not used afterwards."""
-        ...
-
-    def end(self) -> None:
-        """That was all of them."""
-        ...
 
 
 @torch.no_grad()

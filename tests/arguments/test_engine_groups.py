@@ -10,7 +10,7 @@ from conftest import Make, Problems
 
 from slimelite.arguments.machine import Machine
 from slimelite.cluster.workers import engine_setup
-from slimelite.engines.sglang.servers import server_fields
+from slimelite.engines.sglang.client import server_fields
 
 NODE = Machine(gpus=8, sglang=True)
 WORDS = "--actor-num-gpus-per-node 8 --colocate --sglang-config {}"

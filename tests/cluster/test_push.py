@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM
 from slimelite.arguments import Args
 from slimelite.cluster import Cluster, ClusterError
 from slimelite.cluster.workers import server_sync
-from slimelite.engines.protocol import SyncSetup, WeightBucket
-from slimelite.engines.sglang.control import Server
-from slimelite.engines.sglang.servers import SglangSync
-from slimelite.engines.sglang.transports import WeightSyncError
+from slimelite.engines.protocol import SyncSetup, WeightBucket, WeightSink, WeightSyncError
+from slimelite.engines.sglang.server import Server
+from slimelite.engines.sglang.sync import build_sink
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
-from slimelite.training.weights import WeightSink, buckets
+from slimelite.training.weights import buckets
 from tests.cluster.workers import Worker
 from tests.engines.bracketing import Bracketing, bracketing_server
 from tests.engines.tiny_models import build_model
@@ -168,7 +167,7 @@ def test_ranks_that_share_gpus_with_engines_fail_together_and_only_those_with_an
 
 def two_ranks(rank: int, folder: str, url: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    sync = SglangSync(SyncSetup(folder, "ipc", CPU, "127.0.0.1"))
+    sync = build_sink(SyncSetup(folder, "ipc", CPU, "127.0.0.1"))
     # the second rank alone does not reach the server
     with pytest.raises(WeightSyncError, match="weights 1 reached no engine"):
         sync.to([NOBODY if rank else Server(url)]).begin(1)

@@ -33,11 +33,11 @@ def grade(args, sample, **kwargs):
 TAKING_TURNS = """
 import dataclasses, sys
 import train
-from slimelite.engines.sglang import servers
+from slimelite.engines.sglang import client
 
-parse_args, fields = train.parse_args, servers.server_fields
+parse_args, fields = train.parse_args, client.server_fields
 train.parse_args = lambda argv: dataclasses.replace(parse_args(argv), offload_rollout=True, offload_train=True)
-servers.server_fields = lambda *given, **placement: {**fields(*given, **placement), "enable_memory_saver": False}
+client.server_fields = lambda *given, **placement: {**fields(*given, **placement), "enable_memory_saver": False}
 sys.exit(train.main(sys.argv[1:]))
 """
 

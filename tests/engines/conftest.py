@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.engines.sglang.control import Server, ServerError
+from slimelite.engines.sglang.server import Server
+from slimelite.http_client import HttpError
 from tests.engines.tiny_models import build_model
 
 COMMAND = (
@@ -49,7 +50,7 @@ def sglang_url(sglang_model: Path, sglang_environment: dict[str, str]) -> Iterat
             try:
                 server.get("/health")
                 break
-            except ServerError:
+            except HttpError:
                 if time.monotonic() - begin > START_S or process.poll() is not None:
                     pytest.fail(f"no server:\n{log.read_text()[-3000:]}")
                 time.sleep(0.5)

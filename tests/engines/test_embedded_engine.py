@@ -20,6 +20,8 @@ from tests.engines.tiny_models import EOS, VOCAB, build_model, greedy, log_probs
 
 
 class EmbeddedContract(EngineContract):
+    releases_memory = True
+
     @classmethod
     def make_engine(cls, folder: Path, decode: Any, encode: Any, **limits: int) -> EmbeddedEngine:
         return EmbeddedEngine(str(folder), decode=decode, encode=encode, **limits)

@@ -19,9 +19,9 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 def load(folder: Path, family: str) -> tuple[DecoderWeights, dict[str, torch.Tensor]]:
     model = build_model(folder, family)
-    return DecoderWeights(
-        DecoderShape.from_config(AutoConfig.from_pretrained(folder)), CPU, torch.float32
-    ), model.state_dict()
+    weights = DecoderWeights(DecoderShape.from_config(AutoConfig.from_pretrained(folder)), CPU, torch.float32)
+    weights.incoming.begin(1)
+    return weights, model.state_dict()
 
 
 def test_rows_keep_their_content_when_they_get_longer_or_move(tmp_path: Path) -> None:
@@ -50,18 +50,18 @@ def test_rows_keep_their_content_when_they_get_longer_or_move(tmp_path: Path) ->
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_every_name_of_the_checkpoint_has_a_place_of_its_own(tmp_path: Path, family: str) -> None:
     weights, state = load(tmp_path, family)
-    assert set(weights.missing()) == set(state) - ({HEAD} if weights.shape.tied else set())
+    assert set(weights.incoming.missing()) == set(state) - ({HEAD} if weights.shape.tied else set())
     for name, tensor in state.items():
-        before = len(weights.missing())
+        before = len(weights.incoming.missing())
         weights.update([(name, tensor)])
-        assert before - len(weights.missing()) == (0 if weights.shape.tied and name == HEAD else 1)
-    assert weights.missing() == []
+        assert before - len(weights.incoming.missing()) == (0 if weights.shape.tied and name == HEAD else 1)
+    assert weights.incoming.missing() == []
     layer, prefix = weights.layers[1], "model.layers.1"
     qkv = [state[f"{prefix}.self_attn.{x}_proj.weight"] for x in "qkv"]
     assert torch.equal(layer.qkv, torch.cat(qkv))
     assert torch.equal(layer.gate_up, torch.cat([state[f"{prefix}.mlp.{x}_proj.weight"] for x in ("gate", "up")]))
-    weights.begin_update()
-    assert len(weights.missing()) == len(state) - weights.shape.tied
+    weights.incoming.begin(2)
+    assert len(weights.incoming.missing()) == len(state) - weights.shape.tied
 
 
 def test_a_tied_head_may_come_under_either_name(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_tied_head_may_come_under_either_name(tmp_path: Path) -> None:
     del state[EMBED]
     head = state[HEAD] + 1
     weights.update(list({**state, HEAD: head}.items()))
-    assert weights.missing() == []
+    assert weights.incoming.missing() == []
     assert torch.equal(weights.embed, head)
     assert weights.head is weights.embed
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.engines.sglang.process import SglangServer, reserve_port
+from slimelite.engines.sglang.server import SglangServer, reserve_port
 
 
 def test_a_reserved_port_is_given_to_nobody_but_the_server() -> None:

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from slimelite.engines.protocol import WeightBucket
-from slimelite.engines.sglang.control import Server
-from slimelite.engines.sglang.transports import HttpSink, WeightSyncError
+from slimelite.engines.protocol import SyncSetup, WeightBucket, WeightSyncError
+from slimelite.engines.sglang.server import Server
+from slimelite.engines.sglang.sync import HttpSink, ServerSink
 from tests.engines.bracketing import Bracketing, bracketing_server
-
-SHAPES = {"a": (2, 3), "b": (4,)}
+from tests.engines.tiny_models import build_model
 
 
 @pytest.fixture
-def bracketing() -> Iterator[Bracketing]:
+def bracketing(tmp_path: Path) -> Iterator[Bracketing]:
+    build_model(tmp_path)
     with bracketing_server() as server:
+        server.model_path = str(tmp_path)
         yield server
 
 
-def sink_of(server: Bracketing) -> HttpSink:
-    return HttpSink([Server(server.url)], SHAPES)
+def sink_of(server: Bracketing) -> ServerSink:
+    return HttpSink(SyncSetup(server.model_path, "http", torch.device("cpu"), server.url)).to([Server(server.url)])
 
 
-def push(sink: HttpSink, version: int, weights: dict[str, Tensor]) -> None:
+def push(sink: ServerSink, version: int, weights: dict[str, Tensor]) -> None:
     sink.begin(version)
     for name, tensor in weights.items():
         sink.send(WeightBucket([name], [tuple(tensor.shape)], tensor.flatten()))
@@ -37,7 +39,7 @@ def push(sink: HttpSink, version: int, weights: dict[str, Tensor]) -> None:
 def test_updates_are_bracketed(bracketing: Bracketing, dtype: torch.dtype) -> None:
     sink = sink_of(bracketing)
     for version in (1, 2):
-        weights = {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+        weights = {name: torch.randn(shape).to(dtype) for name, shape in sink.update.shapes.items()}
         push(sink, version, weights)
         assert all(torch.equal(bracketing.weights[name], tensor) for name, tensor in weights.items())
         assert (bracketing.version, bracketing.open, bracketing.paused) == (str(version), False, False)
@@ -45,8 +47,9 @@ def test_updates_are_bracketed(bracketing: Bracketing, dtype: torch.dtype) -> No
 
 def test_an_update_that_broke_off_is_repaired_by_the_next(bracketing: Bracketing) -> None:
     """Of the same run, which tries again, or of another one on the same server."""
-    old, new = ({name: torch.full(shape, value) for name, shape in SHAPES.items()} for value in (1.0, 2.0))
     sink = sink_of(bracketing)
+    shapes = sink.update.shapes
+    old, new = ({name: torch.full(shape, value) for name, shape in shapes.items()} for value in (1.0, 2.0))
     for again in (sink, sink_of(bracketing)):
         push(sink, 1, old)
         bracketing.full = 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.engines.protocol import GenerateRequest, SamplingParams, SyncSetup
 from slimelite.engines.sglang import client
 from slimelite.engines.sglang.client import SglangEngine
-from slimelite.engines.sglang.control import Server
-from slimelite.engines.sglang.process import ON_CPU, SglangServer, server_command
-from slimelite.engines.sglang.transports import GroupSink
+from slimelite.engines.sglang.server import ON_CPU, Server, SglangServer, server_command
+from slimelite.engines.sglang.sync import build_sink
 from tests.conftest import sglang_variables
 from tests.engines.contract import PROMPTS, EngineContract, as_buckets, push_weights
 from tests.engines.tiny_models import build_model, greedy
@@ -70,8 +68,8 @@ class TestSglang(EngineContract):
     def test_two_servers_in_one_process_group(self, sglang_url: str) -> None:
         """The other one runs a model of the same shape."""
         servers = [Server(self.server.url), Server(sglang_url)]
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
-        sink = GroupSink(servers, shapes, torch.device("cpu"), "127.0.0.1")
+        setup = SyncSetup(f"{self.temporary.name}/model", "nccl", torch.device("cpu"), "127.0.0.1")
+        sink = build_sink(setup).to(servers)
         question = {"input_ids": list(PROMPTS[2]), "sampling_params": {"max_new_tokens": 12, "temperature": 0.0}}
         question["sampling_params"]["ignore_eos"] = True
         try:
@@ -81,7 +79,7 @@ class TestSglang(EngineContract):
                     sink.send(bucket)
                 sink.end()
                 for server in servers:
-                    answer = json.loads(server.post("/generate", question))
+                    answer = server.post("/generate", question)
                     assert answer["output_ids"] == greedy(model, PROMPTS[2], 12)
                     assert answer["meta_info"]["weight_version"] == str(version)
         finally:
@@ -136,7 +134,7 @@ def test_a_server_that_is_never_healthy_is_given_up_and_ended(tmp_path: Path) ->
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     """However that ends."""
     script = (
-        "import sys; from pathlib import Path; from slimelite.engines.sglang.process import SglangServer\n"
+        "import sys; from pathlib import Path; from slimelite.engines.sglang.server import SglangServer\n"
         "c = [sys.executable, '-c', 'import os, time; print(os.getpid(), flush=True); time.sleep(600)']\n"
         f"SglangServer(lambda h, p: c, '127.0.0.1', Path({str(tmp_path / 'log')!r})).start()"
     )

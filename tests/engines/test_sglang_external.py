@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import train
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
-from slimelite.engines.sglang.client import SglangEngine
-from slimelite.engines.sglang.servers import check_model, external_servers
+from slimelite.engines.sglang.client import SglangEngine, external_servers
+from slimelite.engines.sglang.sync import check_model
 from tests.engines.tiny_models import build_model, greedy
 
 PROMPT = tuple(range(20, 28))

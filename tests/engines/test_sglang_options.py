@@ -14,8 +14,8 @@ from slimelite.arguments import make_args
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import sglang_options
 from slimelite.cluster.workers import engine_setup
-from slimelite.engines.sglang.process import check_fields, command_line, server_command
-from slimelite.engines.sglang.servers import server_fields
+from slimelite.engines.sglang.client import server_fields
+from slimelite.engines.sglang.server import check_fields, command_line, server_command
 
 RUN = (
     "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
@@ -85,7 +85,7 @@ def test_options_with_an_off_switch_and_options_without_values() -> None:
 @pytest.mark.sglang
 def test_the_record_and_the_installed_sglang_agree(sglang_environment: dict[str, str]) -> None:
     """Every installed option parses as --sglang-*, and SGLang knows every field of a run."""
-    program = "from slimelite.engines.sglang.process import *; print(json.dumps(list(installed_options())))"
+    program = "from slimelite.engines.sglang.server import *; print(json.dumps(list(installed_options())))"
     done = subprocess.run([sys.executable, "-c", program], env=sglang_environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     installed = json.loads(done.stdout.splitlines()[-1])

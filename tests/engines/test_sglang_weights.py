@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +13,11 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from slimelite.engines.checks import weight_shapes
-from slimelite.engines.protocol import SyncSetup, WeightBucket
-from slimelite.engines.sglang.control import Server, ServerError
-from slimelite.engines.sglang.servers import SglangSync
-from slimelite.engines.sglang.transports import CONFIG, DiskSink, HttpSink, WeightSyncError
-from slimelite.training.weights import WeightSink, buckets
+from slimelite.engines.protocol import SyncSetup, WeightBucket, WeightSink, WeightSyncError
+from slimelite.engines.sglang.server import Server
+from slimelite.engines.sglang.sync import ServerSink, build_sink
+from slimelite.http_client import HttpError
+from slimelite.training.weights import buckets
 from tests.engines.tiny_models import build_model, greedy, log_probs
 
 PROMPT = tuple(range(20, 50))
@@ -43,6 +41,10 @@ def models(sglang_model: Path) -> tuple[PreTrainedModel, PreTrainedModel]:
     return model, other
 
 
+def http_sink(model: PreTrainedModel, *servers: Server) -> ServerSink:
+    return build_sink(SyncSetup(model.name_or_path, "http", CPU, "127.0.0.1")).to(servers)
+
+
 @pytest.fixture
 def server(sglang_url: str) -> Server:
     return Server(sglang_url)
@@ -51,7 +53,7 @@ def server(sglang_url: str) -> Server:
 def generate(server: Server, count: int, **changes: Any) -> dict[str, Any]:
     params = {"max_new_tokens": count, "temperature": 0.0, "ignore_eos": True} | changes
     request = {"input_ids": list(PROMPT), "sampling_params": params, "return_logprob": True}
-    return json.loads(server.post("/generate", request))
+    return server.post("/generate", request)
 
 
 def push(sink: WeightSink, model: PreTrainedModel, version: int, max_bytes: int = 10_000) -> None:
@@ -80,7 +82,7 @@ def test_the_server_decodes_with_what_was_sent(
     transport: Any, server: Server, models: tuple[PreTrainedModel, ...], one_rank: None, tmp_path: Path
 ) -> None:
     setup = SyncSetup(models[0].name_or_path, transport, CPU, "127.0.0.1", directory=str(tmp_path))
-    sync = SglangSync(setup).to([server])
+    sync = build_sink(setup).to([server])
     assert sync.every_rank == (transport == "ipc")
     try:
         # twice: the prompt's keys and values were cached under the first, and the group is there already
@@ -99,7 +101,7 @@ def test_the_server_decodes_with_what_was_sent(
 def test_a_response_ends_where_the_weights_change_and_the_next_waits(
     server: Server, models: tuple[PreTrainedModel, ...]
 ) -> None:
-    sink = HttpSink([server], weight_shapes(models[0].name_or_path))
+    sink = http_sink(models[0], server)
     push(sink, models[0], 21)
     answers: list[dict[str, Any]] = []
     running = threading.Thread(target=lambda: answers.append(generate(server, 1500, temperature=1.0)))
@@ -127,7 +129,7 @@ def test_a_response_ends_where_the_weights_change_and_the_next_waits(
 def test_an_unknown_name_and_a_wrong_shape_are_refused_before_they_are_sent(
     server: Server, models: tuple[PreTrainedModel, ...]
 ) -> None:
-    sink = HttpSink([server], weight_shapes(models[0].name_or_path))
+    sink = http_sink(models[0], server)
     whole = list(buckets(((n, p.detach()) for n, p in models[0].named_parameters()), 10_000))
     with pytest.raises(ValueError, match="begin_weight_update"):
         sink.send(whole[0])
@@ -149,18 +151,23 @@ def test_a_server_of_another_model_is_refused(
     server: Server, models: tuple[PreTrainedModel, ...], tmp_path: Path
 ) -> None:
     build_model(tmp_path / "wider", intermediate_size=56)
-    sync = SglangSync(SyncSetup(str(tmp_path / "wider"), "nccl", CPU, "127.0.0.1")).to([server])
+    sync = build_sink(SyncSetup(str(tmp_path / "wider"), "nccl", CPU, "127.0.0.1")).to([server])
     with pytest.raises(ValueError, match="start it with the model that is trained"):
         sync.begin(42)
 
 
 def test_a_server_that_is_gone_or_says_no_stops_the_update(server: Server, models: tuple[PreTrainedModel, ...]) -> None:
     gone = Server("http://127.0.0.1:9")
-    with pytest.raises(WeightSyncError, match=r"127\.0\.0\.1:9/pause_generation, 3 attempts"):
-        HttpSink([server, gone], weight_shapes(models[0].name_or_path)).begin(51)
-    with pytest.raises(ServerError, match="answered 4"):
+    with pytest.raises(WeightSyncError, match=r"51 reached no engine: .*127\.0\.0\.1:9/model_info .* in 3 attempts"):
+        http_sink(models[0], server, gone).begin(51)
+    sink = http_sink(models[0], server)
+    sink.begin(51)
+    sink.own.append(gone)
+    with pytest.raises(WeightSyncError, match=r"127\.0\.0\.1:9/update_weights_from_tensor .* in 3 attempts"):
+        sink.send(next(buckets(((n, p.detach()) for n, p in models[0].named_parameters()), 10_000)))
+    with pytest.raises(HttpError, match="answered 4"):
         server.post("/update_weights_from_disk", {"model_path": "/nowhere"})
-    push(HttpSink([server], weight_shapes(models[0].name_or_path)), models[0], 52)
+    push(http_sink(models[0], server), models[0], 52)
     check(server, models[0], 52)
 
 
@@ -169,10 +176,10 @@ def test_an_update_that_broke_off_is_repaired_by_the_next(
     transport: Any, server: Server, models: tuple[PreTrainedModel, ...], tmp_path: Path
 ) -> None:
     setup = SyncSetup(models[0].name_or_path, transport, CPU, "127.0.0.1", directory=str(tmp_path))
-    broken = SglangSync(setup).to([server])
+    broken = build_sink(setup).to([server])
     broken.begin(61)
     broken.send(next(buckets(((n, p.detach()) for n, p in models[1].named_parameters()), 10_000)))
-    sync = SglangSync(setup).to([server])
+    sync = build_sink(setup).to([server])
     push(sync, models[1], 62)
     check(server, models[1], 62)
 
@@ -180,8 +187,12 @@ def test_an_update_that_broke_off_is_repaired_by_the_next(
 def test_a_server_that_loaded_a_folder_goes_on_when_another_failed(
     server: Server, models: tuple[PreTrainedModel, ...], tmp_path: Path
 ) -> None:
-    folder = Path(models[0].name_or_path)
-    sink = DiskSink([server, Server("http://127.0.0.1:9")], weight_shapes(str(folder)), tmp_path, folder / CONFIG, True)
+    setup = SyncSetup(models[0].name_or_path, "disk", CPU, "127.0.0.1", str(tmp_path), keep_folders=True)
+    sink = build_sink(setup).to([server])
+    sink.begin(71)
+    for bucket in buckets(((n, p.detach()) for n, p in models[1].named_parameters()), 10_000):
+        sink.send(bucket)
+    sink.own.append(Server("http://127.0.0.1:9"))
     with pytest.raises(WeightSyncError, match=r"127\.0\.0\.1:9/pause.*One that failed .*stays paused"):
-        push(sink, models[1], 71)
+        sink.end()
     check(server, models[1], 71)

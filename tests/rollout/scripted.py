@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from slimelite.engines.protocol import Capabilities, EngineInfo, GenerateRequest, GenerateResult, WeightBucket
+from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, WeightBucket
 
 EOS = 2  # <|im_end|> of the test tokenizer
 FIRST_NUMBER = 13  # id of "0"
@@ -47,8 +47,7 @@ class ScriptedEngine:
         self._aborted = asyncio.Event()
 
     async def info(self) -> EngineInfo:
-        able = Capabilities(seeds=True, abort=True, partial_results=True, pause=False, sleep=False)
-        return EngineInfo("scripted", self.version, self.max_context_len, 64, able)
+        return EngineInfo("scripted", self.version, self.max_context_len, 64, seeds=True)
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         self.calls.append(list(requests))

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from slimelite.engines.checks import WeightUpdate
 from slimelite.families import FAMILIES, is_true
 from slimelite.model_files import has_weights, load_weights
 
@@ -108,14 +109,17 @@ class DecoderWeights:
         self._device, self._dtype = device, dtype
         self._storage: list[torch.Tensor] = []
         self._parked: list[torch.Tensor] = []
+        # where in the storage each weight is
         self._targets: dict[str, torch.Tensor] = {}
-        self._received: set[str] = set()
         self.embed = self._weight((shape.vocab_size, shape.hidden_size), "model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{i}") for i in range(shape.num_layers)]
         self.norm = self._weight((shape.hidden_size,), "model.norm.weight")
         self.head = self.embed
         if not shape.tied:
             self.head = self._weight((shape.vocab_size, shape.hidden_size), "lm_head.weight")
+        aliases = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
+        shapes = {name: tuple(target.shape) for name, target in self._targets.items()}
+        self.incoming = WeightUpdate(shapes, aliases)
 
     def _weight(self, size: tuple[int, ...], *names: str, rows: tuple[int, ...] = ()) -> torch.Tensor:
         """Allocate a weight that holds ``names`` one below the other, ``rows`` of each."""
@@ -156,35 +160,18 @@ class DecoderWeights:
 
     @torch.no_grad()
     def update(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy (Hugging Face name, tensor) pairs into place, all or none.
+        """Copy (Hugging Face name, tensor) pairs into place, all or none, between a begin and an end of ``incoming``.
 
         A tied head may be sent under either of its names, or both.
 
         Raises:
-            ValueError: a name the model does not have, or a tensor of another shape.
+            ValueError: see `WeightUpdate.taking`.
         """
         if self._parked:
             raise ValueError("the weights are released; resume_memory(['weights']) before updating them")
-        pairs = []
-        for name, tensor in tensors:
-            name = "model.embed_tokens.weight" if self.shape.tied and name == "lm_head.weight" else name
-            target = self._targets.get(name)
-            if target is None:
-                raise ValueError(f"{name} is not a weight of this model, whose config.json the engine was started with")
-            if target.shape != tensor.shape:
-                raise ValueError(f"{name} came with shape {tuple(tensor.shape)}; the model has {tuple(target.shape)}")
-            pairs.append((name, target, tensor))
-        for name, target, tensor in pairs:
-            target.copy_(tensor)
-            self._received.add(name)
-
-    def begin_update(self) -> None:
-        """Forget which weights have come."""
-        self._received.clear()
-
-    def missing(self) -> list[str]:
-        """Names not sent since `begin_update`."""
-        return [name for name in self._targets if name not in self._received]
+        with self.incoming.taking((name, tensor.shape) for name, tensor in tensors):
+            for name, tensor in tensors:
+                self._targets[self.incoming.aliases.get(name, name)].copy_(tensor)
 
     def release(self) -> None:
         """Move the weights to host memory and free the device's; without effect on a CPU, where it is the same."""
@@ -212,8 +199,9 @@ class DecoderWeights:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(config, dtype=self._dtype)
+        self.incoming.begin(0)
         self.update(list(model.state_dict().items()))
-        assert not self.missing(), f"the checkpoint lacks {self.missing()[:4]}"
+        self.incoming.end()
 
 
 class AttentionPlan(Protocol):

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from slimelite.engines.checks import holds_stop
 from slimelite.engines.embedded.attention import DecodePlan, KVCache, PrefillPlan, ScorePlan, round_up
 from slimelite.engines.embedded.model import Decoder
 from slimelite.engines.embedded.sampler import SamplingBatch, sample, stream_of, uniforms
-from slimelite.engines.protocol import FinishReason, GenerateRequest, GenerateResult
+from slimelite.engines.protocol import Decode, FinishReason, GenerateRequest, GenerateResult
 
 ROW = np.dtype(
     [
@@ -38,8 +39,7 @@ class Running:
     request: GenerateRequest
     seed: int
     stop_ids: tuple[int, ...]
-    deliver: Callable[[GenerateResult], None]
-    fail: Callable[[Exception], None]
+    future: Future[GenerateResult] = field(default_factory=Future)
     versions: list[tuple[int, int]] = field(default_factory=list)
     cached_tokens: int = 0
 
@@ -122,7 +122,7 @@ class RowTable:
         sequence = self.sequences[row]
         length, start = int(self.state["length"][row]), int(self.state["start"][row])
         tokens, log_probs = self.tokens[row, start:length], self.log_probs[row, start:length]
-        sequence.deliver(sequence.result(tokens, log_probs, reason))
+        sequence.future.set_result(sequence.result(tokens, log_probs, reason))
         last = len(self.sequences) - 1
         if row != last:
             used = int(self.state["length"][last])
@@ -171,7 +171,6 @@ class RowTable:
         return (tokens[:, None] == self.stop_ids[: len(self)]).any(1)
 
 
-Decode = Callable[[list[int]], str]
 # padded prompt tokens of one prefill call; bounds its activations and its mask
 PREFILL_TOKENS = 1024
 NOT_FINITE = "the model's logits are not finite: its weights (or the last ones sent) hold inf or NaN"
@@ -274,13 +273,13 @@ class Scheduler:
         stay = deque(sequence for sequence in self.waiting if not meant(sequence))
         for sequence in self.waiting:
             if meant(sequence):
-                sequence.deliver(sequence.result(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort"))
+                sequence.future.set_result(sequence.result(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort"))
         self.waiting = stay
 
     def fail(self, error: Exception) -> None:
         """Pass ``error`` to every caller and start again from nothing."""
         for sequence in (*self.rows.sequences, *self.waiting):
-            sequence.fail(error)
+            sequence.future.set_exception(error)
         for scoring in self.scoring:
             scoring.future.set_exception(error)
         self.rows.sequences.clear()
@@ -393,12 +392,9 @@ class Scheduler:
         length = int(state["length"])
         if length < state["min_length"]:
             return False
-        # a token brings at least one byte; one more keeps the first from being decoded as the start of a text
-        tail = max(len(stop.encode()) for stop in params.stop) + 1
-        start = max(self.rows.sequences[row].prompt_length, length - tail)
         assert self._decode is not None, "the engine takes no stop strings without a decode function"
-        text = self._decode(self.rows.tokens[row, start:length].tolist())
-        return any(stop in text for stop in params.stop)
+        prompt = self.rows.sequences[row].prompt_length
+        return holds_stop(self._decode, self.rows.tokens[row, prompt:length], params.stop)
 
     def _remove(self, row: int, reason: FinishReason) -> None:
         """End a row; the last row moves into its place, in the cache too."""

@@ -1,4 +1,4 @@
-"""The engine protocol, spoken to an SGLang server: token-in, token-out over ``/generate``."""
+"""SGLang servers as engines of a run: how they are started and reached, and the engine protocol over ``/generate``."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ import logging
 import time
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from transformers import AutoConfig
 
-from slimelite.engines.checks import check_request, weight_shapes
+from slimelite.engines.checks import check_ids, check_request
 from slimelite.engines.protocol import (
-    Capabilities,
+    Codec,
+    Decode,
+    Engine,
     EngineInfo,
+    EngineSetup,
     GenerateRequest,
     GenerateResult,
     SamplingParams,
+    SyncSetup,
     WeightBucket,
     check_memory_tags,
 )
-from slimelite.engines.sglang.control import Server
-from slimelite.engines.sglang.http import Http
-from slimelite.engines.sglang.process import REPORT_S, START_S
-from slimelite.engines.sglang.transports import HttpSink
+from slimelite.engines.sglang.server import ON_CPU, REPORT_S, START_S, Server, SglangServer, server_command
+from slimelite.engines.sglang.sync import ServerSink, build_sink, check_model
+from slimelite.http_client import Client, HttpError, Refused, ask
+from slimelite.model_files import has_weights
+from slimelite.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +43,8 @@ POLL_S = 0.05
 IDLE_S = 30.0
 # SGLang ends a request this much above its max_req_input_len [tokens]
 REQUEST_ROOM = 4
+# SGLang ends a request this much below its context length [tokens]
+CONTEXT_MARGIN = 2
 
 
 class ServerOwner(Protocol):
@@ -55,7 +63,7 @@ class _Running:
     aborted: bool = False
 
 
-class SglangEngine:
+class SglangEngine(Engine):
     """Implements `slimelite.engines.protocol.Engine` over the server at ``url``, and `Restartable`.
 
     A weight update ends what the server is decoding (its cache of keys and values can be flushed only then); what
@@ -64,13 +72,15 @@ class SglangEngine:
     no streaming.
     """
 
+    name = "sglang"
+
     def __init__(
         self,
         url: str,
         *,
         model_path: str,
         eos_token_ids: Sequence[int] = (),
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Decode | None = None,
         tp_size: int = 1,
         owner: ServerOwner | None = None,
         wait_s: float = START_S,
@@ -86,7 +96,8 @@ class SglangEngine:
             wait_s: for an answer after a restart, or for someone else's [s].
         """
         self.url = url.rstrip("/")
-        self._http = Http(url)
+        # a loop of its own: callers come from several, and connections belong to one
+        self._thread, self._http = LoopThread(f"http {self.url}"), Client(texts=True)
         self._model_path = model_path
         self._vocab_size: int = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
         self._eos = tuple(eos_token_ids)
@@ -96,25 +107,18 @@ class SglangEngine:
         self._wait_s = wait_s
         self._running: dict[str, _Running] = {}
         self._released: set[str] = set()
-        self._sink: HttpSink | None = None
+        self._sink: ServerSink | None = None
         self._known: EngineInfo | None = None
 
     async def info(self) -> EngineInfo:
         """See `Engine.info`; the scheduler of the server answers too, so that a hanging one is noticed."""
-        model, server = await asyncio.gather(self._http.get("/model_info"), self._http.get("/server_info"))
+        model, server = await asyncio.gather(self._ask("GET", "/model_info"), self._ask("GET", "/server_info"))
         self._known = EngineInfo(
-            name="sglang",
+            name=self.name,
             weight_version=_version(model["weight_version"]),
             max_context_len=server["max_req_input_len"] + REQUEST_ROOM,
             max_running_requests=server["internal_states"][0]["effective_max_running_requests_per_dp"],
-            capabilities=Capabilities(
-                seeds=bool(server["enable_deterministic_inference"]),
-                abort=True,
-                partial_results=True,
-                pause=True,
-                sleep=bool(server["enable_memory_saver"]),
-                score=False,
-            ),
+            seeds=bool(server["enable_deterministic_inference"]),
             url=self.url,
             extra={"model_path": model["model_path"], "sglang": server["version"], "dtype": str(server["dtype"])},
         )
@@ -125,11 +129,10 @@ class SglangEngine:
         info = self._known or await self.info()
         for request in requests:
             check_request(request, self._vocab_size, info.max_context_len)
+        check_ids(requests, self._running)
         running = {request.request_id: _Running() for request in requests}
-        if len(running) < len(requests) or running.keys() & self._running.keys():
-            raise ValueError("a request id is taken by another request; ids must be unique")
         self._running |= running
-        tasks = [asyncio.ensure_future(self._complete(r, info.capabilities.seeds)) for r in requests]
+        tasks = [asyncio.ensure_future(self._complete(r, info.seeds)) for r in requests]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
@@ -149,23 +152,20 @@ class SglangEngine:
         for request in running:
             request.aborted = True
         if request_ids is None:
-            await self._http.post("/abort_request", {"rid": "", "abort_all": True})
+            await self._ask("POST", "/abort_request", {"rid": "", "abort_all": True})
         else:
-            await asyncio.gather(*(self._http.post("/abort_request", {"rid": r.rid}) for r in running if r.rid))
+            await asyncio.gather(*(self._ask("POST", "/abort_request", {"rid": r.rid}) for r in running if r.rid))
 
     async def begin_weight_update(self, version: int) -> None:
-        """See `Engine.begin_weight_update`."""
         if self._sink is None:
-            shapes = await asyncio.to_thread(weight_shapes, self._model_path)
-            self._sink = HttpSink([Server(self.url, self._tp_size)], shapes)
+            setup = SyncSetup(self._model_path, "http", torch.device("cpu"), self.url)
+            self._sink = (await asyncio.to_thread(build_sink, setup)).to([Server(self.url, self._tp_size)])
         await asyncio.to_thread(self._sink.begin, version)
 
     async def load_weights(self, bucket: WeightBucket) -> None:
-        """See `Engine.load_weights`."""
         await asyncio.to_thread(self._updating().send, bucket)
 
     async def end_weight_update(self) -> None:
-        """See `Engine.end_weight_update`."""
         await asyncio.to_thread(self._updating().end)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
@@ -173,15 +173,15 @@ class SglangEngine:
         check_memory_tags(tags)
         self._released.update(tags)
         # the server dies of it while it decodes anything, a plugin's own requests too
-        await self._http.post("/abort_request", {"rid": "", "abort_all": True})
-        await self._http.post(f"/flush_cache?timeout={IDLE_S:g}", {})
-        await self._http.post("/release_memory_occupation", {"tags": list(tags)})
+        await self._ask("POST", "/abort_request", {"rid": "", "abort_all": True})
+        await self._ask("POST", f"/flush_cache?timeout={IDLE_S:g}", {})
+        await self._ask("POST", "/release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """See `Engine.resume_memory`; the server dies of a tag that is not released."""
         check_memory_tags(tags)
         if released := [tag for tag in tags if tag in self._released]:
-            await self._http.post("/resume_memory_occupation", {"tags": released})
+            await self._ask("POST", "/resume_memory_occupation", {"tags": released})
             self._released.difference_update(released)
 
     async def restart(self) -> None:
@@ -205,7 +205,23 @@ class SglangEngine:
 
     async def close(self) -> None:
         """Close the connections; the server belongs to whoever started it."""
-        await self._http.close()
+        await self._thread.result(self._http.close())
+        await asyncio.to_thread(self._thread.close)
+
+    async def _ask(self, method: str, path: str, body: object = None) -> Any:
+        """The server's answer.
+
+        Raises:
+            ConnectionError: nobody answers.
+            ValueError: the server says that the request is wrong.
+            RuntimeError: the server fails otherwise.
+        """
+        try:
+            return await self._thread.result(self._http.ask(method, self.url + path, body))
+        except Refused as error:
+            if error.status in (400, 422):
+                raise ValueError(str(error)) from error
+            raise
 
     async def _until_it_answers(self) -> None:
         begin = reported = time.monotonic()
@@ -234,7 +250,7 @@ class SglangEngine:
             # the server ends every request whose id begins with the one to abort: no id may be the start of another
             running.rid = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
             try:
-                answer = await self._http.post("/generate", _body(request, result, running.rid, self._eos, seeds))
+                answer = await self._ask("POST", "/generate", _body(request, result, running.rid, self._eos, seeds))
             except ConnectionError:
                 failures += 1
                 if failures == ATTEMPTS:
@@ -275,7 +291,7 @@ class SglangEngine:
             del ids[end:], result.log_probs[end:], result.weight_versions[end:]
             result.finish_reason = "stop"
 
-    def _updating(self) -> HttpSink:
+    def _updating(self) -> ServerSink:
         if self._sink is None:
             raise ValueError("no weight update is under way; call begin_weight_update first")
         return self._sink
@@ -333,3 +349,78 @@ def _extend(result: GenerateResult, answer: dict[str, Any]) -> None:
     for span, following in zip(spans, [*spans[1:], {"start": len(pairs)}], strict=True):
         result.weight_versions += [_version(span["version"])] * (following["start"] - span["start"])
     result.finish_reason = meta["finish_reason"]["type"]
+
+
+def server_fields(setup: EngineSetup, **placement: Any) -> dict[str, Any]:
+    """The fields of SGLang's ServerArgs for one engine: what our flags imply, --sglang-*, what we decide.
+
+    ``placement``: ``host``, ``port`` and what else depends on where the engine is (``base_gpu_id``, ``nnodes``,
+    ``node_rank``, ``dist_init_addr``, ``load_format``, ...). None is "not given".
+    """
+    implied = {
+        "mem_fraction_static": setup.memory_share,
+        "max_running_requests": setup.max_running_requests,
+        "context_length": setup.max_context_len,
+        # on a GPU the trainer computes in bf16 whatever the model's config says; SGLang would take fp16 for an fp32 one
+        **(ON_CPU if setup.device == "cpu" else {"dtype": "bfloat16"}),
+    }
+    decided = {
+        "model_path": setup.model_path,
+        "device": setup.device,
+        "tp_size": setup.width // setup.options.get("pp_size", 1),
+        "random_seed": setup.seed,
+        "enable_memory_saver": setup.releases_memory,
+        "skip_server_warmup": True,
+    }
+    fields = {**implied, **setup.options, **decided, **placement}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def build_server(setup: EngineSetup) -> SglangServer:
+    """The server on an address of this machine; it is not started yet."""
+    config = AutoConfig.from_pretrained(setup.model_path).get_text_config()
+    length = setup.max_context_len
+    if length is not None:
+        length = min(length + CONTEXT_MARGIN, max(config.max_position_embeddings, length))
+    # of a folder without weights the trainer makes random ones; the first sync brings them
+    load_format = setup.options.get("load_format") if has_weights(setup.model_path) else "dummy"
+
+    def command(host: str, port: int) -> list[str]:
+        return server_command(
+            server_fields(setup, host=host, port=port, context_length=length, load_format=load_format)
+        )
+
+    return SglangServer(command, setup.host, setup.log)
+
+
+def connect(setup: EngineSetup, codec: Codec, server: Server, owner: ServerOwner | None) -> SglangEngine:
+    """The engine behind ``server``."""
+    return SglangEngine(
+        server.url,
+        model_path=setup.model_path,
+        eos_token_ids=codec.eos_token_ids,
+        decode=codec.decode,
+        tp_size=server.tp_size,
+        owner=owner,
+    )
+
+
+def external_servers(addresses: Sequence[str], model_path: str) -> list[Server]:
+    """The servers at ``--rollout-external-engine-addrs``, as wide as they say.
+
+    Raises:
+        ValueError: one does not answer, or see `check_model`.
+    """
+    servers = []
+    for address in addresses:
+        url = (address if "://" in address else f"http://{address}").rstrip("/")
+        try:
+            server, model = (ask("GET", f"{url}/{path}", timeout_s=10.0) for path in ("server_info", "model_info"))
+            width = int(server["tp_size"])
+        except (HttpError, TypeError, LookupError, ValueError) as error:
+            raise ValueError(
+                f"--rollout-external-engine-addrs {address}: no SGLang server answers there ({error})"
+            ) from error
+        check_model(url, model, model_path)
+        servers.append(Server(url, width))
+    return servers

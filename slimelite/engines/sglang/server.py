@@ -1,4 +1,6 @@
-"""An SGLang server from its fields, in JSON:   python -m slimelite.engines.sglang.process '{"model_path": ..., ...}'
+"""One SGLang server: its address, its process, and what the process runs,
+
+    python -m slimelite.engines.sglang.server '{"model_path": ..., ...}'
 
 SGLang's fields change from version to version. A field that the installed SGLang does not have is an error that names
 the nearest one; the rest becomes the command line of ``sglang.launch_server``, which is printed.
@@ -20,15 +22,24 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from slimelite.http_client import HttpError, Retry, ask
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+RETRY, ONCE = Retry(attempts=3), Retry()
+TIMEOUT_S = 600.0
+# for a server that starts, which answers at once or is not there
+ANSWER_S = 30.0
 START_S = 1800.0
 REPORT_S = 30.0
 END_S = 10.0
@@ -49,8 +60,78 @@ ON_CPU: dict[str, Any] = {
 
 
 def server_command(fields: dict[str, Any]) -> list[str]:
-    """The command that starts the server with ``fields`` in this Python; see `slimelite.engines.sglang.process`."""
-    return [sys.executable, "-m", "slimelite.engines.sglang.process", json.dumps(fields)]
+    """The command that starts the server with ``fields`` in this Python; see `slimelite.engines.sglang.server`."""
+    return [sys.executable, "-m", "slimelite.engines.sglang.server", json.dumps(fields)]
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server at ``url`` (``http://host:port``), ``tp_size`` GPUs wide, for those who steer it and wait.
+
+    ``first_gpu``: of those of all engines; None: the one behind the server before it.
+    """
+
+    url: str
+    tp_size: int = 1
+    first_gpu: int | None = None
+
+    def post(self, path: str, body: object = None, retry: Retry = RETRY, timeout_s: float = TIMEOUT_S) -> Any:
+        """The answer to a POST of ``body`` as JSON (bytes are JSON already).
+
+        A lost connection is tried again, so the request must be one that may come twice, or have ``retry`` `ONCE`.
+
+        Raises:
+            HttpError: the server said no, or cannot be reached.
+        """
+        return ask("POST", self.url + path, {} if body is None else body, retry, timeout_s)
+
+    def get(self, path: str) -> Any:
+        """The answer to a GET; raises as `post` does."""
+        return ask("GET", self.url + path, None, RETRY, TIMEOUT_S)
+
+    def pause(self) -> None:
+        """End what it is decoding; what is sent to it waits until `resume`.
+
+        Pausing in mode "retract" or "in_place" would let a response go on with keys and values of the old weights: the
+        cache can be flushed only while no request is there (SGLang 0.5.20). So whoever sent it sends the rest again.
+        """
+        self.post("/pause_generation", {"mode": "abort"})
+
+    def resume(self, version: int) -> None:
+        """Forget cached keys and values, stamp ``version`` on all that follows, decode."""
+        # the wait is for requests that were aborted a moment ago
+        self.post("/flush_cache?timeout=30")
+        self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self.post("/continue_generation")
+
+    def open_update(self) -> None:
+        """Pause, and have it expect tensors; an update that broke off is forgotten."""
+        self.pause()
+        if not self._brackets_updates:
+            return
+        try:
+            self.post("/begin_weight_update")
+        except HttpError:
+            # the one that broke off left it open
+            self.post("/end_weight_update")
+            self.post("/begin_weight_update")
+
+    def finish_update(self, version: int) -> None:
+        """All tensors are there; `resume`."""
+        if self._brackets_updates:
+            self.post("/end_weight_update")
+        self.resume(version)
+
+    @cached_property
+    def _brackets_updates(self) -> bool:
+        """Whether tensors go between ``begin_weight_update`` and ``end_weight_update`` (SGLang 0.5.23; not 0.5.20)."""
+        return "/begin_weight_update" in self.get("/openapi.json")["paths"]
+
+
+def each(servers: Sequence[Server], call: Callable[[Server], T]) -> list[T]:
+    """``call`` on every server at once; the first error is raised when all are done."""
+    with ThreadPoolExecutor(max(1, len(servers))) as threads:
+        return list(threads.map(call, servers))
 
 
 class SglangServer:
@@ -141,13 +222,13 @@ class SglangServer:
                 )
             time.sleep(0.5)
         # SGLang does it after a warm-up, which there is none of: every flush of its cache would search all it imported
-        urllib.request.urlopen(urllib.request.Request(f"{self.url}/freeze_gc", method="POST"), timeout=30).close()
+        Server(self.url).post("/freeze_gc", retry=ONCE, timeout_s=ANSWER_S)
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as answer:
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, OSError):  # 503 while it starts
+            ask("GET", f"{self.url}/health", timeout_s=ANSWER_S)
+            return True
+        except HttpError:  # 503 while it starts
             return False
 
     def _tail(self) -> str:

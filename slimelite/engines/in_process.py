@@ -1,0 +1,189 @@
+"""What the engines of this process have in common: a worker thread owns the model and does one thing at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from slimelite.engines.checks import WeightUpdate, check_request
+from slimelite.engines.http_front import HttpFront
+from slimelite.engines.protocol import Codec, Decode, Engine, EngineSetup, GenerateRequest, GenerateResult, WeightBucket
+
+T = TypeVar("T")
+# decoded at once, by device, where --sglang-max-running-requests does not say
+RUNNING_REQUESTS = {"cpu": 128, "cuda": 256}
+
+
+class InProcessEngine(Engine):
+    """One worker thread owns the model and all that runs; what callers ask for is done between two of its steps.
+
+    While a weight update is under way no step is done: requests wait, those that came before as well as new ones.
+
+    Subclasses set the attributes below, start the worker (`_worker`) and say what a step is.
+    """
+
+    name: str
+    _vocab_size: int
+    _max_context_len: int
+    _update: WeightUpdate
+
+    def __init__(
+        self,
+        decode: Decode | None,
+        encode: Callable[[str], list[int]] | None,
+        http_host: str = "127.0.0.1",
+        http_port: int = 0,
+    ) -> None:
+        self._decode = decode
+        self._front = HttpFront(self, encode, decode, http_host, http_port)
+        self._closed = False
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._work, name=f"{self.name} engine", daemon=True)
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """See `Engine.generate`. Cancelling it aborts the requests."""
+        for request in requests:
+            check_request(request, self._vocab_size, self._max_context_len)
+            if request.params.stop and self._decode is None:
+                raise ValueError(f"request {request.request_id}: stop strings need an engine with a decode function")
+        try:
+            futures = await self._do(lambda: self._submit(requests))
+            return await asyncio.gather(*map(asyncio.wrap_future, futures))
+        except asyncio.CancelledError:
+            ids = {request.request_id for request in requests}
+            self._post(lambda: self._abort(ids))
+            raise
+
+    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:  # noqa: ARG002
+        raise ValueError(f"score: the {self.name} engine scores no prompts; use --rollout-backend embedded")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        ids = None if request_ids is None else set(request_ids)
+        await self._do(lambda: self._abort(ids))
+
+    async def begin_weight_update(self, version: int) -> None:
+        def begin() -> None:
+            self._begin_update()
+            self._update.begin(version)
+
+        await self._do(begin)
+
+    async def load_weights(self, bucket: WeightBucket) -> None:
+        await self._do(lambda: self._load(bucket))
+
+    async def end_weight_update(self) -> None:
+        def end() -> None:
+            self._end_update(self._update.whole())
+            self._update.end()
+
+        await self._do(end)
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        raise ValueError(f"the {self.name} engine keeps its {' and '.join(tags)}; take another --rollout-backend")
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        await self.release_memory(tags)
+
+    async def start_http(self) -> str:
+        return await self._front.start()
+
+    async def close(self) -> None:
+        """See `Engine.close`. Requests still running fail."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+        await asyncio.to_thread(self._worker.join)
+        await self._front.stop()
+
+    # on the worker's thread
+
+    @abstractmethod
+    def _submit(self, requests: Sequence[GenerateRequest]) -> list[Future[GenerateResult]]:
+        """Take the requests of one call, all or none."""
+
+    @abstractmethod
+    def _abort(self, request_ids: Collection[str] | None) -> None:
+        """End these requests (all, if None) with what they have."""
+
+    @abstractmethod
+    def _can_step(self) -> bool:
+        """Whether there is something to do, and what it needs."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """One token for each running request."""
+
+    @abstractmethod
+    def _fail(self, error: Exception) -> None:
+        """Pass ``error`` to every caller, and start again from nothing."""
+
+    def _begin_update(self) -> None:
+        """Before the first weights of an update; the one before it may be unfinished."""
+
+    @abstractmethod
+    def _load(self, bucket: WeightBucket) -> None:
+        """Weights into the model, checked by `_update`."""
+
+    @abstractmethod
+    def _end_update(self, version: int) -> None:
+        """All weights are there: what was computed with the old ones is of no use."""
+
+    def _shut_down(self) -> None:
+        """Free what the worker holds."""
+
+    def _post(self, job: Callable[[], T]) -> Future[T]:
+        """Have the worker do ``job`` between two steps."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._jobs.put(run)
+        return future
+
+    async def _do(self, job: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._post(job))
+
+    def _work(self) -> None:
+        """The worker: jobs first, then a step, until closed."""
+        while True:
+            idle = self._update.version is not None or not self._can_step()
+            try:
+                job = self._jobs.get(block=idle)
+            except queue.Empty:
+                try:
+                    self._step()
+                except Exception as error:
+                    self._fail(error)
+                continue
+            if job is None:
+                break
+            job()
+        self._fail(RuntimeError("the engine was closed"))
+        self._shut_down()
+
+
+def build_in_process(engine: Callable[..., InProcessEngine], setup: EngineSetup, codec: Codec) -> InProcessEngine:
+    """An engine of this class as a run has it."""
+    return engine(
+        setup.model_path,
+        device=setup.device,
+        max_running_requests=setup.max_running_requests or RUNNING_REQUESTS[setup.device],
+        max_context_len=setup.max_context_len,
+        decode=codec.decode,
+        encode=codec.encode,
+        eos_token_ids=codec.eos_token_ids,
+        seed=setup.seed,
+        http_host=setup.host,
+    )
