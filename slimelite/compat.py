@@ -65,7 +65,7 @@ MODULES: dict[str, dict[str, str]] = {
         "post_process_rewards": "slimelite.rollout.teacher.post_process_rewards",
     },
     "slime.rollout.data_source": dict.fromkeys(
-        ["RolloutDataSource", "RolloutDataSourceWithBuffer"], "slimelite.rollout.context.PluginDataSource"
+        ["RolloutDataSource", "RolloutDataSourceWithBuffer"], "slimelite.data.source.DataSource"
     ),
     "slime.rollout.rm_hub": {name: f"{F}.{name}" for name in ("async_rm", "batched_async_rm", "grade_answer_verl")},
     "slime.rollout.rm_hub.math_utils": {

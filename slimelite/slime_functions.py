@@ -5,7 +5,6 @@ Nothing imports this module but the lookup of a name of slime's.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -142,17 +141,11 @@ async def generate_and_rm_group(
 
 async def apply_rollout_sample_hooks(args: PluginArgs, value: Any, **offered: Any) -> Any:
     """``value``, a sample or nested lists of samples, after the functions of --rollout-sample-hook-path."""
-    from slimelite.plugins import load_function
+    from slimelite.rollout.groups import hooked, load_hooks
 
     if isinstance(value, list):
         return [await apply_rollout_sample_hooks(args, item, **offered) for item in value]
-    for path in args.rollout_sample_hook_path:
-        hook = load_function(path, "--rollout-sample-hook-path")
-        known = inspect.signature(hook).parameters
-        result = hook(args, value, **{k: v for k, v in offered.items() if k in known})
-        result = await result if inspect.isawaitable(result) else result
-        value = value if result is None else result
-    return value
+    return await hooked(load_hooks(args), args, value, **offered)
 
 
 async def async_rm(args: PluginArgs, sample: Sample, **_: Any) -> Any:

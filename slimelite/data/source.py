@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimelite.arguments import Args
 from slimelite.data.prompts import PAIR, deal, load_prompts
+from slimelite.data.tokenizer import load_tokenizer
 from slimelite.plugins import load_function
 from slimelite.sample import Sample, label_text, plain
 
@@ -25,12 +26,15 @@ class DataSource:
     epochs of its own, and the next prompt comes from the stream that is furthest behind its share.
     """
 
-    def __init__(self, args: Args, tokenizer: PreTrainedTokenizerBase) -> None:
-        """
+    def __init__(self, args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """``tokenizer`` None: that of ``args``, for subclasses written for slime, which are built from these alone.
+
         Raises:
             ValueError: no --prompt-data, or what `load_prompts` raises.
         """
         self.args = args
+        if tokenizer is None:
+            tokenizer = load_tokenizer(str(args.tokenizer))
         self._weights = list(args.prompt_data_weights)
         assert not self._weights or len(self._weights) == len(args.prompt_data), "parsing checks the weights"
         if args.rollout_global_dataset and not args.prompt_data:

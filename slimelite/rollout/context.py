@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from slimelite.arguments import Args
 from slimelite.arguments.args import PLUGIN_CONSTANTS
 from slimelite.data.source import DataSource
-from slimelite.data.tokenizer import load_tokenizer
 from slimelite.plugins import guarded, load_function
 from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.teacher import Teacher
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     from slimelite.rewards.grader import Grader
+
+
+T = TypeVar("T")
 
 
 class Generated(NamedTuple):
@@ -93,6 +96,8 @@ def flatten(group: list[Any]) -> list[Sample]:
 
 # done, total, what it is about
 Progress = Callable[[int, int, str], None]
+# a function of the user
+Plugin = Callable[..., Any]
 
 
 class PluginArgs(argparse.Namespace):
@@ -105,6 +110,12 @@ class PluginArgs(argparse.Namespace):
     rollout_context: RolloutContext
     sglang_router_ip: str | None
     sglang_router_port: int | None
+
+    def __getattr__(self, name: str) -> Any:
+        """What follows from the arguments, such as ``args.loss``, the record of ``--loss-type``."""
+        if name.startswith("__") or "rollout_context" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.rollout_context.args, name)
 
 
 @dataclass(slots=True)
@@ -126,6 +137,17 @@ class RolloutContext:
         """The weight version that rollout ``rollout_id`` meets in training; the engines' own, if none runs ahead."""
         return rollout_id if self.args.async_rollout else self.engines.weight_version
 
+    @property
+    def eval_reward_key(self) -> str | None:
+        """Which entry of a reward that is a dict counts in an evaluation."""
+        return self.args.eval_reward_key or self.args.reward_key
+
+    async def each(self, jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """The results of ``jobs``, which go on together, or under ``--deterministic-mode`` one after the other."""
+        if self.args.deterministic_mode:
+            return [await job for job in jobs]
+        return list(await asyncio.gather(*jobs))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RolloutContext:
         return self  # plugins deep-copy their args; the engines stay the same
 
@@ -139,16 +161,13 @@ class RolloutContext:
         return args
 
 
-FLAG = "--data-source-path"
-# the methods that a run calls
-CALLED = ("get_samples", "add_samples", "state_dict", "load_state_dict")
+def load_plugin(path: str | None, flag: str) -> Plugin | None:
+    """The function at ``path``, which ``flag`` names; None if it names none.
 
-
-class PluginDataSource(DataSource):
-    """`DataSource` for subclasses written for slime, which are built from ``args`` alone."""
-
-    def __init__(self, args: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        super().__init__(args, load_tokenizer(args.tokenizer) if tokenizer is None else tokenizer)
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    return None if path is None else load_function(path, flag)
 
 
 def build_source(args: Args, plugin_args: PluginArgs, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -157,15 +176,16 @@ def build_source(args: Args, plugin_args: PluginArgs, tokenizer: PreTrainedToken
     Raises:
         ValueError: the class lacks a method that a rollout calls.
     """
-    if args.data_source_path is None:
+    path, flag = args.data_source_path, "--data-source-path"
+    if path is None:
         return DataSource(args, tokenizer)
-    kind = load_function(args.data_source_path, FLAG)
+    kind = load_function(path, flag)
     if missing := [m for m in ("get_samples", "add_samples", "__len__") if not hasattr(kind, m)]:
-        raise ValueError(f"{FLAG} {args.data_source_path}: a data source needs {', '.join(missing)}")
+        raise ValueError(f"{flag} {path}: a data source needs {', '.join(missing)}")
     wants_tokenizer = len(inspect.signature(kind).parameters) > 1
-    make = guarded(kind, args.data_source_path, FLAG)
+    make = guarded(kind, path, flag)
     source = make(plugin_args, tokenizer) if wants_tokenizer else make(plugin_args)
-    for name in CALLED:
+    for name in ("get_samples", "add_samples", "state_dict", "load_state_dict"):  # those that a run calls
         if hasattr(source, name):
-            setattr(source, name, guarded(getattr(source, name), f"{args.data_source_path}.{name}", FLAG))
+            setattr(source, name, guarded(getattr(source, name), f"{path}.{name}", flag))
     return source

@@ -30,7 +30,7 @@ async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> Rollout
     """
     await context.engines.refresh()
     datasets = context.args.eval_datasets
-    groups = {d.name: _groups(d, _prompts(context, d)) for d in datasets}
+    groups = {d.name: _groups(context, d) for d in datasets}
     total, done = sum(len(g) for g in groups.values()), 0
 
     def count(name: str, number: int) -> None:
@@ -38,18 +38,13 @@ async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> Rollout
         done += number
         context.progress(done, total, f"eval {name}")
 
-    jobs = [_evaluate(context, d, groups[d.name], rollout_id, count) for d in datasets]
-    if context.args.deterministic_mode:
-        results = [await job for job in jobs]
-    else:
-        results = list(await asyncio.gather(*jobs))
+    results = await context.each(_evaluate(context, d, groups[d.name], rollout_id, count) for d in datasets)
     data, metrics = {}, {}
     for dataset, finished in zip(datasets, results, strict=True):
         samples = [s for group in finished for s in group]
-        key = context.args.eval_reward_key or context.args.reward_key
         data[dataset.name] = {
             "samples": samples,
-            "rewards": [s.reward_value(key) for s in samples],
+            "rewards": [s.reward_value(context.eval_reward_key) for s in samples],
             "truncated": [s.status == Sample.Status.TRUNCATED for s in samples],
         }
         if lost := len(groups[dataset.name]) - len(finished):
@@ -57,7 +52,8 @@ async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> Rollout
     return RolloutFnEvalOutput(data, metrics)
 
 
-def _prompts(context: RolloutContext, dataset: EvalDataset) -> list[Sample]:
+def _groups(context: RolloutContext, dataset: EvalDataset) -> list[Group]:
+    """The prompts of a dataset, which are read once in a run, as groups of samples."""
     if dataset.name not in context.eval_prompts:
         try:
             context.eval_prompts[dataset.name] = load_prompts(
@@ -70,14 +66,10 @@ def _prompts(context: RolloutContext, dataset: EvalDataset) -> list[Sample]:
             )
         except ValueError as error:
             raise ValueError(f"eval dataset {dataset.name!r}: {error}") from error
-    return context.eval_prompts[dataset.name]
-
-
-def _groups(dataset: EvalDataset, prompts: list[Sample]) -> list[Group]:
     each = dataset.n_samples_per_eval_prompt
     groups = [
         Group([deal(prompt, number, number * each + i) for i in range(each)], number)
-        for number, prompt in enumerate(prompts)
+        for number, prompt in enumerate(context.eval_prompts[dataset.name])
     ]
     for sample in (s for group in groups for s in group.samples):
         sample.metadata |= dataset.metadata_overrides
@@ -100,20 +92,16 @@ async def _evaluate(
         max_context_len=dataset.max_context_len,
         generate_path=dataset.custom_generate_function_path,
         rm_type=dataset.rm_type,
-        reward_key=context.args.eval_reward_key or context.args.reward_key,
+        reward_key=context.eval_reward_key,
         evaluation=True,
     )
     generator = GroupGenerator(context, work)
 
-    async def generate(batch: list[Group], engine: int | None) -> None:
-        await generator.generate(batch, engine)
-        count(dataset.name, len(batch))
+    async def generate(part: list[Group], engine: int | None) -> None:
+        await generator.generate(part, engine)
+        count(dataset.name, len(part))
 
-    engines = len(context.engines.engines)
-    if context.args.deterministic_mode:
-        await asyncio.gather(*(generate(groups[i::engines], i) for i in range(engines)))
-    else:
-        await asyncio.gather(*(generate([group], None) for group in groups))
+    await asyncio.gather(*(generate(part, engine) for part, engine in generator.parts(groups)))
     answered = [g.samples for g in groups if is_finished(g.samples)]
     if answered:
         check_scored([s for samples in answered for s in samples], f"eval dataset {dataset.name!r}")

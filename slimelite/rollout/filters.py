@@ -23,7 +23,6 @@ from slimelite.table import SampleTable
 
 logger = logging.getLogger(__name__)
 
-FILTER_FLAG = "--dynamic-sampling-filter-path"
 # why --reward-error drop leaves nothing of a group
 NO_REWARD = "no_reward"
 # rewards that differ by less are equal: graders add floats in different orders
@@ -127,108 +126,99 @@ def check_all(args: Any, samples: Sequence[Sample], **_: Any) -> DynamicFilterOu
 
 
 class DroppedGroups:
-    """At most ``--keep-dropped`` groups of a rollout, in ``dropped/`` of the run folder.
+    """What a rollout does not train on: a few groups are kept for a person to read, and too many in a row end it.
 
-    The first ones stay, but a new reason takes the place of the last group of the commonest one.
+    At most ``--keep-dropped`` are kept, in ``dropped/`` of the run folder. The first ones stay, but a new reason takes
+    the place of the last group of the commonest one.
     """
 
     def __init__(self, args: Args, rollout_id: int) -> None:
+        self._args = args
         self._limit = args.keep_dropped if args.run_dir else 0
-        self._key = args.reward_key
         self._path = Path(args.run_dir or "") / "dropped" / f"{rollout_id:07d}.parquet"
-        self._groups: list[tuple[str, list[Sample]]] = []  # kind of reason, samples
+        self._kept: list[tuple[str, list[Sample]]] = []  # kind of reason, samples
+        self._most_drops = max(16 * args.rollout_batch_size, 128)
+        self._most_failures = max(args.rollout_batch_size, 4)
+        self._warned = False
+        self.accepted()
 
-    def add(self, samples: list[Sample], kind: str, detail: str = "") -> None:
+    def accepted(self) -> None:
+        """A group was accepted: those in a row are counted anew."""
+        self._failures = 0
+        self._reasons: Counter[str] = Counter()
+        self._rewards: list[float] = []
+        self._lengths: list[int] = []
+
+    def keep(self, samples: list[Sample], kind: str, detail: str = "") -> None:
         """Keep the group, if there is room: ``metadata["dropped"]`` of its samples is ``kind`` and ``detail``."""
-        kinds = Counter(kind for kind, _ in self._groups)
-        if len(self._groups) >= self._limit:
+        kinds = Counter(kind for kind, _ in self._kept)
+        if len(self._kept) >= self._limit:
             commonest = max(kinds, key=kinds.__getitem__, default=kind)
             if kind in kinds or kinds[commonest] < 2:
                 return
-            del self._groups[max(i for i, (k, _) in enumerate(self._groups) if k == commonest)]
-        self._groups.append((kind, [self._readable(sample, kind + detail) for sample in samples]))
-
-    def save(self) -> str:
-        """Write what was kept; how many there are and where, as the end of a sentence ("" where there are none)."""
-        if not self._groups:
-            return ""
-        SampleTable.from_samples([samples for _, samples in self._groups], self._key).to_parquet(self._path)
-        return f"{len(self._groups)} of these groups, with responses and rewards, are in {self._path} (--keep-dropped)"
+            del self._kept[max(i for i, (k, _) in enumerate(self._kept) if k == commonest)]
+        self._kept.append((kind, [self._readable(sample, kind + detail) for sample in samples]))
 
     def _readable(self, sample: Sample, reason: str) -> Sample:
         try:
-            sample.reward_value(self._key)
+            sample.reward_value(self._args.reward_key)
             reward = sample.reward
         except ValueError:  # it failed, or was never scored
             reward = math.nan
         return replace(sample, reward=reward, metadata={**sample.metadata, "dropped": reason})
 
-
-class Patience:
-    """Ends a rollout that cannot succeed, with what is known about why."""
-
-    def __init__(self, args: Args, kept: DroppedGroups) -> None:
-        self.kept = kept
-        self.filter_path = args.dynamic_sampling_filter_path
-        self.generate_path = args.custom_generate_function_path
-        self.reward_key = args.reward_key
-        self.most_drops = max(16 * args.rollout_batch_size, 128)
-        self.most_failures = max(args.rollout_batch_size, 4)
-        self.reasons: Counter[str] = Counter()
-        self.rewards: list[float] = []
-        self.lengths: list[int] = []
-        self.failures = 0
-        self.warned = False
-
-    def accepted(self) -> None:
-        """Start counting anew."""
-        self.reasons.clear()
-        self.rewards.clear()
-        self.lengths.clear()
-        self.failures = 0
+    def save(self) -> str:
+        """Write what was kept; how many there are and where, as the end of a sentence ("" where there are none)."""
+        if not self._kept:
+            return ""
+        SampleTable.from_samples([samples for _, samples in self._kept], self._args.reward_key).to_parquet(self._path)
+        return f"{len(self._kept)} of these groups, with responses and rewards, are in {self._path} (--keep-dropped)"
 
     def failed(self, error: Exception) -> None:
-        """Another group failed.
+        """Count a group that could not be generated.
 
         Raises:
             ValueError: nothing else happened for too long.
         """
-        self.failures += 1
-        if self.failures >= self.most_failures:
-            by = f" by --custom-generate-function-path {self.generate_path}" if self.generate_path else ""
-            where = raised_at(error) if self.generate_path and not isinstance(error, PluginError) else ""
+        self._failures += 1
+        if self._failures >= self._most_failures:
+            path = self._args.custom_generate_function_path
+            by = f" by --custom-generate-function-path {path}" if path else ""
+            where = raised_at(error) if path and not isinstance(error, PluginError) else ""
             raise ValueError(
-                f"{self.failures} groups in a row could not be generated{by}; the last one: {error!r}{where}"
+                f"{self._failures} groups in a row could not be generated{by}; the last one: {error!r}{where}"
             ) from error
 
     def dropped(self, samples: list[Sample], reason: str) -> None:
-        """Another group was dropped.
+        """Count a group that the filter dropped.
 
         Raises:
-            ValueError: nothing was accepted for too long.
+            ValueError: nothing was accepted for too long; says what is known about why.
         """
-        self.failures = 0
-        self.reasons[reason] += 1
-        self.rewards += [s.reward_value(self.reward_key) for s in samples if "reward_error" not in s.metadata]
-        self.lengths += [s.response_length for s in samples]
-        drops = self.reasons.total()
-        if self.reasons[NO_REWARD] == drops >= self.most_failures:
+        self._failures = 0
+        self._reasons[reason] += 1
+        self._rewards += [s.reward_value(self._args.reward_key) for s in samples if "reward_error" not in s.metadata]
+        self._lengths += [s.response_length for s in samples]
+        drops = self._reasons.total()
+        if self._reasons[NO_REWARD] == drops >= self._most_failures:
             check_scored(samples, f"--reward-error drop left nothing of {drops} groups in a row")
-        if drops == self.most_drops // 4 and not self.warned:
-            self.warned = True
-            logger.warning("%s; the run ends at %d", self._story(), self.most_drops)
-        if drops >= self.most_drops:
+        if drops == self._most_drops // 4 and not self._warned:
+            self._warned = True
+            logger.warning("%s; the run ends at %d", self._story(), self._most_drops)
+        if drops >= self._most_drops:
             raise ValueError(
                 f"{self._story()}. Is the reward right (--rm-type, --label-key), the task within the model's reach, "
                 "the temperature above 0, --n-samples-per-prompt above 1? Or leave --dynamic-sampling-filter-path out."
             )
 
     def _story(self) -> str:
-        count = max(len(self.rewards), 1)
-        where = self.kept.save()
+        rewards, lengths = self._rewards, self._lengths
+        count = max(len(rewards), 1)
+        where = self.save()
         return (
-            f"{FILTER_FLAG} {self.filter_path} dropped {self.reasons.total()} groups in a row and kept none: reasons "
-            f"{dict(self.reasons)}; rewards from {min(self.rewards, default=0):g} to {max(self.rewards, default=0):g}, "
-            f"mean {math.fsum(self.rewards) / count:.4g}; responses of {sum(self.lengths) / count:.0f} tokens on "
-            "average" + (f"; {where}" if where else "")
+            f"--dynamic-sampling-filter-path {self._args.dynamic_sampling_filter_path} dropped {self._reasons.total()} "
+            f"groups in a row and kept none: reasons {dict(self._reasons)}; "
+            f"rewards from {min(rewards, default=0):g} to {max(rewards, default=0):g}, "
+            f"mean {math.fsum(rewards) / count:.4g}; "
+            f"responses of {sum(lengths) / count:.0f} tokens on average" + (f"; {where}" if where else "")
         )

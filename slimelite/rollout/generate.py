@@ -22,19 +22,16 @@ from typing import Any
 
 from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
-from slimelite.plugins import load_function
-from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput, RolloutFnTrainOutput
+from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
 from slimelite.rollout.evaluation import evaluate_datasets
-from slimelite.rollout.filters import FILTER_FLAG, NO_REWARD, DroppedGroups, DynamicFilterOutput, Patience, verdict
+from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
 from slimelite.rollout.groups import (
     Group,
     GroupGenerator,
     Work,
     is_finished,
-    mask_off_policy,
     restart,
     rollout_params,
-    staleness,
     without_dropped,
 )
 from slimelite.sample import Sample
@@ -110,8 +107,7 @@ class Collection:
         self.rollout_id = rollout_id
         self.source = data_source
         self.target = args.rollout_batch_size
-        path = args.dynamic_sampling_filter_path
-        self.filter = load_function(path, FILTER_FLAG) if path else None
+        self.filter = load_plugin(args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
         self.generator = GroupGenerator(
             context,
             Work(
@@ -130,7 +126,6 @@ class Collection:
         self.in_flight = 0
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.dropped = DroppedGroups(args, rollout_id)
-        self.patience = Patience(args, self.dropped)
         self._orders = count()
 
     async def collect(self) -> RolloutFnTrainOutput:
@@ -149,7 +144,8 @@ class Collection:
                 if missing > self.in_flight:
                     self._start(self._take(missing - self.in_flight))
                 else:
-                    self._judge_all(await self._next_done())
+                    all_or_one = asyncio.ALL_COMPLETED if self.args.deterministic_mode else asyncio.FIRST_COMPLETED
+                    self._judge_all(await self._done(all_or_one))
             unfinished = await self._stop()
         except BaseException:
             await self._cancel()
@@ -172,9 +168,10 @@ class Collection:
         version = self.context.version_trained_on(self.rollout_id)
         for samples in groups:
             limit = self.args.max_weight_staleness
-            if limit is not None and (age := staleness(samples, version)) > limit:
+            age = max((version - oldest for s in samples for oldest in s.trained_versions), default=0)
+            if limit is not None and age > limit:
                 self.counts["stale_groups"] += 1
-                self.dropped.add(samples, "stale", f": {age} weight updates old")
+                self.dropped.keep(samples, "stale", f": {age} weight updates old")
                 if len({s.index for s in samples}) < len(samples):  # a fan-out does not tell its prompt any more
                     logger.warning(
                         "dropped the fan-out of prompt %s: older than --max-weight-staleness", samples[0].group_index
@@ -193,19 +190,10 @@ class Collection:
         batch = [Group(samples, next(self._orders)) for samples in groups]
         self.in_flight += len(batch)
         self.counts["submitted_groups"] += len(batch)
-        parts: list[tuple[list[Group], int | None]]
-        if self.args.deterministic_mode:
-            engines = len(self.context.engines.engines)
-            parts = [(batch[i::engines], i) for i in range(engines) if batch[i::engines]]
-        else:
-            parts = [([group], None) for group in batch]
-        self.tasks |= {asyncio.create_task(self.generator.generate(part, i)): part for part, i in parts}
+        for part, engine in self.generator.parts(batch):
+            self.tasks[asyncio.create_task(self.generator.generate(part, engine))] = part
 
-    async def _next_done(self) -> list[Group]:
-        when = asyncio.ALL_COMPLETED if self.args.deterministic_mode else asyncio.FIRST_COMPLETED
-        return await self._done(when=when)
-
-    async def _done(self, *, when: str = asyncio.ALL_COMPLETED, timeout: float | None = None) -> list[Group]:
+    async def _done(self, when: str, timeout: float | None = None) -> list[Group]:
         """Groups that came back since, in the order of submission."""
         done, pending = await asyncio.wait(self.tasks, timeout=timeout, return_when=when)
         # an error of one leaves all of them to _cancel
@@ -221,10 +209,10 @@ class Collection:
                 self._judge(group)
                 continue
             self.counts["failed_groups"] += 1
-            self.dropped.add(group.samples, "failed", f": {group.error!r}")
+            self.dropped.keep(group.samples, "failed", f": {group.error!r}")
             level = logging.INFO if self.counts["failed_groups"] > 1 else logging.ERROR
             logger.log(level, "gave up on prompt %s: %r", group.samples[0].group_index, group.error)
-            self.patience.failed(group.error)
+            self.dropped.failed(group.error)
 
     def _judge(self, group: Group) -> None:
         """Into the batch, to the surplus, or out."""
@@ -235,13 +223,13 @@ class Collection:
             if not output.keep_when_insufficient or len(self.accepted) + self.in_flight >= self.target:
                 self.counts["dropped_groups"] += 1
                 self.counts[f"dynamic_filter/drop_{output.reason}"] += 1
-                self.dropped.add(graded, str(output.reason))
+                self.dropped.keep(graded, str(output.reason))
                 if not full:
-                    self.patience.dropped(graded, str(output.reason))
+                    self.dropped.dropped(graded, str(output.reason))
                 self._report(f"dropped {self.counts['dropped_groups']} ({output.reason})")
                 return
             self.counts["kept_for_lack"] += 1
-        self.patience.accepted()
+        self.dropped.accepted()
         (self.surplus if full else self.accepted).append(group.samples)
         self._report("")
 
@@ -250,9 +238,8 @@ class Collection:
             return DynamicFilterOutput(False, NO_REWARD)
         if self.filter is None:
             return DynamicFilterOutput(True)
-        return verdict(
-            self.filter(self.plugin_args, samples), f"{FILTER_FLAG} {self.args.dynamic_sampling_filter_path}"
-        )
+        path = self.args.dynamic_sampling_filter_path
+        return verdict(self.filter(self.plugin_args, samples), f"--dynamic-sampling-filter-path {path}")
 
     def _report(self, note: str) -> None:
         self.context.progress(len(self.accepted), self.target, note)
@@ -268,7 +255,7 @@ class Collection:
         while self.tasks and time.monotonic() < deadline:
             # again and again: a request may reach its engine only after an abort
             await self.context.engines.abort()
-            for group in await self._done(timeout=min(1.0, STOP_SECONDS)):
+            for group in await self._done(asyncio.ALL_COMPLETED, timeout=min(1.0, STOP_SECONDS)):
                 if is_finished(group.samples):
                     self._judge_all([group])
                 else:
@@ -300,13 +287,14 @@ class Collection:
         self.accepted.sort(key=lambda samples: samples[0].index or 0)
         if self.args.mask_offpolicy_in_partial_rollout:
             for sample in (s for samples in self.accepted for s in samples):
-                mask_off_policy(sample, self.context.engines.weight_version)
-        if self.args.rollout_sample_filter_path:
-            choose = load_function(self.args.rollout_sample_filter_path, "--rollout-sample-filter-path")
+                mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
+                current = (v == self.context.engines.weight_version for v in sample.weight_versions)
+                sample.loss_mask = [m if c else 0 for m, c in zip(mask, current, strict=True)]
+        args = self.args
+        if choose := load_plugin(args.rollout_sample_filter_path, "--rollout-sample-filter-path"):
             choose(self.plugin_args, self.accepted)
-        if self.args.rollout_all_samples_process_path:
+        if see := load_plugin(args.rollout_all_samples_process_path, "--rollout-all-samples-process-path"):
             self.finished.sort(key=lambda samples: samples[0].index or 0)
-            see = load_function(self.args.rollout_all_samples_process_path, "--rollout-all-samples-process-path")
             see(self.plugin_args, self.finished, self.source)
         metrics = {f"rollout/{name}": float(number) for name, number in self.counts.items()}
         prompts, cached = self.generator.prompt_tokens, self.generator.cached_tokens

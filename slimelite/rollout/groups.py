@@ -6,20 +6,24 @@ import asyncio
 import hashlib
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from slimelite.arguments import EvalDataset, RewardArgs, RolloutArgs
+from slimelite.arguments import Args, EvalDataset, RewardArgs, RolloutArgs
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from slimelite.plugins import PluginError, load_function, own_traceback
-from slimelite.rollout.context import Generated, PluginArgs, RolloutContext, flatten
+from slimelite.rollout.context import Generated, Plugin, PluginArgs, RolloutContext, flatten
 from slimelite.sample import FINISH_STATUS, UNSTAMPED, Sample, Status
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+RETRY_SECONDS = 0.5
 FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 
 
@@ -52,19 +56,11 @@ def eval_params(dataset: EvalDataset) -> SamplingParams:
 
 def slime_params(params: SamplingParams, seed: int | None) -> dict[str, Any]:
     """The dict that custom generate functions get, in SGLang's words."""
-    values: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "max_new_tokens": params.max_new_tokens,
-        "min_new_tokens": params.min_new_tokens,
-        "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_token_ids),
-        "skip_special_tokens": params.skip_special_tokens,
-        "no_stop_trim": True,
-        "spaces_between_special_tokens": False,
-    }
-    return values if seed is None else {**values, "sampling_seed": seed}
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
+    for unknown in ("seed", "ignore_eos"):  # the first by another name, the second not at all
+        del values[unknown]
+    given = {} if seed is None else {"sampling_seed": seed}
+    return {**values, "no_stop_trim": True, "spaces_between_special_tokens": False, **given}
 
 
 def sample_seed(seed: int, stream: str, index: int) -> int:
@@ -88,12 +84,6 @@ def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedToke
     sample.status = FINISH_STATUS[result.finish_reason]
 
 
-def mask_off_policy(sample: Sample, version: int) -> None:
-    """Take the tokens of older weights than ``version`` out of the loss."""
-    mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
-    sample.loss_mask = [m if v == version else 0 for m, v in zip(mask, sample.weight_versions, strict=True)]
-
-
 def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -> None:
     """Give the tokens without a weight version that of the engine, ``version``.
 
@@ -106,11 +96,6 @@ def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -
         known = before.weight_versions if before is not None and goes_on else []
         stamps = [*known, *[UNSTAMPED] * (sample.response_length - len(known))]
     sample.weight_versions = [version if v == UNSTAMPED else int(v) for v in stamps]
-
-
-def staleness(samples: Sequence[Sample], version: int) -> int:
-    """How many weight updates the oldest token of ``samples`` is behind ``version``."""
-    return max((version - oldest for s in samples for oldest in s.trained_versions), default=0)
 
 
 def is_finished(samples: Sequence[Sample]) -> bool:
@@ -150,12 +135,6 @@ def restart(sample: Sample) -> Sample:
         status=Status.PENDING,
         metadata={k: v for k, v in sample.metadata.items() if k != "reward_error"},
     )
-
-
-logger = logging.getLogger(__name__)
-
-ATTEMPTS = 3
-RETRY_SECONDS = 0.5
 
 
 @dataclass(slots=True)
@@ -207,13 +186,11 @@ class GroupGenerator:
     retries: int = 0
     generated: list[Generated] = field(default_factory=list)
     _told: set[type[Exception]] = field(default_factory=set)
-    _hooks: list[Callable[..., Any]] = field(init=False)
+    _hooks: list[Plugin] = field(init=False)
     _request_numbers: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
-        self._hooks = [
-            load_function(p, "--rollout-sample-hook-path") for p in self.context.args.rollout_sample_hook_path
-        ]
+        self._hooks = load_hooks(self.context.args)
 
     async def generate(self, batch: list[Group], engine: int | None = None) -> list[Group]:
         """Generate and grade a batch of groups together, on one engine; ``engine`` None: on the least loaded.
@@ -234,7 +211,7 @@ class GroupGenerator:
             failed = [g for g in todo if g.error is not None]
             if not failed or self.stopping:
                 break
-            await self.context.engines.health.check(used)
+            await self.context.engines.check(used)
             self.retries += 1
             self._tell(failed[0], f"attempt {attempt}: {len(failed)} of {len(todo)} groups failed")
             if attempt < ATTEMPTS:
@@ -245,6 +222,13 @@ class GroupGenerator:
                 group.samples = group.original
         await asyncio.gather(*(self._finish(g) for g in finished))
         return batch
+
+    def parts(self, batch: list[Group]) -> list[tuple[list[Group], int | None]]:
+        """What `generate` takes: a group each, or under ``--deterministic-mode`` group i on engine i mod n."""
+        if not self.context.args.deterministic_mode:
+            return [([group], None) for group in batch]
+        count = len(self.context.engines.engines)
+        return [(batch[engine::count], engine) for engine in range(min(count, len(batch)))]
 
     def _tell(self, group: Group, what: str) -> None:
         """The first error of a kind is a warning, with the lines of the plugin that raised it; others go to the log."""
@@ -266,11 +250,7 @@ class GroupGenerator:
         except Exception as error:  # whatever broke, another attempt or another engine may do better
             for group in built_in:
                 group.error = error
-        if self.context.args.deterministic_mode:
-            for group, function in by_plugin:
-                await self._ask_plugin(group, function, engine)
-        else:
-            await asyncio.gather(*(self._ask_plugin(g, f, engine) for g, f in by_plugin))
+        await self.context.each(self._ask_plugin(group, function, engine) for group, function in by_plugin)
 
     async def _ask_engine(self, groups: list[Group], engine: int) -> None:
         info = self.context.engines.infos[engine]
@@ -311,26 +291,16 @@ class GroupGenerator:
         assert sample.index is not None
         return sample_seed(self.context.args.rollout_seed, f"{self.work.stream}/{sample.group_index}", sample.index)
 
-    async def _ask_plugin(self, group: Group, function: Callable[..., Any], engine: int) -> None:
+    async def _ask_plugin(self, group: Group, function: Plugin, engine: int) -> None:
         """Each unfinished sample becomes what the plugin makes of it; one that it fails on stays as it was."""
         args = await self.context.plugin_args(engine)
         pending = [s for s in group.samples if s.status not in FINISHED]
-        answers: dict[int, list[Sample] | Exception]
-        if self.context.args.deterministic_mode:
-            answers = {id(s): await self._attempt(function, args, s) for s in pending}
-        else:
-            results = await asyncio.gather(*(self._attempt(function, args, s) for s in pending))
-            answers = {id(s): r for s, r in zip(pending, results, strict=True)}
-        group.error = next((a for a in answers.values() if isinstance(a, Exception)), None)
-        samples: list[Sample] = []
-        for sample in group.samples:
-            answer = answers.get(id(sample), [sample])
-            samples.extend(answer if isinstance(answer, list) else [sample])
-        group.samples = samples
+        answers = await self.context.each(self._attempt(function, args, s) for s in pending)
+        group.error = next((a for a in answers if isinstance(a, Exception)), None)
+        made = {id(s): a for s, a in zip(pending, answers, strict=True) if not isinstance(a, Exception)}
+        group.samples = [s for sample in group.samples for s in made.get(id(sample), [sample])]
 
-    async def _attempt(
-        self, function: Callable[..., Any], args: PluginArgs, sample: Sample
-    ) -> list[Sample] | Exception:
+    async def _attempt(self, function: Plugin, args: PluginArgs, sample: Sample) -> list[Sample] | Exception:
         try:
             return await self._call(function, args, sample)
         except PluginError:
@@ -338,7 +308,7 @@ class GroupGenerator:
         except Exception as error:
             return error
 
-    async def _call(self, function: Callable[..., Any], args: PluginArgs, sample: Sample) -> list[Sample]:
+    async def _call(self, function: Plugin, args: PluginArgs, sample: Sample) -> list[Sample]:
         # several requests of one seed would draw the same numbers, so plugins get one only where slime gives one
         seed = self._seed(sample) if self.context.args.deterministic_mode else None
         given = Sample.from_dict(sample.to_dict())  # a plugin that fails half-way leaves the original as it was
@@ -364,7 +334,8 @@ class GroupGenerator:
     async def _finish(self, group: Group) -> None:
         if self._hooks:
             args = await self.context.plugin_args()
-            group.samples = [await self._hooked(args, s) for s in group.samples]
+            offered = {"rollout_id": self.work.rollout_id, "evaluation": self.work.evaluation}
+            group.samples = [await hooked(self._hooks, args, s, **offered) for s in group.samples]
         teacher = None if self.work.evaluation else self.context.teacher
         scored = [] if teacher is None else [teacher.score(group.samples)]
         await asyncio.gather(self._grade(group), *scored)
@@ -385,18 +356,26 @@ class GroupGenerator:
         for part, together in parts:
             await self.context.grader.grade(part, rm_type=self.work.rm_type, group_rm=together, reward_key=key)
 
-    async def _hooked(self, args: PluginArgs, sample: Sample) -> Sample:
-        for hook in self._hooks:
-            known = inspect.signature(hook).parameters
-            offered = {"rollout_id": self.work.rollout_id, "evaluation": self.work.evaluation}
-            result = hook(args, sample, **{k: v for k, v in offered.items() if k in known})
-            result = await result if inspect.isawaitable(result) else result
-            if result is not None and not isinstance(result, Sample):
-                raise ValueError(
-                    f"sample hook {hook.__name__} returned a {type(result).__name__}, not a Sample or None"
-                )
-            sample = sample if result is None else result
-        return sample
+
+def load_hooks(args: Args | PluginArgs) -> list[Plugin]:
+    """The functions of ``--rollout-sample-hook-path``."""
+    return [load_function(path, "--rollout-sample-hook-path") for path in args.rollout_sample_hook_path]
+
+
+async def hooked(hooks: Iterable[Plugin], args: PluginArgs, sample: Sample, **offered: Any) -> Sample:
+    """``sample`` after ``hooks``, which get of what is ``offered`` the parameters that they have.
+
+    Raises:
+        ValueError: one of them returned neither a sample nor None.
+    """
+    for hook in hooks:
+        known = inspect.signature(hook).parameters
+        result = hook(args, sample, **{name: value for name, value in offered.items() if name in known})
+        result = await result if inspect.isawaitable(result) else result
+        if result is not None and not isinstance(result, Sample):
+            raise ValueError(f"sample hook {hook.__name__} returned a {type(result).__name__}, not a Sample or None")
+        sample = sample if result is None else result
+    return sample
 
 
 def _added(before: Sample, after: Sample) -> Generated:

@@ -37,7 +37,7 @@ from slimelite.rollout.metrics import (
     sample_metrics,
     table_metrics,
 )
-from slimelite.rollout.pool import EnginePool, Health
+from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
@@ -90,14 +90,14 @@ class RolloutManager:
         """
         self.args = args
         self._thread = LoopThread("rollout")
-        health = Health(
+        pool = EnginePool(
             engines,
+            args.sglang_server_concurrency,
             restarts=args.use_fault_tolerance,
             interval=args.rollout_health_check_interval,
             timeout=args.rollout_health_check_timeout,
             syncs=not args.debug_rollout_only,
         )
-        pool = EnginePool(engines, args.sglang_server_concurrency, health)
         self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread.run, progress or _silent)
         self._context.teacher = Teacher.of(args)
         self._context.grader.plugin_args = self._plugin_args()
@@ -232,7 +232,7 @@ class RolloutManager:
         """``release_memory`` or ``resume_memory`` on every engine, when each of them answers."""
 
         async def each() -> None:
-            await self._context.engines.health.settle()
+            await self._context.engines.settle()
             await asyncio.gather(*(getattr(engine, method)(tags) for engine in self._context.engines.engines))
 
         self._thread.run(each())
@@ -243,21 +243,20 @@ class RolloutManager:
         Raises:
             ValueError: one is gone for good.
         """
-        self._thread.run(self._context.engines.health.settle())
+        self._thread.run(self._context.engines.settle())
 
     def needs_weights(self) -> bool:
         """Whether a rollout waits for the current weights, since every engine had to start anew."""
-        return self._context.engines.health.needs_weights
+        return self._context.engines.needs_weights
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Engines are looked after while something is generated."""
-        health = self._context.engines.health
-        self._thread.run(health.watch())
+        self._thread.run(self._context.engines.watch())
         try:
             yield
         finally:
-            self._thread.run(health.rest())
+            self._thread.run(self._context.engines.rest())
 
     def _plugin_args(self, function: Any = None) -> Any:
         # a rollout function of the user may post to an engine; ours do not
@@ -340,7 +339,7 @@ class RolloutManager:
                 lengths = [(s.response_length, s.effective_response_length, s.non_generation_time) for s in samples]
                 generated = [Generated(*length) for length in lengths]
             metrics |= perf_metrics(self.args, generated, seconds)
-            metrics["rollout/engine_deaths"] = float(self._context.engines.health.deaths.total())
+            metrics["rollout/engine_deaths"] = float(self._context.engines.deaths.total())
         return {**metrics, **self._context.grader.metrics()}
 
     def _save(self, table: SampleTable, rollout_id: int | str) -> None:

@@ -48,7 +48,7 @@ def request() -> GenerateRequest:
 
 
 def make_pool(engines: list[Mortal], **options: bool) -> EnginePool:
-    return EnginePool(engines, 8, pool_module.Health(engines, **{"restarts": True, **options}))
+    return EnginePool(engines, 8, **{"restarts": True, **options})
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_what_waits_on_a_dead_engine_fails_and_goes_elsewhere() -> None:
         stuck = asyncio.create_task(pool.generate(0, [request()]))
         await asyncio.sleep(0)
         engines[0].alive = False
-        await pool.health.check(0)
+        await pool.check(0)
         with pytest.raises(ConnectionError, match="engine 0"):
             await stuck
         assert pool.capacity == 8
@@ -90,17 +90,17 @@ def test_a_restarted_engine_serves_only_after_a_sync(caplog: pytest.LogCaptureFi
         pool = make_pool(engines)
         await pool.refresh()
         engines[0].alive = False
-        await pool.health.check(0)
-        settled = asyncio.create_task(pool.health.settle())
+        await pool.check(0)
+        settled = asyncio.create_task(pool.settle())
         await asyncio.sleep(0.05)
         assert not settled.done()
         engines[0].may_start.set()
         await settled
         await asyncio.sleep(0.05)
-        assert pool.health.up == [1]
-        assert not pool.health.needs_weights, "the other engine goes on"
+        assert pool.up == [1]
+        assert not pool.needs_weights, "the other engine goes on"
         engines[0].version = 3
-        await soon(lambda: pool.health.up == [0, 1])
+        await soon(lambda: pool.up == [0, 1])
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(scenario())
@@ -118,12 +118,12 @@ def test_an_engine_with_weights_is_back_for_the_very_next_rollout(monkeypatch: p
         engines[0].may_start.set()
         for restarts in (1, 2):
             engines[0].alive = False
-            await pool.health.check(0)
-            await pool.health.settle()
+            await pool.check(0)
+            await pool.settle()
             engines[0].version = restarts
-            assert pool.health.up == [1]
+            assert pool.up == [1]
             await pool.refresh()
-            assert pool.health.up == [0, 1]
+            assert pool.up == [0, 1]
             assert pool.infos[0].weight_version == engines[0].restarts == restarts
 
     asyncio.run(scenario())
@@ -143,9 +143,9 @@ def test_a_restart_that_fails_once_is_tried_again() -> None:
         await pool.refresh()
         engines[0].alive = False
         engines[0].may_start.set()
-        await pool.health.check(0)
-        await asyncio.wait_for(pool.health.settle(), 5)
-        assert pool.health.deaths[0] == 2
+        await pool.check(0)
+        await asyncio.wait_for(pool.settle(), 5)
+        assert pool.deaths[0] == 2
 
     asyncio.run(scenario())
 
@@ -156,7 +156,7 @@ def test_the_last_engine_is_waited_for_and_asks_for_weights() -> None:
         pool = make_pool(engines)
         await pool.refresh()
         engines[0].alive = False
-        await pool.health.check(0)
+        await pool.check(0)
 
         async def take() -> int:
             async with pool.lease(1, avoid=0) as engine:
@@ -164,11 +164,11 @@ def test_the_last_engine_is_waited_for_and_asks_for_weights() -> None:
 
         waiting = asyncio.create_task(take())
         engines[0].may_start.set()
-        await soon(lambda: pool.health.needs_weights)
+        await soon(lambda: pool.needs_weights)
         assert not waiting.done()
         engines[0].version = 1
         assert await asyncio.wait_for(waiting, 5) == 0
-        assert not pool.health.needs_weights
+        assert not pool.needs_weights
 
     asyncio.run(scenario())
 
@@ -184,11 +184,11 @@ def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
         engines[0].may_start.set()
         for death in range(pool_module.MOST_DEATHS + 1):
             engines[0].alive = False
-            await pool.health.check(0)
+            await pool.check(0)
             if death < pool_module.MOST_DEATHS:
-                await soon(lambda: pool.health.up)
+                await soon(lambda: pool.up)
         with pytest.raises(ValueError, match="engine 0 does not start again"):
-            await pool.health.settle()
+            await pool.settle()
         with pytest.raises(ValueError, match="engine 0 does not start again"):
             async with pool.lease(1):
                 pass
@@ -199,11 +199,11 @@ def test_without_restarts_a_death_is_an_error_and_too_many_are_too() -> None:
 def test_the_watch_finds_an_engine_that_nobody_asks() -> None:
     async def scenario() -> None:
         engines = [Mortal(), Mortal()]
-        pool = EnginePool(engines, 8, pool_module.Health(engines, restarts=True, interval=0.01, timeout=1.0))
+        pool = EnginePool(engines, 8, restarts=True, interval=0.01, timeout=1.0)
         await pool.refresh()
-        await pool.health.watch()
+        await pool.watch()
         engines[1].alive = False
-        await soon(lambda: pool.health.up == [0])
-        await pool.health.rest()
+        await soon(lambda: pool.up == [0])
+        await pool.rest()
 
     asyncio.run(scenario())
