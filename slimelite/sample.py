@@ -1,15 +1,19 @@
-"""One sample while it is being generated: what a rollout function and its plugins read and write."""
+"""One sample while it is being generated, and which of it becomes a column of the table of samples."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from slimelite.registry import Registry
 
 
-class SampleStatus(StrEnum):
+class Status(StrEnum):
     """Where a sample stands; the names are slime's."""
 
     PENDING = "pending"
@@ -19,7 +23,7 @@ class SampleStatus(StrEnum):
     FAILED = "failed"
 
 
-Status = SampleStatus
+_Status = Status  # inside `Sample` the name is its attribute
 
 # weight version of a token until somebody says it; -1 is that of the weights that an engine was started with
 UNSTAMPED = -2
@@ -46,13 +50,12 @@ class Sample:
 
     Plugins may set attributes of their own: they are copied, saved and loaded with the sample.
 
-    ``tokens`` is prompt and response together; the four per-token lists (``loss_mask``,
-    ``rollout_log_probs``, ``weight_versions`` and, when a teacher scored it, ``teacher_log_probs``)
-    cover the response alone and have ``response_length`` entries. `append_response_tokens` is their
-    only writer.
+    ``tokens`` is prompt and response together; the per-token lists (``loss_mask``, ``rollout_log_probs``,
+    ``weight_versions``, when a teacher scored it ``teacher_log_probs``, and columns of a user's own) cover the response
+    alone and have ``response_length`` entries. `append_response_tokens` is the only writer of the first three.
     """
 
-    Status: ClassVar[type[SampleStatus]] = SampleStatus
+    Status: ClassVar[type[_Status]] = _Status
 
     group_index: int | None = None
     index: int | None = None
@@ -73,7 +76,7 @@ class Sample:
     teacher_log_probs: list[float] | None = None
     # masked out of the loss, still counted in its group's statistics
     remove_sample: bool = False
-    status: SampleStatus = SampleStatus.PENDING
+    status: _Status = _Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
@@ -175,13 +178,13 @@ class Sample:
             raise ValueError(
                 f"response_length {self.response_length} exceeds the {len(self.tokens)} tokens of the sample"
             )
-        for name in ("loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs"):
-            values = getattr(self, name)
+        for column in COLUMNS.values():
+            values = column.read(self) if column.per == "token" else None
+            count = None if values is None else len(values)
             # an empty mask would mask nothing in particular; the other lists are absent when empty
-            there = values is not None if name == "loss_mask" else bool(values)
-            if there and len(values) != self.response_length:
+            if count != self.response_length and (count or (count == 0 and column.name == "loss_mask")):
                 raise ValueError(
-                    f"sample {self.index}: {name} has {len(values)} entries but the response has "
+                    f"sample {self.index}: {column.name} has {count} entries but the response has "
                     f"{self.response_length} tokens; add tokens with append_response_tokens only"
                 )
 
@@ -215,9 +218,69 @@ class Sample:
         """The inverse of `to_dict`; what is no field becomes an attribute, as a plugin set it."""
         given = {f.name for f in fields(cls)} & values.keys()
         sample = cls(**{name: values[name] for name in given})
-        sample.status = SampleStatus(sample.status)
+        sample.status = _Status(sample.status)
         vars(sample).update({name: value for name, value in values.items() if name not in given})
         return sample
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of samples: it is in saved rollouts, and a trainer and its loss have it.
+
+    ::
+
+        COLUMNS.add(Column("difficulty", "float32", per="token"))
+
+    in a file that ``--import-file`` names adds one. A generate function gives ``sample.difficulty`` a list with a value
+    for each response token, and a loss reads ``inputs.column("difficulty")``. A table lacks what no sample has.
+    """
+
+    name: str
+    dtype: str  # numpy's, or "str"
+    per: Literal["sample", "prompt", "token"] = "sample"  # a value a sample, a token of its prompt, or of its response
+    of: Callable[[Sample], Any] | None = None  # how it is read from a sample; None: its attribute of this name
+    absent: Any = math.nan  # stands in a table for a sample that lacks it, which for tokens is an empty list too
+    required: bool = False  # every table and every file has it
+
+    def read(self, sample: Sample) -> Any:
+        """What ``sample`` has of it, None if it lacks it."""
+        return getattr(sample, self.name, None) if self.of is None else self.of(sample)
+
+
+_every = partial(Column, required=True)
+COLUMNS = Registry(
+    "column of the table of samples",
+    "column",
+    (
+        _every("sample_id", "int64", of=lambda s: s.index),
+        # fan-out siblings share it
+        _every("rollout_id", "int64", of=lambda s: s.index if s.rollout_id is None else s.rollout_id),
+        _every("group_id", "int64", of=lambda s: s.group_index),  # samples of one prompt
+        # rows that must never be split over micro-batches or ranks (a DPO pair)
+        _every("unit_id", "int64", of=lambda s: s.index if s.unit_id is None else s.unit_id),
+        _every("reward", "float64"),
+        _every("advantage", "float64", of=lambda _: 0.0),  # of the group, computed before samples are dealt to ranks
+        # masked out of the loss, counted in the group's statistics
+        _every("removed", "bool", of=lambda s: s.remove_sample),
+        _every("prompt_tokens", "int32", "prompt", lambda s: s.tokens[: s.prompt_length]),
+        _every("response_tokens", "int32", "token", lambda s: s.tokens[s.prompt_length :]),
+        _every("loss_mask", "bool", "token", absent=True),
+        _every("rollout_log_probs", "float32", "token"),
+        _every("weight_versions", "int32", "token", absent=0),
+        _every("teacher_log_probs", "float32", "token"),  # NaN where no teacher scored the token
+        _every("status", "str", of=lambda s: str(s.status)),
+        _every("label", "str", of=lambda s: plain(s.label)),  # any value that JSON knows
+        _every("prompt", "str", of=lambda s: s.prompt if isinstance(s.prompt, str) else json.dumps(s.prompt)),
+        _every("response", "str"),
+        _every("metadata", "str", of=lambda s: json.dumps(plain(s.metadata))),
+        # JSON: a reward that is a dict, of which ``reward`` has one entry
+        Column(
+            "reward_components", "str", of=lambda s: json.dumps(plain(s.reward) if isinstance(s.reward, dict) else {})
+        ),
+        # what trained a rollout whose tokens had advantages of their own, instead of ``advantage``
+        Column("advantages", "float32", "token"),
+    ),
+)
 
 
 def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:

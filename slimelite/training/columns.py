@@ -21,6 +21,7 @@ from slimelite.algorithms.packed import row_weights, segment_mean
 from slimelite.algorithms.policy import kl_estimate
 from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
 from slimelite.plugins import guarded, load_function
+from slimelite.sample import COLUMNS
 from slimelite.table import SampleTable
 from slimelite.training.batch import Pairs
 
@@ -28,52 +29,65 @@ from slimelite.training.batch import Pairs
 MEASURED_ROWS = 8
 
 
-@dataclass(slots=True)
-class TokenColumns:
-    """Columns over the N response tokens of a table with n rows, on the CPU.
+@dataclass(kw_only=True)
+class TokenValues:
+    """What losses read of response tokens: [N] of a rollout on the CPU, or [R] of a micro-batch on its device.
 
-    ``mask``: [N] bool, what the loss sees; ``segments``: [N] int64 rows; ``rollout_log_probs``: [N] of the engine, NaN
-    where there are none; ``weights``: [N] weight in its optimizer step, ``pg_weights`` that of the policy loss;
-    ``advantages``: [N], ``of_tokens`` when tokens have their own, not that of their row in the table; ``old``, ``ref``,
-    ``teacher``: [N] log-probs of the trainer before the rollout's first step, of the reference and of the teacher: None
-    where not needed, NaN in rows that were not computed. ``entropy``: [N] that goes with ``old``. ``returns``: [N] what
-    the estimator made of the rewards, before distillation and whitening; with a critic, what it learns. ``values``: [N]
-    of the critic before the rollout's first step. ``pairs``: of ``--loss-type dpo_loss``.
+    ``mask``: bool, what the loss sees; ``rollout_log_probs`` of the engine, NaN where there are none; ``weights`` in
+    the optimizer step, ``pg_weights`` those of the policy loss; ``old``, ``ref``: log-probs of the trainer before the
+    rollout's first step and of the reference, None where not needed, NaN in rows that were not computed.
     """
 
     mask: Tensor
-    segments: Tensor
-    rows: int
     rollout_log_probs: Tensor
     weights: Tensor
     pg_weights: Tensor
     advantages: Tensor
-    of_tokens: bool = False
     old: Tensor | None = None
+    ref: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class TokenColumns(TokenValues):
+    """Columns over the N response tokens of a table with n rows, on the CPU.
+
+    ``segments``: [N] int64 rows; ``of_tokens``: tokens have advantages of their own, not that of their row in the
+    table; ``entropy``: [N], goes with ``old``; ``teacher``: [N] log-probs of the teacher; ``returns``: [N] what the
+    estimator made of the rewards, before distillation and whitening: with a critic, what it learns; ``values``: [N]
+    of the critic before the rollout's first step; ``pairs``: of a loss that compares the two replies of a pair.
+    """
+
+    table: SampleTable
+    segments: Tensor
+    of_tokens: bool = False
     entropy: Tensor | None = None
     returns: Tensor | None = None
-    ref: Tensor | None = None
     teacher: Tensor | None = None
     values: Tensor | None = None
     pairs: Pairs | None = None
+
+    @property
+    def rows(self) -> int:
+        """n."""
+        return len(self.table)
 
     @classmethod
     def from_table(cls, table: SampleTable) -> TokenColumns:
         """The columns that need no model."""
         rows = np.repeat(np.arange(len(table)), table.response_lengths)
         return cls(
+            table=table,
             mask=torch.from_numpy(table.loss_mask & ~table.removed[rows]),
             segments=torch.from_numpy(rows),
-            rows=len(table),
             rollout_log_probs=torch.tensor(table.rollout_log_probs),
             weights=torch.zeros(len(rows), dtype=torch.float64),
             pg_weights=torch.zeros(len(rows), dtype=torch.float64),
             advantages=torch.zeros(len(rows)),
         )
 
-    def set_weights(self, args: Args, table: SampleTable, steps: list[np.ndarray]) -> None:
+    def set_weights(self, args: Args, steps: list[np.ndarray]) -> None:
         """The weight of every token, and of every pair, from the whole of its optimizer step."""
-        per_row = torch.zeros(self.rows, dtype=torch.float64)
+        table, per_row = self.table, torch.zeros(self.rows, dtype=torch.float64)
         for rows in steps:
             per_row[rows] = row_weights(
                 torch.from_numpy(table.mask_sums[rows]),
@@ -115,7 +129,7 @@ class TokenColumns:
             factors[rows] = 1 / mean if mean > 1e-8 else 1.0
         self.pg_weights = self.pg_weights * factors[self.segments]
 
-    def set_advantages(self, args: Args, table: SampleTable) -> None:
+    def set_advantages(self, args: Args) -> None:
         """The advantage of every token: by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
         ``--custom-advantage-function-path``, ``fn(args, table, columns)``, which sets ``columns.advantages``, and with
         a critic ``columns.returns``.
@@ -124,23 +138,25 @@ class TokenColumns:
             ValueError: an advantage or return of a trained token is not finite.
         """
         if args.custom_advantage_function_path:
-            load_function(args.custom_advantage_function_path, "--custom-advantage-function-path")(args, table, self)
+            load_function(args.custom_advantage_function_path, "--custom-advantage-function-path")(
+                args, self.table, self
+            )
         else:
-            self._estimate_advantages(args, table)
+            self._estimate_advantages(args)
         if self.teacher is not None:
             assert self.old is not None
             self.advantages = adv.add_distillation(
                 self.advantages, self.old, self.teacher, self.mask, opd_kl_coef=args.opd_kl_coef
             )
-        self._check_finite(args, table, advantages=self.advantages, returns=self.returns)
+        self._check_finite(args, advantages=self.advantages, returns=self.returns)
         if args.normalize_advantages:
             self.advantages = adv.whiten(self.advantages, self.mask)
         of_tokens = args.estimator.token or args.custom_advantage_function_path
         self.of_tokens = bool(of_tokens or args.normalize_advantages or self.teacher is not None)
 
-    def _estimate_advantages(self, args: Args, table: SampleTable) -> None:
-        per_row = torch.tensor(table.advantage, dtype=torch.float32)
-        self._check_finite(args, table, advantages=per_row[self.segments])  # recurrences would spread it
+    def _estimate_advantages(self, args: Args) -> None:
+        per_row = torch.tensor(self.table.advantage, dtype=torch.float32)
+        self._check_finite(args, advantages=per_row[self.segments])  # recurrences would spread it
         kl = torch.zeros(len(self.mask))
         if args.kl_coef:
             assert self.old is not None
@@ -151,7 +167,7 @@ class TokenColumns:
         )
         self.advantages, self.returns = adv.token_advantages(args.advantage_estimator, tokens)
 
-    def _check_finite(self, args: Args, table: SampleTable, **columns: Tensor | None) -> None:
+    def _check_finite(self, args: Args, **columns: Tensor | None) -> None:
         source = "rewards and log-probs"
         if args.custom_advantage_function_path:
             source = f"what --custom-advantage-function-path {args.custom_advantage_function_path} sets"
@@ -159,7 +175,7 @@ class TokenColumns:
             source = f"what --custom-reward-post-process-path {args.custom_reward_post_process_path} returns"
         for name, column in columns.items():
             if column is not None and (wrong := self.mask & ~column.isfinite()).any():
-                ids = self._ids_with(wrong, table)
+                ids = self._ids_with(wrong)
                 raise ValueError(f"samples {ids} have {name} that are not finite; look at {source}")
 
     def rows_to_compute(self, args: Args, steps: list[np.ndarray]) -> np.ndarray:
@@ -191,25 +207,37 @@ class TokenColumns:
             counts = counts & (self.advantages != 0)
         return self._rows_with(counts).numpy()
 
-    def check(self, args: Args, table: SampleTable, vocab_size: int) -> None:
+    def check(self, args: Args, vocab_size: int) -> None:
         """Refuse a table that the loss cannot use.
 
         Raises:
-            ValueError: a token outside the model's vocabulary, or no log-prob of engine or teacher where it is read.
+            ValueError: a token outside the model's vocabulary, or nothing in a column that is read, such as no log-prob
+                of engine or teacher.
         """
+        table = self.table
         largest = max(table.prompt_tokens.max(initial=0), table.response_tokens.max(initial=0))
         if largest >= vocab_size:
             raise ValueError(f"token {largest} is not one of the model's {vocab_size}; --tokenizer is another model's")
         if self.teacher is not None and (unscored := self.mask & self.teacher.isnan()).any():
             raise ValueError(
-                f"samples {self._ids_with(unscored, table)} have no teacher log-probs, which --opd-type sglang trains "
+                f"samples {self._ids_with(unscored)} have no teacher log-probs, which --opd-type sglang trains "
                 "on: give the teacher's address as --rm-url, or fill sample.teacher_log_probs where samples are made"
             )
+        for name in args.loss.columns:
+            values = getattr(table, name)
+            absent = np.ones(len(table), bool) if values is None else np.isnan(values)
+            if values is None or COLUMNS[name].per == "sample":
+                absent = absent[self.segments.numpy()]
+            if (unfilled := self.mask & torch.from_numpy(absent)).any():
+                raise ValueError(
+                    f"samples {self._ids_with(unfilled)} have no {name}, which --loss-type {args.loss_type} reads: "
+                    f"fill sample.{name} where samples are made"
+                )
         reads_engine = args.use_rollout_logprobs or args.correction != "none"
         missing = self.mask & self.rollout_log_probs.isnan()
         if args.loss.policy and reads_engine and missing.any():
             raise ValueError(
-                f"samples {self._ids_with(missing, table)} have no engine log-probs, which --use-rollout-logprobs and "
+                f"samples {self._ids_with(missing)} have no engine log-probs, which --use-rollout-logprobs and "
                 "--correction need; leave these out, or generate the samples with log-probs"
             )
 
@@ -237,9 +265,9 @@ class TokenColumns:
                 means[name] = float(of_rows[trained].nanmean())
         return {name: value for name, value in means.items() if not math.isnan(value)}
 
-    def _ids_with(self, tokens: Tensor, table: SampleTable) -> list[int]:
+    def _ids_with(self, tokens: Tensor) -> list[int]:
         """Samples with a token in ``tokens`` [N] bool, the first few."""
-        return table.sample_id[self.segments[tokens].unique().numpy()].tolist()[:8]
+        return self.table.sample_id[self.segments[tokens].unique().numpy()].tolist()[:8]
 
     def _rows_with(self, tokens: Tensor) -> Tensor:
         """[n] bool: rows with a token in ``tokens`` [N] bool."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,51 +21,66 @@ from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.algorithms.supervised import dpo_loss, sft_loss
 from slimelite.arguments import Args, CorrectionArgs
 from slimelite.plugins import load_function
+from slimelite.sample import COLUMNS
+from slimelite.table import SampleTable
 from slimelite.training.batch import BatchPairs, MicroBatch
-from slimelite.training.columns import TokenColumns
+from slimelite.training.columns import TokenColumns, TokenValues
 
 
-@dataclass(frozen=True, slots=True)
-class LossInputs:
-    """The R response tokens of a micro-batch, on its device; see `TokenColumns`.
+@dataclass(kw_only=True)
+class LossInputs(TokenValues):
+    """The R response tokens of a micro-batch, on its device.
 
     ``segments``: [R] int64 row of each token, of ``num_segments`` with ``total_lengths`` prompt and response tokens.
-    ``old`` None: this is the rollout's only step, and what the policy says now is what it said before.
+    ``old`` None: this is the rollout's only step, and what the policy says now is what it said before. ``pairs``: of a
+    loss that compares the two replies of a pair.
     """
 
-    mask: Tensor
-    segments: Tensor
-    num_segments: int
-    total_lengths: list[int]
-    weights: Tensor
-    pg_weights: Tensor
-    advantages: Tensor
-    rollout_log_probs: Tensor
-    old: Tensor | None
-    ref: Tensor | None
+    batch: MicroBatch
+    table: SampleTable
     pairs: BatchPairs | None
+
+    @classmethod
+    def of(cls, batch: MicroBatch, columns: TokenColumns) -> LossInputs:
+        """The part of the columns that belongs to ``batch``."""
+        values = {f.name: getattr(columns, f.name) for f in fields(TokenValues)}
+        taken: dict[str, Any] = {name: value if value is None else batch.take(value) for name, value in values.items()}
+        pairs = None if columns.pairs is None else columns.pairs.of(batch.rows, batch.targets.device)
+        return cls(batch=batch, table=columns.table, pairs=pairs, **taken)
+
+    @property
+    def segments(self) -> Tensor:
+        """[R] int64."""
+        return self.batch.segments
+
+    @property
+    def num_segments(self) -> int:
+        """Rows of the micro-batch."""
+        return len(self.batch.rows)
+
+    @property
+    def total_lengths(self) -> list[int]:
+        """Prompt and response tokens of each row."""
+        return self.batch.lengths
 
     @property
     def where(self) -> tuple[Tensor, Tensor, int]:
         """What most functions of `slimelite.algorithms` read together: mask, segments, number of rows."""
         return self.mask, self.segments, self.num_segments
 
-    @classmethod
-    def of(cls, batch: MicroBatch, columns: TokenColumns) -> LossInputs:
-        """The part of the columns that belongs to ``batch``."""
-        return cls(
-            mask=batch.take(columns.mask),
-            segments=batch.segments,
-            num_segments=len(batch.rows),
-            total_lengths=batch.lengths,
-            weights=batch.take(columns.weights),
-            pg_weights=batch.take(columns.pg_weights),
-            advantages=batch.take(columns.advantages),
-            rollout_log_probs=batch.take(columns.rollout_log_probs),
-            old=None if columns.old is None else batch.take(columns.old),
-            ref=None if columns.ref is None else batch.take(columns.ref),
-            pairs=None if columns.pairs is None else columns.pairs.of(batch.rows, batch.targets.device),
-        )
+    def column(self, name: str) -> Tensor:
+        """A column of numbers of the table, such as one of your own (see `slimelite.sample.COLUMNS`): [R], or
+        [num_segments] where a sample has one value.
+
+        Raises:
+            ValueError: the table lacks it.
+        """
+        column, values = COLUMNS[name], getattr(self.table, name)
+        if values is None:
+            raise ValueError(f"no sample of this rollout has {name}: fill sample.{name} where samples are made")
+        if column.per == "token":
+            return self.batch.take(torch.from_numpy(values))
+        return torch.from_numpy(values[self.batch.rows]).to(self.batch.targets.device)
 
 
 @dataclass(frozen=True, slots=True)

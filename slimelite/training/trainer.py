@@ -310,8 +310,8 @@ class Trainer(Learner[PolicyModel]):
         if self.args.use_opd and self.teacher is None:
             columns.teacher = torch.from_numpy(table.teacher_log_probs)
         readers = [part.model for part in (self, self.teacher, self.critic) if part is not None]
-        columns.check(self.args, table, min(model.hf.config.vocab_size for model in readers))
-        columns.set_weights(self.args, table, steps)
+        columns.check(self.args, min(model.hf.config.vocab_size for model in readers))
+        columns.set_weights(self.args, steps)
         rows = np.flatnonzero(table.mask_sums)
         dealt = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)
         if self.reference is not None:
@@ -327,7 +327,7 @@ class Trainer(Learner[PolicyModel]):
         if not args.supervised and (args.kl_coef != 0 or args.use_opd or args.custom_advantage_function_path):
             columns.old, columns.entropy = self._pass("log_probs", self.model, table, dealt)
         if not self.args.supervised and self.args.compute_advantages_and_returns:
-            columns.set_advantages(self.args, table)
+            columns.set_advantages(self.args)
         return columns
 
     def _pass(

@@ -12,22 +12,21 @@ import numpy as np
 import pytest
 
 from slimelite.arguments import EvalDataset
-from slimelite.table import COLUMNS, TEXT_COLUMNS, SampleTable
+from slimelite.table import OFFSETS, SampleTable
 
 from .conftest import MakeArgs, MakeManager, plugin
 from .scripted import ScriptedEngine
 
-FLOATS = [name for name, (dtype, _) in COLUMNS.items() if dtype.startswith("float")]
 NONZERO_STD = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 
 
 def same(a: SampleTable, b: SampleTable) -> bool:
     """Bit for bit, NaN (no teacher) being equal to itself."""
-    numbers = all(
-        np.array_equal(getattr(a, n), getattr(b, n), equal_nan=n in FLOATS)
-        for n in (*COLUMNS, "prompt_offsets", "response_offsets")
+    floats = [column.name for column in a.columns() if column.dtype.startswith("float")]
+    names = [*(column.name for column in a.columns()), *OFFSETS.values()]
+    return a.columns() == b.columns() and all(
+        np.array_equal(getattr(a, n), getattr(b, n), equal_nan=n in floats) for n in names
     )
-    return numbers and all(getattr(a, n) == getattr(b, n) for n in TEXT_COLUMNS)
 
 
 def test_a_rollout_is_a_table_of_scored_groups(make_args: MakeArgs, make_manager: MakeManager) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +138,11 @@ def test_what_is_no_pair_is_refused(models: tuple[Path, Path]) -> None:
     with one_rank(dpo_args(models)) as trainer:
         with pytest.raises(ValueError, match=r"units \[\d\] do not have two rows"):
             trainer.train(0, table.select(np.arange(len(table) - 1)))
-        tie = replace(table, reward=np.ones(len(table)))
+        tie = pair_table()
+        tie.reward = np.ones(len(table))
         with pytest.raises(ValueError, match="no row has the higher"):
             trainer.train(0, tie)
-        half = replace(table, removed=np.arange(len(table)) == 0)
+        half = pair_table()
+        half.removed = np.arange(len(table)) == 0
         with pytest.raises(ValueError, match="mark both with remove_sample"):
             trainer.train(0, half)

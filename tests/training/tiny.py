@@ -103,9 +103,9 @@ def loss_inputs(args: Args, table: SampleTable, rows: Sequence[int] | None = Non
     """What the loss of a micro-batch of ``rows`` (None: all) gets; ``old`` are random log-probs of the table."""
     steps = split_steps(table.rollout_id, table.unit_id, args.global_batch_size or len(table))
     columns = TokenColumns.from_table(table)
-    columns.set_weights(args, table, steps)
+    columns.set_weights(args, steps)
     columns.values = torch.linspace(-1, 1, len(columns.mask))
-    columns.set_advantages(args, table)
+    columns.set_advantages(args)
     columns.old = -torch.rand(len(columns.mask), generator=torch.Generator().manual_seed(0)) - 3.5
     chosen = np.array(range(len(table)) if rows is None else rows, np.int64)
     return LossInputs.of(MicroBatch.from_table(table, chosen, torch.device("cpu")), columns)
