@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from slimelite.algorithms.losses import LOSSES
 from slimelite.arguments import Args
 from slimelite.data.prompts import PAIR, deal, load_prompts
 from slimelite.data.tokenizer import load_tokenizer
@@ -56,7 +57,7 @@ class DataSource:
             args,
             tokenizer,
             paths,
-            replies=(args.chosen_key, args.rejected_key) if args.loss.paired else None,
+            replies=(args.chosen_key, args.rejected_key) if LOSSES[args.loss_type].paired else None,
             max_prompt_len=args.rollout_max_prompt_len,
             skip_bad_rows=args.skip_bad_rows,
             keep_messages=args.reward_model_path is not None,

@@ -20,6 +20,7 @@ from collections import Counter
 from itertools import count
 from typing import Any
 
+from slimelite.algorithms.losses import LOSSES
 from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
 from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
@@ -79,7 +80,7 @@ def offline_rollout(
     chat = ChatReader(args.rollout_context.tokenizer, *settings)
     groups = data_source.get_samples(args.rollout_batch_size)
     samples = [s for group in groups for s in group]
-    if args.loss.paired:
+    if LOSSES[args.loss_type].paired:
         pairs = [chat.pair(sample) for sample in samples]
         untrained = sum(chosen.remove_sample for chosen, _ in pairs)
         if untrained:
