@@ -56,6 +56,28 @@ class ShoutArgs:
 YAML takes `shout_bonus: 0.7`, plugins read `args.shout_bonus`, and a function typed
 `def reward(args: ShoutArgs, sample: Sample)` is checked by your type checker. The file travels with the working
 directory of a Ray job. In a program of your own, `parse_args(groups=[ShoutArgs])` does the same.
+
+## Entries of your own
+
+What there are several of (advantage estimators, reward rules, engines, model families, presets) has a registry with a
+record for each. A file that adds one of yours:
+
+```python
+import torch
+
+from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+
+
+def minus_median(rewards):
+    medians = [rewards.rewards[rewards.group == g].median() for g in range(len(rewards.size))]
+    return rewards.rewards - torch.stack(medians)[rewards.group]
+
+
+ESTIMATORS.add(Estimator("median", "R − median", group=minus_median))
+```
+
+`python train.py --import-file median.py --advantage-estimator median ...` runs it before the command line is read, and
+once in every other process of the run. It is found as groups are. A name that is taken already is an error.
 """
 
 

@@ -20,6 +20,8 @@ from typing import Any
 from slimelite import compat
 
 PACKAGE = Path(compat.__file__).parent
+# files that `run_file` has run in this process; those that it starts run them too
+files_run: list[str] = []
 
 
 class PluginError(ValueError):
@@ -133,6 +135,25 @@ def raised_at(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not Path(f.filename).is_relative_to(PACKAGE)]
     return f" ({theirs[-1].filename}, line {theirs[-1].lineno}, in {theirs[-1].name})" if theirs else ""
+
+
+def run_file(path: str, option: str) -> None:
+    """Run the user's file at ``path``, which ``option`` names; once in a process, however often it is named.
+
+    Raises:
+        ValueError: it is not there, or fails; one message, with its line.
+    """
+    compat.install_finder()
+    file = str(Path(path).resolve())
+    try:
+        _load_file(path)
+    except (Exception, SystemExit) as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        what = " ".join((str(error) if isinstance(error, ValueError) else _named(error)).split())
+        place = f" {path}, line {lines[-1]}" if lines else ""  # else the message names the file
+        raise ValueError(f"{option}{place}: {what}") from error
+    if file not in files_run:
+        files_run.append(file)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -12,10 +12,10 @@ from slimelite.arguments.derive import derive
 from slimelite.arguments.flags import ArgumentError
 from slimelite.arguments.help import format_help
 from slimelite.arguments.machine import Machine, this_machine
-from slimelite.arguments.own_groups import compose, load_groups
 from slimelite.arguments.problems import validate, without_effect
 from slimelite.arguments.secret import HIDDEN, is_masked
 from slimelite.arguments.sources import drop_unusable_paths, read_command_line, read_config, read_presets
+from slimelite.arguments.user_code import compose, import_files, load_groups
 from slimelite.arguments.vocabulary import Settings, Vocabulary
 
 MASKED = (
@@ -91,9 +91,13 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
 
 
 def _args_type(argv: Sequence[str], groups: Sequence[type]) -> type[Args]:
-    """`Args` with ``groups`` and those that ``--args-group`` names, on the command line or in ``--config``."""
-    named = _merge_sources(argv, Vocabulary(Args)).values.get("args_group", [])
-    return compose([*groups, *load_groups(named)])
+    """`Args` with ``groups`` and those that ``--args-group`` names, on the command line or in ``--config``.
+
+    The files of ``--import-file`` run before, so that what they register is known to everything that follows.
+    """
+    named = _merge_sources(argv, Vocabulary(Args)).values
+    files = import_files(named.get("import_file", []))
+    return compose([*groups, *load_groups(named.get("args_group", []))], files)
 
 
 def _own_keys(settings: Settings, vocabulary: Vocabulary) -> Iterator[str]:

@@ -62,6 +62,14 @@ class DebugArgs:
     dry_run: bool = flag(
         False, "the run checks everything that can be checked, prints the resolved arguments, and stops", ALWAYS
     )
+    import_file: list[str] = flag(
+        [],
+        "this Python file is run before the command line is read, and in every worker; what it registers, such as an "
+        "advantage estimator, is there like our own; may be given several times",
+        needs=ALWAYS,
+        repeat=True,
+        metavar="FILE",
+    )
     args_group: list[str] = flag(
         [],
         "this dataclass, my_file.py:MyArgs, has flags of your own: on the command line, in --help, in config files and "

@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 
 from slimelite.arguments import Args, EvalDataset
 from slimelite.arguments.model import text_config
-from slimelite.arguments.own_groups import plugin_paths
+from slimelite.arguments.user_code import plugin_paths
 from slimelite.checkpoints import STATE_FILE, damage, read_json
 from slimelite.data.conversations import ChatReader
 from slimelite.data.prompts import deal, load_prompts

@@ -26,6 +26,7 @@ from queue import LifoQueue
 from typing import Any
 
 import slimelite
+from slimelite.plugins import files_run, run_file
 from slimelite.registry import function
 from slimelite.reward_rules import GRADER_MEMORY_MB, RULES, Answer, Failure, Reward, TooCostly
 
@@ -132,7 +133,7 @@ class _Worker:
         search_path = [str(Path(slimelite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             # -P: the current folder is not searched for modules
-            [sys.executable, "-P", "-m", *self._program, str(theirs.fileno()), str(self._timeout)],
+            [sys.executable, "-P", "-m", *self._program, str(theirs.fileno()), str(self._timeout), *files_run],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search_path))},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -163,8 +164,10 @@ class _Worker:
         return code
 
 
-def main(descriptor: int, seconds: float) -> None:
-    """Serve until the parent closes its end."""
+def main(descriptor: int, seconds: float, files: Sequence[str]) -> None:
+    """Serve until the parent closes its end; ``files``: of ``--import-file``, which may have rules."""
+    for file in files:
+        run_file(file, "--import-file")
     from slimelite.rewards import symbolic  # sympy is loaded, and its grammar read, before the first answer's time runs
 
     logging.disable(logging.CRITICAL)  # math-verify warns of every answer it cannot read
@@ -237,4 +240,4 @@ def out_of_time(*_: object) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), float(sys.argv[2]))
+    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

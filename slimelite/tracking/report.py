@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slimelite.arguments import Args
-from slimelite.arguments.own_groups import plugin_paths
+from slimelite.arguments.user_code import plugin_paths
 from slimelite.sample import label_text
 from slimelite.table import SampleTable
 from slimelite.tracking.metrics_file import Record, eval_metrics, series

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, Literal
 
@@ -15,7 +12,6 @@ from conftest import COMPLETE, CPU
 import slimelite.arguments as arguments
 from slimelite.arguments import Args, ArgumentError, flag, make_args, parse_args
 from slimelite.arguments.flags import Condition, Needs, all_flags, group_flags, group_title, groups_of
-from slimelite.arguments.own_groups import plugin_paths
 from slimelite.registry import Registry
 
 
@@ -128,62 +124,6 @@ def test_two_groups_of_the_same_flag_name_the_clash() -> None:
 
     with pytest.raises(ArgumentError, match="--lr"):
         make_args(COMPLETE.split(), groups=[Again], machine=CPU)
-
-
-OWN = """
-from dataclasses import dataclass
-
-from slimelite.arguments import flag
-
-@dataclass(frozen=True)
-class MyArgs:
-    \"\"\"Mine.\"\"\"
-
-    my_bonus: float = flag(0.5, "reward of mine")
-
-class NoGroup:
-    pass
-"""
-
-
-def test_a_group_is_named_on_the_command_line(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "own.py").write_text(OWN)
-    named = ["--args-group", f"{tmp_path}/own.py:MyArgs"]
-    args: Any = make_args([*COMPLETE.split(), "--my-bonus", "0.7", *named], machine=CPU)
-    assert (args.my_bonus, args.global_batch_size) == (0.7, 8)
-    assert "--args-group" not in dict(plugin_paths(args)), "the pre-flight would call it a function"
-    config = tmp_path / "c.yaml"
-    config.write_text(f"args_group: ['{tmp_path}/own.py:MyArgs']\nmy_bonus: 0.2")
-    assert make_args([*COMPLETE.split(), "--config", str(config)], machine=CPU).my_bonus == 0.2  # type: ignore
-    with pytest.raises(SystemExit):
-        parse_args(["--help", *named])
-    assert "\nMINE\n" in capsys.readouterr().out
-    with pytest.raises(ArgumentError) as caught:
-        make_args([*COMPLETE.split(), "--args-group", f"{tmp_path}/own.py:NoGroup"], machine=CPU)
-    assert "is no frozen dataclass" in caught.value.problems[0]
-    with pytest.raises(ArgumentError, match="no plugin file"):
-        make_args([*COMPLETE.split(), "--args-group", f"{tmp_path}/nowhere.py:MyArgs"], machine=CPU)
-
-
-def test_composed_arguments_travel_to_other_processes_and_places(tmp_path: Any) -> None:
-    """A worker has not loaded the file; on another node of a job only the working directory has it."""
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "own.py").write_text(OWN)
-    (tmp_path / "there").mkdir()
-    program = (
-        "import pickle, sys; a = pickle.load(open(sys.argv[1], 'rb')); b = pickle.loads(pickle.dumps(a));"
-        "from slimelite.arguments import Args; from dataclasses import replace;"
-        "print(a.my_bonus, a == b, isinstance(a, Args), replace(a, lr=1.0).my_bonus, type(a).__mro__[1].__name__)"
-    )
-    with contextlib.chdir(tmp_path / "here"):
-        args = make_args([*COMPLETE.split(), "--my-bonus", "0.7", "--args-group", "own.py:MyArgs"], machine=CPU)
-    (tmp_path / "args.pickle").write_bytes(pickle.dumps(args))
-    for place in ("here", "there"):
-        if place == "there":
-            (tmp_path / "here" / "own.py").rename(tmp_path / "there" / "own.py")
-        command = [sys.executable, "-c", program, str(tmp_path / "args.pickle")]
-        done = subprocess.run(command, cwd=tmp_path / place, capture_output=True, text=True, check=False)
-        assert done.stdout.split() == ["0.7", "True", "True", "0.7", "MyArgs"], done.stderr
 
 
 def test_every_group_stands_alone_with_defaults() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 import train
+from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.cluster.workers import RemoteSink
 from slimelite.engines.protocol import WeightBucket
+from slimelite.plugins import files_run
+from slimelite.reward_rules import RULES
 from slimelite.table import SampleTable
 
 from .conftest import metrics
@@ -217,3 +221,32 @@ def test_a_sync_that_changed_the_weights_is_noticed(
     flags = ("--launcher", "local", "--num-rollout", "1", "--check-weight-update-equal", "--run-dir", str(tmp_path))
     assert train.main([*grpo_args, *flags]) == 1
     assert "--check-weight-update-equal: after sync 0" in capsys.readouterr().err
+
+
+ENTRIES = """
+import os
+from pathlib import Path
+from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+from slimelite.reward_rules import RULES, Rule
+
+with Path(__file__).with_name("processes.txt").open("a") as file:
+    print(os.getpid(), file=file)
+RULES.add(Rule("half", lambda _: None, lambda _: 0.5))
+ESTIMATORS.add(Estimator("flat", "R", group=lambda rewards: rewards.rewards))
+"""
+
+
+def test_an_imported_file_runs_once_in_each_process(local_run: Run, tmp_path: Path) -> None:
+    """The driver is the trainer and the rollout manager as well; rules without bound run in grading processes."""
+    (tmp_path / "own.py").write_text(ENTRIES)
+    named = ("--import-file", str(tmp_path / "own.py"), "--rm-type", "half", "--advantage-estimator", "flat")
+    try:
+        run = local_run("imported", *named, "--num-rollout", "1")
+    finally:
+        for registry, name in ((RULES, "half"), (ESTIMATORS, "flat")):
+            registry._records.pop(name, None)
+        files_run.clear()
+    assert metrics(run, "rollout/raw_reward") == [0.5]
+    processes = (tmp_path / "processes.txt").read_text().split()
+    assert processes.count(str(os.getpid())) == 1
+    assert len(processes) == len(set(processes)) > 1

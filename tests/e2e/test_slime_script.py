@@ -77,6 +77,14 @@ class NoteArgs:
 
     note_bonus: float = flag(0.5, "added to a metric")
 '''
+# the rule is asked in a grading process, the estimator in a trainer
+ENTRIES = """
+from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+from slimelite.reward_rules import RULES, Rule
+
+RULES.add(Rule("quarter", lambda _: None, lambda _: 0.25))
+ESTIMATORS.add(Estimator("flat", "R", group=lambda rewards: rewards.rewards))
+"""
 
 
 def test_it_runs_as_it_is_and_ends_nothing_of_others(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
@@ -92,10 +100,12 @@ def test_it_runs_as_it_is_and_ends_nothing_of_others(grpo_args: list[str], task:
     (place / "models" / "tiny.sh").write_text(f"TINY_ARGS=(--num-layers {layers} --add-qkv-bias)\n")
     (place / "own_log.py").write_text(LOG)
     (tmp_path / "own_args.py").write_text(GROUP)
+    (tmp_path / "own_entries.py").write_text(ENTRIES)
     (place / "run-tiny.sh").write_text(SCRIPT)
     wrapper = ["bash", str(ROOT / "scripts" / "run_slime_script.sh"), "--map", f"/root={root}"]
     command = [*wrapper, str(place / "run-tiny.sh"), "--num-rollout", "1", "--run-dir", str(tmp_path / "run")]
     command += ["--args-group", "own_args.py:NoteArgs", "--note-bonus", "7"]
+    command += ["--import-file", "own_entries.py", "--rm-type", "quarter", "--advantage-estimator", "flat"]
     env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     others = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
@@ -110,6 +120,7 @@ def test_it_runs_as_it_is_and_ends_nothing_of_others(grpo_args: list[str], task:
         others.shutdown()
     assert len(metrics(tmp_path / "run", "train/loss")) == 1
     assert metrics(tmp_path / "run", "rollout/nvls") == [7.0], "a plugin in a worker reads a flag of the user's own"
+    assert metrics(tmp_path / "run", "rollout/raw_reward") == [0.25], "so has a grading process of a rollout worker"
     for said in (
         "pkill -9 sglang ends nothing",
         "ray stop --force does nothing",

@@ -114,7 +114,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--input-key prompt", "no column 'prompt'"),
         ("--prompt-data absent.parquet", "no such file: absent.parquet"),
         ("--eval-prompt-data gone gone.jsonl", "eval dataset gone: no such file: gone.jsonl"),
-        ("--rm-type maths", "--rm-type 'maths'"),
+        ("--rm-type maths", "--rm-type maths: there is no such reward rule"),
         ("--rm-type dapo", "--reward-key"),
         ("--hf-checkpoint /no/such/model", "--hf-checkpoint /no/such/model: no such folder"),
         ("--tokenizer /no/such/folder", "--tokenizer: no tokenizer at '/no/such/folder', which is to be a folder"),
@@ -358,7 +358,7 @@ def test_without_a_model_the_data_are_checked_too(run: str, data: Path) -> None:
     found = problems(f"{run} --hf-checkpoint /no --prompt-data {data} gone.jsonl --rm-type maths")
     assert [problem.split(";")[0] for problem in found] == [
         "--hf-checkpoint /no: no such folder",
-        "no --rm-type 'maths'",
+        "--rm-type maths: there is no such reward rule",
         "--prompt-data: no such file: gone.jsonl (--prompt-data, --eval-prompt-data)",
     ]
     (_, label, again) = problems(f"{run} --hf-checkpoint /no --label-key lable")
@@ -466,7 +466,7 @@ def test_too_few_gpus_warn_in_a_dry_run_and_stop_a_start(run: str, monkeypatch: 
 def test_report_of_problems(run: str) -> None:
     args = parse(f"{run} --dry-run --rm-type maths")
     text = format_report(args, inspect(args, CPU))
-    assert "problems\n  no --rm-type 'maths'" in text
+    assert "problems\n  --rm-type maths: there is no such reward rule" in text
     assert text.endswith("1 problem(s) found")
 
 

@@ -1,4 +1,4 @@
-"""Groups of flags of the user's own, composed into `Args`: by ``--args-group my_file.py:MyArgs``, or as classes."""
+"""What a user brings along: files that register entries, groups of flags, and plugins, on every node of a job."""
 
 from __future__ import annotations
 
@@ -14,17 +14,51 @@ from typing import Any, NamedTuple
 from slimelite.arguments.args import Args
 from slimelite.arguments.flags import ArgumentError, all_flags
 
-OPTION = "--args-group"
+GROUP, FILE = "--args-group", "--import-file"
 
 
 class Origin(NamedTuple):
-    """Where a group's class can be had again, in another process and perhaps on another machine."""
+    """Where a file, or the class ``name`` in it, can be had again in another process, perhaps on another machine."""
 
-    module: str
-    name: str
     file: str
     # from the working directory, which a Ray job has on every node
     relative: str
+    module: str = ""
+    name: str = ""
+
+    @classmethod
+    def of(cls, path: str, module: str = "", name: str = "") -> Origin:
+        """Of the file at ``path``."""
+        return cls(os.path.abspath(path), os.path.relpath(path), module, name)
+
+    def path(self) -> str:
+        """Of the file on this machine."""
+        return self.relative if os.path.isfile(self.relative) and not os.path.isfile(self.file) else self.file
+
+
+class Origins(NamedTuple):
+    """What another process needs to read arguments: the files of ``--import-file``, and groups of flags."""
+
+    files: tuple[Origin, ...] = ()
+    groups: tuple[Origin, ...] = ()
+
+
+def import_files(paths: Sequence[str]) -> tuple[Origin, ...]:
+    """Run the files that ``--import-file`` names, each once in this process.
+
+    Raises:
+        ArgumentError: one is not there, or fails.
+    """
+    origins = tuple(Origin.of(path) for path in dict.fromkeys(paths))
+    problems = []
+    for origin in origins:
+        try:
+            _run(origin)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ArgumentError(problems)
+    return origins
 
 
 def load_groups(paths: Sequence[str]) -> list[type]:
@@ -40,41 +74,43 @@ def load_groups(paths: Sequence[str]) -> list[type]:
         try:
             group: Any = load_function(path)
         except Exception as error:  # a user's file may raise anything when it is imported
-            problems.append(f"{OPTION} {path}: {error}")
+            problems.append(f"{GROUP} {path}: {error}")
             continue
         if isinstance(group, type) and dataclasses.is_dataclass(group) and all_flags(group):
             groups.append(group)
         else:
-            problems.append(f"{OPTION} {path}: is no frozen dataclass with fields made by slimelite.arguments.flag")
+            problems.append(f"{GROUP} {path}: is no frozen dataclass with fields made by slimelite.arguments.flag")
     if problems:
         raise ArgumentError(problems)
     return groups
 
 
-def compose(groups: Sequence[type], origins: tuple[Origin, ...] | None = None) -> type[Args]:
-    """`Args` with the fields of ``groups`` as well; instances can be pickled wherever the groups' files are.
+def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Origins | None = None) -> type[Args]:
+    """`Args` with the fields of ``groups`` as well; reading a pickled instance runs ``files`` before.
 
-    ``origins``: of the groups, where another process has said them.
+    Instances can be pickled wherever the files are. ``origins``: of all these, where another process has said them.
 
     Raises:
         ArgumentError: a group has a flag that is taken already, or is no frozen dataclass.
     """
-    if not groups:
+    if not groups and not files:
         return Args
     flags = [flag for group in (Args, *groups) for flag in all_flags(group).values()]
     taken = [option for flag in flags for option in (flag.option, *flag.aliases)]
     if twice := {option for option in taken if taken.count(option) > 1}:
         raise ArgumentError([f"{', '.join(sorted(twice))}: two groups have this flag; call yours something else"])
-    found = tuple(_origin(group) for group in groups) if origins is None else origins
+    if origins is None:
+        places = [Origin.of(inspect.getsourcefile(g) or "", g.__module__, g.__qualname__) for g in groups]
+        origins = Origins(files, tuple(places))
 
     def reduce(args: Args) -> tuple[Callable[..., Args], tuple[Any, ...]]:
-        return _restore, (found, {f.name: getattr(args, f.name) for f in dataclasses.fields(args)})
+        return _restore, (origins, {f.name: getattr(args, f.name) for f in dataclasses.fields(args)})
 
     composed = type("Args", (*reversed(groups), Args), {"__doc__": Args.__doc__, "__reduce__": reduce})
     try:
         return dataclasses.dataclass(frozen=True)(composed)
     except TypeError as error:
-        raise ArgumentError([f"{OPTION}: {error}; write @dataclass(frozen=True) above the class"]) from None
+        raise ArgumentError([f"{GROUP}: {error}; write @dataclass(frozen=True) above the class"]) from None
 
 
 def plugin_paths(args: Args) -> Iterator[tuple[str, str]]:
@@ -89,18 +125,21 @@ def plugin_paths(args: Args) -> Iterator[tuple[str, str]]:
                 yield f"eval dataset {dataset.name}", path
 
 
-def _origin(group: type) -> Origin:
-    file = os.path.abspath(inspect.getsourcefile(group) or "")
-    return Origin(group.__module__, group.__qualname__, file, os.path.relpath(file))
-
-
-def _restore(origins: tuple[Origin, ...], values: dict[str, Any]) -> Args:
+def _restore(origins: Origins, values: dict[str, Any]) -> Args:
     return _composed(origins)(**values)
 
 
 @lru_cache
-def _composed(origins: tuple[Origin, ...]) -> type[Args]:
-    return compose([_find(origin) for origin in origins], origins)
+def _composed(origins: Origins) -> type[Args]:
+    for origin in origins.files:
+        _run(origin)
+    return compose([_find(origin) for origin in origins.groups], origins.files, origins)
+
+
+def _run(origin: Origin) -> None:
+    from slimelite.plugins import run_file
+
+    run_file(origin.path(), FILE)
 
 
 def _find(origin: Origin) -> type:
@@ -108,8 +147,7 @@ def _find(origin: Origin) -> type:
 
     if origin.module in sys.modules and origin.module != "__main__":
         return getattr(sys.modules[origin.module], origin.name)
-    if os.path.isfile(origin.file) or os.path.isfile(origin.relative):
-        file = origin.file if os.path.isfile(origin.file) else origin.relative
-        found: Any = load_function(f"{file}:{origin.name}")
+    if os.path.isfile(origin.path()):
+        found: Any = load_function(f"{origin.path()}:{origin.name}")
         return found
     return getattr(importlib.import_module(origin.module), origin.name)
