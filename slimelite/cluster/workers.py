@@ -18,7 +18,6 @@ from slimelite.arguments import Args
 from slimelite.cluster.remote import LocalRemote, Progress, Remote, remote_engine
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.protocol import (
-    MEMORY_TAGS,
     Codec,
     Engine,
     EngineSetup,
@@ -250,14 +249,6 @@ class RolloutWorker(RolloutManager):
         """See `RolloutManager.evaluate`."""
         self._note(0, 0, "")
         return super().evaluate(rollout_id)
-
-    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Every engine gives back the memory of ``tags``."""
-        self.each_engine("release_memory", tags)
-
-    def resume_memory(self, tags: Sequence[str]) -> None:
-        """Every engine takes it again."""
-        self.each_engine("resume_memory", tags)
 
     def probe(self) -> SampleTable:
         """``PROMPTS`` responses of each engine, one row each, to fixed tokens; ``group_id`` is the engine's number.

@@ -39,12 +39,18 @@ class Generated(NamedTuple):
 class RolloutFnTrainOutput:
     """Finished, scored groups (fan-out siblings side by side in their group), and metrics by their full names.
 
-    ``generated``: all that this rollout generated, also what was not accepted; None: the samples from end to end.
+    ``generated``: all that this rollout generated, also what was not accepted; None: the samples from end to end, which
+    `train_output` puts there.
     """
 
     samples: list[list[Sample]]
     metrics: dict[str, Any] = field(default_factory=dict)
     generated: list[Generated] | None = None
+
+    @property
+    def flat(self) -> list[Sample]:
+        """The samples of all groups."""
+        return [sample for group in self.samples for sample in group]
 
 
 @dataclass
@@ -73,7 +79,11 @@ def train_output(value: Any) -> RolloutFnTrainOutput:
         for sample in samples:
             by_group.setdefault(sample.group_index, []).append(sample)
         samples = list(by_group.values())
-    return RolloutFnTrainOutput([flatten(group) for group in samples], metrics, generated)
+    output = RolloutFnTrainOutput([flatten(group) for group in samples], metrics, generated)
+    if generated is None:
+        lengths = ((s.response_length, s.effective_response_length, s.non_generation_time) for s in output.flat)
+        output.generated = [Generated(*length) for length in lengths]
+    return output
 
 
 def flatten(group: list[Any]) -> list[Sample]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,28 +15,22 @@ import torch
 
 from slimelite.algorithms.advantages import group_advantages
 from slimelite.arguments import Args
-from slimelite.engines.protocol import Engine
-from slimelite.plugins import load_function
+from slimelite.engines.protocol import MEMORY_TAGS, Engine
 from slimelite.rewards.grader import Grader
 from slimelite.rollout.context import (
-    Generated,
+    Plugin,
+    PluginArgs,
     Progress,
     RolloutContext,
     RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
     build_source,
+    load_plugin,
     train_output,
 )
 from slimelite.rollout.generate import BUILT_IN, generate_rollout
 from slimelite.rollout.groups import check_scored, stamp_versions
-from slimelite.rollout.metrics import (
-    component_means,
-    eval_metrics,
-    perf_metrics,
-    prefixed,
-    rollout_metrics,
-    sample_metrics,
-    table_metrics,
-)
+from slimelite.rollout.metrics import eval_metrics, perf_metrics, prefixed, rollout_metrics, table_metrics
 from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
@@ -98,14 +92,18 @@ class RolloutManager:
             timeout=args.rollout_health_check_timeout,
             syncs=not args.debug_rollout_only,
         )
-        self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread.run, progress or _silent)
-        self._context.teacher = Teacher.of(args)
+        self._context = RolloutContext(
+            args, tokenizer, pool, Grader(args), self._thread.run, progress or _silent, Teacher.of(args)
+        )
         self._context.grader.plugin_args = self._plugin_args()
-        self._rollout_function = _load(args.rollout_function_path, "--rollout-function-path") or generate_rollout
-        self._eval_function = _load(args.eval_function_path, "--eval-function-path") or self._rollout_function
-        self._post_process = _load(args.custom_reward_post_process_path, "--custom-reward-post-process-path")
-        self._log = _load(args.custom_rollout_log_function_path, "--custom-rollout-log-function-path")
-        self._eval_log = _load(args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path")
+        rollout = load_plugin(args.rollout_function_path, "--rollout-function-path")
+        self._rollout_function: Plugin = rollout or generate_rollout
+        self._eval_function = load_plugin(args.eval_function_path, "--eval-function-path") or self._rollout_function
+        self._post_process = load_plugin(args.custom_reward_post_process_path, "--custom-reward-post-process-path")
+        self._log = load_plugin(args.custom_rollout_log_function_path, "--custom-rollout-log-function-path")
+        self._eval_log = load_plugin(
+            args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path"
+        )
         # a run on saved rollouts has no prompts
         needs_prompts = args.load_debug_rollout_data is None
         self.source = build_source(args, self._plugin_args(), tokenizer) if needs_prompts else None
@@ -125,34 +123,37 @@ class RolloutManager:
                 not there.
         """
         started = time.monotonic()
-        if self.args.load_debug_rollout_data is not None:
-            table, metrics = self._saved(rollout_id)
-            groups = table.to_samples()
-            reward_key = generated = None
+        if self.args.load_debug_rollout_data is None:
+            output, reward_key = self._generated(rollout_id), self.args.reward_key
+            table = SampleTable.from_samples(output.samples, reward_key)
+            metrics = output.metrics | self._shape(table, output.flat)
         else:
-            function = self._rollout_function
-            with self._watched():
-                if function not in BUILT_IN and self._context.engines.engines:
-                    self._thread.run(self._context.engines.refresh())  # ours do so themselves
-                output = train_output(function(self._plugin_args(function), rollout_id, self.source))
-            groups, metrics, generated = output.samples, output.metrics, output.generated
-            if self._context.engines.infos and not self.args.supervised:
-                for sample in (s for group in groups for s in group):
-                    stamp_versions(sample, self._context.engines.weight_version)
-            reward_key = self.args.reward_key
-            check_scored([s for group in groups for s in group], f"rollout {rollout_id}")
-            table = SampleTable.from_samples(groups, reward_key)
-            metrics |= self._shape(table, [s for group in groups for s in group])
+            table = self._saved(rollout_id)
+            output, reward_key = RolloutFnTrainOutput(table.to_samples()), None
+            metrics = {}
         seconds = time.monotonic() - started
-        samples = [s for group in groups for s in group]
+        samples = output.flat
         metrics |= self._set_advantages(table, samples)
         version = self._context.version_trained_on(rollout_id) if self._context.engines.infos else None
         self._warn_of_old_weights(table, version)
         self._save(table, rollout_id)
         if self._log and self._log(rollout_id, self._plugin_args(), samples, metrics, seconds):
             return RolloutOutput(table, {})
-        found = self._metrics(groups, reward_key, version, seconds, generated)
+        found = self._metrics(output, reward_key, version, seconds)
         return RolloutOutput(table, {**found, **table_metrics(table), **metrics})
+
+    def _generated(self, rollout_id: int) -> RolloutFnTrainOutput:
+        """What the rollout function makes, at least one of it with a reward, and each token with a weight version."""
+        function, engines = self._rollout_function, self._context.engines
+        with self._watched():
+            if function not in BUILT_IN and engines.engines:
+                self._thread.run(engines.refresh())  # ours do so themselves
+            output = train_output(function(self._plugin_args(function), rollout_id, self.source))
+        if engines.infos and not self.args.supervised:
+            for sample in output.flat:
+                stamp_versions(sample, engines.weight_version)
+        check_scored(output.flat, f"rollout {rollout_id}")
+        return output
 
     def evaluate(self, rollout_id: int) -> EvalOutput:
         """Every eval dataset under the engines' weights.
@@ -166,7 +167,7 @@ class RolloutManager:
             output: Any = function(self._plugin_args(function), rollout_id, self.source, evaluation=True)
         if not isinstance(output, RolloutFnEvalOutput):
             output = RolloutFnEvalOutput(output)
-        key = self.args.eval_reward_key or self.args.reward_key
+        key = self._context.eval_reward_key
         tables, metrics = {}, dict(output.metrics or {})
         for name, results in output.data.items():
             if results.get("samples"):
@@ -175,9 +176,7 @@ class RolloutManager:
         if self._eval_log and self._eval_log(rollout_id, self._plugin_args(), output.data, metrics):
             return EvalOutput({}, tables)
         for name, results in output.data.items():
-            metrics |= eval_metrics(name, results, key)
-            if name in tables:
-                metrics |= prefixed(f"eval/{name}/", component_means(tables[name]))
+            metrics |= eval_metrics(name, results, key, tables.get(name))
         errors = self._context.grader.metrics()
         metrics |= {name.replace("rollout/", "eval/"): value for name, value in errors.items()}
         metrics["perf/eval_time"] = time.monotonic() - started
@@ -228,14 +227,17 @@ class RolloutManager:
         self._context.grader.close()
         self._thread.close()
 
-    def each_engine(self, method: str, tags: Sequence[str]) -> None:
-        """``release_memory`` or ``resume_memory`` on every engine, when each of them answers."""
+    def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
+        """Every engine gives back the memory of ``tags``, as soon as each of them answers."""
+        self._thread.run(self._on_each_engine(lambda engine: engine.release_memory(tags)))
 
-        async def each() -> None:
-            await self._context.engines.settle()
-            await asyncio.gather(*(getattr(engine, method)(tags) for engine in self._context.engines.engines))
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Every engine takes the memory of ``tags`` again."""
+        self._thread.run(self._on_each_engine(lambda engine: engine.resume_memory(tags)))
 
-        self._thread.run(each())
+    async def _on_each_engine(self, ask: Callable[[Engine], Awaitable[None]]) -> None:
+        await self._context.engines.settle()
+        await asyncio.gather(*(ask(engine) for engine in self._context.engines.engines))
 
     def settle_engines(self) -> None:
         """Wait until every engine answers; dead ones are started anew.
@@ -258,12 +260,12 @@ class RolloutManager:
         finally:
             self._thread.run(self._context.engines.rest())
 
-    def _plugin_args(self, function: Any = None) -> Any:
+    def _plugin_args(self, function: Plugin | None = None) -> PluginArgs:
         # a rollout function of the user may post to an engine; ours do not
         http = function is not None and function not in BUILT_IN and self._context.engines.engines
         return self._thread.run(self._context.plugin_args(0 if http else None))
 
-    def _saved(self, rollout_id: int) -> tuple[SampleTable, dict[str, Any]]:
+    def _saved(self, rollout_id: int) -> SampleTable:
         """A rollout from ``--load-debug-rollout-data``, or whole groups from its beginning."""
         template, share = self.args.load_debug_rollout_data, self.args.load_debug_rollout_data_subsample
         assert template is not None
@@ -274,14 +276,14 @@ class RolloutManager:
             table = table.select(np.flatnonzero(np.isin(table.group_id, kept)))
         if table.advantages is not None:  # what the run trained that saved it; this one makes its own
             table.advantages, table.advantage = None, np.zeros(len(table))
-        return table, {}
+        return table
 
     def _shape(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
         """Add to the table's rewards; the samples, and so filters, pass rates and raw_reward, keep what they were."""
         if self.args.supervised:
             return {}
-        max_length = self.args.rollout_max_response_len
-        added, metrics = self._thread.run(self._context.grader.shaping(samples, max_length))
+        grader = self._context.grader
+        added, metrics = self._thread.run(grader.shaping(samples, self.args.rollout_max_response_len))
         table.reward += np.asarray(added)
         return metrics
 
@@ -323,22 +325,13 @@ class RolloutManager:
             )
 
     def _metrics(
-        self,
-        groups: list[list[Sample]],
-        reward_key: str | None,
-        version: int | None,
-        seconds: float,
-        generated: list[Generated] | None,
+        self, output: RolloutFnTrainOutput, reward_key: str | None, version: int | None, seconds: float
     ) -> dict[str, float]:
-        samples = [s for group in groups for s in group]
+        metrics = rollout_metrics(self.args, output.samples, reward_key, version)
         if self.args.supervised:
-            return {**prefixed("rollout/", sample_metrics(samples)), "perf/rollout_time": seconds}
-        metrics = rollout_metrics(self.args, groups, reward_key, version)
+            return {**metrics, "perf/rollout_time": seconds}
         if self.args.load_debug_rollout_data is None:
-            if generated is None:  # a rollout function of the user
-                lengths = [(s.response_length, s.effective_response_length, s.non_generation_time) for s in samples]
-                generated = [Generated(*length) for length in lengths]
-            metrics |= perf_metrics(self.args, generated, seconds)
+            metrics |= perf_metrics(self.args, output.generated or [], seconds)
             metrics["rollout/engine_deaths"] = float(self._context.engines.deaths.total())
         return {**metrics, **self._context.grader.metrics()}
 
@@ -351,7 +344,3 @@ class RolloutManager:
 
 def _silent(_done: int, _total: int, _note: str) -> None:
     """Nobody watches."""
-
-
-def _load(path: str | None, flag: str) -> Any:
-    return None if path is None else load_function(path, flag)

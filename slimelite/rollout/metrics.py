@@ -31,6 +31,8 @@ def rollout_metrics(
     """
     samples = [s for group in groups for s in group]
     metrics = prefixed("rollout/", sample_metrics(samples))
+    if args.supervised:
+        return metrics
     raw = [s.metadata.get("raw_reward", s.reward_value(reward_key)) for s in samples]
     metrics["rollout/raw_reward"] = math.fsum(raw) / len(raw)
     rewards = [rollout_rewards(group, reward_key) for group in groups]
@@ -48,13 +50,16 @@ def rollout_metrics(
     return metrics
 
 
-def eval_metrics(name: str, results: Mapping[str, Any], reward_key: str | None) -> dict[str, float]:
+def eval_metrics(
+    name: str, results: Mapping[str, Any], reward_key: str | None, table: SampleTable | None
+) -> dict[str, float]:
     """``eval/{name}`` is the mean reward; lengths are below it, pass@k and the truncated share beside it.
 
-    ``results``: ``rewards``, and where the evaluation function gives them ``truncated`` and ``samples``.
+    ``results``: ``rewards``, and where the evaluation function gives them ``truncated`` and ``samples``; ``table``: of
+    the samples, if there are any.
     """
     samples: list[Sample] | None = results.get("samples")
-    if not samples:
+    if not samples or table is None:
         metrics = {f"eval/{name}": statistics.fmean(results["rewards"])}
         if "truncated" in results:
             metrics[f"eval/{name}-truncated_ratio"] = statistics.fmean(results["truncated"])
@@ -70,6 +75,7 @@ def eval_metrics(name: str, results: Mapping[str, Any], reward_key: str | None) 
         **prefixed(f"eval/{name}/", lengths),
         f"eval/{name}-truncated_ratio": truncated,
         **prefixed(f"eval/{name}-", pass_at_k(rewards)),
+        **prefixed(f"eval/{name}/", component_means(table)),
     }
 
 
