@@ -150,7 +150,7 @@ class Client:
                 text, status = await answer.text(), answer.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             tries = f" in {attempt} attempts" if attempt > 1 else ""
-            raise NoAnswer(f"{shown(url)} does not answer{tries}: {error or type(error).__name__}") from error
+            raise NoAnswer(f"{shown(url)} does not answer{tries}: {str(error) or type(error).__name__}") from error
         return _read(text, status, shown(url), self._texts)
 
 

@@ -147,8 +147,10 @@ class HttpFront:
             prefix_key=f"http-{hash(input_ids)}",
         )
         (result,) = await self._engine.generate([request])
-        version = (await self._engine.info()).weight_version
-        return web.json_response(self._reply(request, result, version, bool(body.get("return_logprob"))))
+        reply = self._reply(len(input_ids), result, (await self._engine.info()).weight_version)
+        if body.get("return_logprob"):
+            reply["meta_info"]["output_token_logprobs"] = _entries(result.log_probs, result.output_ids)
+        return web.json_response(reply)
 
     async def _score(self, body: dict[str, Any], input_ids: tuple[int, ...]) -> web.Response:
         """Prompt log-probs: ``max_new_tokens`` 0 with ``return_logprob`` and ``logprob_start_len``.
@@ -167,39 +169,31 @@ class HttpFront:
         if not info.scores:
             raise ValueError(f"the {info.name} engine scores no prompts")
         log_probs = await self._engine.score(input_ids, begin + 1, temperature)
-        scored = zip([None, *log_probs], input_ids[begin:], strict=True)
-        meta = {
-            "id": body.get("rid") or uuid.uuid4().hex,
-            "finish_reason": {"type": "length", "length": 0},
-            "prompt_tokens": len(input_ids),
-            "completion_tokens": 0,
-            "cached_tokens": 0,
-            "weight_version": str(info.weight_version),
+        nothing = GenerateResult(body.get("rid") or uuid.uuid4().hex, [], [], [], "length")
+        reply = self._reply(len(input_ids), nothing, info.weight_version)
+        reply["meta_info"] |= {
             "input_logprob_temperature": temperature,
-            "input_token_logprobs": [[log_prob, token, None] for log_prob, token in scored],
+            "input_token_logprobs": _entries([None, *log_probs], input_ids[begin:]),
             "output_token_logprobs": [],
         }
-        return web.json_response({"text": "", "output_ids": [], "meta_info": meta})
+        return web.json_response(reply)
 
-    def _reply(self, request: GenerateRequest, result: GenerateResult, version: int, log_probs: bool) -> dict[str, Any]:
-        """The JSON object that SGLang answers with."""
+    def _reply(self, prompt_tokens: int, result: GenerateResult, version: int) -> dict[str, Any]:
+        """The JSON object that SGLang answers with, but for log-probs; ``version``: of the weights now."""
         reason: dict[str, Any] = {"type": result.finish_reason}
         if result.finish_reason == "length":
             reason["length"] = len(result.output_ids)
-        meta: dict[str, Any] = {
-            "id": request.request_id,
+        meta = {
+            "id": result.request_id,
             "finish_reason": reason,
-            "prompt_tokens": len(request.input_ids),
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": len(result.output_ids),
             "cached_tokens": result.cached_tokens,
             # of the last token: SGLang's is a string too
             "weight_version": str(result.weight_versions[-1] if result.weight_versions else version),
             "weight_versions": _spans(result.weight_versions),
         }
-        if log_probs:
-            pairs = zip(result.log_probs, result.output_ids, strict=True)
-            meta["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in pairs]
-        text = self._decode(result.output_ids) if self._decode else ""
+        text = self._decode(result.output_ids) if self._decode and result.output_ids else ""
         return {"text": text, "output_ids": result.output_ids, "meta_info": meta}
 
     async def _abort(self, http: web.Request) -> web.Response:
@@ -226,6 +220,11 @@ class HttpFront:
         info = await self._engine.info()
         reply = {"is_generation": True, "weight_version": str(info.weight_version), **info.extra}
         return web.json_response(reply)
+
+
+def _entries(log_probs: Sequence[float | None], ids: Sequence[int]) -> list[list[float | int | None]]:
+    """Log-probs as SGLang gives them: with the token, and no text."""
+    return [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
 
 
 def _spans(versions: Sequence[int]) -> list[dict[str, Any]]:

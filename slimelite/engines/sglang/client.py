@@ -9,7 +9,7 @@ import uuid
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AutoConfig
@@ -23,6 +23,7 @@ from slimelite.engines.protocol import (
     EngineSetup,
     GenerateRequest,
     GenerateResult,
+    Restartable,
     SamplingParams,
     SyncSetup,
     WeightBucket,
@@ -30,14 +31,13 @@ from slimelite.engines.protocol import (
 )
 from slimelite.engines.sglang.server import ON_CPU, REPORT_S, START_S, Server, SglangServer, server_command
 from slimelite.engines.sglang.sync import ServerSink, build_sink, check_model
-from slimelite.http_client import Client, HttpError, Refused, ask
+from slimelite.http_client import Client, HttpError, NoAnswer, Refused, Retry, ask
 from slimelite.model_files import has_weights
 from slimelite.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
-ATTEMPTS = 3
-RETRY_S = 0.3
+RETRY = Retry(attempts=3, first_s=0.3)
 POLL_S = 0.05
 # for aborted requests to end
 IDLE_S = 30.0
@@ -45,14 +45,6 @@ IDLE_S = 30.0
 REQUEST_ROOM = 4
 # SGLang ends a request this much below its context length [tokens]
 CONTEXT_MARGIN = 2
-
-
-class ServerOwner(Protocol):
-    """Whoever started the server and can start it anew at the same address."""
-
-    async def restart(self) -> None:
-        """Returns when it is healthy again, with the weights of its model folder."""
-        ...
 
 
 @dataclass(slots=True)
@@ -82,7 +74,7 @@ class SglangEngine(Engine):
         eos_token_ids: Sequence[int] = (),
         decode: Decode | None = None,
         tp_size: int = 1,
-        owner: ServerOwner | None = None,
+        owner: Restartable | None = None,
         wait_s: float = START_S,
     ) -> None:
         """Nothing is asked of the server yet; the model's config is read.
@@ -92,7 +84,7 @@ class SglangEngine(Engine):
             eos_token_ids: end a response, besides those that the server knows of.
             decode: tokens to text, special tokens included; without it the server alone looks for stop strings.
             tp_size: GPUs of the server.
-            owner: can restart it; None: someone else's server.
+            owner: can start it anew at the same address; None: someone else's server.
             wait_s: for an answer after a restart, or for someone else's [s].
         """
         self.url = url.rstrip("/")
@@ -229,7 +221,7 @@ class SglangEngine(Engine):
             try:
                 await self.info()
                 return
-            except (ConnectionError, RuntimeError) as error:
+            except HttpError as error:
                 now = time.monotonic()
                 if now - reported >= REPORT_S:
                     reported = now
@@ -251,11 +243,11 @@ class SglangEngine(Engine):
             running.rid = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
             try:
                 answer = await self._ask("POST", "/generate", _body(request, result, running.rid, self._eos, seeds))
-            except ConnectionError:
+            except NoAnswer as error:  # not the client's to send again: the server may still have that id
                 failures += 1
-                if failures == ATTEMPTS:
+                if not RETRY.again(error, failures):
                     raise
-                await asyncio.sleep(RETRY_S * failures)
+                await asyncio.sleep(RETRY.wait_s(failures))
                 continue
             except ValueError as error:
                 raise ValueError(f"request {request.request_id}: {error}") from error
@@ -393,7 +385,7 @@ def build_server(setup: EngineSetup) -> SglangServer:
     return SglangServer(command, setup.host, setup.log)
 
 
-def connect(setup: EngineSetup, codec: Codec, server: Server, owner: ServerOwner | None) -> SglangEngine:
+def connect(setup: EngineSetup, codec: Codec, server: Server, owner: Restartable | None) -> SglangEngine:
     """The engine behind ``server``."""
     return SglangEngine(
         server.url,
