@@ -1,9 +1,11 @@
-"""What an SGLang server is started with: the flags' fields, checked against the SGLang that is installed."""
+"""What an SGLang server is started with, checked against the SGLang that is installed; and its port."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import sglang_options
 from slimelite.cluster.workers import engine_setup
 from slimelite.engines.sglang.client import server_fields
-from slimelite.engines.sglang.server import check_fields, command_line, server_command
+from slimelite.engines.sglang.server import SglangServer, check_fields, command_line, reserve_port, server_command
 
 RUN = (
     "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
@@ -99,3 +101,38 @@ def test_a_server_refuses_an_unknown_field(sglang_environment: dict[str, str], t
     done = subprocess.run(command, cwd=tmp_path, env=sglang_environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.strip().endswith("did you mean --sglang-max-total-tokens?")
+
+
+def test_a_reserved_port_is_given_to_nobody_but_the_server() -> None:
+    reserved = reserve_port("127.0.0.1")
+    port = reserved.getsockname()[1]
+    with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
+        stranger.bind(("127.0.0.1", port))
+    with socket.socket() as visitor, pytest.raises(ConnectionRefusedError):
+        visitor.connect(("127.0.0.1", port))
+
+    async def serve() -> bytes:
+        """As uvicorn does."""
+
+        async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"hello")
+            writer.close()
+
+        async with await asyncio.start_server(answer, "127.0.0.1", port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            text = await reader.read()
+            writer.close()
+            return text
+
+    for _ in range(2):  # a restart too
+        assert asyncio.run(serve()) == b"hello"
+    reserved.close()
+
+
+def test_a_server_keeps_its_port_until_it_is_closed(tmp_path: Path) -> None:
+    server = SglangServer(lambda _host, _port: ["true"], "127.0.0.1", tmp_path / "log")
+    with socket.socket() as stranger, pytest.raises(OSError, match="Address already in use"):
+        stranger.bind(("127.0.0.1", server.port))
+    server.close()
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", server.port))
