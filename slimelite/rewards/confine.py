@@ -12,39 +12,17 @@ import platform
 import resource
 import struct
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import ClassVar
 
-# system calls that fail with EPERM, by the machine that has the number
-DENIED = {
-    "x86_64": (
-        # processes and threads: fork, vfork, clone, clone3
-        *(57, 58, 56, 435),
-        # signals: kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal, pidfd_open, pidfd_getfd
-        *(62, 200, 234, 129, 297, 424, 434, 438),
-        # others' memory and scheduling: ptrace, process_vm_readv, process_vm_writev, process_madvise, process_mrelease,
-        # kcmp, migrate_pages, move_pages, setpriority, sched_set{affinity,param,scheduler,attr}, ioprio_set,
-        # perf_event_open
-        *(101, 310, 311, 440, 448, 312, 256, 279, 141, 203, 142, 144, 314, 251, 298),
-        # socket, io_uring (a way round this filter), bpf, userfaultfd, keys: add_key, request_key, keyctl
-        *(41, 425, 426, 427, 321, 323, 248, 249, 250),
-        # memory, semaphores and messages of System V, mq_open
-        *(29, 30, 31, 64, 65, 66, 220, 68, 69, 70, 71, 240),
-        # what Landlock leaves open in files: chmod, chown, times and attributes in all forms, truncate, handles
-        *(90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 188, 189, 190, 197, 198, 199, 463, 466, 76, 303, 304),
-        # namespaces and mounts: unshare, setns, mount, umount2, pivot_root, chroot, open_tree to fspick, mount_setattr
-        *(272, 308, 165, 166, 155, 161, 428, 429, 430, 431, 432, 433, 442),
-    ),
-    # in the same order
-    "aarch64": (
-        *(220, 435),
-        *(129, 130, 131, 138, 240, 424, 434, 438),
-        *(117, 270, 271, 440, 448, 272, 238, 239, 140, 122, 118, 119, 274, 30, 241),
-        *(198, 425, 426, 427, 280, 282, 217, 218, 219),
-        *(194, 195, 196, 190, 191, 192, 193, 186, 187, 188, 189, 180),
-        *(52, 53, 452, 54, 55, 88, 5, 6, 7, 14, 15, 16, 463, 466, 45, 264, 265),
-        *(97, 268, 40, 39, 41, 51, 428, 429, 430, 431, 432, 433, 442),
-    ),
+# machine -> the numbers of the system calls that fail with EPERM
+DENIED: dict[str, list[int]] = {
+    machine: [number for numbers in groups.values() for number in numbers]
+    for machine, groups in tomllib.loads(
+        files("slimelite.rewards").joinpath("system_calls.toml").read_text("utf-8")
+    ).items()
 }
 # calls that fail with EPERM for some values of an argument: number by machine, argument, values
 DENIED_VALUES = (

@@ -13,93 +13,21 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable
+from importlib.resources import files
 
-
-def word_list(words: str) -> frozenset[str]:
-    """Words in one text."""
-    return frozenset(words.split())
-
-
-# in pieces as \w+ finds them: "don't" is "don" and "t"
-STOP_WORDS = word_list(
-    """
-    a an the and or but if because as until while of at by for with about against between into through during before
-    after above below to from up down in out on off over under again further then once here there when where why how
-    all any both each few more most other some such no nor not only own same so than too very can will just should
-    now s t d m o y ll re ve don ain aren couldn didn doesn hadn hasn haven isn ma mightn mustn needn shan shouldn
-    wasn weren won wouldn i me my myself we our ours ourselves you your yours yourself yourselves he him his himself
-    she her hers herself it its itself they them their theirs themselves what which who whom this that these those
-    am is are was were be been being have has had having do does did doing
-    """
+WORDS: dict[str, str] = tomllib.loads(files("slimelite.rewards").joinpath("english.toml").read_text("utf-8"))
+STOP_WORDS, PRONOUNS, NAMES, ABBREVIATIONS, VERBS, VERB_FORMS, NO_VERBS = (
+    frozenset(WORDS[name].split())
+    for name in ("stop_words", "pronouns", "names", "abbreviations", "verbs", "verb_forms", "no_verbs")
 )
-PRONOUNS = word_list(
-    """
-    i me we us you he him she her it they them my mine our ours your yours his hers its their theirs myself
-    ourselves yourself yourselves himself herself itself themselves this that these those who whom whose which what
-    whoever whomever whatever whichever anybody anyone anything everybody everyone everything nobody nothing
-    somebody someone something each either neither both all some any none
-    """
-)
-NAMES = word_list(
-    """
-    Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin
-    Harper Leo Zoe Daniel Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria
-    Elijah Layla Nicholas Audrey David Hannah Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella
-    Jonathan
-    """
-)
-# of European countries, north of 45 degrees, from north to south
-CAPITALS = (
-    "Reykjavik, Helsinki, Oslo, Tallinn, Stockholm, Riga, Moscow, Copenhagen, Vilnius, Minsk, Dublin, Berlin, "
-    "Amsterdam, Warsaw, London, Brussels, Prague, Luxembourg, Paris, Vienna, Bratislava, Budapest, Vaduz, "
-    "Chisinau, Bern, Ljubljana, Zagreb"
-)
-# a full stop behind these ends a sentence only before a function word, as behind an initial
-ABBREVIATIONS = word_list(
-    """
-    mr mrs ms dr prof sr jr st vs etc e.g i.e eg cf inc ltd co corp al approx dept est gov gen sgt capt lt rev hon
-    vol jan feb mar apr aug sept oct nov dec u.s u.k u.n a.m p.m ph.d b.c a.d
-    """
-)
+CAPITALS = " ".join(WORDS["capitals"].split())
 # a stop, closing quotes and brackets, then space or markup
 STOP = re.compile(r"""(?<=[.!?])["')\]}”’]*(?=[\s*:;])""")
 TOKEN = re.compile(
     r"""\w+(?=n't\b)|n't\b|'(?:s|m|d|ll|re|ve)\b"""  # do|n't, it|'s
     r"""|\w+(?:(?:[-+*=./&@]|[,:](?=\d)|'(?!(?:s|m|d|ll|re|ve)\b))\w+)*|[^\w\s]"""  # 3.14, 1,000, well-known, and/or
-)
-# of these verbs the other forms are found by their endings; words that open a sentence more often as nouns are not here
-VERBS = word_list(
-    """
-    accept achieve act add adjust admit adopt agree allow analyze apply arrange ask assess assume avoid bake be
-    become begin believe bring build buy calculate call carry catch celebrate change check choose clean click climb
-    close collect combine come compare complete compute confirm connect consider contact continue convert cook count
-    cover create cut decide define delete deliver describe design determine develop discover discuss divide do draw
-    drink drive drop earn eat embrace enable encourage enjoy ensure enter establish evaluate examine expand expect
-    explain explore express feel fight fill find finish fix focus follow forget gather generate get give go grab
-    grow guess happen have hear help hold identify ignore imagine implement improve include increase inspire install
-    introduce invest invite join jump keep kill know launch learn leave let listen live look lose love maintain make
-    manage meet mix move multiply need notice observe offer open organize overcome pass pay perform pick place plan
-    play pour practice prefer prepare press prevent produce protect prove provide pull push put raise reach read
-    realize receive recognize recommend reduce refer reflect remain remember remove repeat replace reply report
-    represent request require resolve respond return review ride rise run save say search see seek seem select sell
-    send separate serve set shake share show sing sit sleep solve speak specify spend stand start state stay stir
-    stop store strive study submit subtract suggest support suppose swim take talk teach tell thank think throw
-    transform travel treat try turn understand unleash unlock update upload use utilize verify visit wait wake walk
-    want warn wash watch wear welcome win wish wonder work write yield
-    """
-)
-VERB_FORMS = word_list(
-    """
-    am is are was were been being has had does did done went gone got gave given made took taken came saw seen knew
-    known thought said told found left felt kept began begun brought bought built chose chosen drew drawn wrote
-    written ran sat stood spoke spoken held met paid sent sold taught understood won wore lost let's
-    """
-)
-NO_VERBS = word_list(
-    """
-    anything during evening everything king morning nothing red ring something spring string thing wing indeed
-    """
 )
 SILENT = re.compile(r"[^aeiouylr]e$|[aeiouy][lr]e$|[^aeioutd]ed$|[^aeiouyscxzgh]es$|[^aeiou]e(?:ly|ment|less|ful)")
 PARTED = re.compile(r"i[ao](?!n)|[^gq]ua|eo|[aeiouy]ing|ism$")  # one run of vowels, two syllables
