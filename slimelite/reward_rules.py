@@ -16,7 +16,7 @@ when they are first called.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slimelite.registry import Function, Registry
@@ -103,14 +103,14 @@ class Rule:
         slow: ``answer -> reward``, asked then; it may compute without bound, in a worker process under a time limit.
         example: ``answer -> response`` that deserves reward 1, for an answer without a response. The dry run grades
             it, so that an unusable label is found at start.
+        scorer: ``(args, trial) -> Scorer``, which scores instead of the two steps; ``trial``: for the one row that is
+            graded before a run starts.
         zero: the reward of a sample whose grading failed; None: 0, in a dict if there is a --reward-key.
         needs_label: whether a sample without a label is an error.
         bounded: ``slow`` gets two seconds of processor time, and an answer that takes more is wrong (`TooCostly`).
-        boxable: whether the rule can read what stands inside ``\boxed{}``. Others look for a marker that ``boxed_``
-            in front of the rule's name would cut away.
-        scorer: ``(args, trial) -> Scorer``, which then scores instead of the two steps; ``trial``: for the one row
-            that is graded before a run starts.
-        needs: the flag, with underscores, without which the rule cannot work; ``reads``: other flags of its own.
+        boxable: whether the rule can read what stands inside the last ``\boxed{}`` alone: then there is a second rule,
+            ``boxed_NAME``, that does so (``boxed``). Others look for a marker of their own, which may stand elsewhere.
+        flags: those that the rule reads, with underscores; ``needs``: the one without which it cannot work.
         cautions: ``() -> texts``, logged once when a run uses the rule, behind ``--rm-type NAME``.
     """
 
@@ -118,17 +118,62 @@ class Rule:
     quick: Function | None = None
     slow: Function | None = None
     example: Function | None = None
+    scorer: Function | None = None
     zero: Reward | None = 0.0
     needs_label: bool = True
     bounded: bool = False
     boxable: bool = False
-    scorer: Function | None = None
+    boxed: bool = False
+    flags: tuple[str, ...] = ()
     needs: str | None = None
-    reads: tuple[str, ...] = ()
     cautions: Function | None = None
 
+    def lacks(self, args: object) -> str | None:
+        """What ``args`` lack for the rule to work, as a message; None where they have all."""
+        if self.needs is None or getattr(args, self.needs):
+            return None
+        return f"--rm-type {self.name} needs --{self.needs.replace('_', '-')}"
 
-RULES: Registry[Rule] = Registry("reward rule", "--rm-type")
+
+# of slime's, with the reason
+REFUSED = {
+    "opencua_click": "it scores clicks on screenshots, and images are not supported",
+}
+
+
+class Rules(Registry[Rule]):
+    """Rules by name; one that is boxable is there a second time, as ``boxed_NAME``."""
+
+    def add(self, record: Rule) -> Rule:
+        """Register ``record``, and its second form.
+
+        Raises:
+            ValueError: another rule has its name.
+        """
+        added = super().add(record)
+        if record.boxable:
+            super().add(replace(record, name=BOXED + record.name, boxed=True))
+        return added
+
+    def __getitem__(self, name: str) -> Rule:
+        """The rule called ``name``.
+
+        Raises:
+            ValueError: there is none; the message has the nearest name, or why there is no such rule here.
+        """
+        plain = name.removeprefix(BOXED)
+        if plain in REFUSED:
+            raise ValueError(f"--rm-type {name} is not offered: {REFUSED[plain]}")
+        if plain in self and name not in self:
+            boxed = ", ".join(rule.name for rule in self.values() if rule.boxed)
+            raise ValueError(
+                f"--rm-type {name} would be wrong for every response: {plain} does not look for its answer in a box, "
+                f"and {BOXED} cuts away all else; use {plain} (those that can be boxed are {boxed})"
+            )
+        return super().__getitem__(name)
+
+
+RULES = Rules("reward rule", "--rm-type")
 
 _MATH, _TEXT, _CODE, _IFBENCH, _SCORERS = (
     f"slimelite.rewards.{module}:" for module in ("math", "text", "code", "ifbench", "scorers")
@@ -146,51 +191,30 @@ for _rule in (
         _CODE + "quick",
         _CODE + "slow",
         needs_label=False,
+        flags=("code_timeout", "code_memory_mb"),
         cautions=_CODE + "cautions",
-        reads=("code_timeout", "code_memory_mb"),
     ),
     Rule("ifbench", _IFBENCH + "strict", needs_label=False),
     Rule("ifbench_loose", _IFBENCH + "loose", needs_label=False),
-    Rule("format", _TEXT + "format_quick", _TEXT + "format_slow", needs_label=False, reads=("format_regex",)),
+    Rule("format", _TEXT + "format_quick", _TEXT + "format_slow", needs_label=False, flags=("format_regex",)),
     Rule("random", _TEXT + "coin", needs_label=False, boxable=True),
     Rule("zero", _TEXT + "nothing", needs_label=False),
-    Rule("remote_rm", scorer=_SCORERS + "RemoteReward", zero=None, needs_label=False, boxable=True, needs="rm_url"),
-    Rule("reward_model", scorer=_SCORERS + "ModelReward", zero=None, needs_label=False, needs="reward_model_path"),
+    Rule(
+        "remote_rm",
+        scorer=_SCORERS + "RemoteReward",
+        zero=None,
+        needs_label=False,
+        boxable=True,
+        flags=("rm_url",),
+        needs="rm_url",
+    ),
+    Rule(
+        "reward_model",
+        scorer=_SCORERS + "ModelReward",
+        zero=None,
+        needs_label=False,
+        flags=("reward_model_path", "reward_model_device", "reward_model_batch_size"),
+        needs="reward_model_path",
+    ),
 ):
     RULES.add(_rule)
-
-# of slime's, with the reason
-REFUSED = {
-    "opencua_click": "it scores clicks on screenshots, and images are not supported",
-}
-
-
-def find_rule(rm_type: str) -> Rule:
-    """The rule called ``rm_type``, with or without ``boxed_``.
-
-    Raises:
-        ValueError: no such rule, one that is not offered here, or one that ``boxed_`` would leave without its marker.
-    """
-    name = rm_type.removeprefix(BOXED)
-    if name in REFUSED:
-        raise ValueError(f"--rm-type {rm_type} is not offered: {REFUSED[name]}")
-    rule = RULES[name]
-    if rm_type != name and not rule.boxable:
-        fitting = ", ".join(BOXED + rule.name for rule in RULES.values() if rule.boxable)
-        raise ValueError(
-            f"--rm-type {rm_type} would be wrong for every response: {name} does not look for its answer in a box, "
-            f"and {BOXED} cuts away all else; use {name} (with {BOXED}: {fitting})"
-        )
-    return rule
-
-
-def lacks(rm_type: str, args: object) -> str | None:
-    """What ``args`` lack for the rule to work, as a message; None where it has all.
-
-    Raises:
-        ValueError: as `find_rule`.
-    """
-    needed = find_rule(rm_type).needs
-    if needed is None or getattr(args, needed):
-        return None
-    return f"--rm-type {rm_type} needs --{needed.replace('_', '-')}"

@@ -22,7 +22,7 @@ from slimelite.model_files import check_architecture, has_weights, shape_problem
 from slimelite.plugins import load_function
 from slimelite.preflight.findings import Findings, fill, one_line
 from slimelite.registry import function
-from slimelite.reward_rules import find_rule
+from slimelite.reward_rules import RULES
 from slimelite.rewards.grader import check_reward
 from slimelite.rollout.teacher import Teacher, ask_once
 from slimelite.sample import Sample
@@ -219,7 +219,7 @@ def _check_rules(args: Args, findings: Findings) -> set[str]:
     missing: set[str] = set()
     for rule in dict.fromkeys(rule for rule, plugin in named if rule and not plugin):
         try:
-            find_rule(rule)
+            _ = RULES[rule]
         except ValueError as error:
             missing.add(rule)
             findings.problems.append(one_line(error))

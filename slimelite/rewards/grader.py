@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from slimelite.arguments import RewardArgs
 from slimelite.plugins import PACKAGE, load_function, own_traceback
 from slimelite.registry import function
-from slimelite.reward_rules import BOXED, Answer, Failure, Reward, Rule, Scorer, Settings, find_rule, lacks
+from slimelite.reward_rules import RULES, Answer, Failure, Reward, Rule, Scorer, Settings
 from slimelite.rewards.math import extract_boxed_answer
 from slimelite.rewards.scorers import RewardLoop, RewardTimeout, call
 from slimelite.rewards.workers import WorkerPool
@@ -181,8 +181,8 @@ class Grader:
 
     def _rule(self, rm_type: str, reward_key: str | None) -> Rule:
         """The rule, with what it needs checked, and its cautions in the log."""
-        rule = find_rule(rm_type)
-        if missing := lacks(rm_type, self.args):
+        rule = RULES[rm_type]
+        if missing := rule.lacks(self.args):
             raise ValueError(missing)
         if isinstance(rule.zero, dict) and reward_key not in rule.zero:
             raise ValueError(f"--rm-type {rm_type} gives a dict: add --reward-key, one of {', '.join(rule.zero)}")
@@ -200,9 +200,8 @@ class Grader:
         return self._functions[path]
 
     async def _ruled(self, rm_type: str, samples: list[Sample]) -> list[Any]:
-        rule = find_rule(rm_type)
-        boxed = rm_type != rule.name
-        texts = [(extract_boxed_answer(s.response) or "") if boxed else s.response for s in samples]
+        rule = RULES[rm_type]
+        texts = [(extract_boxed_answer(s.response) or "") if rule.boxed else s.response for s in samples]
         if rule.scorer is not None:
             outcomes = await self._scorers[rule.name].score(samples, texts)
             return [_failure(o) if isinstance(o, BaseException) else o for o in outcomes]
@@ -263,7 +262,7 @@ class Grader:
                 logger.warning("%s", report)
         if self.args.reward_error == "fail":
             raise RewardError(f"{report}\n(--reward-error zero or drop would go on)")
-        zero = None if route.custom else find_rule(route.name).zero
+        zero = None if route.custom else RULES[route.name].zero
         if zero is None:
             zero = 0.0 if reward_key is None else {reward_key: 0.0}
         sample.reward = dict(zero) if isinstance(zero, dict) else zero
@@ -355,7 +354,7 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
     grader = Grader(replace(args, reward_error="zero"), workers=1, trial=True)
     try:
         route = route_of(trial, args.custom_rm_path, args.rm_type)
-        example = None if route.custom or trial.label is None or trial.response else find_rule(route.name).example
+        example = None if route.custom or trial.label is None or trial.response else RULES[route.name].example
         stood = (
             "the sample's response"
             if trial.response
@@ -366,7 +365,7 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
         if example is not None:
             stood = "the right answer"
             right = function(example)(answer_of(trial, "", Settings()))
-            trial.response = f"\\boxed{{{right}}}" if route.name.startswith(BOXED) else right
+            trial.response = f"\\boxed{{{right}}}" if RULES[route.name].boxed else right
         elif not trial.response:
             trial.response = label_text(trial.label)
         siblings = (

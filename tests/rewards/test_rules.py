@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from slimelite.arguments import RewardArgs
 from slimelite.arguments.flags import all_flags
 from slimelite.registry import function
-from slimelite.reward_rules import RULES, Answer, Rule, find_rule
+from slimelite.reward_rules import RULES, Answer, Rule
 from slimelite.rewards import math, text
 from slimelite.rewards.grader import Grader, overlong_penalty
 from slimelite.rewards.text import is_think_answer
@@ -168,28 +169,38 @@ def test_random_is_a_fair_coin_that_falls_the_same_way_again() -> None:
 
 
 def test_help_and_docs_name_every_rule() -> None:
-    help_text = all_flags(RewardArgs)["rm_type"].help
+    assert all_flags(RewardArgs)["rm_type"].choices == tuple(RULES)
     docs = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text("utf-8")
     for name in RULES:
-        assert re.search(rf"\b{name}\b", help_text), name
-        assert f"| `{name}` |" in docs, name
+        assert re.search(rf"^\|[^|]*`{name}`", docs, re.MULTILINE), name
 
 
 def test_names() -> None:
-    assert find_rule("boxed_f1") is RULES["f1"]
-    assert find_rule("boxed_remote_rm") is find_rule("remote_rm")
+    assert RULES["boxed_f1"] == replace(RULES["f1"], name="boxed_f1", boxed=True)
+    assert [name for name in RULES if name.startswith("boxed_")] == [name for name in RULES if RULES[name].boxed]
     with pytest.raises(ValueError, match=r"--rm-type maths: there is no such reward rule; did you mean math\?"):
-        find_rule("maths")
-    with pytest.raises(
-        ValueError, match=r"--rm-type xyz: there is no such reward rule; known are math, gsm8k.*remote_rm"
-    ):
-        find_rule("xyz")
+        RULES["maths"]
+    with pytest.raises(ValueError, match=r"--rm-type xyz: there is no such reward rule; known are math, gsm8k.*remote_rm"):
+        RULES["xyz"]
     with pytest.raises(ValueError, match="opencua_click is not offered"):
-        find_rule("opencua_click")
+        RULES["opencua_click"]
     with pytest.raises(ValueError, match="boxed_reward_model would be wrong"):
-        find_rule("boxed_reward_model")
+        RULES["boxed_reward_model"]
     with pytest.raises(ValueError, match="boxed_math would be wrong for every response"):
-        find_rule("boxed_math")
+        RULES["boxed_math"]
+
+
+def test_a_rule_of_ones_own_is_a_rule_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RULES, "_records", dict(RULES._records))
+    RULES.add(Rule("contains", lambda answer: float(answer.label in answer.response), boxable=True))
+    given = [Sample(index=i, group_index=0, response=r, label="7") for i, r in enumerate(["7: \\boxed{8}", "\\boxed{17}"])]
+    for name, expected in (("contains", [1.0, 1.0]), ("boxed_contains", [0.0, 1.0])):
+        grader = Grader(RewardArgs(rm_type=name), workers=1)
+        asyncio.run(grader.grade(given))
+        grader.close()
+        assert [sample.reward for sample in given] == expected
+    with pytest.raises(ValueError, match="there is a reward rule called 'contains' already"):
+        RULES.add(Rule("contains"))
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
