@@ -110,7 +110,7 @@ class Rule:
         bounded: ``slow`` gets two seconds of processor time, and an answer that takes more is wrong (`TooCostly`).
         boxable: whether the rule can read what stands inside the last ``\boxed{}`` alone: then there is a second rule,
             ``boxed_NAME``, that does so (``boxed``). Others look for a marker of their own, which may stand elsewhere.
-        flags: those that the rule reads, with underscores; ``needs``: the one without which it cannot work.
+        needs: the flag, with underscores, without which the rule cannot work; ``reads``: other flags of its own.
         cautions: ``() -> texts``, logged once when a run uses the rule, behind ``--rm-type NAME``.
     """
 
@@ -124,8 +124,8 @@ class Rule:
     bounded: bool = False
     boxable: bool = False
     boxed: bool = False
-    flags: tuple[str, ...] = ()
     needs: str | None = None
+    reads: tuple[str, ...] = ()
     cautions: Function | None = None
 
     def lacks(self, args: object) -> str | None:
@@ -191,30 +191,15 @@ for _rule in (
         _CODE + "quick",
         _CODE + "slow",
         needs_label=False,
-        flags=("code_timeout", "code_memory_mb"),
+        reads=("code_timeout", "code_memory_mb"),
         cautions=_CODE + "cautions",
     ),
     Rule("ifbench", _IFBENCH + "strict", needs_label=False),
     Rule("ifbench_loose", _IFBENCH + "loose", needs_label=False),
-    Rule("format", _TEXT + "format_quick", _TEXT + "format_slow", needs_label=False, flags=("format_regex",)),
+    Rule("format", _TEXT + "format_quick", _TEXT + "format_slow", needs_label=False, reads=("format_regex",)),
     Rule("random", _TEXT + "coin", needs_label=False, boxable=True),
     Rule("zero", _TEXT + "nothing", needs_label=False),
-    Rule(
-        "remote_rm",
-        scorer=_SCORERS + "RemoteReward",
-        zero=None,
-        needs_label=False,
-        boxable=True,
-        flags=("rm_url",),
-        needs="rm_url",
-    ),
-    Rule(
-        "reward_model",
-        scorer=_SCORERS + "ModelReward",
-        zero=None,
-        needs_label=False,
-        flags=("reward_model_path", "reward_model_device", "reward_model_batch_size"),
-        needs="reward_model_path",
-    ),
+    Rule("remote_rm", scorer=_SCORERS + "RemoteReward", zero=None, needs_label=False, boxable=True, needs="rm_url"),
+    Rule("reward_model", scorer=_SCORERS + "ModelReward", zero=None, needs_label=False, needs="reward_model_path"),
 ):
     RULES.add(_rule)

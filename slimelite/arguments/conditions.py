@@ -10,7 +10,7 @@ from slimelite.algorithms.losses import CORRECTIONS, LOSSES
 from slimelite.arguments.flags import Condition, Needs, Words
 from slimelite.engines.registry import ENGINES
 from slimelite.registry import R, Registry
-from slimelite.reward_rules import BOXED, RULES
+from slimelite.reward_rules import RULES
 
 if TYPE_CHECKING:
     from slimelite.arguments.args import Args
@@ -29,7 +29,7 @@ def rule_reads(flag: str) -> Needs:
 
     def holds(args: Args) -> bool:
         chosen = [args.rm_type, *(dataset.rm_type for dataset in args.eval_datasets)]
-        return any(name is None or reads(name.removeprefix(BOXED)) for name in chosen)
+        return any(name is None or reads(name) for name in chosen)
 
     return when(lambda: f"--rm-type {' or '.join(filter(reads, RULES))}", holds)
 

@@ -10,7 +10,7 @@ from slimelite.arguments.args import Args
 from slimelite.arguments.conditions import SGLANG
 from slimelite.arguments.flags import all_flags
 from slimelite.engines.registry import ENGINES
-from slimelite.reward_rules import BOXED, RULES
+from slimelite.reward_rules import RULES
 
 
 def validate(args: Args) -> list[str]:
@@ -237,15 +237,10 @@ def _policy(args: Args) -> Iterator[str]:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
 
 
-def _needed_by_rule(args: Args) -> str | None:
-    """The flag without which the rule of --rm-type cannot work; the pre-flight says what is no rule."""
-    name = (args.rm_type or "").removeprefix(BOXED)
-    return RULES[name].needs if name in RULES else None
-
-
 def _rewards(args: Args) -> Iterator[str]:
-    if (needed := _needed_by_rule(args)) and not getattr(args, needed):
-        yield f"--rm-type {args.rm_type} needs --{needed.replace('_', '-')}"
+    # the pre-flight says what is no rule
+    if args.rm_type in RULES and (missing := RULES[args.rm_type].lacks(args)):
+        yield missing
     if 0 < args.reward_timeout <= args.code_timeout:
         yield f"--code-timeout {args.code_timeout}: must be below --reward-timeout {args.reward_timeout}"
     if args.overlong_buffer_len is not None and args.overlong_buffer_len > (args.rollout_max_response_len or 0):
@@ -330,5 +325,5 @@ def _teacher_server(args: Args) -> Iterator[str]:
         yield "--opd-type sglang needs --rm-url, the address of the teacher's /generate"
     elif args.rm_url is not None and not args.rm_url.startswith(("http://", "https://")):
         yield f"--rm-url {args.rm_url}: an address starts with http:// or https://"
-    if _needed_by_rule(args) == "rm_url":
+    if args.rm_type in RULES and RULES[args.rm_type].needs == "rm_url":
         yield f"--rm-type {args.rm_type} and --opd-type sglang both read --rm-url; write the reward as --custom-rm-path"

@@ -22,7 +22,7 @@ from slimelite.arguments.conditions import (
 from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
 from slimelite.engines.registry import ENGINES
 from slimelite.families import LOSS_MASKS
-from slimelite.reward_rules import BOXED, GRADER_MEMORY_MB, RULES
+from slimelite.reward_rules import GRADER_MEMORY_MB, RULES
 
 OWN_GENERATE = when(
     "--custom-generate-function-path",
@@ -279,7 +279,7 @@ class RewardArgs:
     """Reward."""
 
     rm_type: str | None = flag(
-        None, lambda: f"this rule makes the reward: {' '.join(RULES)}; {BOXED}<rule> reads \\boxed{{}} first", SAMPLING
+        None, lambda: f"this rule makes the reward (boxed_ reads \\boxed{{}} alone): {' '.join(RULES)}", SAMPLING
     )
     reward_key: str | None = flag(None, "of a reward that is a dict, this entry is the reward", SAMPLING)
     group_rm: bool = flag(
