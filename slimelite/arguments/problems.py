@@ -239,7 +239,7 @@ def _policy(args: Args) -> Iterator[str]:
 
 def _rewards(args: Args) -> Iterator[str]:
     # the pre-flight says what is no rule
-    if args.rm_type in RULES and (missing := RULES[args.rm_type].lacks(args)):
+    if args.rm_type and args.rm_type in RULES and (missing := RULES[args.rm_type].lacks(args)):
         yield missing
     if 0 < args.reward_timeout <= args.code_timeout:
         yield f"--code-timeout {args.code_timeout}: must be below --reward-timeout {args.reward_timeout}"
@@ -325,5 +325,5 @@ def _teacher_server(args: Args) -> Iterator[str]:
         yield "--opd-type sglang needs --rm-url, the address of the teacher's /generate"
     elif args.rm_url is not None and not args.rm_url.startswith(("http://", "https://")):
         yield f"--rm-url {args.rm_url}: an address starts with http:// or https://"
-    if args.rm_type in RULES and RULES[args.rm_type].needs == "rm_url":
+    if args.rm_type and args.rm_type in RULES and RULES[args.rm_type].needs == "rm_url":
         yield f"--rm-type {args.rm_type} and --opd-type sglang both read --rm-url; write the reward as --custom-rm-path"

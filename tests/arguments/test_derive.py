@@ -344,7 +344,7 @@ EVALUATED = "--eval-interval 1 --eval-prompt-data e e.jsonl"
             "--eval-interval 1 --eval-prompt-data e e.jsonl",
         ),
         ("--sglang-server-concurrency 4", "--load-debug-rollout-data x", ""),
-        ("--code-timeout 5", "--rm-type math", "--rm-type boxed_code"),
+        ("--code-timeout 5", "--rm-type math", "--rm-type code"),
         ("--code-timeout 5", "--rm-type math", ""),
         ("--reward-model-batch-size 2", "", "--reward-model-path m"),
         ("--rm-url http://a", "--rm-type math", "--rm-type remote_rm"),
