@@ -1,0 +1,113 @@
+"""What there are several of is listed once; an estimator in a file of a user's appears wherever estimators are read."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slimelite.algorithms.advantages import group_advantages
+from slimelite.algorithms.estimators import ESTIMATORS
+from slimelite.algorithms.losses import CORRECTIONS, DPO_KINDS, LEVELS, LOSSES, MODES
+from slimelite.arguments import Args
+from slimelite.arguments.flags import ArgumentError, all_flags
+from slimelite.arguments.help import format_help
+from slimelite.arguments.parse import make_args
+from slimelite.registry import Registry, function
+from slimelite.sample import COLUMNS
+
+ROOT = Path(__file__).parent.parent
+TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "slimelite").rglob("*.py"))}
+RUN = "--hf-checkpoint org/model --prompt-data x.jsonl --rollout-batch-size 2 --n-samples-per-prompt 2 --num-rollout 1"
+RUN += " --rollout-max-response-len 8 --device cpu"
+
+
+def registries() -> list[tuple[Path, Registry[Any]]]:
+    """Each registry of an option's values, with the file that fills it."""
+    found = []
+    for path, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Registry"):
+                module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+                found += [(path, getattr(module, ast.unparse(target))) for target in node.targets]
+    # the columns of the table are words of slime's samples and of SGLang's answers as well
+    return [(path, registry) for path, registry in found if registry is not COLUMNS]
+
+
+def test_no_second_list_of_names() -> None:
+    """No tuple, list, set or dict has two names of a registry, except in the file that fills it."""
+    homes, second = registries(), []
+    assert len(homes) >= 8
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            entries: list[ast.expr | None] = []
+            if isinstance(node, ast.Tuple | ast.List | ast.Set):
+                entries = [*node.elts]
+            elif isinstance(node, ast.Dict):
+                entries = [*node.keys, *node.values]
+            names = {entry.value for entry in entries if isinstance(entry, ast.Constant)}
+            second += [
+                f"{path.relative_to(ROOT)}:{node.lineno} lists {sorted(names & set(registry))} of {registry.option}"
+                for home, registry in homes
+                if home != path and len(names & set(registry)) > 1
+            ]
+    assert second == []
+
+
+def test_functions_and_flags_that_records_name_are_there() -> None:
+    for registry in (LOSSES, CORRECTIONS, LEVELS, MODES, DPO_KINDS):
+        for record in registry.values():
+            assert record.function is None or callable(function(record.function))
+            assert set(record.reads) <= set(all_flags(Args))
+    for estimator in ESTIMATORS.values():
+        for reference in (estimator.group, estimator.token, estimator.loss):
+            assert reference is None or callable(function(reference))
+
+
+MEDIAN = '''
+"""Rewards less the median of their group."""
+
+import torch
+
+from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+
+
+def minus_median(rewards):
+    medians = [rewards.rewards[rewards.group == g].median() for g in range(len(rewards.size))]
+    return rewards.rewards - torch.stack(medians)[rewards.group]
+
+
+ESTIMATORS.add(Estimator("median", "R − median of the responses to a prompt", group=minus_median))
+'''
+
+
+@pytest.fixture
+def median(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An estimator that one file outside the package adds."""
+    monkeypatch.setattr(ESTIMATORS, "_records", dict(ESTIMATORS.items()))
+    (tmp_path / "median.py").write_text(MEDIAN)
+    spec = importlib.util.spec_from_file_location("median", tmp_path / "median.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.usefixtures("median")
+def test_an_estimator_is_one_file() -> None:
+    assert "grpo,gspo,cispo,rloo,reinforce_plus_plus,reinforce_plus_plus_baseline,ppo,median" in format_help(Args)
+    args = make_args(f"{RUN} --advantage-estimator median --gamma 0.5".split())
+    assert args.estimator.name == "median"
+    assert dict(args.no_effect)["--gamma"].endswith("--advantage-estimator reinforce_plus_plus or ppo")
+    with pytest.raises(ArgumentError, match=r"--kl-coef 0.1 has no effect with median: use --use-kl-loss"):
+        make_args(f"{RUN} --advantage-estimator median --kl-coef 0.1".split())
+    with pytest.raises(ArgumentError, match="--n-samples-per-prompt 1: median compares the responses to a prompt"):
+        make_args(f"{RUN} --advantage-estimator median --n-samples-per-prompt 1".split())
+    rewards, ids = torch.tensor([3.0, 1.0, 2.0, 7.0]), torch.tensor([0, 0, 0, 1])
+    advantages, _ = group_advantages(rewards, ids, torch.from_numpy(np.arange(4)), "median")
+    assert advantages.tolist() == [1.0, -1.0, 0.0, 0.0]
