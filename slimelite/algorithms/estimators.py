@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slimelite.registry import Function, Registry
 
@@ -62,41 +62,35 @@ class Estimator:
 
 
 _ADVANTAGES = "slimelite.algorithms.advantages"
+GRPO = Estimator(
+    "grpo",
+    "(R − mean) / std of the responses to a prompt",
+    "2402.03300",
+    f"{_ADVANTAGES}:over_std",
+    divides_by_std=True,
+)
 ESTIMATORS = Registry(
     "advantage estimator",
     "--advantage-estimator",
     (
-        Estimator(
-            "grpo",
-            "(R − mean) / std of the responses to a prompt",
-            "2402.03300",
-            group=f"{_ADVANTAGES}:over_std",
-            divides_by_std=True,
-        ),
-        Estimator(
-            "gspo",
-            "as grpo, with one ratio a response in the loss",
-            "2507.18071",
-            group=f"{_ADVANTAGES}:over_std",
-            divides_by_std=True,
+        GRPO,
+        replace(
+            GRPO,
+            name="gspo",
+            summary="as grpo; the loss has one ratio a response",
+            paper="2507.18071",
             sequence_ratio=True,
         ),
-        Estimator(
-            "cispo",
-            "as grpo, with a clipped weight that has no gradient in the loss",
-            "2506.13585",
-            group=f"{_ADVANTAGES}:over_std",
+        replace(
+            GRPO,
+            name="cispo",
+            summary="as grpo; the loss has a clipped weight without a gradient",
+            paper="2506.13585",
             loss="slimelite.algorithms.policy:cispo_loss",
-            divides_by_std=True,
             dual_clip=False,
             open_below=True,
         ),
-        Estimator(
-            "rloo",
-            "R − mean of the other responses to the prompt",
-            "2402.14740",
-            group=f"{_ADVANTAGES}:leave_one_out",
-        ),
+        Estimator("rloo", "R − mean of the prompt's other responses", "2402.14740", f"{_ADVANTAGES}:leave_one_out"),
         Estimator(
             "reinforce_plus_plus",
             "discounted sum of R and the KL of the tokens that follow",
@@ -110,8 +104,8 @@ ESTIMATORS = Registry(
             "reinforce_plus_plus_baseline",
             "R − mean of the responses to a prompt, less the KL of the token",
             "2501.03262",
-            group=f"{_ADVANTAGES}:minus_mean",
-            token=f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
+            f"{_ADVANTAGES}:minus_mean",
+            f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
             takes_kl=True,
             whitens=True,
         ),

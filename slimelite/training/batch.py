@@ -101,61 +101,51 @@ def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPairs:
+class Pairs:
     """The P pairs of a micro-batch: ``chosen``, ``rejected`` [P] int64 index of its rows; ``weights`` [P] float64."""
 
     chosen: Tensor
     rejected: Tensor
     weights: Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """The pairs of a table with n rows.
-
-    ``rejected_of``: [n] int64, for the chosen row of a pair the row of its other reply, else -1; ``weights``: [n] what
-    the pair of each row weighs, 1 / pairs of its optimizer step, those without a token to train on included.
-    """
-
-    rejected_of: np.ndarray
-    weights: np.ndarray
-
     @classmethod
-    def from_table(cls, table: SampleTable, steps: list[np.ndarray]) -> Pairs:
-        """A pair is the two rows of a unit; the one with the higher reward is the chosen one.
+    def of(cls, table: SampleTable, weights: np.ndarray, batch: MicroBatch) -> Pairs:
+        """The pairs among the rows of ``batch``, which hold them whole; ``weights``: see `pair_weights`."""
+        chosen, rejected = _pairs(table, batch.rows)
+        order, device = np.argsort(chosen), batch.targets.device
+        found = (chosen[order], rejected[order], weights[batch.rows[chosen[order]]])
+        return cls(*(torch.from_numpy(values).to(device) for values in found))
 
-        Raises:
-            ValueError: a unit is no such pair, or one of its two rows alone has tokens to train on.
-        """
-        order = np.lexsort((-table.reward, table.unit_id))
-        units, sizes = np.unique(table.unit_id, return_counts=True)
-        if (sizes != 2).any():
-            odd = units[sizes != 2].tolist()
-            raise ValueError(
-                f"--loss-type dpo_loss trains on pairs: units {odd[:8]} do not have two rows; a rollout function gives "
-                "the two samples of a pair one unit_id"
-            )
-        chosen, rejected = order[0::2], order[1::2]
-        trained = table.mask_sums > 0
-        wrong = ~(table.reward[chosen] > table.reward[rejected]) | (trained[chosen] != trained[rejected])
-        if wrong.any():
-            raise ValueError(
-                f"--loss-type dpo_loss trains on pairs: in units {units[wrong].tolist()[:8]} no row has the higher "
-                "reward, or one row alone has tokens to train on; mark both with remove_sample"
-            )
-        rejected_of, weights = np.full(len(table), -1), np.zeros(len(table))
-        rejected_of[chosen] = rejected
-        for rows in steps:
-            weights[rows] = 2 / len(rows)
-        return cls(rejected_of, weights)
 
-    def of(self, rows: np.ndarray, device: torch.device) -> BatchPairs:
-        """The pairs among ``rows`` of the table, which hold them whole."""
-        place = {row: i for i, row in enumerate(rows.tolist())}
-        chosen = rows[self.rejected_of[rows] >= 0]
-        rejected = self.rejected_of[chosen]
-        return BatchPairs(
-            chosen=torch.tensor([place[row] for row in chosen.tolist()], dtype=torch.int64, device=device),
-            rejected=torch.tensor([place[row] for row in rejected.tolist()], dtype=torch.int64, device=device),
-            weights=torch.from_numpy(self.weights[chosen]).to(device),
+def pair_weights(table: SampleTable, steps: list[np.ndarray]) -> np.ndarray:
+    """[n] what the pair of each row weighs: 1 / pairs of its optimizer step, those that are not trained on included.
+
+    A pair is the two rows of a unit; the one with the higher reward is the chosen one.
+
+    Raises:
+        ValueError: a unit is no such pair, or one of its two rows alone has tokens to train on.
+    """
+    units, sizes = np.unique(table.unit_id, return_counts=True)
+    if (sizes != 2).any():
+        raise ValueError(
+            f"--loss-type dpo_loss trains on pairs: units {units[sizes != 2].tolist()[:8]} do not have two rows; a "
+            "rollout function gives the two samples of a pair one unit_id"
         )
+    chosen, rejected = _pairs(table, np.arange(len(table)))
+    trained = table.mask_sums > 0
+    wrong = ~(table.reward[chosen] > table.reward[rejected]) | (trained[chosen] != trained[rejected])
+    if wrong.any():
+        raise ValueError(
+            f"--loss-type dpo_loss trains on pairs: in units {units[wrong].tolist()[:8]} no row has the higher "
+            "reward, or one row alone has tokens to train on; mark both with remove_sample"
+        )
+    weights = np.zeros(len(table))
+    for rows in steps:
+        weights[rows] = 2 / len(rows)
+    return weights
+
+
+def _pairs(table: SampleTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Index into ``rows`` of the chosen and of the rejected row of each unit, by unit."""
+    order = np.lexsort((-table.reward[rows], table.unit_id[rows]))
+    return order[0::2], order[1::2]

@@ -23,7 +23,7 @@ from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
 from slimelite.plugins import guarded, load_function
 from slimelite.sample import COLUMNS
 from slimelite.table import SampleTable
-from slimelite.training.batch import Pairs
+from slimelite.training.batch import pair_weights
 
 # rows that are computed of a step without gradient: what it says of entropy and mismatch needs no more
 MEASURED_ROWS = 8
@@ -54,7 +54,7 @@ class TokenColumns(TokenValues):
     ``segments``: [N] int64 rows; ``of_tokens``: tokens have advantages of their own, not that of their row in the
     table; ``entropy``: [N], goes with ``old``; ``teacher``: [N] log-probs of the teacher; ``returns``: [N] what the
     estimator made of the rewards, before distillation and whitening: with a critic, what it learns; ``values``: [N]
-    of the critic before the rollout's first step; ``pairs``: of a loss that compares the two replies of a pair.
+    of the critic before the rollout's first step; ``pair_weights``: of a loss that compares replies.
     """
 
     table: SampleTable
@@ -64,7 +64,7 @@ class TokenColumns(TokenValues):
     returns: Tensor | None = None
     teacher: Tensor | None = None
     values: Tensor | None = None
-    pairs: Pairs | None = None
+    pair_weights: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
@@ -98,7 +98,7 @@ class TokenColumns(TokenValues):
         self.weights = self.pg_weights = torch.where(self.mask, per_row[self.segments], 0.0)
         if args.custom_pg_loss_reducer_function_path:
             self.pg_weights = reducer_weights(args, table, self.mask, steps)
-        self.pairs = Pairs.from_table(table, steps) if args.loss.paired else None
+        self.pair_weights = pair_weights(table, steps) if args.loss.paired else None
 
     def normalize_correction(self, args: CorrectionArgs, steps: list[np.ndarray]) -> None:
         """``--mis-batch-normalize``: divide the weights of the policy loss by what the correction multiplies them with
@@ -110,9 +110,7 @@ class TokenColumns(TokenValues):
         weights, _ = mis_weights(
             self.old,
             self.rollout_log_probs,
-            self.mask,
-            self.segments,
-            self.rows,
+            *(self.mask, self.segments, self.rows),
             level=args.mis_level,
             mode=args.mis_mode,
             upper=args.mis_upper_bound,
@@ -174,9 +172,8 @@ class TokenColumns(TokenValues):
         elif args.custom_reward_post_process_path:
             source = f"what --custom-reward-post-process-path {args.custom_reward_post_process_path} returns"
         for name, column in columns.items():
-            if column is not None and (wrong := self.mask & ~column.isfinite()).any():
-                ids = self._ids_with(wrong)
-                raise ValueError(f"samples {ids} have {name} that are not finite; look at {source}")
+            if column is not None:
+                self._refuse(~column.isfinite(), f"{name} that are not finite; look at {source}")
 
     def rows_to_compute(self, args: Args, steps: list[np.ndarray]) -> np.ndarray:
         """[n] bool: the rows that need a forward pass: those that can have a gradient.
@@ -218,27 +215,26 @@ class TokenColumns(TokenValues):
         largest = max(table.prompt_tokens.max(initial=0), table.response_tokens.max(initial=0))
         if largest >= vocab_size:
             raise ValueError(f"token {largest} is not one of the model's {vocab_size}; --tokenizer is another model's")
-        if self.teacher is not None and (unscored := self.mask & self.teacher.isnan()).any():
-            raise ValueError(
-                f"samples {self._ids_with(unscored)} have no teacher log-probs, which --opd-type sglang trains "
-                "on: give the teacher's address as --rm-url, or fill sample.teacher_log_probs where samples are made"
+        if self.teacher is not None:
+            self._refuse(
+                self.teacher.isnan(),
+                "no teacher log-probs, which --opd-type sglang trains on: give the teacher's address as --rm-url, or "
+                "fill sample.teacher_log_probs where samples are made",
             )
         for name in args.loss.columns:
             values = getattr(table, name)
             absent = np.ones(len(table), bool) if values is None else np.isnan(values)
             if values is None or COLUMNS[name].per == "sample":
                 absent = absent[self.segments.numpy()]
-            if (unfilled := self.mask & torch.from_numpy(absent)).any():
-                raise ValueError(
-                    f"samples {self._ids_with(unfilled)} have no {name}, which --loss-type {args.loss_type} reads: "
-                    f"fill sample.{name} where samples are made"
-                )
-        reads_engine = args.use_rollout_logprobs or args.correction != "none"
-        missing = self.mask & self.rollout_log_probs.isnan()
-        if args.loss.policy and reads_engine and missing.any():
-            raise ValueError(
-                f"samples {self._ids_with(missing)} have no engine log-probs, which --use-rollout-logprobs and "
-                "--correction need; leave these out, or generate the samples with log-probs"
+            self._refuse(
+                torch.from_numpy(absent),
+                f"no {name}, which --loss-type {args.loss_type} reads: fill sample.{name} where samples are made",
+            )
+        if args.loss.policy and (args.use_rollout_logprobs or args.correction != "none"):
+            self._refuse(
+                self.rollout_log_probs.isnan(),
+                "no engine log-probs, which --use-rollout-logprobs and --correction need; leave these out, or generate "
+                "the samples with log-probs",
             )
 
     def means(self, args: Args) -> dict[str, float]:
@@ -265,9 +261,11 @@ class TokenColumns(TokenValues):
                 means[name] = float(of_rows[trained].nanmean())
         return {name: value for name, value in means.items() if not math.isnan(value)}
 
-    def _ids_with(self, tokens: Tensor) -> list[int]:
-        """Samples with a token in ``tokens`` [N] bool, the first few."""
-        return self.table.sample_id[self.segments[tokens].unique().numpy()].tolist()[:8]
+    def _refuse(self, tokens: Tensor, what: str) -> None:
+        """Raise ValueError where a trained token is in ``tokens`` [N] bool; ``what`` its sample has."""
+        rows = self.segments[self.mask & tokens].unique().numpy()
+        if len(rows):
+            raise ValueError(f"samples {self.table.sample_id[rows].tolist()[:8]} have {what}")
 
     def _rows_with(self, tokens: Tensor) -> Tensor:
         """[n] bool: rows with a token in ``tokens`` [N] bool."""

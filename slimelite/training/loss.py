@@ -23,7 +23,7 @@ from slimelite.arguments import Args, CorrectionArgs
 from slimelite.plugins import load_function
 from slimelite.sample import COLUMNS
 from slimelite.table import SampleTable
-from slimelite.training.batch import BatchPairs, MicroBatch
+from slimelite.training.batch import MicroBatch, Pairs
 from slimelite.training.columns import TokenColumns, TokenValues
 
 
@@ -38,14 +38,14 @@ class LossInputs(TokenValues):
 
     batch: MicroBatch
     table: SampleTable
-    pairs: BatchPairs | None
+    pairs: Pairs | None
 
     @classmethod
     def of(cls, batch: MicroBatch, columns: TokenColumns) -> LossInputs:
         """The part of the columns that belongs to ``batch``."""
         values = {f.name: getattr(columns, f.name) for f in fields(TokenValues)}
         taken: dict[str, Any] = {name: value if value is None else batch.take(value) for name, value in values.items()}
-        pairs = None if columns.pairs is None else columns.pairs.of(batch.rows, batch.targets.device)
+        pairs = None if columns.pair_weights is None else Pairs.of(columns.table, columns.pair_weights, batch)
         return cls(batch=batch, table=columns.table, pairs=pairs, **taken)
 
     @property
