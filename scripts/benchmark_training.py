@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slimelite.arguments import Args
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
-from slimelite.training.schedule import Step
+from slimelite.training.batch import Step
 from slimelite.training.sums import MetricSums
 from slimelite.training.trainer import Trainer
 

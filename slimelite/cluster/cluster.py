@@ -242,7 +242,7 @@ class Cluster:
             self._memory[f"perf/memory_{moment}"] = self._trainers[0].ask(TrainerWorker.memory_used)
 
     def _check_engines(self, version: int) -> float:
-        from slimelite.training.first_step import engine_threshold
+        from slimelite.training.loss import engine_threshold
 
         table = self._rollout.ask(RolloutWorker.probe)
         gaps = disagreement(table, self._all(TrainerWorker.log_probs, self._trainers[0].share(table))[0], version)

@@ -17,16 +17,16 @@ from slimelite.algorithms.policy import explained_variance, value_loss
 from slimelite.arguments import Args
 from slimelite.checkpoints import STATE_FILE, Checksums
 from slimelite.table import SampleTable
-from slimelite.training import checkpoint, first_step
-from slimelite.training.batch import MicroBatch
+from slimelite.training import checkpoint
+from slimelite.training.batch import MicroBatch, Step
 from slimelite.training.columns import TokenColumns
 from slimelite.training.learner import Learner
 from slimelite.training.loading import build_model, build_policy
+from slimelite.training.loss import check_values
 from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.optimizer import CRITIC_FLAGS
 from slimelite.training.parallel import World, reshard
-from slimelite.training.schedule import Step
 from slimelite.training.sums import MetricSums, Scores
 
 FOLDER = "critic"  # of a checkpoint
@@ -126,7 +126,7 @@ class Critic(Learner[ValueModel]):
             mask, before = batch.take(columns.mask), batch.take(old)
             values = self.model(batch)
             if checked:
-                first_step.check_values(self.world, values, before, mask)
+                check_values(self.world, values, before, mask)
             losses, metrics = value_loss(values, before, batch.take(returns), mask, value_clip=self.args.value_clip)
             total = weighted_sum(losses, batch.take(columns.weights))
             sums.add_all({f"critic-{name}": pair for name, pair in metrics.items()})

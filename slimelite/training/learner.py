@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from slimelite.arguments import Args
 from slimelite.table import SampleTable
-from slimelite.training.batch import MicroBatch
+from slimelite.training.batch import MicroBatch, Step
 from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import FLAGS, LrSchedule, Optimizers
 from slimelite.training.parallel import World, reshard
-from slimelite.training.schedule import Step
 from slimelite.training.sums import MetricSums
 
 

@@ -17,17 +17,16 @@ from torch import Tensor
 from slimelite.arguments import Args
 from slimelite.checkpoints import Checksums
 from slimelite.table import SampleTable
-from slimelite.training import checkpoint, first_step, weights
-from slimelite.training.batch import MicroBatch
+from slimelite.training import checkpoint, weights
+from slimelite.training.batch import MicroBatch, PackingLimits, Step, deal, split_steps
 from slimelite.training.columns import TokenColumns
 from slimelite.training.critic import Critic, FrozenPolicy
 from slimelite.training.learner import Learner
 from slimelite.training.loading import build_policy
-from slimelite.training.loss import LossInputs, micro_batch_loss
+from slimelite.training.loss import LossInputs, check_first_step, micro_batch_loss
 from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory, memory_used, return_freed_memory
 from slimelite.training.parallel import be_deterministic, join_world
-from slimelite.training.schedule import PackingLimits, Step, deal, split_steps
 from slimelite.training.sums import MetricSums, PassTimer, Scores, table_scores
 
 logger = logging.getLogger(__name__)
@@ -220,7 +219,7 @@ class Trainer(Learner[PolicyModel]):
         """Gradients of one optimizer step; see `Learner.accumulate`.
 
         ``sums`` and ``scores`` are added to. ``checked``: raise AssertionError where a first-step truth does not hold,
-        see `first_step.check`.
+        see `check_first_step`.
         """
         shares: set[str] = set()
 
@@ -235,7 +234,7 @@ class Trainer(Learner[PolicyModel]):
                 sums.add(name, value, 0.0)
             shares.update(loss.shares)
             if checked:
-                first_step.check(self.args, self.world, inputs, log_probs, loss, initial=self.progress.steps == 0)
+                check_first_step(self.args, self.world, inputs, log_probs, loss, initial=self.progress.steps == 0)
             return loss.total
 
         total = self.accumulate(table, step, share)

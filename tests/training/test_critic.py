@@ -14,9 +14,9 @@ from torch import Tensor
 
 from slimelite.arguments import Args
 from slimelite.table import SampleTable
+from slimelite.training.batch import Step, split_steps
 from slimelite.training.columns import TokenColumns
 from slimelite.training.critic import Critic
-from slimelite.training.schedule import Step, split_steps
 from slimelite.training.sums import MetricSums
 from slimelite.training.trainer import Trainer
 

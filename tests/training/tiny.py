@@ -19,10 +19,9 @@ from slimelite.arguments import Args
 from slimelite.engines.protocol import WeightBucket
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
-from slimelite.training.batch import MicroBatch
+from slimelite.training.batch import MicroBatch, split_steps
 from slimelite.training.columns import TokenColumns
 from slimelite.training.loss import LossInputs
-from slimelite.training.schedule import split_steps
 from slimelite.training.trainer import Trainer
 
 VOCAB = 61

@@ -1,4 +1,4 @@
-"""The invariants of slimelite/training/schedule.py, by their numbers there."""
+"""The invariants of slimelite/training/batch.py, by their numbers there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimelite.training.schedule import PackingLimits, deal, split_steps
+from slimelite.training.batch import PackingLimits, deal, split_steps
 
 few = settings(max_examples=150, deadline=None, database=None)
 
