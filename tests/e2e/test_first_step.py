@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def moved_policy(patch: pytest.MonkeyPatch) -> None:
     """The policy that trains is not quite the one that was pushed to the engine and is the reference."""
     train_on = Trainer.train
 
+    @wraps(train_on)
     def wrong(self: Trainer, *args: Any) -> Any:
         with torch.no_grad():
             for _, weight in self.model.named_weights():
