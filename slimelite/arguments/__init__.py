@@ -1,24 +1,17 @@
-"""The command line: one typed dataclass group per file, composed into one flat, frozen `Args`.
+"""The command line: typed dataclass groups, a few related ones a file, composed into one flat, frozen `Args`.
 
 Only the standard library is imported here, so that ``train.py --help`` is instant.
 """
 
-from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
+from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs
 from slimelite.arguments.args import Args, Derivation
-from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
-from slimelite.arguments.evaluation import EvalArgs, EvalDataset
-from slimelite.arguments.flags import ArgumentError, flag, resolved
-from slimelite.arguments.model import (
-    ArchitectureArgs,
-    CheckpointArgs,
-    ClusterArgs,
-    ModelArgs,
-    model_config_from_flags,
-)
+from slimelite.arguments.evaluation import EvalDataset
+from slimelite.arguments.flags import ArgumentError, flag, plugin, resolved
+from slimelite.arguments.model import ArchitectureArgs, CheckpointArgs, model_config_from_flags
 from slimelite.arguments.parse import make_args, parse_args
 from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
-from slimelite.arguments.tracking import DebugArgs, TrackingArgs
-from slimelite.arguments.training import OptimizerArgs, PerfArgs
+from slimelite.arguments.tracking import DebugArgs
+from slimelite.arguments.training import OptimizerArgs
 
 __all__ = [
     "AlgorithmArgs",
@@ -26,27 +19,18 @@ __all__ = [
     "Args",
     "ArgumentError",
     "CheckpointArgs",
-    "ClusterArgs",
     "CorrectionArgs",
-    "CriticArgs",
     "DataArgs",
     "DebugArgs",
     "Derivation",
-    "DistillationArgs",
-    "EvalArgs",
     "EvalDataset",
-    "ModelArgs",
     "OptimizerArgs",
-    "PerfArgs",
-    "PreferenceArgs",
     "RewardArgs",
     "RolloutArgs",
-    "SglangArgs",
-    "TrackingArgs",
-    "WeightSyncArgs",
     "flag",
     "make_args",
     "model_config_from_flags",
     "parse_args",
+    "plugin",
     "resolved",
 ]

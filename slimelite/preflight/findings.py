@@ -50,7 +50,9 @@ def format_report(args: Args, findings: Findings) -> str:
     width = max((len(d.name) for d in args.derivations), default=0)
     lines += [f"  {d.name:<{width}}  {_plain(masked(d.name, d.value))}  ({d.reason})" for d in args.derivations]
     lines += _section("notes", args.notes)
-    lines += _section("no effect here", [f"{option}: {why}" for option, why in args.no_effect])
+    reasons = dict.fromkeys(why for _, why in args.no_effect)
+    idle = {reason: ", ".join(option for option, why in args.no_effect if why == reason) for reason in reasons}
+    lines += _section("no effect here", [f"{options}: {reason}" for reason, options in idle.items()])
     lines += _section("checked", findings.facts)
     lines += _section("warnings", findings.warnings)
     lines += _section("problems", findings.problems)

@@ -9,7 +9,6 @@ from typing import Any, Literal
 import pytest
 from conftest import COMPLETE, CPU
 
-import slimelite.arguments as arguments
 from slimelite.arguments import Args, ArgumentError, flag, make_args, parse_args
 from slimelite.arguments.flags import Condition, Needs, all_flags, group_flags, group_title, groups_of
 from slimelite.registry import Registry
@@ -127,10 +126,8 @@ def test_two_groups_of_the_same_flag_name_the_clash() -> None:
 
 
 def test_every_group_stands_alone_with_defaults() -> None:
-    names = [n for n in arguments.__all__ if n.endswith("Args")]
-    assert len(names) >= 15
-    for name in names:
-        group = getattr(arguments, name)
+    assert len(groups_of(Args)) >= 15
+    for group in groups_of(Args):
         values = group()
         with pytest.raises(FrozenInstanceError):
             setattr(values, fields(group)[0].name, 1)

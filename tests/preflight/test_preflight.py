@@ -19,7 +19,7 @@ import train
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine
 from slimelite.preflight import inspect, preflight
-from slimelite.preflight.findings import format_report
+from slimelite.preflight.findings import Findings, format_report
 from slimelite.tracking.metrics_file import MetricsFile
 
 CPU = Machine(gpus=0)
@@ -468,6 +468,13 @@ def test_report_of_problems(run: str) -> None:
     text = format_report(args, inspect(args, CPU))
     assert "problems\n  --rm-type maths: there is no such reward rule" in text
     assert text.endswith("1 problem(s) found")
+
+
+def test_flags_without_effect_are_shown_reason_by_reason(run: str) -> None:
+    words = f"{run} --tis-clip 3 --mis-level sequence --tis-clip-low 1"
+    shown = format_report(make_args(words.split(), machine=CPU), Findings())
+    assert "no effect here\n  --tis-clip, --tis-clip-low: needs --correction tis or icepop" in shown
+    assert "\n  --mis-level: needs --correction mis\n" in shown
 
 
 def test_train_py_dry_run(run: str, tmp_path: Path) -> None:
