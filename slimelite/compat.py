@@ -61,8 +61,8 @@ MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.sft_rollout": {"generate_rollout": "slimelite.rollout.generate.offline_rollout"},
     "slime.rollout.sample_hooks": {"apply_rollout_sample_hooks": f"{F}.apply_rollout_sample_hooks"},
     "slime.rollout.on_policy_distillation": {
-        "reward_func": "slimelite.rollout.teacher.reward_func",
-        "post_process_rewards": "slimelite.rollout.teacher.post_process_rewards",
+        "reward_func": f"{F}.reward_func",
+        "post_process_rewards": f"{F}.post_process_rewards",
     },
     "slime.rollout.data_source": dict.fromkeys(
         ["RolloutDataSource", "RolloutDataSourceWithBuffer"], "slimelite.data.source.DataSource"

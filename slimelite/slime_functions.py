@@ -135,7 +135,7 @@ async def generate_and_rm_group(
         return done.samples
 
     # the engines live on the rollout's event loop, and the plugin's may be another
-    samples: list[Sample] = await call(context.run, work())
+    samples: list[Sample] = await call(context.thread.run, work())
     return samples
 
 
@@ -157,6 +157,18 @@ async def batched_async_rm(args: PluginArgs, samples: list[Sample], **_: Any) ->
     """Score samples by the run's reward, and return their rewards."""
     await args.rollout_context.grader.grade(samples, group_rm=len(samples) > 1)
     return [s.reward for s in samples]
+
+
+async def reward_func(_args: Any, samples: Sample | list[Sample], **_: Any) -> float | list[float]:
+    """slime's reward of pure distillation: 0. (There it also asks the teacher; here the rollout does.)"""
+    return [0.0] * len(samples) if isinstance(samples, list) else 0.0
+
+
+def post_process_rewards(args: Any, samples: list[Sample], **_: Any) -> tuple[list[float], list[float]]:
+    """slime's way to leave the reward out of the advantages, as ``--custom-reward-post-process-path``: it is reported,
+    and the teacher alone trains.
+    """
+    return [s.reward_value(args.reward_key) for s in samples], [0.0] * len(samples)
 
 
 def grade_answer_verl(response: str, label: str) -> bool:

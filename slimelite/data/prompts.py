@@ -221,7 +221,7 @@ def _add_pair(
     return messages
 
 
-def _conversation(asked: Messages, cell: Any, key: str, input_key: str) -> Messages:
+def _conversation(asked: Messages, cell: object, key: str, input_key: str) -> Messages:
     """The prompt's messages and the reply's."""
     reply = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else _messages(cell, key)
     whole = reply[: len(asked)] == asked
@@ -249,7 +249,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list[
         raise BadCell(columns.input_key, f"the chat template refuses these messages ({what})") from error
 
 
-def _messages(content: Any, column: str) -> Messages:
+def _messages(content: object, column: str) -> Messages:
     """``content`` if it is a list of messages; `BadCell` otherwise."""
     if not isinstance(content, list) or not content:
         raise BadCell(column, f"text or a list of messages is expected, not {content!r:.60}")

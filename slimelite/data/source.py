@@ -67,11 +67,6 @@ class DataSource:
         """Number of prompts, of all paths together."""
         return sum(len(stream.prompts) for stream in self._streams)
 
-    @property
-    def epoch(self) -> int:
-        """How many times as many prompts as there are have been dealt, rounded down."""
-        return sum(stream.drawn for stream in self._streams) // len(self) if self._streams else 0
-
     def get_samples(self, n: int) -> list[list[Sample]]:
         """``n`` groups: returned ones first, then fresh ones with prompt tokens, label, metadata and indices set."""
         groups = self._pick(self.args, None, self._returned, n) if self._returned else []

@@ -24,7 +24,7 @@ from slimelite.preflight.findings import Findings, fill, one_line
 from slimelite.registry import function
 from slimelite.reward_rules import RULES
 from slimelite.rewards.grader import check_reward
-from slimelite.rollout.teacher import Teacher, ask_once
+from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
 from slimelite.training.loading import inspect_model
@@ -176,7 +176,7 @@ def _check_teacher(
     server = Teacher.of(args)
     try:
         if server is not None and not args.debug_train_only:
-            ask_once(server)
+            server.ask_once()
             findings.facts.append(f"the teacher at {server.url} scores prompts")
         elif args.use_opd and args.opd_type == "trainer" and args.opd_teacher_load:
             _compare_vocabularies(args, args.opd_teacher_load, config, tokenizer, findings)

@@ -17,6 +17,7 @@ from slimelite.plugins import guarded, load_function
 from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
+from slimelite.threads import LoopThread
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -130,13 +131,13 @@ class PluginArgs(argparse.Namespace):
 
 @dataclass(slots=True)
 class RolloutContext:
-    """Arguments, tokenizer, engines and grader of a run; ``run`` executes a coroutine on the rollout's event loop."""
+    """Arguments, tokenizer, engines and grader of a run, and the thread on whose event loop its coroutines run."""
 
     args: Args
     tokenizer: PreTrainedTokenizerBase
     engines: EnginePool
     grader: Grader
-    run: Callable[[Coroutine[Any, Any, Any]], Any]
+    thread: LoopThread
     progress: Progress
     # scores training samples (--opd-type sglang); None: nobody does here
     teacher: Teacher | None = None

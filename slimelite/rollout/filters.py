@@ -17,6 +17,7 @@ from typing import Any
 
 from slimelite.arguments import Args
 from slimelite.plugins import PluginError, raised_at
+from slimelite.rollout.context import PluginArgs
 from slimelite.rollout.groups import check_scored
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
@@ -41,7 +42,7 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-Filter = Callable[[Any, Sequence[Sample]], bool | DynamicFilterOutput]
+Filter = Callable[[PluginArgs, Sequence[Sample]], bool | DynamicFilterOutput]
 
 
 def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> DynamicFilterOutput:
@@ -68,7 +69,7 @@ def rollout_rewards(samples: Sequence[Sample], reward_key: str | None) -> list[f
     return list(rewards.values())
 
 
-def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
     """Keep groups whose rewards differ: only they have an advantage (DAPO, arXiv:2503.14476, dynamic sampling)."""
     rewards = rollout_rewards(samples, args.reward_key)
     if max(rewards) - min(rewards) > SAME_REWARD:
@@ -76,24 +77,28 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Sample], **_: Any) -> 
     return DynamicFilterOutput(False, f"zero_std_{round(rewards[0], 1)}")
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: PluginArgs, samples: Sequence[Sample], **_: Any
+) -> DynamicFilterOutput:
     """Prefer groups whose rewards differ, without sampling another prompt for their sake."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
-def check_any_success(args: Any, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
+def check_any_success(args: PluginArgs, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
     """Keep groups in which a reward is above 0."""
     return DynamicFilterOutput(max(rollout_rewards(samples, args.reward_key)) > 0, "no_success")
 
 
-def check_min_reward(args: Any, samples: Sequence[Sample], *, minimum: float = 0.1, **_: Any) -> DynamicFilterOutput:
+def check_min_reward(
+    args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.1, **_: Any
+) -> DynamicFilterOutput:
     """Keep groups whose mean reward is at least ``minimum``."""
     rewards = rollout_rewards(samples, args.reward_key)
     return DynamicFilterOutput(math.fsum(rewards) / len(rewards) >= minimum, "low_reward")
 
 
 def check_response_diversity(
-    _args: Any, samples: Sequence[Sample], *, minimum: float = 0.5, **_: Any
+    _args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.5, **_: Any
 ) -> DynamicFilterOutput:
     """Keep groups in which at least ``minimum`` of the responses are different token sequences."""
     different = {tuple(s.tokens[s.prompt_length :]) for s in samples}
@@ -101,7 +106,7 @@ def check_response_diversity(
 
 
 def check_reasonable_length(
-    _args: Any, samples: Sequence[Sample], *, shortest: int = 1, cut: float = 0.5, **_: Any
+    _args: PluginArgs, samples: Sequence[Sample], *, shortest: int = 1, cut: float = 0.5, **_: Any
 ) -> DynamicFilterOutput:
     """Keep groups without a response below ``shortest`` tokens, and with at most ``cut`` of them at the limit."""
     if min(s.effective_response_length for s in samples) < shortest:
@@ -113,14 +118,14 @@ def check_reasonable_length(
 def all_of(*filters: Filter) -> Filter:
     """A filter that keeps what every one of ``filters`` keeps; the first that does not gives the reason."""
 
-    def combined(args: Any, samples: Sequence[Sample]) -> DynamicFilterOutput:
+    def combined(args: PluginArgs, samples: Sequence[Sample]) -> DynamicFilterOutput:
         outputs = (verdict(f(args, samples), f"the filter {getattr(f, '__name__', f)}") for f in filters)
         return next((o for o in outputs if not o.keep), DynamicFilterOutput(True))
 
     return combined
 
 
-def check_all(args: Any, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
+def check_all(args: PluginArgs, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
     """Rewards differ, lengths are reasonable and responses diverse."""
     return verdict(all_of(check_reward_nonzero_std, check_reasonable_length, check_response_diversity)(args, samples))
 

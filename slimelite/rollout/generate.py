@@ -60,8 +60,8 @@ def generate_rollout(
     """The default ``--rollout-function-path``; a custom one may call it and change what comes back."""
     context = args.rollout_context
     if evaluation:
-        return context.run(evaluate_datasets(context, rollout_id))
-    return context.run(Collection(context, rollout_id, data_source, args).collect())
+        return context.thread.run(evaluate_datasets(context, rollout_id))
+    return context.thread.run(Collection(context, rollout_id, data_source, args).collect())
 
 
 def offline_rollout(

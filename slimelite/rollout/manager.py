@@ -93,7 +93,7 @@ class RolloutManager:
             syncs=not args.debug_rollout_only,
         )
         self._context = RolloutContext(
-            args, tokenizer, pool, Grader(args), self._thread.run, progress or _silent, Teacher.of(args)
+            args, tokenizer, pool, Grader(args), self._thread, progress or _silent, Teacher.of(args)
         )
         self._context.grader.plugin_args = self._plugin_args()
         rollout = load_plugin(args.rollout_function_path, "--rollout-function-path")

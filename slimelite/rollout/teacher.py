@@ -47,6 +47,14 @@ class Teacher:
         async with Client(Retry(ATTEMPTS, first_s=0.25, refused=True), REQUEST_SECONDS) as client:
             await asyncio.gather(*(self._score(client, s) for s in todo))
 
+    def ask_once(self) -> None:
+        """Have a token scored: a small one, for a token outside its vocabulary ends an SGLang server.
+
+        Raises:
+            ValueError: what `score` raises.
+        """
+        asyncio.run(self.score([Sample(tokens=[0, 1], response_length=1)]))
+
     async def _score(self, client: Client, sample: Sample) -> None:
         if not sample.prompt_length:
             raise ValueError(f"sample {sample.index} has no prompt token; a response needs one before it to be scored")
@@ -86,24 +94,3 @@ class Teacher:
                 f"the teacher at --rm-url {shown(self.url)} did not answer in {ATTEMPTS} attempts: {error}"
             ) from error
         return answer
-
-
-def ask_once(teacher: Teacher) -> None:
-    """Have a token scored: a small one, for a token outside its vocabulary ends an SGLang server.
-
-    Raises:
-        ValueError: see `Teacher.score`.
-    """
-    asyncio.run(teacher.score([Sample(tokens=[0, 1], response_length=1)]))
-
-
-async def reward_func(_args: Any, samples: Sample | list[Sample], **_: Any) -> float | list[float]:
-    """slime's reward of pure distillation: 0. (There it also asks the teacher; here the rollout does.)"""
-    return [0.0] * len(samples) if isinstance(samples, list) else 0.0
-
-
-def post_process_rewards(args: Any, samples: list[Sample], **_: Any) -> tuple[list[float], list[float]]:
-    """slime's way to leave the reward out of the advantages, as ``--custom-reward-post-process-path``: it is reported,
-    and the teacher alone trains.
-    """
-    return [s.reward_value(args.reward_key) for s in samples], [0.0] * len(samples)

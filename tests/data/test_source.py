@@ -63,7 +63,6 @@ def test_a_call_may_wrap_any_number_of_epochs(ten: str) -> None:
     source = make([ten])
     assert len(source) == 10
     assert deal(source, 7) + deal(source, 28) == "0123456789" * 3 + "01234"
-    assert source.epoch == 3
 
 
 def test_each_epoch_is_slimes_permutation_of_the_file_order(ten: str) -> None:
@@ -102,7 +101,6 @@ def test_the_state_goes_on_exactly(ten: str, tmp_path: Path, settings: dict[str,
     state = json.loads(json.dumps(source.state_dict()))
     resumed = make(paths, **settings)
     resumed.load_state_dict(state)
-    assert resumed.epoch == source.epoch
     assert resumed.get_samples(40) == source.get_samples(40)
     assert resumed.state_dict() == source.state_dict()
 
@@ -157,7 +155,7 @@ def test_long_prompts_are_left_out(tmp_path: Path) -> None:
 
 def test_without_a_global_dataset_groups_are_blank() -> None:
     source = make([], rollout_global_dataset=False)
-    assert (len(source), source.epoch) == (0, 0)
+    assert len(source) == 0
     assert [[s.index for s in g] for g in source.get_samples(2)] == [[0, 1], [2, 3]]
     source.load_state_dict(source.state_dict())
 

@@ -16,7 +16,7 @@ from slimelite.arguments import make_args as parse
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.plugins import load_function
 from slimelite.rollout import teacher as teacher_module
-from slimelite.rollout.teacher import Teacher, ask_once
+from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 
 from .conftest import MakeArgs, MakeManager
@@ -110,9 +110,9 @@ def test_a_server_that_knows_no_temperature_is_refused_where_it_matters() -> Non
     answer = {"meta_info": {"input_token_logprobs": [[None, 0, None], [-1.5, 1, None]]}}
 
     def work(url: str) -> None:
-        ask_once(Teacher(url, 1.0))
+        Teacher(url, 1.0).ask_once()
         with pytest.raises(ValueError, match=r"scores at temperature 1, not at --rollout-temperature 0\.7"):
-            ask_once(Teacher(url, 0.7))
+            Teacher(url, 0.7).ask_once()
         with pytest.raises(ValueError, match="did not score the tokens it was sent"):
             asyncio.run(Teacher(url, 1.0).score([Sample(tokens=[0, 6], response_length=1)]))
 
@@ -129,11 +129,11 @@ def test_sglangs_word_for_the_last_token_of_the_vocabulary_is_taken() -> None:
 def test_a_server_that_fails_or_refuses_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teacher_module, "ATTEMPTS", 2)
     with pytest.raises(ValueError, match=r"--rm-url http://127.0.0.1:9/generate did not answer in 2 attempts"):
-        ask_once(Teacher("http://127.0.0.1:9", 1.0))
+        Teacher("http://127.0.0.1:9", 1.0).ask_once()
 
     def work(broken: str) -> None:
         with pytest.raises(ValueError, match=r"did not answer in 2 attempts.*500"):
-            ask_once(Teacher(broken, 1.0))
+            Teacher(broken, 1.0).ask_once()
 
     serve(500, work)
     with pytest.raises(ValueError, match=r"refused: .*tokens 0 to"):
