@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
 }
 # parameters without effect on tokens, and those we take only at the value that switches them off
 IGNORED = {"no_stop_trim", "spaces_between_special_tokens"}
-NEUTRAL: dict[str, Any] = {
+NEUTRAL: dict[str, float] = {
     "n": 1,
     "min_p": 0.0,
     "frequency_penalty": 0.0,
@@ -180,7 +180,7 @@ class HttpFront:
 
     def _reply(self, prompt_tokens: int, result: GenerateResult, version: int) -> dict[str, Any]:
         """The JSON object that SGLang answers with, but for log-probs; ``version``: of the weights now."""
-        reason: dict[str, Any] = {"type": result.finish_reason}
+        reason: dict[str, object] = {"type": result.finish_reason}
         if result.finish_reason == "length":
             reason["length"] = len(result.output_ids)
         meta = {
@@ -227,7 +227,7 @@ def _entries(log_probs: Sequence[float | None], ids: Sequence[int]) -> list[list
     return [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
 
 
-def _spans(versions: Sequence[int]) -> list[dict[str, Any]]:
+def _spans(versions: Sequence[int]) -> list[dict[str, object]]:
     """Runs of tokens of one version, as SGLang tells them: the version and the first token."""
     starts = [i for i, version in enumerate(versions) if not i or version != versions[i - 1]]
     return [{"version": str(versions[start]), "start": start} for start in starts]

@@ -229,9 +229,9 @@ class VllmEngine(InProcessEngine):
         self._llm.collective_rpc(begin_reload)
 
     def _load(self, bucket: WeightBucket) -> None:
-        if twice := sorted(self._update.received & set(bucket.names)):
-            raise ValueError(f"{twice[0]}: sent twice; vLLM takes a weight once in an update")
         with self._update.taking(zip(bucket.names, bucket.shapes, strict=True)):
+            if twice := sorted(self._update.received & set(bucket.names)):
+                raise ValueError(f"{twice[0]} was sent twice; vLLM takes a weight once in an update")
             # they are pickled on their way to the worker: a view would take the whole bucket along
             self._llm.collective_rpc(reload, args=([(name, tensor.clone()) for name, tensor in bucket.tensors()],))
 

@@ -296,10 +296,10 @@ def _version(stamp: str) -> int:
 
 def _body(
     request: GenerateRequest, done: GenerateResult, rid: str, eos: tuple[int, ...], seeds: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What is left of the request, in SGLang's words."""
     params, count = request.params, len(done.output_ids)
-    sampling: dict[str, Any] = {
+    sampling: dict[str, object] = {
         "max_new_tokens": params.max_new_tokens - count,
         "min_new_tokens": max(0, params.min_new_tokens - count),
         "stop": list(params.stop),
@@ -321,7 +321,7 @@ def _body(
     }
 
 
-def _distribution(params: SamplingParams) -> dict[str, Any]:
+def _distribution(params: SamplingParams) -> dict[str, float]:
     if params.top_k == 1 and params.temperature not in (0.0, 1.0):
         # SGLang reports the log-probs of greedy requests untempered if all that run are greedy; a nucleus of one
         # token is greedy as well, and always tempered
@@ -343,7 +343,7 @@ def _extend(result: GenerateResult, answer: dict[str, Any]) -> None:
     result.finish_reason = meta["finish_reason"]["type"]
 
 
-def server_fields(setup: EngineSetup, **placement: Any) -> dict[str, Any]:
+def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
     """The fields of SGLang's ServerArgs for one engine: what our flags imply, --sglang-*, what we decide.
 
     ``placement``: ``host``, ``port`` and what else depends on where the engine is (``base_gpu_id``, ``nnodes``,

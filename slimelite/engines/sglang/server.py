@@ -48,7 +48,7 @@ LOG_LINES = 12
 # goes too.
 ATTACHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -KILL 0) & exec "$@" 3<&- </dev/null'
 # SGLang's kernels are for GPUs: on a CPU these are its paths in plain PyTorch
-ON_CPU: dict[str, Any] = {
+ON_CPU: dict[str, object] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
@@ -59,7 +59,7 @@ ON_CPU: dict[str, Any] = {
 }
 
 
-def server_command(fields: dict[str, Any]) -> list[str]:
+def server_command(fields: Mapping[str, object]) -> list[str]:
     """The command that starts the server with ``fields`` in this Python; see `slimelite.engines.sglang.server`."""
     return [sys.executable, "-m", "slimelite.engines.sglang.server", json.dumps(fields)]
 
@@ -298,7 +298,7 @@ def check_fields(fields: Collection[str], installed: Collection[str]) -> list[st
     return problems
 
 
-def command_line(fields: Mapping[str, Any], installed: Mapping[str, argparse.Action]) -> list[str]:
+def command_line(fields: Mapping[str, object], installed: Mapping[str, argparse.Action]) -> list[str]:
     """``fields`` as words for SGLang's parser."""
     words = []
     for name, value in fields.items():
