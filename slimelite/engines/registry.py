@@ -57,7 +57,7 @@ class EngineKind:
         return bool(options.get(self.repeats)) if isinstance(self.repeats, str) else self.repeats
 
 
-ENGINES: Registry[EngineKind] = Registry("engine", "--rollout-backend")
+ENGINES = Registry[EngineKind]("engine", "--rollout-backend")
 ENGINES.add(
     EngineKind(
         "embedded",
