@@ -145,7 +145,7 @@ def inspect_model(args: Args, path: str, *, new_head: bool = False) -> tuple[Pre
         ) from error
     check_weights(path, empty, unread=LM_HEAD if new_head else ())
     try:
-        return config, may_pack(config, _attention(args), pairs=_trains_pairs(args))
+        return config, may_pack(config, _attention(args), pairs=args.loss.paired)
     except NoSmallModel:  # the trainer says it
         return config, False
 
@@ -153,7 +153,7 @@ def inspect_model(args: Args, path: str, *, new_head: bool = False) -> tuple[Pre
 def _may_pack(args: Args, config: PretrainedConfig, world: World) -> bool:
     """`may_pack`, the same on all ranks; what could not be seen is not packed."""
     try:
-        packed = may_pack(config, _attention(args), pairs=_trains_pairs(args))
+        packed = may_pack(config, _attention(args), pairs=args.loss.paired)
     except NoSmallModel as error:
         packed = False
         logger.warning("%s", error)
@@ -162,7 +162,3 @@ def _may_pack(args: Args, config: PretrainedConfig, world: World) -> bool:
 
 def _attention(args: Args) -> str:
     return ATTENTION if args.attn_implementation == "auto" else args.attn_implementation
-
-
-def _trains_pairs(args: Args) -> bool:
-    return args.loss.paired

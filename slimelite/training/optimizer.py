@@ -122,12 +122,26 @@ class Optimizers:
 
     def __init__(self, args: OptimizerArgs, model: LanguageModel) -> None:
         self.args = args
-        self.all = _build(args, model)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Everything that is trained."""
-        return [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
+        trained = [p for _, p in model.named_weights() if p.requires_grad]
+        outer = {id(model.hf.get_input_embeddings().weight), id(model.hf.get_output_embeddings().weight)}
+        inner = [p for p in trained if p.ndim == 2 and id(p) not in outer] if args.optimizer == "muon" else []
+        apart = set(inner)
+        rest = [p for p in trained if p not in apart]
+        groups = [
+            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": args.weight_decay},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.all: list[Optimizer] = [
+            AdamW(
+                [group for group in groups if group["params"]],
+                lr=args.lr,
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_eps,
+                fused=True,
+            )
+        ]
+        if inner:
+            self.all += [Muon(inner, lr=args.muon_lr, momentum=args.muon_momentum, weight_decay=args.weight_decay)]
 
     def step(self, lr: float, peak: float, loss: Tensor) -> tuple[float, bool]:
         """Clip the gradients, update at learning rate ``lr`` and forget the gradients.
@@ -172,38 +186,12 @@ class Optimizers:
                 group["lr"] = self.args.muon_lr * lr / peak if scaled else lr
 
     def _clip(self) -> Tensor:
-        parameters = self.parameters
-        grads = [p.grad for p in parameters if p.grad is not None]
-        norm = whole(nn.utils.get_total_norm(grads))
+        # in this order: it decides how the sum of squares is rounded
+        parameters = [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
+        norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.args.clip_grad > 0 and norm.isfinite():
             nn.utils.clip_grads_with_norm_(parameters, self.args.clip_grad, norm)
         return norm
-
-
-def _build(args: OptimizerArgs, model: LanguageModel) -> list[Optimizer]:
-    trained = [(name, p) for name, p in model.named_weights() if p.requires_grad]
-    if args.optimizer != "muon":
-        return [_adamw(args, [p for _, p in trained])]
-    outer = {id(model.hf.get_input_embeddings().weight), id(model.hf.get_output_embeddings().weight)}
-    matrices = [p for _, p in trained if p.ndim == 2 and id(p) not in outer]
-    rest = [p for _, p in trained if p.ndim != 2 or id(p) in outer]
-    muon = Muon(matrices, lr=args.muon_lr, momentum=args.muon_momentum, weight_decay=args.weight_decay)
-    return [_adamw(args, rest), muon]
-
-
-def _adamw(args: OptimizerArgs, parameters: Iterable[nn.Parameter]) -> AdamW:
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return AdamW(
-        [g for g in groups if g["params"]],
-        lr=args.lr,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_eps,
-        fused=True,
-    )
 
 
 # quintic iteration x -> ax + b(xxᵀ)x + c(xxᵀ)²x; it drives all singular values to about 1

@@ -12,9 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
+from slimelite.arguments.user_code import import_files
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.embedded.model import Decoder
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams, WeightBucket
+from slimelite.families import FAMILIES
 from tests.engines.contract import EngineContract, as_buckets
 from tests.engines.tiny_models import EOS, VOCAB, build_model, greedy, log_probs
 
@@ -115,6 +117,24 @@ def test_variants_of_the_architectures(tmp_path: Path, family: str, changes: dic
     results = serve(tmp_path, requests)
     check(model, requests, results, 1e-4)
     assert len(model.state_dict()) > len(dict(model.named_parameters())) or not model.config.tie_word_embeddings
+
+
+def test_a_family_of_a_users_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(tmp_path / "right", "mistral", sliding_window=None, tie_word_embeddings=False)
+    build_model(tmp_path / "windows", "mistral", sliding_window=8)
+    with pytest.raises(ValueError, match="model_type 'mistral'"):
+        EmbeddedEngine(str(tmp_path / "right"))
+    monkeypatch.setattr(FAMILIES, "_records", dict(FAMILIES))
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from slimelite.families import FAMILIES, Family\n"
+        "FAMILIES.add(Family('mistral', 'MistralForCausalLM', embedded=True))\n"
+    )
+    import_files([str(file)])
+    requests = group(tuple(range(2, 40)), 3)
+    check(model, requests, serve(tmp_path / "right", requests), 1e-4)
+    with pytest.raises(ValueError, match="sliding-window"):
+        EmbeddedEngine(str(tmp_path / "windows"))
 
 
 def test_bf16_uses_fused_attention_and_stays_close(folder: Path) -> None:
