@@ -8,17 +8,18 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slimelite.arguments import RewardArgs
-from slimelite.plugins import PACKAGE, load_function, own_traceback
+from slimelite.plugins import PACKAGE, load_function
 from slimelite.registry import function
 from slimelite.reward_rules import RULES, Answer, Failure, Reward, Rule, Scorer, Settings
 from slimelite.rewards.math import extract_boxed_answer
-from slimelite.rewards.scorers import RewardLoop, RewardTimeout, call
+from slimelite.rewards.scorers import RewardLoop, failure_of
 from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample, label_text
 
@@ -49,7 +50,7 @@ class ErrorReport:
     failure: Failure
     index: int | None
     group_index: int | None
-    label: Any
+    label: object
     response: str
 
     def __str__(self) -> str:
@@ -204,7 +205,7 @@ class Grader:
         texts = [(extract_boxed_answer(s.response) or "") if rule.boxed else s.response for s in samples]
         if rule.scorer is not None:
             outcomes = await self._scorers[rule.name].score(samples, texts)
-            return [_failure(o) if isinstance(o, BaseException) else o for o in outcomes]
+            return [failure_of(o) if isinstance(o, BaseException) else o for o in outcomes]
         answers = [answer_of(s, text, self._settings) for s, text in zip(samples, texts, strict=True)]
         missing = Failure("invalid", f"{rm_type} compares with a label, and the sample has none; set --label-key")
         unlabelled = rule.zero if self.args.unlabelled_is_zero else missing
@@ -220,30 +221,18 @@ class Grader:
         return results
 
     async def _custom(self, path: str, samples: list[Sample], whole: bool) -> list[Any]:
-        function = self._function(path)
+        call = partial(self._loop.call, self._function(path), self.plugin_args, timeout=self.args.reward_timeout)
         if not whole:
-            return list(await asyncio.gather(*(self._call(function, sample) for sample in samples)))
-        rewards = await self._call(function, samples)
+            return list(await asyncio.gather(*map(call, samples)))
+        rewards = await call(samples)
         if isinstance(rewards, Failure):
             return [rewards] * len(samples)
-        try:
-            given = list(rewards)
-        except TypeError:
-            given = []
+        given = list(rewards) if isinstance(rewards, Iterable) else []
         if isinstance(rewards, dict) or len(given) != len(samples):
             got = f"{len(given)} rewards" if given else f"a {type(rewards).__name__}"
-            return [
-                Failure("invalid", f"{len(samples)} samples at once need a list of rewards as long, not {got}")
-            ] * len(samples)
+            message = f"{len(samples)} samples at once need a list of rewards as long, not {got}"
+            return [Failure("invalid", message)] * len(samples)
         return given
-
-    async def _call(self, function: Callable[..., Any], what: Sample | list[Sample]) -> Any:
-        try:
-            return await self._loop.run(call(function, self.plugin_args, what), self.args.reward_timeout)
-        except RewardTimeout as error:
-            return Failure("timeout", str(error))
-        except Exception as error:
-            return _failure(error)
 
     def _settle(self, sample: Sample, route: Route, outcome: Any, reward_key: str | None) -> None:
         """Put the reward on the sample, or what --reward-error says."""
@@ -309,11 +298,7 @@ def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
     try:
         return quick(answer)
     except Exception as error:
-        return _failure(error)
-
-
-def _failure(error: BaseException) -> Failure:
-    return Failure("exception", f"{type(error).__name__}: {error}", own_traceback(error))
+        return failure_of(error)
 
 
 def _checked(reward: Any, key: str | None) -> Reward | Failure:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any
 
 from slimelite.arguments import RewardArgs
 from slimelite.http_client import Client, Retry
-from slimelite.reward_rules import Exchange
+from slimelite.plugins import own_traceback
+from slimelite.reward_rules import Exchange, Failure
 from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample
 from slimelite.threads import LoopThread
@@ -29,37 +30,35 @@ LOAD_SECONDS = 1800.0
 REQUEST_SECONDS = 120.0
 
 
-class RewardTimeout(Exception):
-    """A reward took longer than --reward-timeout."""
-
-
 class RewardLoop:
-    """An event loop in a daemon thread; one that a reward function blocks is left behind, and a new one started."""
+    """Runs functions of the user on an event loop of its own; one that they block is left behind for a new one."""
 
     def __init__(self) -> None:
         self._thread: LoopThread | None = None
 
-    async def run(self, work: Coroutine[Any, Any, Any], timeout: float | None) -> Any:
-        """The result of ``work``; ``timeout`` in seconds.
+    async def call(self, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+        """What ``function`` returns within ``timeout`` seconds, or the `Failure` that it ends in.
 
-        Raises:
-            RewardTimeout: it took longer, and was cancelled (one that does not await is left behind).
+        One that takes longer is cancelled; it is left behind where it does not await.
         """
         thread = self._thread = self._thread or LoopThread("rewards")
-        future = asyncio.wrap_future(thread.submit(work))
+        future = asyncio.wrap_future(thread.submit(call(function, *args)))
         try:
             done, _ = await asyncio.wait({future}, timeout=timeout)
         finally:
             future.cancel()  # a no-op when it is done
         if done:
-            return future.result()
+            try:
+                return future.result()
+            except Exception as error:
+                return failure_of(error)
         alive: Future[None] = Future()
         thread.loop.call_soon_threadsafe(alive.set_result, None)
         answered, _ = await asyncio.wait({asyncio.wrap_future(alive)}, timeout=ANSWER_SECONDS)
         if not answered and self._thread is thread:
             self.close()
         blocked = "" if answered else "; it blocks its event loop: let it await, or be a plain def, which gets a thread"
-        raise RewardTimeout(f"no reward within {timeout:g} s (--reward-timeout){blocked}")
+        return Failure("timeout", f"no reward within {timeout:g} s (--reward-timeout){blocked}")
 
     def close(self) -> None:
         """Let the thread end."""
@@ -88,6 +87,11 @@ async def call(function: Callable[..., Any], *args: Any) -> Any:
         if task is not None and task.cancelling():
             raise  # it is we who cancel it
         raise RuntimeError(repr(error)) from error
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An exception, with its traceback from the user's first line on."""
+    return Failure("exception", f"{type(error).__name__}: {error}", own_traceback(error))
 
 
 def _fill(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:

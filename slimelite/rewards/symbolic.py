@@ -18,6 +18,7 @@ from math_verify.parser import get_last_eq
 
 from slimelite.reward_rules import TooCostly
 
+Expression = Any  # of sympy, or a node of the grammar's tree: neither has types
 # its units are single letters, too, and take the t off x + 2t; its boxes are boxes within the box
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 # digits that two numbers may differ in; more than any decimal that a model writes out by heart
@@ -53,7 +54,7 @@ def equivalent(given: str, truth: str) -> bool:
     return _equal(gold, pred, braced="\\{" in given or "\\{" in truth)
 
 
-def _equal(gold: Any, pred: Any, braced: bool = False) -> bool:
+def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
     """`verify`, except for lists, whose repeated elements it drops. ``braced``: one of them is a set in braces."""
     golds, preds = _written(gold), _written(pred)
     other = gold if golds is None else pred if preds is None else None
@@ -74,14 +75,14 @@ def _equal(gold: Any, pred: Any, braced: bool = False) -> bool:
     return True
 
 
-def _written(expression: Any) -> list[Any] | None:
+def _written(expression: Expression) -> list[Expression] | None:
     """The elements of a list or a finite set as they were written, also behind ``x =``; None for anything else."""
     if isinstance(expression, sympy.Eq):
         expression = expression.rhs
     return list(expression._unsorted_args) if isinstance(expression, FiniteSet) else None
 
 
-def _ordered(expression: Any) -> list[Any]:
+def _ordered(expression: Expression) -> list[Expression]:
     """The elements of a tuple (which the grammar may take for an open interval), or the expression alone."""
     if isinstance(expression, sympy.Interval) and expression.is_open:
         return [expression.start, expression.end]
@@ -98,11 +99,11 @@ class _Exact(_Latex2Sympy):
             raise TooCostly(f"10^{exponent}")
         return sympy.Rational(digits) * sympy.Integer(10) ** int(exponent or 0)
 
-    def convert_binom(self, binom: Any) -> Any:
+    def convert_binom(self, binom: Expression) -> Expression:
         """A binomial coefficient that is not computed yet."""
         return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
 
-    def convert_func(self, func: Any) -> Any:
+    def convert_func(self, func: Expression) -> Expression:
         """A function; those that compute at once are gamma and the degree of a root."""
         named = func.func_normal_single_arg()
         if named and named.start.text in ("\\Gamma", "\\gamma"):
@@ -112,24 +113,24 @@ class _Exact(_Latex2Sympy):
             _ = bits(self.convert_expr(func.root))
         return super().convert_func(func)
 
-    def handle_exp(self, func: Any) -> Any:
+    def handle_exp(self, func: Expression) -> Expression:
         """A power of e."""
         if func.supexpr() and func.supexpr().expr():
             _ = bits(sympy.exp(self.convert_expr(func.supexpr().expr()), evaluate=False))
         return super().handle_exp(func)
 
-    def handle_gcd_lcm(self, f: str, args: Any) -> Any:
+    def handle_gcd_lcm(self, f: str, args: Expression) -> Expression:
         """gcd and lcm."""
         _ = bits(list(args))
         return super().handle_gcd_lcm(f, args)
 
-    def convert_interval(self, expr: Any) -> Any:
+    def convert_interval(self, expr: Expression) -> Expression:
         """An interval, whose ends are compared."""
         _ = bits([self.convert_expr(end) for end in expr.expr()])
         return super().convert_interval(expr)
 
 
-def _parse(text: str) -> Any:
+def _parse(text: str) -> Expression:
     """The expression that ``text`` is, or else the last side of its chain of equations."""
     if BASE.search(text) or ":" in text or MATRIX_MAKERS.search(text):
         raise ValueError(f"not an expression: {text}")
@@ -146,11 +147,11 @@ def _parse(text: str) -> Any:
     return expression
 
 
-def _read(text: str) -> Any:
+def _read(text: str) -> Expression:
     return _Exact(is_real=not should_treat_as_complex(text)).parse(text)
 
 
-def bits(expression: Any) -> float:
+def bits(expression: Expression) -> float:
     """A bound on the size, in bits, of the numbers that computing ``expression`` brings up; a variable counts as 1.
 
     Raises:
@@ -162,7 +163,7 @@ def bits(expression: Any) -> float:
     return size
 
 
-def _bits(expression: Any) -> float:
+def _bits(expression: Expression) -> float:
     if isinstance(expression, list):
         return max(map(bits, expression), default=1.0)
     if isinstance(expression, sympy.Rational):
@@ -187,7 +188,7 @@ def _bits(expression: Any) -> float:
     return max(sum(parts), 1.0)
 
 
-def _value(expression: Any) -> float:
+def _value(expression: Expression) -> float:
     """|expression| as a float, 1 where it has variables. Its own size was looked at before."""
     if expression.free_symbols:
         return 1.0
