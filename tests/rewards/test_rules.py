@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -191,19 +193,39 @@ def test_names() -> None:
         RULES["boxed_math"]
 
 
-def test_a_rule_of_ones_own_is_a_rule_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RULES, "_records", dict(RULES._records))
-    RULES.add(Rule("contains", lambda answer: float(answer.label in answer.response), boxable=True))
-    given = [
-        Sample(index=i, group_index=0, response=r, label="7") for i, r in enumerate(["7: \\boxed{8}", "\\boxed{17}"])
-    ]
-    for name, expected in (("contains", [1.0, 1.0]), ("boxed_contains", [0.0, 1.0])):
-        grader = Grader(RewardArgs(rm_type=name), workers=1)
-        asyncio.run(grader.grade(given))
-        grader.close()
-        assert [sample.reward for sample in given] == expected
-    with pytest.raises(ValueError, match="there is a reward rule called 'contains' already"):
-        RULES.add(Rule("contains"))
+OWN = """
+from slimelite.reward_rules import RULES, Answer, Rule
+
+def quick(answer: Answer) -> float | None:
+    return None if answer.label in answer.response else 0.0
+
+def slow(answer: Answer) -> float:
+    return len(answer.label) / 2
+
+RULES.add(Rule("contains", quick, slow, boxable=True))
+"""
+GRADE = """
+import asyncio, sys
+from slimelite.arguments import RewardArgs
+from slimelite.plugins import run_file
+from slimelite.rewards.grader import Grader
+from slimelite.sample import Sample
+
+run_file(sys.argv[1], "--import-file")
+for name in ("contains", "boxed_contains"):
+    grader = Grader(RewardArgs(rm_type=name, reward_error="fail"), workers=1)
+    samples = [Sample(index=i, response=r, label="7") for i, r in enumerate(["7: \\\\boxed{8}", "\\\\boxed{17}", ""])]
+    asyncio.run(grader.grade(samples))
+    grader.close()
+    print([sample.reward for sample in samples])
+"""
+
+
+def test_a_rule_of_a_users_file_is_a_rule_like_any_other_in_worker_processes_too(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    command = [sys.executable, "-c", GRADE, str(tmp_path / "own.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["[0.5, 0.5, 0.0]", "[0.0, 0.5, 0.0]"], done.stderr
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
