@@ -52,6 +52,10 @@ class ShoutArgs:
     shout_bonus: float = flag(0.5, "This is added to the reward for an exclamation mark.", at_least=0)
 ```
 
+A flag can say more: `choices=`, a registry's names among them; bounds, as `at_least=0` or `above=0`; `needs=`, the
+condition under which it has an effect, without which it is listed under "no effect here"; `plugin(...)` makes a flag
+that takes the path of a function. Every flag below says so in the same way.
+
 `python train.py --args-group shout.py:ShoutArgs --shout-bonus 0.7 ...` takes it: `--help` has a section "Shouting",
 YAML takes `shout_bonus: 0.7`, plugins read `args.shout_bonus`, and a function typed
 `def reward(args: ShoutArgs, sample: Sample)` is checked by your type checker. The file travels with the working

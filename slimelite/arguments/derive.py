@@ -72,9 +72,9 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     _model(draft)
     _batches(draft)
     _lengths(draft)
-    derive_distillation(draft)
+    _distillation(draft)
     _algorithm(draft)
-    derive_correction(draft)
+    _correction(draft)
     derive_memory(draft)
     _checkpoints(draft)
     _tracking(draft)
@@ -162,15 +162,12 @@ def _model(draft: Draft) -> None:
         Path(args.hf_checkpoint).is_dir() and not (Path(args.hf_checkpoint) / "config.json").is_file()
     ):
         _new_model(draft)
-    wanted = [
-        name
-        for name, on in (
-            ("--kl-coef", args.kl_coef != 0),
-            ("--kl-loss-coef", args.use_kl_loss and args.kl_loss_coef != 0),
-            ("--log-ref-kl", args.log_ref_kl),
-        )
-        if on and not args.supervised
-    ]
+    compared = {
+        "--kl-coef": args.kl_coef != 0,
+        "--kl-loss-coef": args.use_kl_loss and args.kl_loss_coef != 0,
+        "--log-ref-kl": args.log_ref_kl,
+    }
+    wanted = [option for option, on in compared.items() if on and not args.supervised]
     if wanted:
         draft.set("use_reference", True, f"{' and '.join(wanted)} compare with it")
     elif args.loss.paired:
@@ -186,12 +183,9 @@ def _model(draft: Draft) -> None:
     if args.ref_load is None and draft.args.model_config is None:
         draft.default("ref_load", args.hf_checkpoint, "as --hf-checkpoint")
     elif args.ref_load is not None and (problem := _not_hugging_face(args.ref_load)) is not None:
-        draft.set(
-            "ref_load", args.hf_checkpoint, f"--ref-load {args.ref_load} {problem}: --hf-checkpoint is the reference"
-        )
-        draft.notes.append(
-            f"--ref-load {args.ref_load} {problem}; the reference is --hf-checkpoint {args.hf_checkpoint}"
-        )
+        what = f"--ref-load {args.ref_load} {problem}"
+        draft.set("ref_load", args.hf_checkpoint, f"{what}: --hf-checkpoint is the reference")
+        draft.notes.append(f"{what}; the reference is --hf-checkpoint {args.hf_checkpoint}")
 
 
 def _new_model(draft: Draft) -> None:
@@ -231,12 +225,9 @@ def _batches(draft: Draft) -> None:
         return
     draft.default("over_sampling_batch_size", args.rollout_batch_size, "as --rollout-batch-size")
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    counted, total = (
-        "samples",
-        f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = {samples} samples",
-    )
-    if args.loss.paired:
-        counted, total = "pairs", f"{samples} pairs"
+    counted = "pairs" if args.loss.paired else "samples"
+    shape = "" if args.loss.paired else f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = "
+    total = f"{shape}{samples} {counted}"
     steps, size = args.num_steps_per_rollout, args.global_batch_size
     if size is None:
         steps = steps or 1
@@ -332,7 +323,7 @@ def _tracking(draft: Draft) -> None:
     draft.default("run_dir", f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}", "model, data and the time")
 
 
-def derive_correction(draft: Draft) -> None:
+def _correction(draft: Draft) -> None:
     """slime's ways to choose a correction, and bounds that follow from others."""
     args = draft.args
     if args.custom_tis_function_path is not None:
@@ -371,7 +362,7 @@ def _resolve_plugin(draft: Draft, path: str) -> None:
             draft.set("use_tis", False, f"slime's switch, with --correction {ours}")
 
 
-def derive_distillation(draft: Draft) -> None:
+def _distillation(draft: Draft) -> None:
     """slime's name of the trainer's teacher, and what a run without task reward scores with."""
     args = draft.args
     if not args.use_opd:
@@ -383,14 +374,8 @@ def derive_distillation(draft: Draft) -> None:
     elif args.custom_rm_path is None and args.label_key is None:
         reason = "--use-opd without --label-key: where the reward needs a label it is 0, and the teacher alone trains"
         draft.set("unlabelled_is_zero", True, reason)
-    if compares_groups_of_one(args):
+    if args.n_samples_per_prompt == 1 and args.rewards_normalization and args.estimator.group is not None:
         draft.notes.append(
             f"--use-opd with --n-samples-per-prompt 1: {args.advantage_estimator} has nothing to compare, so the "
             "reward is reported only and the teacher alone trains"
         )
-
-
-def compares_groups_of_one(args: Args) -> bool:
-    """Whether the advantage of every response is 0 because it is alone in its group."""
-    compares = args.rewards_normalization and args.estimator.group is not None
-    return args.n_samples_per_prompt == 1 and compares

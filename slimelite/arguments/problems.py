@@ -18,18 +18,15 @@ def validate(args: Args) -> list[str]:
     checks = (
         _flags,
         _modes,
+        _workers,
         _engines,
-        _lengths,
-        _sampling,
-        _batches,
-        _groups,
-        _kl,
-        _policy,
+        _weight_sync,
+        _data,
+        _loss,
         _correction,
         _distillation,
         _rewards,
-        _preferences,
-        _schedule,
+        _training,
     )
     return [problem for check in checks for problem in check(args)]
 
@@ -83,8 +80,7 @@ def _modes(args: Args) -> Iterator[str]:
         yield "--eval-interval needs --eval-prompt-data or --eval-config"
 
 
-def _engines(args: Args) -> Iterator[str]:
-    yield from _weight_sync(args)
+def _workers(args: Args) -> Iterator[str]:
     for name, text in args.train_env_vars.items():
         if not name or "=" in name or isinstance(text, bool) or not isinstance(text, str | int | float):
             yield f"--train-env-vars: {name!r}: {text!r} is no variable: a name without = and a text or number"
@@ -99,11 +95,20 @@ def _engines(args: Args) -> Iterator[str]:
             f"update(s) old (--update-weights-interval); allow {oldest} or more"
         )
     ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-    runs_engines = not args.debug_train_only
     if args.launcher == "local" and not args.debug_rollout_only and ranks > 1:
         yield f"--launcher local is one process: {ranks} training ranks need --launcher ray"
-    if args.launcher == "local" and runs_engines and args.num_engines > 1 and not args.rollout_external_engine_addrs:
+    if (
+        args.launcher == "local"
+        and not args.debug_train_only
+        and args.num_engines > 1
+        and not args.rollout_external_engine_addrs
+    ):
         yield f"--launcher local is one process: {args.num_engines} engines need --launcher ray"
+    if ranks % max(args.dp_replicate_size, 1):
+        yield f"--dp-replicate-size {args.dp_replicate_size} does not divide the {ranks} training ranks"
+
+
+def _engines(args: Args) -> Iterator[str]:
     external, engine = args.rollout_external_engine_addrs, ENGINES[args.rollout_backend]
     if external and not engine.server:
         yield f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {engine.name} runs none; take one"
@@ -125,7 +130,7 @@ def _engines(args: Args) -> Iterator[str]:
         yield f"--rollout-num-gpus-per-engine {widest}: on a CPU a server is one process"
     if args.sglang_config and external:
         yield "--sglang-config starts servers, and --rollout-external-engine-addrs names some that run; take one"
-    if runs_engines and args.rollout_num_gpus == 0 and not external:
+    if not args.debug_train_only and args.rollout_num_gpus == 0 and not external:
         yield "--rollout-num-gpus 0 leaves no engine to generate"
     if not engine.wide and (size := args.rollout_num_gpus_per_engine) > 1:
         yield f"--rollout-num-gpus-per-engine {size}: the {engine.name} engine runs on one device"
@@ -135,11 +140,6 @@ def _engines(args: Args) -> Iterator[str]:
             f"--rollout-backend {engine.name} keeps its memory: no --colocate, --offload-rollout or --launcher local "
             "on GPUs"
         )
-    if ranks % max(args.dp_replicate_size, 1):
-        yield f"--dp-replicate-size {args.dp_replicate_size} does not divide the {ranks} training ranks"
-    at_once, batch = args.over_sampling_batch_size, args.rollout_batch_size
-    if not args.debug_train_only and at_once is not None and batch is not None and at_once < batch:
-        yield f"--over-sampling-batch-size {at_once} must be at least --rollout-batch-size {batch}"
 
 
 def _weight_sync(args: Args) -> Iterator[str]:
@@ -163,7 +163,8 @@ def _weight_sync(args: Args) -> Iterator[str]:
         )
 
 
-def _lengths(args: Args) -> Iterator[str]:
+def _data(args: Args) -> Iterator[str]:
+    """Prompts, lengths, sampling and groups."""
     context, prompt, response = args.rollout_max_context_len, args.rollout_max_prompt_len, args.rollout_max_response_len
     if response is None:
         yield "--rollout-max-response-len is missing: how many tokens may a response have?"
@@ -173,9 +174,6 @@ def _lengths(args: Args) -> Iterator[str]:
         yield f"--rollout-max-prompt-len {prompt} leaves no room in --rollout-max-context-len {context}"
     for dataset in args.eval_datasets:
         yield from dataset.problems()
-
-
-def _sampling(args: Args) -> Iterator[str]:
     truncated = args.rollout_top_p != 1 or args.rollout_top_k > 0
     trains_on_it = args.loss.policy and not (args.debug_rollout_only or args.debug_train_only)
     if truncated and trains_on_it and not args.allow_truncated_sampling:
@@ -185,18 +183,14 @@ def _sampling(args: Args) -> Iterator[str]:
             else f"--rollout-top-k {args.rollout_top_k}"
         )
         yield f"{what}: log-probs are those before truncation; leave it out, or insist: --allow-truncated-sampling"
-
-
-def _batches(args: Args) -> Iterator[str]:
     if args.prompt_data_weights and len(args.prompt_data_weights) != len(args.prompt_data):
         count = len(args.prompt_data_weights)
         yield f"--prompt-data-weights has {count} weights for {len(args.prompt_data)} paths of --prompt-data"
     if sum(args.prompt_data_weights) > 1e300:
         yield "--prompt-data-weights are shares: their sum must be finite"
-
-
-def _groups(args: Args) -> Iterator[str]:
-    """A group of one has nothing to be compared with."""
+    at_once, batch = args.over_sampling_batch_size, args.rollout_batch_size
+    if not args.debug_train_only and at_once is not None and batch is not None and at_once < batch:
+        yield f"--over-sampling-batch-size {at_once} must be at least --rollout-batch-size {batch}"
     if args.n_samples_per_prompt != 1 or args.debug_train_only:
         return
     if (args.dynamic_sampling_filter_path or "").split(".")[-1].split(":")[-1].startswith("check_reward_nonzero_std"):
@@ -210,21 +204,18 @@ def _groups(args: Args) -> Iterator[str]:
         )
 
 
-def _kl(args: Args) -> Iterator[str]:
+def _loss(args: Args) -> Iterator[str]:
     if args.use_reference and not args.ref_load:
         yield "--ref-load is missing: a KL term or DPO compares with a reference model"
-    if args.supervised:
-        return
-    if args.kl_coef != 0 and args.kl_loss_coef != 0:
+    penalised = not args.supervised and args.kl_coef != 0
+    if penalised and args.kl_loss_coef != 0:
         yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; take one"
-    if args.kl_coef != 0 and not args.estimator.takes_kl:
+    if penalised and not args.estimator.takes_kl:
         instead = f"use --use-kl-loss --kl-loss-coef {args.kl_coef}"
         yield f"--kl-coef {args.kl_coef} has no effect with {args.advantage_estimator}: {instead}"
-    if args.use_kl_loss and args.kl_loss_coef != 0 and not (KL_KINDS[args.kl_loss_type].pulls or args.use_unbiased_kl):
+    in_loss = not args.supervised and args.use_kl_loss and args.kl_loss_coef != 0
+    if in_loss and not (KL_KINDS[args.kl_loss_type].pulls or args.use_unbiased_kl):
         yield f"--kl-loss-type {args.kl_loss_type} has no gradient on average: use low_var_kl, or add --use-unbiased-kl"
-
-
-def _policy(args: Args) -> Iterator[str]:
     learner = f"the critic of {args.advantage_estimator}" if args.use_critic else "the policy loss"
     learns = args.use_critic or (args.loss.policy and not args.debug_rollout_only)
     if learns and not args.compute_advantages_and_returns:
@@ -235,6 +226,11 @@ def _policy(args: Args) -> Iterator[str]:
         yield "--loss-aggregation constant and --custom-pg-loss-reducer-function-path both reduce the loss; take one"
     if args.loss_aggregation == "constant" and not args.rollout_max_response_len:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
+    if args.loss.paired and args.loss_aggregation != "rollout":
+        how = "--calculate-per-token-loss" if args.calculate_per_token_loss else "--loss-aggregation"
+        yield f"--loss-type dpo_loss is a mean over pairs: leave {how} out"
+    if args.loss.paired and args.chosen_key == args.rejected_key:
+        yield f"--chosen-key and --rejected-key are both {args.chosen_key!r}: a pair has two replies"
 
 
 def _rewards(args: Args) -> Iterator[str]:
@@ -259,17 +255,7 @@ def _rewards(args: Args) -> Iterator[str]:
             yield f"--format-regex {args.format_regex!r}: {error}"
 
 
-def _preferences(args: Args) -> Iterator[str]:
-    if not args.loss.paired:
-        return
-    if args.loss_aggregation != "rollout":
-        how = "--calculate-per-token-loss" if args.calculate_per_token_loss else "--loss-aggregation"
-        yield f"--loss-type dpo_loss is a mean over pairs: leave {how} out"
-    if args.chosen_key == args.rejected_key:
-        yield f"--chosen-key and --rejected-key are both {args.chosen_key!r}: a pair has two replies"
-
-
-def _schedule(args: Args) -> Iterator[str]:
+def _training(args: Args) -> Iterator[str]:
     if args.min_lr > args.lr:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}"
     elif args.use_critic and args.min_lr > args.critic_lr:
