@@ -11,7 +11,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from slimelite.arguments import Args, parse_args
+from slimelite.arguments import parse_args
 from slimelite.lifecycle import StopSignals, Watchdog
 from slimelite.preflight import preflight, problems
 
@@ -20,62 +20,64 @@ if TYPE_CHECKING:
     from slimelite.tracking import Tracker
 
 
-def train(args: Args, cluster: Cluster, tracker: Tracker) -> None:
-    """Every rollout from the first to the last, in the order that colocation needs."""
+def train(cluster: Cluster, tracker: Tracker) -> None:
+    """Every rollout from the first to the last, in the order that colocation needs; each verb returns a future."""
+    args = cluster.args
     if not args.debug_train_only:
-        sync(args, cluster, tracker, version=args.start_rollout_id)
+        sync(cluster, tracker, version=args.start_rollout_id)
         if args.start_rollout_id == 0 and args.eval_interval and not args.skip_eval_before_train:
             evaluate(cluster, tracker, rollout_id=-1)
 
     for rollout_id in range(args.start_rollout_id, args.num_rollout):
         with tracker.phase("generate") as phase:
-            rollout = cluster.generate(rollout_id, phase.update)
+            rollout = cluster.generate(rollout_id).result(progress=phase.update)
         tracker.log_rollout(rollout_id, rollout.table, rollout.metrics)
         if args.async_rollout and rollout_id + 1 < args.num_rollout:
-            cluster.start_generate(rollout_id + 1)  # with the weights of now, while this rollout is trained on
+            cluster.generate(rollout_id + 1)  # with the weights of now, while this rollout is trained on
 
         if not args.debug_rollout_only:
             if args.offload_rollout:
-                cluster.release_engines()
+                cluster.release_engines().result()
             if args.offload_train:
-                cluster.onload_trainers()
+                cluster.onload_trainers().result()
             with tracker.phase("train"):
-                metrics, steps, advantages = cluster.train(rollout_id, rollout.table)
-            tracker.log_train(rollout_id, metrics, steps, advantages)
+                trained = cluster.train(rollout_id, rollout.table).result()
+            tracker.log_train(rollout_id, *trained)
             if due(args.save_interval, rollout_id, args.num_rollout):
                 with tracker.phase("save_model"):
-                    cluster.save(rollout_id)
+                    cluster.save(rollout_id).result()
             if args.save_hf and due(args.save_interval, rollout_id, args.num_rollout, last=True):
                 with tracker.phase("save_model"):
-                    cluster.save_hf(rollout_id)
+                    cluster.save_hf(rollout_id).result()
             if not args.debug_train_only and due(args.update_weights_interval, rollout_id, args.num_rollout):
-                sync(args, cluster, tracker, version=rollout_id + 1)
+                sync(cluster, tracker, version=rollout_id + 1)
 
         if args.eval_interval and not args.debug_train_only and due(args.eval_interval, rollout_id, args.num_rollout):
             evaluate(cluster, tracker, rollout_id)
-        tracker.log_perf(cluster.resources())
+        tracker.log_perf(cluster.resources().result())
         tracker.finish_rollout(rollout_id)
 
 
-def sync(args: Args, cluster: Cluster, tracker: Tracker, version: int) -> None:
+def sync(cluster: Cluster, tracker: Tracker, version: int) -> None:
     """Trainers' weights into the engines. Where they take turns on the GPUs, the trainers' memory is given back before
     the engines take theirs, and their KV cache comes last, when no bucket of weights is in its way (slime's order)."""
+    args = cluster.args
     if args.debug_rollout_only:
         return
     if args.offload_train:
-        cluster.offload_trainers()
+        cluster.offload_trainers().result()
     if args.offload_rollout:
-        cluster.resume_engines("weights")
+        cluster.resume_engines("weights").result()
     with tracker.phase("update_weights"):
-        tracker.log_perf(cluster.sync(version))
+        tracker.log_perf(cluster.sync(version).result())
     if args.offload_rollout:
-        cluster.resume_engines("kv_cache", "cuda_graph")
+        cluster.resume_engines("kv_cache", "cuda_graph").result()
 
 
 def evaluate(cluster: Cluster, tracker: Tracker, rollout_id: int) -> None:
     """All eval datasets; ``rollout_id`` -1 is before training."""
     with tracker.phase("eval") as phase:
-        result = cluster.evaluate(rollout_id, phase.update)
+        result = cluster.evaluate(rollout_id).result(progress=phase.update)
     tracker.log_eval(rollout_id, result.metrics, result.tables)
 
 
@@ -101,10 +103,9 @@ def main(argv: list[str] | None = None) -> int:
             with hold(folders), Watchdog(args.run_dir), Tracker(args) as tracker, ExitStack() as stack:
                 with tracker.phase("start") as phase:
                     cluster = stack.enter_context(launch(args, phase.update))
-                    stack.push(tracker.record_failure)  # at once: the workers take a while to end
-                    args = cluster.complete_args()
-                tracker.banner(args)
-                train(args, cluster, tracker)
+                stack.push(tracker.record_failure)  # at once: the workers take a while to end
+                tracker.banner(cluster.args)
+                train(cluster, tracker)
         except (ValueError, ClusterError, FloatingPointError, AssertionError, OSError) as error:
             # the message is for the console; log.txt of the run folder has the traceback
             print(f"train.py: {error}", file=sys.stderr)

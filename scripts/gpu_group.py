@@ -10,6 +10,7 @@ import platform
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
@@ -204,12 +205,13 @@ class Watched:
     """A cluster that notes the device memory after each of its verbs."""
 
     def __init__(self, lab: Lab, cluster: Cluster) -> None:
-        self.lab, self.cluster = lab, cluster
+        self.lab, self.cluster, self.args = lab, cluster, cluster.args
         self.memory: dict[str, float] = {}
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         def call(*given: Any) -> Any:
             result = getattr(self.cluster, verb)(*given)
+            wait([result])
             self.memory[" ".join([verb, *(x for x in given if isinstance(x, str))])] = self.lab.gigabytes()
             return result
 
@@ -227,7 +229,7 @@ def takes_turns(lab: Lab) -> Numbers:
     args = make_args(flags.split())
     with Tracker(args) as tracker, launch(args) as cluster:
         watched = Watched(lab, cluster)
-        train.train(cluster.complete_args(), watched, tracker)  # type: ignore[arg-type]
+        train.train(watched, tracker)  # type: ignore[arg-type]
     weights = sum(file.stat().st_size for file in Path(lab.folder()).glob("*.safetensors")) / 1e9
     left = {"release_engines": 0.3, "offload_trainers": weights + 0.3}
     assert not lab.cuda or left.keys() <= watched.memory.keys(), f"no memory was given back: {watched.memory}"

@@ -1,4 +1,4 @@
-"""A folder of checkpoints, read without torch: which one to resume from, and whether its files are whole.
+"""A folder of checkpoints, without torch: which one to resume from, whether its files are whole, how one gets there.
 
 Sizes and CRC-32 are written with a checkpoint and compared before it is read.
 """
@@ -6,12 +6,16 @@ Sizes and CRC-32 are written with a checkpoint and compared before it is read.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from slimelite.files import free_space, in_units, whole
 
 # written last, names the newest complete checkpoint (slime's and Megatron's name for it)
 MARKER = "latest_checkpointed_iteration.txt"
@@ -79,6 +83,62 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
             f"or --ckpt-step {int(whole.name[5:])}"
         )
     return whole, f"{wrong}: going on from {whole.name} instead (--load-fallback)"
+
+
+def folder_of(save: str | Path, rollout_id: int) -> Path:
+    """Where the checkpoint after rollout ``rollout_id`` is, under the folder of ``--save``."""
+    return Path(save).absolute() / f"iter_{rollout_id:07d}"
+
+
+@contextmanager
+def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, Checksums]]:
+    """In the block, a checkpoint is written; after it, it is in ``final``, of `folder_of`, and the newest.
+
+    It gets its name when it is whole: one of an earlier run under that name is good until then. ``size``: the bytes
+    that it takes; ``retain``: see ``--save-retain-interval``.
+
+    Yields:
+        the folder to write it in, and the checksums of files that are known already, to be added to.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left, and the message has what it needs and what is free.
+    """
+    root, rollout_id = final.parent, int(final.name.removeprefix("iter_"))
+    directory, replaced = (final.with_name(final.name + end) for end in (".partial", ".replaced"))
+    # a save that was cut short leaves the first, and just before its end also the second
+    if replaced.is_dir() and not final.is_dir():
+        replaced.rename(final)
+    for left in (*root.glob("iter_*.partial"), replaced):
+        if left.is_dir():
+            shutil.rmtree(left)
+    written: Checksums = {}
+    try:
+        directory.mkdir(parents=True)
+        yield directory, written
+        rest = (path for path in directory.rglob("*") if path.is_file())
+        written |= checksums(directory, (path for path in rest if str(path.relative_to(directory)) not in written))
+        with whole(directory / CHECKSUMS) as partial:
+            partial.write_text(json.dumps({"files": written}, indent=1))
+    except BaseException as error:  # also when the run is ended meanwhile
+        # it would fill the disk for whoever comes next
+        shutil.rmtree(directory, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise OSError(
+            f"{final}: the checkpoint cannot be written ({error.strerror or error}); it takes about {in_units(size)}, "
+            f"and {free_space(root)} are free there, now that what was written of it is removed: make room or give "
+            "--save another place, and go on from the last checkpoint with --load"
+        ) from error
+    if final.is_dir():
+        final.rename(replaced)
+    directory.rename(final)
+    before = (root / MARKER).read_text().strip() if (root / MARKER).is_file() else ""
+    with whole(root / MARKER) as partial:
+        partial.write_text(str(rollout_id))
+    if retain is not None and before.isdigit() and int(before) < rollout_id and (int(before) + 1) % retain:
+        shutil.rmtree(folder_of(root, int(before)), ignore_errors=True)
+    if replaced.is_dir():
+        shutil.rmtree(replaced)
 
 
 def _directory(root: Path, word: str) -> Path:

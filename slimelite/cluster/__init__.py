@@ -42,8 +42,9 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
         if "RAY_ADDRESS" not in os.environ:
             _close_ray_to_others()
         from slimelite.cluster.ray_cluster import ray_workers as workers
-    with workers(args, progress) as started:
-        yield Cluster(args, *started)
+    with workers(args, progress) as started, Cluster(args, *started) as cluster:
+        cluster.complete_args()
+        yield cluster
 
 
 def _close_ray_to_others() -> None:

@@ -1,28 +1,28 @@
-"""The verbs of the loop (generate, train, sync, save, evaluate) over workers that may be anywhere."""
+"""The handle of a run: its verbs, over objects that may be anywhere."""
 
 from __future__ import annotations
 
 import json
 import logging
-import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
+from torch import Tensor
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import CHECKSUMS, MARKER, REMEDY, ROLLOUT_STATE, Checksums, checksums, read_json
-from slimelite.cluster.remote import ClusterError, Progress, Remote
+from slimelite.checkpoints import REMEDY, ROLLOUT_STATE, find_checkpoint, folder_of, read_json, writing
+from slimelite.cluster.remote import POLL_S, ClusterError, Pending, Progress, Remote, Turns
 from slimelite.cluster.workers import RolloutWorker, TrainerWorker, disagreement
 from slimelite.engines.registry import ENGINES
-from slimelite.files import free_space, in_units, whole
-from slimelite.rollout.manager import EvalOutput, RolloutOutput
+from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutOutput
 from slimelite.table import SampleTable
 
 P = ParamSpec("P")
@@ -36,10 +36,34 @@ MOVED_ON = (
 AHEAD = "ahead.parquet"
 
 
-class Cluster:
-    """The loop's verbs. Every method blocks until all workers concerned are done.
+class TrainOutput(NamedTuple):
+    """What training on a rollout gave.
 
-    ``rollout``, ``trainers``, ``engines``, ``others``: see `Workers`.
+    ``metrics``: of the rollout, reduced over ranks; ``steps``: ``train/*`` of each optimizer step; ``advantages``: of
+    tokens, see `Trainer.own_advantages`.
+    """
+
+    metrics: dict[str, float]
+    steps: list[dict[str, float]]
+    advantages: np.ndarray | None
+
+
+class Cluster:
+    """The verbs of a run. Each returns a future at once; what they do is as if each had waited for the one before::
+
+        with launch(parse_args()) as cluster:
+            cluster.sync(0)
+            rollout = cluster.generate(0).result()
+            cluster.train(0, rollout.table)
+            cluster.sync(1)
+
+    Verbs that need the trainers run one after the other, on a thread of the handle; with ``--launcher local`` in the
+    caller's thread, where a debugger is. `generate` and `evaluate` run beside them: they begin at once, unless a verb
+    before them still uses the engines (`sync`, `save`, another `generate`), and such a verb waits for them in turn.
+
+    After an error nothing is done any more: queued verbs have the same error, new ones raise it, and so does leaving
+    the ``with``, until `Pending.result` has raised it to somebody. ``args``: complete, with ``start_rollout_id`` and
+    ``num_rollout``. The other arguments are those of `Workers`.
     """
 
     def __init__(
@@ -51,71 +75,238 @@ class Cluster:
         others: Sequence[Remote[Any]] = (),
     ) -> None:
         self.args = args
-        self._rollout = rollout
-        self._trainers = list(trainers)
-        self._engines = engines
-        self._others = list(others)
-        # rollouts that are generated ahead of their turn
-        self._ahead: dict[int, Future[RolloutOutput]] = {}
+        self._rollout, self._trainers, self._engines, self._others = rollout, trainers, engines, others
+        self._turns = Turns(inline=args.launcher == "local")
+        # by id, those that may be asked for once more, or be in a checkpoint
+        self._rollouts: dict[int, Pending[RolloutOutput]] = {}
+        self._last_use: Future[Any] | None = None  # of the engines
         self._version = 0  # of the engines' weights
         self._moved = False  # whether the trainers' weights are newer
-        self._memory: dict[str, float] = {}
+        self._order = threading.RLock()  # of what trainers are asked, the same for every rank
+        self._memory: dict[str, Future[float]] = {}
 
-    def complete_args(self) -> Args:
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self._turns.stop()
+        else:
+            self._turns.finish()
+        # what nobody waits for; workers of their own processes end with these
+        if self._last_use is not None and not self._last_use.done() and (error is None or self._turns.inline):
+            self._rollout.ask(RolloutWorker.cancel)
+            wait([self._last_use], CANCEL_S)
+
+    def generate(self, rollout_id: int) -> Pending[RolloutOutput]:
+        """Begin a rollout: its scored table of samples and its metrics. One that has begun, and whose result nobody
+        has, is not begun again.
+        """
+        begun = self._rollouts.get(rollout_id)
+        if begun is not None and not begun.taken:
+            return begun
+
+        def work() -> RolloutOutput:
+            with self._memory_of("rollout"):
+                return self._rollout.ask(RolloutWorker.generate, rollout_id)
+
+        pending = self._begin(work)
+        later = {other: rollout for other, rollout in self._rollouts.items() if other >= rollout_id - 1}
+        self._rollouts = later | {rollout_id: pending}
+        return pending
+
+    def evaluate(self, rollout_id: int) -> Pending[EvalOutput]:
+        """All eval datasets under the engines' weights."""
+        return self._begin(lambda: self._rollout.ask(RolloutWorker.evaluate, rollout_id))
+
+    def train(self, rollout_id: int, table: SampleTable) -> Pending[TrainOutput]:
+        """Train on a whole rollout, one optimizer step for every ``--global-batch-size`` of it; see `Trainer.train`."""
+
+        def work() -> TrainOutput:
+            with self._memory_of("train"):
+                metrics = self._change(TrainerWorker.train, rollout_id, self._shared(table))
+            first = self._trainers[0]
+            return TrainOutput(metrics, first.ask(TrainerWorker.step_metrics), first.ask(TrainerWorker.own_advantages))
+
+        return self._take(work)
+
+    def forward_backward(self, table: SampleTable) -> Pending[dict[str, float]]:
+        """Add the gradient of one optimizer step's ``table`` to that of earlier calls; its metrics."""
+        return self._take(lambda: self._all(TrainerWorker.forward_backward, self._shared(table))[0])
+
+    def optim_step(self) -> Pending[dict[str, float]]:
+        """Update the weights with the gradient; its norm and the learning rates."""
+        return self._take(lambda: self._change(TrainerWorker.optim_step))
+
+    def sync(self, version: int) -> Pending[dict[str, float]]:
+        """Trainers' weights into every engine, stamped ``version``; metrics of the way there."""
+
+        def work() -> dict[str, float]:
+            if not self._engines:
+                return {}
+            with self._memory_of("update_weights"):
+                metrics = self._push(version)
+            if self.args.check_weight_update_equal:
+                metrics["perf/update_weights_logprob_abs_diff"] = self._check_engines(version)
+            return metrics
+
+        return self._take(work, engines=True)
+
+    def save(self, rollout_id: int) -> Pending[Path]:
+        """A checkpoint after ``rollout_id``, in `checkpoints.folder_of` ``--save``: the trainers, where the rollout's
+        side stands, and the rollout that was generated ahead, if there is one.
+        """
+
+        def work() -> Path:
+            if self.args.save is None:
+                raise ValueError("save: name a folder for checkpoints with --save")
+            ahead = {later: rollout for later, rollout in self._rollouts.items() if later > rollout_id}
+            if len(ahead) > 1:
+                raise ValueError(f"save: rollouts {', '.join(map(str, ahead))} are ahead; a checkpoint holds one")
+            final, size = folder_of(self.args.save, rollout_id), max(self._all(TrainerWorker.checkpoint_size))
+            with writing(final, size, self.args.save_retain_interval) as (directory, checksums):
+                state = self._rollout.ask(RolloutWorker.state_dict)
+                for number, rollout in ahead.items():
+                    output = Future.result(rollout)
+                    output.table.to_parquet(directory / AHEAD)
+                    state["ahead"] = {"rollout_id": number, "metrics": output.metrics}
+                for part in self._all(TrainerWorker.save, str(directory), rollout_id):
+                    checksums.update(part)
+                (directory / ROLLOUT_STATE).write_text(json.dumps(state))
+            return final
+
+        return self._take(work, engines=True)
+
+    def load(self, folder: str | Path, step: int | None = None) -> Pending[int]:
+        """Go on from the newest checkpoint in ``folder``, or from that of rollout ``step``; the next rollout's id.
+
+        The engines have its weights after the next `sync`.
+        """
+
+        def work() -> int:
+            found, why = find_checkpoint(folder, step)
+            if found is None:
+                raise ValueError(f"load: {folder}: {why}")
+            return self._load(found)
+
+        return self._take(work, engines=True)
+
+    def save_hf(self, rollout_id: int) -> Pending[Path]:
+        """A Hugging Face folder at the ``--save-hf`` template."""
+
+        def work() -> Path:
+            if self.args.save_hf is None:
+                raise ValueError("save_hf: name a folder for the model with --save-hf")
+            directory = Path(self.args.save_hf.format(rollout_id=rollout_id)).absolute()
+            self._all(TrainerWorker.save_hf, str(directory))
+            return directory
+
+        return self._take(work)
+
+    def get_weights(self) -> Pending[dict[str, Tensor]]:
+        """All weights of the trainers by Hugging Face name, on the CPU."""
+        return self._take(lambda: self._all(TrainerWorker.get_weights)[0])
+
+    def offload_trainers(self) -> Pending[None]:
+        """Trainers give their device memory back."""
+        return self._move(TrainerWorker.offload, "sleep")
+
+    def onload_trainers(self) -> Pending[None]:
+        """Trainers take their device memory again."""
+        return self._move(TrainerWorker.onload, "wake_up")
+
+    def release_engines(self) -> Pending[None]:
+        """Engines give back all the device memory that they can."""
+        return self._take(lambda: self._rollout.ask(RolloutWorker.release_memory), engines=True)
+
+    def resume_engines(self, *tags: str) -> Pending[None]:
+        """Engines take the memory of ``tags`` again; see `slimelite.engines.protocol.MEMORY_TAGS`."""
+        return self._take(lambda: self._rollout.ask(RolloutWorker.resume_memory, tags), engines=True)
+
+    def resources(self) -> Pending[dict[str, float]]:
+        """What the run has used.
+
+        ``perf/cpu_seconds``: CPU time of this process and of all workers since they began [s]; Ray's own daemons are
+        not in it. ``perf/memory_{phase}_{before,after}``: of rank 0 around the last of each phase [GB].
+        """
+
+        def work() -> dict[str, float]:
+            workers: list[Remote[Any]] = [self._rollout, *self._trainers, *self._others]
+            used = [worker.cpu_seconds() for worker in workers]
+            memory = {name: future.result() for name, future in list(self._memory.items())}
+            return {"perf/cpu_seconds": time.process_time() + sum(future.result() for future in used), **memory}
+
+        return self._take(work)
+
+    def complete_args(self) -> None:
         """Fill in what only start-up can know: the first rollout id and the number of rollouts. Loads ``--load``."""
         args = self.args
-        resumed = self._load() if args.resume_directory else 0
+        resumed = self._load(Path(args.resume_directory)) if args.resume_directory else 0
         start = resumed if args.start_rollout_id is None else args.start_rollout_id
         num_rollout = args.num_rollout
         if num_rollout is None:
             per_epoch = max(1, self._rollout.ask(RolloutWorker.num_prompts) // args.rollout_batch_size)
             num_rollout = per_epoch * (args.num_epoch or 1)
         self.args = replace(args, start_rollout_id=start, num_rollout=num_rollout)
-        self._all(TrainerWorker.set_num_rollout, num_rollout)
+        if self._trainers:
+            self._all(TrainerWorker.set_num_rollout, num_rollout)
         self._rollout.ask(RolloutWorker.complete_args, start, num_rollout)
-        return self.args
 
-    def generate(self, rollout_id: int, progress: Progress | None = None) -> RolloutOutput:
-        """One rollout: the scored table of samples and its metrics."""
-        self.start_generate(rollout_id)
-        with self._memory_of("rollout"):
-            return self._wait(self._ahead.pop(rollout_id), progress)
+    def _begin(self, work: Callable[[], R]) -> Pending[R]:
+        """Start a verb on a thread of its own, when nothing else uses the engines."""
+        self._turns.check()
+        pending: Pending[R] = Pending(self._turns, self._attend)
+        before, self._last_use = self._last_use, pending
 
-    def start_generate(self, rollout_id: int) -> None:
-        """Begin `generate`, unless it has begun; the weights stay what they are until it is done."""
-        if rollout_id not in self._ahead:
-            self._ahead[rollout_id] = self._rollout.submit(RolloutWorker.generate, rollout_id)
+        def wait_and_work() -> R:
+            if before is not None:
+                wait([before])
+                self._turns.check()
+            return work()
 
-    def evaluate(self, rollout_id: int, progress: Progress | None = None) -> EvalOutput:
-        """All eval datasets under the engines' current weights."""
-        self._finish_ahead()
-        return self._wait(self._rollout.submit(RolloutWorker.evaluate, rollout_id), progress)
+        threading.Thread(target=self._turns.run, args=(pending, wait_and_work), daemon=True).start()
+        return pending
 
-    def train(
-        self, rollout_id: int, table: SampleTable
-    ) -> tuple[dict[str, float], list[dict[str, float]], np.ndarray | None]:
-        """Train on one rollout.
+    def _take(self, work: Callable[[], R], *, engines: bool = False) -> Pending[R]:
+        """Let a verb have its turn; one that uses the ``engines`` waits for those before it, which may be running."""
+        self._turns.check()
+        pending: Pending[R] = Pending(self._turns)
+        if not engines:
+            return self._turns.take(pending, work)
+        before, self._last_use = self._last_use, pending
 
-        Returns:
-            metrics of the rollout, reduced over ranks; ``train/*`` of each optimizer step; the advantages of tokens,
-            see `Trainer.own_advantages`.
-        """
-        self._moved = True
-        with self._memory_of("train"):
-            metrics = self._all(TrainerWorker.train, rollout_id, self._trainers[0].share(table.without_text()))[0]
-        first = self._trainers[0]
-        return metrics, first.ask(TrainerWorker.step_metrics), first.ask(TrainerWorker.own_advantages)
+        def wait_and_work() -> R:
+            while before is not None and not before.done():
+                self._keep_weights()
+                wait([before], POLL_S)
+            self._turns.check()
+            return work()
 
-    def sync(self, version: int) -> dict[str, float]:
-        """Trainers' weights into every engine, stamped ``version``; a rollout generated ahead ends first."""
-        if not self._engines:
-            return {}
-        self._finish_ahead()
-        with self._memory_of("update_weights"):
-            metrics = self._push(version)
-        if self.args.check_weight_update_equal:
-            metrics["perf/update_weights_logprob_abs_diff"] = self._check_engines(version)
-        return metrics
+        return self._turns.take(pending, wait_and_work)
+
+    def _move(self, method: Callable[[TrainerWorker], dict[str, float]], phase: str) -> Pending[None]:
+        def work() -> None:
+            with self._memory_of(phase):
+                self._all(method)
+
+        return self._take(work)
+
+    def _attend(self, progress: Progress | None) -> None:
+        if progress is not None:
+            progress(*self._rollout.ask(RolloutWorker.progress))
+        self._keep_weights()
+
+    def _keep_weights(self) -> None:
+        """When every engine died and was started anew, generation waits for the weights that it began with."""
+        if not self.args.use_fault_tolerance:
+            return
+        with self._order:
+            if not self._rollout.ask(RolloutWorker.needs_weights):
+                return
+            if self._moved:
+                raise ClusterError(MOVED_ON)
+            logger.warning("every engine was started anew: sending weights %d again", self._version)
+            self._push(self._version)
 
     def _push(self, version: int) -> dict[str, float]:
         """Weights into every engine; once more when one died of it and has started anew."""
@@ -135,112 +326,6 @@ class Cluster:
                 retries -= 1
                 logger.warning("%s; once more, with every engine alive", error)
 
-    def save(self, rollout_id: int) -> Path:
-        """Checkpoint of trainers and rollout state, with what was generated ahead; the marker file is written last.
-
-        It gets its name when it is whole: one of an earlier run under that name is good until then.
-
-        Returns:
-            the checkpoint's folder.
-
-        Raises:
-            OSError: it cannot be written; nothing of it is left, and the message has what it needs and what is free.
-        """
-        root = Path(str(self.args.save)).absolute()
-        final = root / f"iter_{rollout_id:07d}"
-        directory, replaced = (final.with_name(final.name + end) for end in (".partial", ".replaced"))
-        # a save that was cut short leaves the first, and just before its end also the second
-        if replaced.is_dir() and not final.is_dir():
-            replaced.rename(final)
-        for left in (*root.glob("iter_*.partial"), replaced):
-            if left.is_dir():
-                shutil.rmtree(left)
-        self._finish_ahead()
-        size = max(self._all(TrainerWorker.checkpoint_size), default=0)
-        try:
-            self._write_checkpoint(directory, rollout_id)
-        except BaseException as error:  # also when the run is ended meanwhile
-            # it would fill the disk for whoever comes next
-            shutil.rmtree(directory, ignore_errors=True)
-            if not isinstance(error, OSError):
-                raise
-            raise OSError(
-                f"{final}: the checkpoint cannot be written ({error.strerror or error}); it takes about "
-                f"{in_units(size)}, and {free_space(root)} are free there, now that what was written of it is removed: "
-                "make room or give --save another place, and go on from the last checkpoint with --load"
-            ) from error
-        if final.is_dir():
-            final.rename(replaced)
-        directory.rename(final)
-        before = (root / MARKER).read_text().strip() if (root / MARKER).is_file() else ""
-        write_text(root / MARKER, str(rollout_id))
-        keep = self.args.save_retain_interval
-        if keep is not None and before.isdigit() and int(before) < rollout_id and (int(before) + 1) % keep:
-            shutil.rmtree(root / f"iter_{int(before):07d}", ignore_errors=True)
-        if replaced.is_dir():
-            shutil.rmtree(replaced)
-        return final
-
-    def _write_checkpoint(self, directory: Path, rollout_id: int) -> None:
-        """All files of a checkpoint, the checksums of the others last."""
-        directory.mkdir(parents=True)
-        state = self._rollout.ask(RolloutWorker.state_dict)
-        for ahead, future in self._ahead.items():
-            future.result().table.to_parquet(directory / AHEAD)
-            state["ahead"] = {"rollout_id": ahead, "metrics": future.result().metrics}
-        written: Checksums = {}
-        for part in self._all(TrainerWorker.save, str(directory), rollout_id):
-            written |= part
-        write_text(directory / ROLLOUT_STATE, json.dumps(state))
-        rest = (path for path in directory.rglob("*") if path.is_file())
-        written |= checksums(directory, (path for path in rest if str(path.relative_to(directory)) not in written))
-        write_text(directory / CHECKSUMS, json.dumps({"files": written}, indent=1))
-
-    def save_hf(self, rollout_id: int) -> Path:
-        """A Hugging Face folder at the ``--save-hf`` template."""
-        directory = Path(str(self.args.save_hf).format(rollout_id=rollout_id)).absolute()
-        self._all(TrainerWorker.save_hf, str(directory))
-        return directory
-
-    def resources(self) -> dict[str, float]:
-        """What the run has used.
-
-        Returns:
-            ``perf/cpu_seconds``: CPU time of this process and of all workers since they began [s]; Ray's own daemons
-            are not in it. ``perf/memory_{phase}_{before,after}``: of rank 0 around the last of each phase [GB].
-        """
-        workers: list[Remote[Any]] = [self._rollout, *self._trainers, *self._others]
-        seconds = time.process_time() + sum(future.result() for future in [each.cpu_seconds() for each in workers])
-        return {"perf/cpu_seconds": seconds, **self._memory}
-
-    def offload_trainers(self) -> None:
-        """Trainers give their device memory back."""
-        with self._memory_of("sleep"):
-            self._all(TrainerWorker.offload)
-
-    def onload_trainers(self) -> None:
-        """Trainers take their device memory again."""
-        with self._memory_of("wake_up"):
-            self._all(TrainerWorker.onload)
-
-    def release_engines(self) -> None:
-        """Engines give back all the device memory that they can."""
-        self._rollout.ask(RolloutWorker.release_memory)
-
-    def resume_engines(self, *tags: str) -> None:
-        """Engines take the memory of ``tags`` again; see `slimelite.engines.protocol.MEMORY_TAGS`."""
-        self._rollout.ask(RolloutWorker.resume_memory, tags)
-
-    @contextmanager
-    def _memory_of(self, phase: str) -> Iterator[None]:
-        self._note_memory(f"{phase}_before")
-        yield
-        self._note_memory(f"{phase}_after")
-
-    def _note_memory(self, moment: str) -> None:
-        if self._trainers:
-            self._memory[f"perf/memory_{moment}"] = self._trainers[0].ask(TrainerWorker.memory_used)
-
     def _check_engines(self, version: int) -> float:
         from slimelite.training.loss import engine_threshold
 
@@ -255,8 +340,7 @@ class Cluster:
             )
         return float(gaps.max())
 
-    def _load(self) -> int:
-        directory = Path(str(self.args.resume_directory))
+    def _load(self, directory: Path) -> int:
         if self.args.debug_rollout_only:
             raise ValueError(
                 "--load with --debug-rollout-only: without a trainer nobody reads the checkpoint; write the model with "
@@ -268,55 +352,46 @@ class Cluster:
         try:
             state = read_json(directory / ROLLOUT_STATE)
             self._rollout.ask(RolloutWorker.load_state_dict, state)
+            self._rollouts = {}
             if "ahead" in state:
-                done: Future[RolloutOutput] = Future()
-                done.set_result(RolloutOutput(_read_ahead(directory / AHEAD), state["ahead"]["metrics"]))
-                self._ahead[int(state["ahead"]["rollout_id"])] = done
+                output = RolloutOutput(_read_ahead(directory / AHEAD), state["ahead"]["metrics"])
+                done = self._rollouts[int(state["ahead"]["rollout_id"])] = Pending(self._turns)
+                done.set_result(output)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{directory / ROLLOUT_STATE}: is damaged ({type(error).__name__}: {error}); {REMEDY}"
             ) from error
         return saved + 1
 
-    def _finish_ahead(self) -> None:
-        """Wait for rollouts that are being generated: weights do not change under them, evals do not mix with them."""
-        for future in self._ahead.values():
-            while self.args.use_fault_tolerance and not future.done():
-                wait([future], timeout=0.5)
-                if not future.done() and self._rollout.ask(RolloutWorker.needs_weights):
-                    raise ClusterError(MOVED_ON)
-            future.result()
+    def _change(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """What rank 0 returns; the trainers' weights are newer than the engines' from now on."""
+        with self._order:
+            self._moved = True
+        return self._all(method, *args, **kwargs)[0]
 
     def _all(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        futures = [trainer.submit(method, *args, **kwargs) for trainer in self._trainers]
+        if not self._trainers:
+            raise ValueError(f"{method.__name__}: there is no trainer; leave --debug-rollout-only out")
+        with self._order:
+            futures = [trainer.submit(method, *args, **kwargs) for trainer in self._trainers]
         # one that fails leaves the others waiting in a collective: its error is the one to show
         finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in finished:
             future.result()
         return [future.result() for future in futures]
 
-    def _wait(self, future: Future[R], progress: Progress | None) -> R:
-        while progress is not None and not future.done():
-            try:
-                return future.result(timeout=0.5)
-            except FutureTimeout:
-                progress(*self._rollout.submit(RolloutWorker.progress).result())
-                self._send_weights_if_lost()
-        return future.result()
+    def _shared(self, table: SampleTable) -> SampleTable:
+        return self._trainers[0].share(table.without_text()) if self._trainers else table
 
-    def _send_weights_if_lost(self) -> None:
-        """When every engine died and was started anew, generation waits for the weights that it began with."""
-        if not (self.args.use_fault_tolerance and self._rollout.ask(RolloutWorker.needs_weights)):
-            return
-        if self._moved:
-            raise ClusterError(MOVED_ON)
-        if self.args.offload_train:
-            raise ClusterError(
-                "every engine died, and the trainers, who have the weights, are offloaded: go on from the last "
-                "checkpoint with --load"
-            )
-        logger.warning("every engine was started anew: sending weights %d again", self._version)
-        self._push(self._version)
+    @contextmanager
+    def _memory_of(self, phase: str) -> Iterator[None]:
+        self._note_memory(f"{phase}_before")
+        yield
+        self._note_memory(f"{phase}_after")
+
+    def _note_memory(self, moment: str) -> None:
+        if self._trainers:
+            self._memory[f"perf/memory_{moment}"] = self._trainers[0].submit(TrainerWorker.memory_used)
 
 
 def _read_ahead(file: Path) -> SampleTable:
@@ -324,9 +399,3 @@ def _read_ahead(file: Path) -> SampleTable:
         return SampleTable.from_parquet(file)
     except (ValueError, LookupError, OSError) as error:
         raise ValueError(f"{file}: is missing, damaged or cut short ({error}); {REMEDY}") from error
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old text or the new, never half."""
-    with whole(path) as partial:
-        partial.write_text(text)

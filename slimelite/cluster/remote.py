@@ -1,7 +1,6 @@
-"""Objects that may be in another process, and what is started there: methods are named by themselves, so that arguments
-and results are checked.
+"""Objects that may be in another process, and futures for what they are asked.
 
-::
+A method is named by itself, so that its arguments and its result are checked::
 
     trainer: Remote[Trainer]
     written = trainer.submit(Trainer.save, folder, rollout_id)  # a Future[Checksums]
@@ -12,7 +11,10 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from slimelite.engines.protocol import Engine
@@ -21,6 +23,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 V = TypeVar("V")
 P = ParamSpec("P")
+# between two looks at what is waited for [s]
+POLL_S = 0.5
 # told (what is done, of how much, a note)
 Progress = Callable[[int, int, str], None]
 
@@ -67,19 +71,20 @@ class Remote(ABC, Generic[T]):
 
 
 class LocalRemote(Remote[T]):
-    """An object of this process: its methods run at once in the caller's thread, or on ``threads``."""
+    """An object of this process: its methods run at once, in the caller's thread."""
 
-    def __init__(self, target: T, name: str, threads: ThreadPoolExecutor | None = None) -> None:
-        self.target, self.name, self.threads = target, name, threads
+    def __init__(self, target: T, name: str) -> None:
+        self.target, self.name = target, name
 
     def start(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """See `Remote.start`."""
-        if self.threads:
-            return self.threads.submit(self._run, method, *args, **kwargs)
         future: Future[Any] = Future()
         try:
-            future.set_result(self._run(method, *args, **kwargs))
-        except Exception as error:
+            result = getattr(self.target, method)(*args, **kwargs)
+            future.set_result(asyncio.run(result) if asyncio.iscoroutine(result) else result)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             future.set_exception(error)
         return future
 
@@ -88,10 +93,6 @@ class LocalRemote(Remote[T]):
         future: Future[float] = Future()
         future.set_result(0.0)
         return future
-
-    def _run(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self.target, method)(*args, **kwargs)
-        return asyncio.run(result) if asyncio.iscoroutine(result) else result
 
 
 class _RemoteEngine:
@@ -113,3 +114,102 @@ class _RemoteEngine:
 def remote_engine(engine: Remote[Engine]) -> Engine:
     """The engine protocol, spoken to a remote engine."""
     return cast(Engine, _RemoteEngine(engine))
+
+
+class Pending(Future[R]):
+    """The result of a verb of `Cluster`: a future whose `result` looks after the run while it waits.
+
+    ``attend``: called now and then with what `result` was given.
+    """
+
+    def __init__(self, turns: Turns, attend: Callable[[Progress | None], None] | None = None) -> None:
+        super().__init__()
+        self.taken = False  # whether somebody has the result
+        self._turns, self._attend = turns, attend
+
+    def result(self, timeout: float | None = None, progress: Progress | None = None) -> R:
+        """Wait for what the verb returns, and show ``progress`` meanwhile.
+
+        Raises:
+            Exception: what went wrong; later verbs then go on.
+        """
+        while timeout is None and not self.done():
+            wait([self], POLL_S)
+            if self._attend and not self.done():
+                self._attend(progress)
+        try:
+            return super().result(timeout)
+        finally:
+            self.taken = self.done()
+            self._turns.told(self)
+
+
+class Turns:
+    """One thing after the other, in the order in which they were asked for, on a thread; ``inline``: in the caller's.
+
+    After an error nothing is done any more until somebody was told of it, by the `Pending.result` that raises it.
+    """
+
+    def __init__(self, *, inline: bool) -> None:
+        self.failed: BaseException | None = None
+        self.inline, self._over = inline, False
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name="verbs", daemon=True)
+        if not inline:
+            self._thread.start()
+
+    def take(self, pending: Pending[R], work: Callable[[], R]) -> Pending[R]:
+        """Let ``work`` have its turn; ``pending`` is its result."""
+        job = partial(self.run, pending, work)
+        if self.inline:
+            job()
+        else:
+            self._jobs.put(job)
+        return pending
+
+    def check(self) -> None:
+        """Raise the error that nobody was told of, if there is one."""
+        if self.failed is not None:
+            raise self.failed
+
+    def told(self, pending: Future[Any]) -> None:
+        """Somebody has seen the error of ``pending``."""
+        if pending.done() and not pending.cancelled() and pending.exception() is self.failed:
+            self.failed = None
+
+    def finish(self) -> None:
+        """Wait until everything had its turn.
+
+        Raises:
+            Exception: see `check`.
+        """
+        if not self.inline:
+            self._jobs.put(None)
+            self._thread.join()
+        self.check()
+
+    def stop(self) -> None:
+        """What has not begun is left out."""
+        self._over = True
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def run(self, pending: Pending[R], work: Callable[[], R]) -> None:
+        """Do it now, unless something went wrong or it is over."""
+        if self._over:
+            pending.cancel()
+        if not pending.set_running_or_notify_cancel():
+            return
+        try:
+            self.check()
+            result = work()
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):  # in the main thread
+                raise
+            self.failed = self.failed or error
+            pending.set_exception(error)
+        else:
+            pending.set_result(result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -148,7 +148,7 @@ class RemoteOwner:
 
     async def restart(self) -> None:
         """Returns when it answers again."""
-        await asyncio.wrap_future(self.process.submit(ServerProcess.restart))
+        await asyncio.to_thread(self.process.ask, ServerProcess.restart)
 
 
 class RemoteSink:
@@ -335,11 +335,7 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
             stack.callback(trainer.close)
             trainers.append(LocalRemote(trainer, "trainer"))
         targets = servers or [LocalRemote(engine, "engine") for engine in engines]
-        # the rollout has threads, so that its progress can be asked for; training stays where a debugger is
-        threads = stack.enter_context(ThreadPoolExecutor(3, "rollout-worker"))
-        # after Ctrl-C or an error in training nobody waits for the rest of a rollout
-        stack.callback(rollout.cancel)
-        yield Workers(LocalRemote(rollout, "rollout", threads), trainers, targets)
+        yield Workers(LocalRemote(rollout, "rollout"), trainers, targets)
 
 
 def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[Any]]:
@@ -357,8 +353,7 @@ def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[Any
         process = build_server(args, 0)
         stack.callback(process.close)
         servers.append(Server(process.start(), args.engine_place(0).width))
-        threads = stack.enter_context(ThreadPoolExecutor(1, "server"))
-        engines.append(connect(args, servers[0], RemoteOwner(LocalRemote(process, "engine", threads))))
+        engines.append(connect(args, servers[0], RemoteOwner(LocalRemote(process, "engine"))))
     for engine in engines:
         stack.callback(asyncio.run, engine.close())
     return engines, servers

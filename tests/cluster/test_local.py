@@ -38,8 +38,7 @@ def test_an_interrupt_does_not_wait_for_the_rollout(tmp_path: Path, monkeypatch:
         ]
     )
     with suppress(KeyboardInterrupt), launch(args) as cluster:
-        cluster.complete_args()
-        cluster.start_generate(0)
+        cluster.generate(0)
         cluster._rollout.target._thread.submit(stubborn())  # type: ignore[attr-defined]
         time.sleep(1.0)
         interrupted = time.monotonic()

@@ -109,19 +109,21 @@ class Mortals(Worker):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_engines_that_lost_all_weights_get_those_that_the_rollout_began_with_or_none(trained: bool) -> None:
-    args = Args(rollout_backend="sglang", use_fault_tolerance=True)
+    args = Args(rollout_backend="sglang", use_fault_tolerance=True, offload_train=True)
     both = Mortals()
     cluster = Cluster(args, both, [both], ["engine"])
-    cluster.sync(0)
-    cluster.start_generate(1)
+    cluster.sync(0).result()
+    rollout = cluster.generate(1)
     if trained:
-        cluster.train(0, SampleTable.from_samples([[Sample(0, 0, tokens=[1, 2], response_length=1, reward=0.0)]]))
+        cluster.train(
+            0, SampleTable.from_samples([[Sample(0, 0, tokens=[1, 2], response_length=1, reward=0.0)]])
+        ).result()
     both.dead = True
     if trained:
         with pytest.raises(ClusterError, match="weights have moved on"):
-            cluster.generate(1, lambda *_: None)
+            rollout.result()
     else:
-        assert cluster.generate(1, lambda *_: None) == "rollout"
+        assert rollout.result() == "rollout"
     assert both.pushed == 2 - trained
 
 
@@ -146,11 +148,11 @@ def test_a_push_is_tried_once_more_where_faults_are_tolerated(
         trainer, rollout = Trainer(tmp_path), Rollout(server, list(room))
         cluster = Cluster(args, rollout, [trainer], sync)
         if works:
-            cluster.sync(7)
+            cluster.sync(7).result()
             assert has(server, trainer.weights, 7)
         else:
             with pytest.raises(ClusterError, match=r"weights 7 did not reach every engine: .*out of memory"):
-                cluster.sync(7)
+                cluster.sync(7).result()
             assert (server.version, server.paused) == ("default", True)
         assert len(rollout.room) == (1 if not tolerant else 0)
 

@@ -39,8 +39,8 @@ class Trainer(Worker):
 
 
 def save(root: Path, trainer: Trainer, rollout_id: int = 3, retain: int | None = None) -> Path:
-    args = Args(save=str(root), save_retain_interval=retain)
-    return Cluster(args, Rollout(), [trainer], None).save(rollout_id)
+    args = Args(launcher="local", save=str(root), save_retain_interval=retain)
+    return Cluster(args, Rollout(), [trainer], []).save(rollout_id).result()
 
 
 def contents(root: Path) -> dict[str, str]:

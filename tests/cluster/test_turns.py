@@ -51,8 +51,10 @@ def test_the_trainer_gives_its_memory_back_before_the_engine_takes_any() -> None
         num_rollout=2,
         start_rollout_id=0,
     )
-    cluster = Cluster(args, Noting("engines", calls, ANSWERS), [Noting("trainer", calls, ANSWERS)], ["an engine"])
-    train.train(args, cluster, Silent())  # type: ignore[arg-type]
+    with Cluster(
+        args, Noting("engines", calls, ANSWERS), [Noting("trainer", calls, ANSWERS)], ["an engine"]
+    ) as cluster:
+        train.train(cluster, Silent())  # type: ignore[arg-type]
     moves = [c for c in calls if c.split()[1] not in ("memory_used", "cpu_seconds", "step_metrics", "own_advantages")]
     update = [
         "trainer offload",
