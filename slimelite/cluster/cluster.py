@@ -21,9 +21,11 @@ from slimelite.arguments import Args
 from slimelite.checkpoints import REMEDY, ROLLOUT_STATE, find_checkpoint, folder_of, read_json, writing
 from slimelite.cluster.remote import POLL_S, ClusterError, Pending, Progress, Remote, Turns
 from slimelite.cluster.workers import RolloutWorker, TrainerWorker, disagreement
+from slimelite.engines.protocol import WeightSyncError
 from slimelite.engines.registry import ENGINES
 from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutOutput
 from slimelite.table import SampleTable
+from slimelite.training.loss import engine_threshold
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -313,8 +315,6 @@ class Cluster:
         self._version, self._moved = version, False
         if not ENGINES[self.args.rollout_backend].server:
             return self._all(TrainerWorker.push_to, self._engines, version)[0]
-        from slimelite.engines.protocol import WeightSyncError
-
         retries = int(self.args.use_fault_tolerance)
         while True:
             self._rollout.ask(RolloutWorker.settle_engines)
@@ -327,8 +327,6 @@ class Cluster:
                 logger.warning("%s; once more, with every engine alive", error)
 
     def _check_engines(self, version: int) -> float:
-        from slimelite.training.loss import engine_threshold
-
         table = self._rollout.ask(RolloutWorker.probe)
         gaps = disagreement(table, self._all(TrainerWorker.log_probs, self._trainers[0].share(table))[0], version)
         limit = engine_threshold(self.args, exact=self.args.device == "cpu")
