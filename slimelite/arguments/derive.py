@@ -11,7 +11,7 @@ from typing import Any
 
 from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.arguments.args import Args, Derivation
-from slimelite.arguments.eval_config import resolve_eval_datasets
+from slimelite.arguments.evaluation import resolve_eval_datasets
 from slimelite.arguments.machine import Machine, derive_devices, derive_engine_groups, derive_engines
 from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.model import model_config_from_flags

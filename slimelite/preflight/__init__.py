@@ -38,7 +38,7 @@ def problems(args: Args) -> list[str]:
 
 def inspect(args: Args, machine: Machine) -> Findings:
     """Every check that can be made without loading a model; one that fails does not hide the others."""
-    from slimelite.preflight.inputs import check_inputs  # it needs torch and transformers
+    from slimelite.preflight.inputs import InputChecks  # it needs torch and transformers
 
     findings = Findings()
     try:
@@ -46,7 +46,7 @@ def inspect(args: Args, machine: Machine) -> Findings:
         _check_packages(args, findings)
         _check_run_folder(args, findings)
         findings.problems += output_problems(args)
-        check_inputs(args, findings)
+        InputChecks(args, findings).run()
     except OSError as error:  # a folder of the user's that cannot be read, say: the text names it
         findings.problems.append(str(error))
     return findings

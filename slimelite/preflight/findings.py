@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,14 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def blaming(self, where: str) -> Iterator[None]:
+        """An error that the block raises over a file or a value of the user's becomes a problem of ``where``."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self.problems.append(f"{where}: {one_line(error)}")
 
 
 def one_line(error: BaseException) -> str:

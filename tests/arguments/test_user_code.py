@@ -132,7 +132,7 @@ def test_arguments_bring_the_imported_file_to_other_processes_and_places(tmp_pat
     assert written.returncode == 0, written.stderr
     read = (
         "import pickle; a = pickle.load(open('../args.pickle', 'rb')); b = pickle.loads(pickle.dumps(a));"
-        "from slimelite.reward_rules import find_rule; print(a == b, find_rule('own_rule').quick(None))"
+        "from slimelite.reward_rules import RULES; print(a == b, RULES['own_rule'].quick(None))"
     )
     for place in ("here", "there"):
         if place == "there":
