@@ -1,4 +1,4 @@
-"""Checks that every engine makes: of a request, and of whether a weight update brought every weight."""
+"""Checks that every engine makes: of requests, of stop strings, and of the weights that an update brings."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check_ids(requests: Sequence[GenerateRequest], taken: Collection[str]) -> No
 def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:
     """Whether the tail of ``response``, a continued one's older part included, holds one of ``stops``.
 
-    To be asked for every token: what is older than the longest stop string is not looked at again.
+    It is asked after every token, so text that is older than the longest stop string is not decoded again.
     """
     # a token brings at least one byte; one more keeps the first from being decoded as the start of a text
     tail = max(len(stop.encode()) for stop in stops) + 1
@@ -149,7 +149,7 @@ class WeightUpdate:
 
     @contextmanager
     def taking(self, weights: Iterable[tuple[str, Sequence[int]]]) -> Iterator[None]:
-        """Around what brings ``weights``, (name, shape) pairs: they are checked before, and have come after.
+        """Check ``weights``, (name, shape) pairs, let the caller copy them, and then note that they have come.
 
         Raises:
             ValueError: no update is under way, or the model has no such weight, or another shape of it.

@@ -24,7 +24,7 @@ class InProcessEngine(Engine):
 
     While a weight update is under way no step is done: requests wait, those that came before as well as new ones.
 
-    Subclasses set the attributes below, start the worker (`_worker`) and say what a step is.
+    A subclass sets the attributes below, starts the thread `_worker`, and defines the methods that run on it.
     """
 
     name: str
@@ -112,7 +112,7 @@ class InProcessEngine(Engine):
 
     @abstractmethod
     def _can_step(self) -> bool:
-        """Whether there is something to do, and what it needs."""
+        """Whether a request waits for a token, and the engine has the memory to give it one."""
 
     @abstractmethod
     def _step(self) -> None:
@@ -123,15 +123,15 @@ class InProcessEngine(Engine):
         """Pass ``error`` to every caller, and start again from nothing."""
 
     def _begin_update(self) -> None:
-        """Before the first weights of an update; the one before it may be unfinished."""
+        """Prepare for an update; the one before it may be unfinished."""
 
     @abstractmethod
     def _load(self, bucket: WeightBucket) -> None:
-        """Weights into the model, checked by `_update`."""
+        """Copy the bucket into the model; `_update` says whether its tensors are the model's."""
 
     @abstractmethod
     def _end_update(self, version: int) -> None:
-        """All weights are there: what was computed with the old ones is of no use."""
+        """All weights are there: keys and values that the old ones computed must not be used any more."""
 
     def _shut_down(self) -> None:
         """Free what the worker holds."""

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import train
-from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams, SyncSetup
+from slimelite.engines.protocol import Codec, GenerateRequest, GenerateResult, SamplingParams, SyncSetup
 from slimelite.engines.sglang import client
 from slimelite.engines.sglang.client import SglangEngine, external_servers
 from slimelite.engines.sglang.server import ON_CPU, Server, SglangServer, server_command
@@ -47,7 +47,7 @@ class TestSglang(EngineContract):
                 patch.setenv(name, value)
             cls.server.start()
         cls.group = cls.server.pid
-        engine = SglangEngine(cls.server.url, model_path=str(folder), decode=decode)
+        engine = SglangEngine(Server(cls.server.url), str(folder), Codec(decode, encode, ()))
         # imports, shapes of the weights, endpoints of the server: the first update asks for them, and takes long
         cls.loop.run_until_complete(push_weights(engine, cls.model, 0))
         return engine
@@ -169,7 +169,7 @@ def test_a_server_of_someone_else_is_waited_for_not_forever(
     monkeypatch.setattr(client, "REPORT_S", 1.0)
 
     async def scenario() -> None:
-        engine = SglangEngine("http://127.0.0.1:1", model_path=str(tmp_path), wait_s=1.5)
+        engine = SglangEngine(Server("http://127.0.0.1:1"), str(tmp_path), wait_s=1.5)
         try:
             with pytest.raises(ValueError, match=r"127\.0\.0\.1:1 has not answered for 2 s"):
                 await engine.restart()
@@ -184,7 +184,7 @@ def test_a_server_that_is_gone_is_a_connection_error(tmp_path: Path) -> None:
     build_model(tmp_path)
 
     async def scenario() -> None:
-        engine = SglangEngine("http://127.0.0.1:1", model_path=str(tmp_path))
+        engine = SglangEngine(Server("http://127.0.0.1:1"), str(tmp_path))
         try:
             with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:1"):
                 await engine.generate([GenerateRequest("r", (5,), SamplingParams(max_new_tokens=1))])
@@ -234,7 +234,7 @@ def test_a_run_gives_a_server_its_weights_and_leaves_it_running(
 
 
 async def greedy_answer(url: str, model: Path) -> GenerateResult:
-    engine = SglangEngine(url, model_path=str(model))
+    engine = SglangEngine(Server(url), str(model))
     try:
         params = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
         (answer,) = await engine.generate([GenerateRequest("after", PROMPT, params)])

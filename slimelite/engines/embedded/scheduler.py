@@ -92,8 +92,8 @@ class RowTable:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def add(self, sequence: Running) -> int:
-        """Start a row for ``sequence`` and return its index."""
+    def add(self, sequence: Running) -> None:
+        """Start a row for ``sequence``."""
         request, params = sequence.request, sequence.request.params
         row, length = len(self.sequences), len(request.input_ids)
         self.sequences.append(sequence)
@@ -115,9 +115,8 @@ class RowTable:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
         self._sampling = None
-        return row
 
-    def remove(self, row: int, reason: FinishReason) -> Running:
+    def remove(self, row: int, reason: FinishReason) -> None:
         """Deliver the row's result and move the last row into its place (the cache must follow)."""
         sequence = self.sequences[row]
         length, start = int(self.state["length"][row]), int(self.state["start"][row])
@@ -133,7 +132,6 @@ class RowTable:
             self.sequences[row] = self.sequences[last]
         self.sequences.pop()
         self._sampling = None
-        return sequence
 
     def last_tokens(self) -> np.ndarray:
         """[rows] the token to feed next."""

@@ -17,7 +17,6 @@ from transformers import AutoConfig
 from slimelite.engines.checks import check_ids, check_request
 from slimelite.engines.protocol import (
     Codec,
-    Decode,
     Engine,
     EngineInfo,
     EngineSetup,
@@ -68,12 +67,9 @@ class SglangEngine(Engine):
 
     def __init__(
         self,
-        url: str,
-        *,
+        server: Server,
         model_path: str,
-        eos_token_ids: Sequence[int] = (),
-        decode: Decode | None = None,
-        tp_size: int = 1,
+        codec: Codec | None = None,
         owner: Restartable | None = None,
         wait_s: float = START_S,
     ) -> None:
@@ -81,20 +77,17 @@ class SglangEngine(Engine):
 
         Args:
             model_path: Hugging Face folder or name of its model; says which weights an update must bring.
-            eos_token_ids: end a response, besides those that the server knows of.
-            decode: tokens to text, special tokens included; without it the server alone looks for stop strings.
-            tp_size: GPUs of the server.
-            owner: can start it anew at the same address; None: someone else's server.
+            codec: without it the server alone looks for stop strings, and for the ends of responses that it knows of.
+            owner: can start the server anew at the same address; None: it is someone else's.
             wait_s: for an answer after a restart, or for someone else's [s].
         """
-        self.url = url.rstrip("/")
+        self.url = server.url.rstrip("/")
         # a loop of its own: callers come from several, and connections belong to one
         self._thread, self._http = LoopThread(f"http {self.url}"), Client(texts=True)
-        self._model_path = model_path
+        self._server, self._model_path = server, model_path
         self._vocab_size: int = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
-        self._eos = tuple(eos_token_ids)
-        self._decode = decode
-        self._tp_size = tp_size
+        self._eos = tuple(codec.eos_token_ids) if codec else ()
+        self._decode = codec.decode if codec else None
         self._owner = owner
         self._wait_s = wait_s
         self._running: dict[str, _Running] = {}
@@ -151,7 +144,7 @@ class SglangEngine(Engine):
     async def begin_weight_update(self, version: int) -> None:
         if self._sink is None:
             setup = SyncSetup(self._model_path, "http", torch.device("cpu"), self.url)
-            self._sink = (await asyncio.to_thread(build_sink, setup)).to([Server(self.url, self._tp_size)])
+            self._sink = (await asyncio.to_thread(build_sink, setup)).to([self._server])
         await asyncio.to_thread(self._sink.begin, version)
 
     async def load_weights(self, bucket: WeightBucket) -> None:
@@ -387,14 +380,7 @@ def build_server(setup: EngineSetup) -> SglangServer:
 
 def connect(setup: EngineSetup, codec: Codec, server: Server, owner: Restartable | None) -> SglangEngine:
     """The engine behind ``server``."""
-    return SglangEngine(
-        server.url,
-        model_path=setup.model_path,
-        eos_token_ids=codec.eos_token_ids,
-        decode=codec.decode,
-        tp_size=server.tp_size,
-        owner=owner,
-    )
+    return SglangEngine(server, setup.model_path, codec, owner)
 
 
 def external_servers(addresses: Sequence[str], model_path: str) -> list[Server]:
