@@ -35,7 +35,7 @@ Loader = Callable[..., tuple[PreTrainedModel, Any]]
 
 
 def has_weights(path: str | Path) -> bool:
-    """Whether a model starts from the weights at ``path``, a folder or hub id; of a folder without any a new one."""
+    """Whether there are weights at ``path``, a folder or hub id; a folder with a config alone makes a new model."""
     folder = Path(path)
     if not folder.is_dir():
         return True  # a hub id

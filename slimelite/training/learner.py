@@ -56,7 +56,7 @@ class Learner(Generic[Model]):
         self.optimizers = Optimizers(args, model)
         self.progress = Progress(-1, 0, 0, LrSchedule.from_args(args))
         self.run_steps = 0
-        # until the first step, of which `--ci-test` knows what must hold
+        # True until the first step with a token to train on, which `--ci-test` checks
         self._fresh = True
 
     def accumulate(self, table: SampleTable, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate import init_empty_weights
@@ -20,14 +20,13 @@ from slimelite.training.parallel import World, shard_model
 logger = logging.getLogger(__name__)
 
 # config attributes with which the logits are more than hidden·weightᵀ -> the value that is harmless
-LOGIT_TRANSFORMS: dict[str, Any] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+LM_HEAD = ("lm_head.weight",)
 
 
 class LogitsError(ValueError):
     """A model whose logits are more than hidden·weightᵀ."""
 
-
-LM_HEAD = ("lm_head.weight",)
 
 Model = TypeVar("Model", bound=LanguageModel)
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-import psutil
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -42,7 +41,7 @@ class HostMemory:
     def offload(self, *, unchanged: bool = False) -> None:
         """Copy every tensor here and free its memory on the device.
 
-        ``unchanged``: since the last `onload`; what is here already is not copied again.
+        ``unchanged``: the tensors are what they were at the last `onload`, so that nothing has to be copied again.
         """
         if self._away:
             return
@@ -118,11 +117,3 @@ def return_freed_memory() -> None:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "malloc_trim"):  # musl has none
         libc.malloc_trim(0)
-
-
-def memory_used(device: torch.device) -> float:
-    """GB (1e9 bytes) in use: of a GPU, by everybody on it, engines too; on a CPU, resident in this process."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return (total - free) / 1e9
-    return float(psutil.Process().memory_info().rss) / 1e9

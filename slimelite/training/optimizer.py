@@ -146,13 +146,12 @@ class Optimizers:
     def step(self, lr: float, peak: float, loss: Tensor) -> tuple[float, bool]:
         """Clip the gradients, update at learning rate ``lr`` and forget the gradients.
 
-        ``loss``: 0-d, of the step, over all ranks; a loss that is no number may have a gradient that is one.
-
-        Muon's rate is to ``--muon-lr`` what ``lr`` is to ``peak``, that of the schedule (a checkpoint's, not ``--lr``).
+        ``loss``: 0-d, of the step, over all ranks; a NaN loss may have a finite gradient. ``peak``: of the schedule,
+        which may be a checkpoint's and not ``--lr``. Muon's rate is ``--muon-lr`` times ``lr / peak``.
 
         Returns:
-            the norm of the gradient before clipping, and whether it and the loss were finite; a step where one was
-            not changes nothing.
+            the norm of the gradient before clipping, and whether it and the loss were finite; if one was not, nothing
+            has changed.
 
         Raises:
             FloatingPointError: loss or gradient is not finite, under ``--nonfinite-grad fail``.

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +26,7 @@ from slimelite.training.learner import Learner
 from slimelite.training.loading import build_policy
 from slimelite.training.loss import LossInputs, check_first_step, micro_batch_loss
 from slimelite.training.model import LanguageModel, PolicyModel
-from slimelite.training.offload import HostMemory, memory_used, return_freed_memory
+from slimelite.training.offload import HostMemory, return_freed_memory
 from slimelite.training.parallel import be_deterministic, join_world
 from slimelite.training.sums import MetricSums, PassTimer, Scores, table_scores
 
@@ -296,8 +297,11 @@ class Trainer(Learner[PolicyModel]):
         return self._move("wake_up", self.memory.onload)
 
     def memory_used(self) -> float:
-        """See `offload.memory_used`, of this rank's device."""
-        return memory_used(self.world.device)
+        """GB (1e9 bytes) in use: of a GPU, by everybody on it, engines too; on a CPU, resident in this process."""
+        if self.world.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.world.device)
+            return (total - free) / 1e9
+        return float(psutil.Process().memory_info().rss) / 1e9
 
     def close(self) -> None:
         """Leave the process group."""

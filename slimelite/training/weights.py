@@ -49,8 +49,9 @@ def buckets(
     """Whole weights, sharded or not, flattened together (collective); a bucket ends with the tensor that brings it to
     ``size`` bytes. ``dtype``, ``device``: of the buckets; None: those of the weights. ``memory``: where they may wait.
 
-    A tensor is never cut: the loaders of SGLang and vLLM take whole ones. Nor does one that does not fit wait for the
-    next bucket: of a 32B model, whose larger matrices are just over half of 512 MiB, each would then travel alone.
+    A tensor is never cut: the loaders of SGLang and vLLM take whole ones. One that does not fit is added all the same
+    and ends its bucket. If it opened the next one, the larger matrices of a 32B model, which are just over half of
+    512 MiB, would each travel alone.
     """
     layout: list[list[tuple[str, Tensor]]] = [[]]
     for name, tensor in weights:
