@@ -82,11 +82,14 @@ class Failure:
     traceback: str = ""
 
 
+Outcome = Reward | Failure | BaseException
+
+
 class Scorer(Protocol):
     """Scores samples outside this process, such as by a server: what a rule's ``scorer`` makes of the arguments."""
 
-    async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Any]:
-        """A reward for each sample, or the `Failure` of it. ``texts``: the responses, or what is in their boxes."""
+    async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
+        """A reward for each sample, or how it failed. ``texts``: the responses, or what is in their boxes."""
         ...
 
     def close(self) -> None:

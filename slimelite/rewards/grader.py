@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -138,7 +138,7 @@ class Grader:
         args, added, metrics = self.args, [0.0] * len(samples), {}
         if args.format_reward_coef and samples:
             outcomes = await self._ruled("format", list(samples))
-            scores = [0.0 if isinstance(o, Failure) else float(o) for o in outcomes]
+            scores = [o if isinstance(o, float) else 0.0 for o in outcomes]
             self._errors.update(o.kind for o in outcomes if isinstance(o, Failure))
             added = [args.format_reward_coef * score for score in scores]
             metrics["rollout/format_reward"] = math.fsum(scores) / len(scores)
@@ -200,7 +200,7 @@ class Grader:
             self._functions[path] = load_function(path)
         return self._functions[path]
 
-    async def _ruled(self, rm_type: str, samples: list[Sample]) -> list[Any]:
+    async def _ruled(self, rm_type: str, samples: list[Sample]) -> list[Reward | Failure | None]:
         rule = RULES[rm_type]
         texts = [(extract_boxed_answer(s.response) or "") if rule.boxed else s.response for s in samples]
         if rule.scorer is not None:
@@ -209,15 +209,15 @@ class Grader:
         answers = [answer_of(s, text, self._settings) for s, text in zip(samples, texts, strict=True)]
         missing = Failure("invalid", f"{rm_type} compares with a label, and the sample has none; set --label-key")
         unlabelled = rule.zero if self.args.unlabelled_is_zero else missing
-        results: list[Any] = await asyncio.to_thread(lambda: [_quick(rule, a) for a in answers])
+        results = await asyncio.to_thread(lambda: [_quick(rule, answer) for answer in answers])
         if rule.needs_label:
             results = [unlabelled if s.label is None else r for s, r in zip(samples, results, strict=True)]
         undecided = [i for i, result in enumerate(results) if result is None]
         slow = await self._pool.run([(rule.name, answers[i]) for i in undecided]) if undecided else []
-        for i, result in zip(undecided, slow, strict=True):
-            costly = isinstance(result, Failure) and result.kind == "costly"
+        for i, verdict in zip(undecided, slow, strict=True):
+            costly = isinstance(verdict, Failure) and verdict.kind == "costly"
             self._costly += costly
-            results[i] = rule.zero if costly else result
+            results[i] = rule.zero if costly else verdict
         return results
 
     async def _custom(self, path: str, samples: list[Sample], whole: bool) -> list[Any]:
@@ -227,7 +227,10 @@ class Grader:
         rewards = await call(samples)
         if isinstance(rewards, Failure):
             return [rewards] * len(samples)
-        given = list(rewards) if isinstance(rewards, Iterable) else []
+        try:
+            given = list(rewards)
+        except TypeError:
+            given = []
         if isinstance(rewards, dict) or len(given) != len(samples):
             got = f"{len(given)} rewards" if given else f"a {type(rewards).__name__}"
             message = f"{len(samples)} samples at once need a list of rewards as long, not {got}"
@@ -340,24 +343,17 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
     try:
         route = route_of(trial, args.custom_rm_path, args.rm_type)
         example = None if route.custom or trial.label is None or trial.response else RULES[route.name].example
-        stood = (
-            "the sample's response"
-            if trial.response
-            else "the bare label"
-            if label_text(trial.label)
-            else "an empty response"
-        )
-        if example is not None:
+        if trial.response:
+            stood = "the sample's response"
+        elif example is not None:
             stood = "the right answer"
             right = function(example)(answer_of(trial, "", Settings()))
             trial.response = f"\\boxed{{{right}}}" if RULES[route.name].boxed else right
-        elif not trial.response:
+        else:
             trial.response = label_text(trial.label)
-        siblings = (
-            [replace(trial, index=i, metadata=dict(trial.metadata)) for i in range(1, group_size)]
-            if args.group_rm
-            else []
-        )
+            stood = "the bare label" if trial.response else "an empty response"
+        copies = range(1, group_size if args.group_rm else 1)
+        siblings = [replace(trial, index=i, metadata=dict(trial.metadata)) for i in copies]
         asyncio.run(grader.grade([trial, *siblings]))
     finally:
         grader.close()

@@ -18,7 +18,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise, takewhile
-from typing import Any
 
 from slimelite.reward_rules import Answer
 from slimelite.rewards.instructions import (
@@ -413,7 +412,7 @@ def followed(answer: Answer, texts: list[str]) -> float:
     return float(all(verdicts))
 
 
-def instructions(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
+def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
     """(id, arguments) of each instruction of the row.
 
     Raises:
@@ -437,7 +436,7 @@ def instructions(answer: Answer) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(ids, arguments, strict=True))
 
 
-def follows(instruction: str, text: str, arguments: dict[str, Any]) -> bool:
+def follows(instruction: str, text: str, arguments: dict[str, object]) -> bool:
     """Does ``text`` follow the instruction? ``arguments``: those that are None are left out.
 
     Raises:

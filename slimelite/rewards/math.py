@@ -11,7 +11,6 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any
 
 from slimelite.reward_rules import Answer
 
@@ -326,7 +325,7 @@ DAPO_MARKS = (
 )
 
 
-def dapo(answer: Answer) -> dict[str, Any]:
+def dapo(answer: Answer) -> dict[str, object]:
     """The dict described above.
 
     Raises:
@@ -337,7 +336,7 @@ def dapo(answer: Answer) -> dict[str, Any]:
     )
 
 
-def compute_score(response: str, label: str, *, strict_box_verify: bool = False) -> dict[str, Any]:
+def compute_score(response: str, label: str, *, strict_box_verify: bool = False) -> dict[str, object]:
     """``{"score", "acc", "pred"}`` of the response's last 300 characters."""
     tail, label = response[-RESPONSE_CHARS:], str(label)
     correct, pred = verify_strict_box(tail, label) if strict_box_verify else verify_minerva(tail, label)

@@ -16,7 +16,7 @@ from typing import Any
 from slimelite.arguments import RewardArgs
 from slimelite.http_client import Client, Retry
 from slimelite.plugins import own_traceback
-from slimelite.reward_rules import Exchange, Failure
+from slimelite.reward_rules import Exchange, Failure, Outcome
 from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample
 from slimelite.threads import LoopThread
@@ -120,7 +120,7 @@ class RemoteReward:
         self._url = args.rm_url
         self._attempts = 2 if trial else ATTEMPTS
 
-    async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Any]:
+    async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
         """The server's answers; an exception where there was none. It has its own limits: attempts, seconds of each.
 
         The waits between attempts are 1, 2, 4, ... seconds, at most 30; a client error (4xx) is not tried again.
@@ -145,7 +145,7 @@ class ModelReward:
         size = args.reward_model_batch_size
         self._pool = WorkerPool(1, args.reward_timeout, program=program, chunk=size, start_seconds=LOAD_SECONDS)
 
-    async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Any]:
+    async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
         """The model's scores."""
         return await self._pool.run([exchange_of(s, text) for s, text in zip(samples, texts, strict=True)])
 

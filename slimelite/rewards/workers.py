@@ -23,12 +23,15 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import LifoQueue
-from typing import Any
+from typing import TypeVar
 
 import slimelite
 from slimelite.plugins import files_run, run_file
 from slimelite.registry import function
-from slimelite.reward_rules import GRADER_MEMORY_MB, RULES, Answer, Failure, Reward, TooCostly
+from slimelite.reward_rules import GRADER_MEMORY_MB, RULES, Answer, Exchange, Failure, Reward, TooCostly
+
+Task = tuple[str, Answer] | Exchange
+T = TypeVar("T", bound=Task)
 
 # one hop carries this many: a hop costs 0.2 ms, an answer that needs algebra ten
 CHUNK = 8
@@ -62,7 +65,7 @@ class WorkerPool:
         for worker in self._workers:
             self._idle.put(worker)
 
-    async def run(self, tasks: Sequence[Any]) -> list[Reward | Failure]:
+    async def run(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
         """The verdict on each task, in order: the slow one of a (rule name, answer), the score of an exchange.
 
         Raises:
@@ -74,7 +77,7 @@ class WorkerPool:
         results = await asyncio.gather(*(loop.run_in_executor(self._threads, self._grade, chunk) for chunk in chunks))
         return [reward for part in results for reward in part]
 
-    def _grade(self, chunk: Sequence[Any]) -> list[Reward | Failure]:
+    def _grade(self, chunk: Sequence[Task]) -> list[Reward | Failure]:
         worker = self._idle.get()  # as many threads as workers: never waits
         try:
             return worker.grade(chunk)
@@ -99,7 +102,7 @@ class _Worker:
         self._connection: Connection | None = None
         self._closed = False
 
-    def grade(self, tasks: Sequence[Any]) -> list[Reward | Failure]:
+    def grade(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
         """Results in order; after a hang or a crash the rest goes to a new process."""
         results: list[Reward | Failure] = []
         while len(results) < len(tasks):
@@ -181,7 +184,7 @@ def main(descriptor: int, seconds: float, files: Sequence[str]) -> None:
     serve(descriptor, seconds, verdicts)
 
 
-def serve(descriptor: int, seconds: float, verdicts: Callable[[list[Any]], Iterable[Any]]) -> None:
+def serve(descriptor: int, seconds: float, verdicts: Callable[[list[T]], Iterable[Reward | Failure]]) -> None:
     """Answer lists of tasks with their ``verdicts``, one by one, until the parent closes its end of the connection.
 
     ``seconds``: the parent's limit for one verdict.
