@@ -84,6 +84,10 @@ DYNAMIC_BATCH = TRAINING & when("--use-dynamic-batch-size", lambda a: a.use_dyna
 MUON = TRAINING & when("--optimizer muon", lambda a: a.optimizer == "muon")
 WSD = TRAINING & when("--lr-decay-style WSD", lambda a: a.lr_decay_style == "WSD")
 DECAY = TRAINING & when("a --lr-decay-style other than constant", lambda a: a.lr_decay_style != "constant")
+END_OF_DECAY = TRAINING & when(
+    "a --lr-decay-style other than constant and inverse-square-root",
+    lambda a: a.lr_decay_style not in ("constant", "inverse-square-root"),
+)
 WARMUP_SHARE = TRAINING & when("--lr-warmup-fraction", lambda a: a.lr_warmup_fraction)
 WARMUP = TRAINING & when(
     "--lr-warmup-iters or --lr-warmup-fraction",

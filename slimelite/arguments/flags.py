@@ -26,6 +26,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 
@@ -239,12 +240,13 @@ class Flag:
         return fits or number == self.except_for
 
 
-def group_flags(group: type) -> list[Flag]:
+@cache
+def group_flags(group: type) -> tuple[Flag, ...]:
     """The flags that ``group`` itself declares, in order; inherited ones belong to its bases."""
     hints = typing.get_type_hints(group)
     own = vars(group).get("__annotations__", {})
     found = [f for f in dataclasses.fields(group) if f.name in own and "help" in f.metadata]
-    return [_read_field(f, hints[f.name]) for f in found]
+    return tuple(_read_field(f, hints[f.name]) for f in found)
 
 
 def groups_of(args_type: type) -> list[type]:

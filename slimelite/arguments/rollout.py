@@ -279,7 +279,9 @@ class RewardArgs:
     """Reward."""
 
     rm_type: str | None = flag(
-        None, lambda: f"this rule makes the reward (boxed_ reads \\boxed{{}} alone): {' '.join(RULES)}", SAMPLING
+        None,
+        lambda: f"this rule makes the reward (boxed_ reads \\boxed{{}} alone): {' '.join(RULES)}",
+        SAMPLING & when("no --custom-rm-path (which wins)", lambda a: not a.custom_rm_path),
     )
     reward_key: str | None = flag(None, "of a reward that is a dict, this entry is the reward", SAMPLING)
     group_rm: bool = flag(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slimelite.arguments.conditions import DECAY, GPUS, MUON, TRAINING, WARMUP, WARMUP_SHARE, WSD, when
+from slimelite.arguments.conditions import DECAY, END_OF_DECAY, GPUS, MUON, TRAINING, WARMUP, WARMUP_SHARE, WSD, when
 from slimelite.arguments.flags import ALWAYS, flag, resolved
 
 
@@ -61,7 +61,7 @@ class OptimizerArgs:
     lr_decay_iters: int | None = flag(
         None,
         "the learning rate reaches --min-lr after this many optimizer steps",
-        DECAY | WARMUP_SHARE,
+        END_OF_DECAY | WARMUP_SHARE,
         at_least=1,
         auto="all steps of the run",
     )

@@ -358,6 +358,8 @@ EVALUATED = "--eval-interval 1 --eval-prompt-data e e.jsonl"
         ("--dump-details d", "--save-debug-rollout-data x/{rollout_id}", ""),
         ("--allow-truncated-sampling", "", "--rollout-top-p 0.9"),
         ("--no-load-rng", "", "--load nowhere"),
+        ("--rm-type math", "--custom-rm-path my.fn", ""),
+        ("--lr-decay-iters 5", "--lr-decay-style inverse-square-root", "--lr-decay-style WSD --lr-wsd-decay-iters 2"),
     ],
 )
 def test_a_flag_of_another_algorithm_is_listed(make: Make, flag: str, idle_with: str, works_with: str) -> None:
