@@ -29,7 +29,6 @@ from slimelite.cluster.remote import ClusterError, Progress, Remote
 from slimelite.cluster.workers import (
     LOCAL_HOST,
     RolloutWorker,
-    ServerProcess,
     TrainerWorker,
     Workers,
     build_engine,
@@ -39,7 +38,7 @@ from slimelite.cluster.workers import (
     rollout_worker_over,
     server_parts,
 )
-from slimelite.engines.protocol import Engine
+from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.engines.sglang.server import Server
 from slimelite.tracking.noise import redirect_process_output
 

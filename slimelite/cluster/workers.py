@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from slimelite.engines.protocol import (
     EngineSetup,
     GenerateRequest,
     SamplingParams,
+    ServerProcess,
     SyncSetup,
     WeightBucket,
     WeightSink,
@@ -40,26 +41,6 @@ from slimelite.training.weights import buckets
 LOCAL_HOST = "127.0.0.1"
 # of a probe
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
-
-
-class ServerProcess(Protocol):
-    """An engine that is a server of its own; requests and weights do not pass through here."""
-
-    def address(self) -> str:
-        """Its URL, also before it is started."""
-        ...
-
-    def start(self) -> str:
-        """Returns its URL when it answers."""
-        ...
-
-    def restart(self) -> None:
-        """Returns when it answers again, with the weights that it was first started with."""
-        ...
-
-    def close(self) -> None:
-        """End it."""
-        ...
 
 
 def server_parts(args: Args) -> ServerParts | None:

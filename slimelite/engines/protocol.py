@@ -241,6 +241,26 @@ def check_memory_tags(tags: Sequence[str]) -> None:
         raise ValueError(f"no memory is called {sorted(unknown)}; known are {MEMORY_TAGS}")
 
 
+class ServerProcess(Protocol):
+    """An engine that is a server of its own; requests and weights do not pass through here."""
+
+    def address(self) -> str:
+        """Its URL, also before it is started."""
+        ...
+
+    def start(self) -> str:
+        """Returns its URL when it answers."""
+        ...
+
+    def restart(self) -> None:
+        """Returns when it answers again, with the weights that it was first started with."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
+
+
 @runtime_checkable
 class Restartable(Protocol):
     """An engine in a process that can be started anew after it died."""

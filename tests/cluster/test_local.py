@@ -8,10 +8,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from slimelite.arguments import parse_args
+from slimelite.arguments import Args, parse_args
 from slimelite.cluster import launch
+from slimelite.model_files import weight_shapes
 from slimelite.rollout import manager
 from tests.engines.tiny_models import build_model
 
@@ -23,19 +26,26 @@ async def stubborn() -> None:
             await asyncio.sleep(3600)
 
 
+def tiny_run(folder: Path, *flags: str) -> Args:
+    """A tiny model that answers prompts in this process."""
+    build_model(folder / "model")
+    prompts = [{"prompt": " ".join(f"w{n + m:02}" for m in range(8)), "label": ""} for n in range(20, 60)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    return parse_args(
+        [
+            *("--launcher", "local", "--device", "cpu", "--rollout-backend", "embedded", "--num-rollout", "1"),
+            *("--hf-checkpoint", str(folder / "model"), "--run-dir", str(folder / "run")),
+            *("--prompt-data", str(folder / "prompts.jsonl"), "--input-key", "prompt", "--label-key", "label"),
+            *("--rm-type", "zero", "--n-samples-per-prompt", "8"),
+            *flags,
+        ]
+    )
+
+
 def test_an_interrupt_does_not_wait_for_the_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "CANCEL_S", 1.0)
-    build_model(tmp_path / "model")
-    prompts = [{"prompt": " ".join(f"w{n + m:02}" for m in range(8)), "label": ""} for n in range(20, 60)]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
-    args = parse_args(
-        [
-            *("--launcher", "local", "--device", "cpu", "--rollout-backend", "embedded", "--debug-rollout-only"),
-            *("--hf-checkpoint", str(tmp_path / "model"), "--run-dir", str(tmp_path / "run"), "--num-rollout", "1"),
-            *("--prompt-data", str(tmp_path / "prompts.jsonl"), "--input-key", "prompt", "--label-key", "label"),
-            *("--rm-type", "zero", "--rollout-batch-size", "500", "--n-samples-per-prompt", "8"),
-            *("--rollout-max-response-len", "1500"),
-        ]
+    args = tiny_run(
+        tmp_path, "--debug-rollout-only", "--rollout-batch-size", "500", "--rollout-max-response-len", "1500"
     )
     with suppress(KeyboardInterrupt), launch(args) as cluster:
         cluster.generate(0)
@@ -44,3 +54,23 @@ def test_an_interrupt_does_not_wait_for_the_rollout(tmp_path: Path, monkeypatch:
         interrupted = time.monotonic()
         raise KeyboardInterrupt
     assert time.monotonic() - interrupted < 10
+
+
+def test_weights_come_out_of_the_handle_and_a_checkpoint_goes_back_in(tmp_path: Path) -> None:
+    flags = ("--rollout-batch-size", "2", "--rollout-max-response-len", "8", "--lr", "1e-2", "--colocate")
+    with launch(tiny_run(tmp_path, *flags, "--save", str(tmp_path / "saved"), "--save-interval", "1")) as cluster:
+        cluster.sync(0)
+        table = cluster.generate(0).result().table
+        cluster.save(0)
+        before = cluster.get_weights().result()
+        shapes = weight_shapes(tmp_path / "model")
+        assert {name: tuple(tensor.shape) for name, tensor in before.items()} == shapes
+        table.advantage[:] = np.linspace(-1, 1, len(table))  # the loop's own
+        gradient, step = cluster.forward_backward(table), cluster.optim_step()
+        assert gradient.result()["train/pg_loss"] == pytest.approx(0, abs=1e-5)
+        assert step.result()["train/grad_norm"] > 0
+        after = cluster.get_weights().result()
+        assert max(float((after[name] - before[name]).abs().max()) for name in before) > 1e-3
+        assert cluster.load(tmp_path / "saved").result() == 1
+        again = cluster.get_weights().result()
+        assert all(torch.equal(again[name], before[name]) for name in before)

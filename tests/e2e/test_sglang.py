@@ -36,7 +36,9 @@ import train
 from slimelite.engines.sglang import client
 
 parse_args, fields = train.parse_args, client.server_fields
-train.parse_args = lambda argv: dataclasses.replace(parse_args(argv), offload_rollout=True, offload_train=True)
+train.parse_args = lambda argv, **more: dataclasses.replace(
+    parse_args(argv, **more), offload_rollout=True, offload_train=True
+)
 client.server_fields = lambda *given, **placement: {**fields(*given, **placement), "enable_memory_saver": False}
 sys.exit(train.main(sys.argv[1:]))
 """
