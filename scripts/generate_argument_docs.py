@@ -10,9 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slimelite.arguments.args import Args
 from slimelite.arguments.evaluation import EvalDataset
-from slimelite.arguments.flags import group_flags, group_title, groups_of
+from slimelite.arguments.flags import all_flags, group_flags, group_title, groups_of
 from slimelite.arguments.help import description, meaning, shared_needs, shown_default, usage
 from slimelite.arguments.vocabulary import known_flags, known_tables
+from slimelite.registry import Registry
 
 PATH = Path(__file__).resolve().parents[1] / "docs" / "arguments.md"
 
@@ -93,6 +94,10 @@ def document() -> str:
         text = f"## {group_title(group)[0]}\n\n" + (f"{said}\n\n" if said else "")
         parts.append(text + _table(("flag", "default", "meaning"), _flag_rows(group)))
     parts.append(
+        "## What can be chosen\n\nThe values of flags that have a registry; docs/algorithms.md has their formulas.\n\n"
+        + _table(("value", "what it does"), _choice_rows())
+    )
+    parts.append(
         "## Keys of an evaluation dataset\n\n"
         "In `--eval-config`: `eval: {defaults: {...}, datasets: [...]}`, datasets as a list or a mapping by name; the "
         "root key `eval` may be left out. "
@@ -115,6 +120,15 @@ def _flag_rows(group: type) -> Iterator[tuple[str, str, str]]:
     shared = shared_needs(group)
     for flag in group_flags(group):
         yield f"`{usage(flag)}`", shown_default(flag), meaning(flag, shared)
+
+
+def _choice_rows() -> Iterator[tuple[str, str]]:
+    """Values whose records say in a line what they do."""
+    for flag in all_flags(Args).values():
+        for record in flag.known.values() if isinstance(flag.known, Registry) else ():
+            if summary := getattr(record, "summary", ""):
+                paper = getattr(record, "paper", "")
+                yield f"`{flag.option} {record.name}`", summary + (f" (arXiv:{paper})" if paper else "")
 
 
 def _eval_rows() -> Iterator[tuple[str, str]]:
