@@ -44,10 +44,28 @@ LOSSES = Registry(
     "loss",
     "--loss-type",
     (
-        LossType("policy_loss", "the policy loss of --advantage-estimator", f"{_LOSS}:policy_gradient", policy=True),
-        LossType("sft_loss", "-log-prob of the data's responses", f"{_LOSS}:fine_tuning", supervised=True),
-        LossType("dpo_loss", "preference pairs, by --dpo-loss", f"{_LOSS}:preferences", supervised=True, paired=True),
-        LossType("custom_loss", "your --custom-loss-function-path", f"{_LOSS}:custom", ("custom_loss_function_path",)),
+        LossType(
+            "policy_loss",
+            "the policy loss that goes with --advantage-estimator",
+            f"{_LOSS}:policy_gradient",
+            policy=True,
+        ),
+        LossType(
+            "sft_loss", "the negative log-likelihood of the data's responses", f"{_LOSS}:fine_tuning", supervised=True
+        ),
+        LossType(
+            "dpo_loss",
+            "the loss of preference pairs that --dpo-loss names",
+            f"{_LOSS}:preferences",
+            supervised=True,
+            paired=True,
+        ),
+        LossType(
+            "custom_loss",
+            "what your --custom-loss-function-path returns",
+            f"{_LOSS}:custom",
+            ("custom_loss_function_path",),
+        ),
     ),
 )
 
@@ -60,13 +78,25 @@ CORRECTIONS = Registry(
     "correction",
     "--correction",
     (
-        Choice("none", "1"),
-        Choice("tis", "the ratio, truncated", f"{_LOSS}:truncate", _CLIP, f"{_SLIME}.vanilla_tis_function"),
+        Choice("none", "tokens are not weighted"),
         Choice(
-            "icepop", "the ratio, 0 outside the bounds", f"{_LOSS}:mask_outliers", _CLIP, f"{_SLIME}.icepop_function"
+            "tis",
+            "a token is weighted by its ratio, clamped into the --tis-clip bounds",
+            f"{_LOSS}:truncate",
+            _CLIP,
+            f"{_SLIME}.vanilla_tis_function",
         ),
-        Choice("mis", "what the --mis-... flags say", f"{_LOSS}:weigh_and_reject", slime=_MIS),
-        Choice("custom", "your --custom-tis-function-path", f"{_LOSS}:correct_by_plugin", _CLIP),
+        Choice(
+            "icepop",
+            "a token is weighted by its ratio, and by 0 outside the --tis-clip bounds",
+            f"{_LOSS}:mask_outliers",
+            _CLIP,
+            f"{_SLIME}.icepop_function",
+        ),
+        Choice(
+            "mis", "tokens are weighted and dropped as the --mis-... flags say", f"{_LOSS}:weigh_and_reject", slime=_MIS
+        ),
+        Choice("custom", "your --custom-tis-function-path weighs and drops", f"{_LOSS}:correct_by_plugin", _CLIP),
     ),
 )
 
@@ -76,9 +106,11 @@ LEVELS = Registry(
     "correction level",
     "--mis-level",
     (
-        Choice("token", "a ratio for each token"),
-        Choice("sequence", "one for its response, the product of the tokens'", f"{_CORRECTIONS}:product"),
-        Choice("geometric", "their geometric mean", f"{_CORRECTIONS}:geometric_mean"),
+        Choice("token", "each token has a ratio"),
+        Choice("sequence", "a response has one ratio, the product of its tokens'", f"{_CORRECTIONS}:product"),
+        Choice(
+            "geometric", "a response has one ratio, the geometric mean of its tokens'", f"{_CORRECTIONS}:geometric_mean"
+        ),
     ),
 )
 
@@ -87,10 +119,17 @@ MODES = Registry(
     "correction mode",
     "--mis-mode",
     (
-        Choice("truncate", "min(ratio, upper)", f"{_CORRECTIONS}:truncate"),
-        Choice("mask", "the ratio inside the bounds, else 0", f"{_CORRECTIONS}:mask_outside", ("mis_lower_bound",)),
-        Choice("clip", "the ratio clamped into the bounds", f"{_CORRECTIONS}:clip", ("mis_lower_bound",)),
-        Choice("none", "1"),
+        Choice("truncate", "the weight is min(ratio, upper)", f"{_CORRECTIONS}:truncate"),
+        Choice(
+            "mask",
+            "the weight is the ratio inside the bounds, else 0",
+            f"{_CORRECTIONS}:mask_outside",
+            ("mis_lower_bound",),
+        ),
+        Choice(
+            "clip", "the weight is the ratio, clamped into the bounds", f"{_CORRECTIONS}:clip", ("mis_lower_bound",)
+        ),
+        Choice("none", "every weight is 1"),
     ),
 )
 
@@ -108,7 +147,7 @@ KL_KINDS = Registry(
     "estimator of the KL",
     "--kl-loss-type",
     (
-        KlKind("k1", "d", f"{_POLICY}:k1", pulls=False),
+        KlKind("k1", "d, the difference of the two log-probs", f"{_POLICY}:k1", pulls=False),
         KlKind("k2", "d² / 2", f"{_POLICY}:k2"),
         KlKind("k3", "e^(−d) − 1 + d", f"{_POLICY}:k3"),
         KlKind("low_var_kl", "k3 clamped to ±10", f"{_POLICY}:k3", bound=10.0),
@@ -121,9 +160,13 @@ AGGREGATIONS = Registry(
     "reduction",
     "--loss-aggregation",
     (
-        Choice("rollout", "the mean over rollouts of their token means", f"{_PACKED}:rollout_divisors"),
-        Choice("token", "the mean over tokens", f"{_PACKED}:token_divisors"),
-        Choice("constant", "sums over a constant length (Dr.GRPO)", f"{_PACKED}:constant_divisors"),
+        Choice("rollout", "the loss is the mean over rollouts of their token means", f"{_PACKED}:rollout_divisors"),
+        Choice("token", "the loss is the mean over tokens", f"{_PACKED}:token_divisors"),
+        Choice(
+            "constant",
+            "the loss is the sum over tokens, over a constant length (Dr.GRPO)",
+            f"{_PACKED}:constant_divisors",
+        ),
     ),
 )
 
@@ -142,7 +185,17 @@ DPO_KINDS = Registry(
     "loss of a pair",
     "--dpo-loss",
     (
-        DpoKind("sigmoid", "-log sigmoid of the difference", f"{_SUPERVISED}:sigmoid_loss", ("dpo_label_smoothing",)),
-        DpoKind("ipo", "its squared distance from 1/(2 beta)", f"{_SUPERVISED}:ipo_loss", mean=True),
+        DpoKind(
+            "sigmoid",
+            "−log σ(β·Δ), Δ the difference of the replies' summed log-ratios",
+            f"{_SUPERVISED}:sigmoid_loss",
+            ("dpo_label_smoothing",),
+        ),
+        DpoKind(
+            "ipo",
+            "(Δ − 1/(2β))², Δ the difference of the replies' mean log-ratios",
+            f"{_SUPERVISED}:ipo_loss",
+            mean=True,
+        ),
     ),
 )

@@ -235,8 +235,8 @@ ELSEWHERE = {
     "dpo_beta": "test_oracle.py",
     "dpo_loss": "test_oracle.py",
     "dpo_label_smoothing": "test_oracle.py",
-    "custom_tis_function_path": "test_correction.py",
-    "custom_pg_loss_reducer_function_path": "test_correction.py",
+    "custom_tis_function_path": "test_loss.py",
+    "custom_pg_loss_reducer_function_path": "test_loss.py",
     "custom_reward_post_process_path": "named by an error alone; tests/rollout/test_manager.py",
 }
 
