@@ -278,7 +278,7 @@ COLUMNS = Registry(
             "reward_components", "str", of=lambda s: json.dumps(plain(s.reward) if isinstance(s.reward, dict) else {})
         ),
         # what trained a rollout whose tokens had advantages of their own, instead of ``advantage``
-        Column("advantages", "float32", "token"),
+        Column("advantages", "float32", "token", of=lambda _: None),
     ),
 )
 

@@ -90,7 +90,7 @@ class SampleTable:
 
     def numeric_components(self) -> list[dict[str, float]]:
         """[rows] the numbers of each row's reward components; True counts as 1."""
-        rows = [json.loads(row or "{}") for row in self.reward_components]
+        rows = [json.loads(row or "{}") for row in self.reward_components or []]
         return [{k: float(v) for k, v in row.items() if isinstance(v, bool | int | float)} for row in rows]
 
     def columns(self) -> list[Column]:
@@ -121,9 +121,9 @@ class SampleTable:
         }
         values: dict[str, Any] = {name: _offsets(lengths[per]) for per, name in OFFSETS.items()}
         values["reward"] = np.array([s.reward_value(reward_key) for s in samples], np.float64)
-        for column in COLUMNS.values():
-            found = [column.read(s) for s in samples] if column.name not in values else []
-            if column.name in values or not (column.required or any(value is not None for value in found)):
+        for column in [column for column in COLUMNS.values() if column.name not in values]:
+            found = [column.read(s) for s in samples]
+            if not (column.required or any(value is not None for value in found)):
                 continue
             if column.dtype == "str":
                 values[column.name] = found
@@ -131,17 +131,15 @@ class SampleTable:
                 filled = [column.absent if value is None else value for value in found]
                 values[column.name] = np.array(filled, column.dtype)
             else:
-                parts = [
-                    value if value is not None and len(value) else [column.absent] * int(length)
-                    for value, length in zip(found, lengths[column.per], strict=True)
-                ]
+                each = zip(found, lengths[column.per].tolist(), strict=True)
+                parts = [v if v is not None and len(v) else [column.absent] * length for v, length in each]
                 values[column.name] = _concat(parts, column.dtype)
         return cls(**values)
 
     def to_samples(self) -> list[list[Sample]]:
         """Groups of samples again, in table order (per-token columns as lists)."""
         groups: dict[int, list[Sample]] = {}
-        direct = [column for column in self.columns() if column.of is None and column.name != "advantages"]
+        direct, lengths = [column for column in self.columns() if column.of is None], self.response_lengths.tolist()
         for row in range(len(self)):
             sample = Sample(
                 group_index=int(self.group_id[row]),
@@ -153,7 +151,7 @@ class SampleTable:
                     *self.row_slice("prompt_tokens", row).tolist(),
                     *self.row_slice("response_tokens", row).tolist(),
                 ],
-                response_length=int(self.response_lengths[row]),
+                response_length=lengths[row],
                 label=self.label[row],
                 remove_sample=bool(self.removed[row]),
                 status=Status(self.status[row]),

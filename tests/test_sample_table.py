@@ -102,6 +102,7 @@ def test_a_table_of_no_rows(tmp_path: Path) -> None:
     again = SampleTable.from_parquet(tmp_path / "t.parquet")
     assert len(again) == 0
     assert again.response_offsets.tolist() == [0]
+    assert table.numeric_components() == again.numeric_components() == []
 
 
 def test_a_parquet_that_is_no_table(tmp_path: Path) -> None:
