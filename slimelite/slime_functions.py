@@ -110,21 +110,18 @@ async def generate_and_rm_group(
         Exception: the last one, where every attempt at the group failed.
     """
     from slimelite.engines.http_front import parse_sampling_params
-    from slimelite.rewards.scorers import call
-    from slimelite.rollout.groups import Group, GroupGenerator, Work
+    from slimelite.rollout.groups import Group, GroupGenerator
 
     context = args.rollout_context
     generator = GroupGenerator(
         context,
-        Work(
-            stream=STREAM,
-            rollout_id=-1,  # slime does not tell it either
-            params=parse_sampling_params(sampling_params),
-            max_context_len=args.rollout_max_context_len,
-            generate_path=args.custom_generate_function_path,
-            reward_key=args.reward_key,
-            evaluation=evaluation,
-        ),
+        STREAM,
+        -1,  # slime does not tell the rollout's id either
+        parse_sampling_params(sampling_params),
+        max_context_len=args.rollout_max_context_len,
+        generate_path=args.custom_generate_function_path,
+        reward_key=args.reward_key,
+        evaluation=evaluation,
     )
 
     async def work() -> list[Sample]:
@@ -135,8 +132,7 @@ async def generate_and_rm_group(
         return done.samples
 
     # the engines live on the rollout's event loop, and the plugin's may be another
-    samples: list[Sample] = await call(context.thread.run, work())
-    return samples
+    return await context.thread.result(work())
 
 
 async def apply_rollout_sample_hooks(args: PluginArgs, value: Any, **offered: Any) -> Any:

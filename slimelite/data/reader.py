@@ -20,7 +20,6 @@ Row = dict[str, Any]
 # where it stands in its file ("row 3 (line 4)", rows counted from 0), and the row, or why it could not be read
 Found = tuple[str, Row | str]
 
-KINDS = (".parquet", ".jsonl", ".json")
 # kinds of malformed rows that are shown of a file
 EXAMPLES = 3
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
@@ -90,23 +89,17 @@ def read_rows(
     bad = bad or BadRows()
     name, part = split_path(spec)
     path = Path(name)
-    rows: Iterator[Found]
-    if path.is_file() and path.suffix == ".parquet":
-        rows = _parquet_rows(path, part, required, optional)
-    elif path.is_file() and path.suffix == ".jsonl":
-        rows = _jsonl_rows(path, part)
-    elif path.is_file() and path.suffix == ".json":
-        rows = _json_rows(path, part)
-    elif not path.exists() and path.suffix not in KINDS and HUB_ID.fullmatch(name):
-        rows = _hub_rows(name, part, required)
-    elif path.is_dir():
+    read = READERS.get(path.suffix)
+    if path.is_dir():
         raise ValueError(
-            f"{name} is a folder; name one file of it: {sorted(p.name for p in path.iterdir() if p.suffix in KINDS)}"
+            f"{name} is a folder; name one file of it: {sorted(p.name for p in path.iterdir() if p.suffix in READERS)}"
         )
-    else:
-        reason = f"cannot read {name}: not one of {', '.join(KINDS)}" if path.exists() else f"no such file: {name}"
+    if read is None and not path.exists() and HUB_ID.fullmatch(name):
+        read = _hub_rows
+    elif read is None or not path.is_file():
+        reason = f"cannot read {name}: not one of {', '.join(READERS)}" if path.exists() else f"no such file: {name}"
         raise ValueError(f"{reason} (--prompt-data, --eval-prompt-data)")
-    for place, row in rows:
+    for place, row in read(name, part, [*required], optional):
         bad.rows += 1
         if isinstance(row, str):
             bad.add(place, row)
@@ -119,13 +112,13 @@ def read_rows(
     bad.close(spec)
 
 
-def _parquet_rows(path: Path, part: slice, required: Sequence[str], optional: Sequence[str] | None) -> Iterator[Found]:
+def _parquet_rows(path: str, part: slice, required: Sequence[str], optional: Sequence[str] | None) -> Iterator[Found]:
     try:
         file = pq.ParquetFile(path)
         names = file.schema_arrow.names
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"{path} has several columns {twice[0]!r}; give each a name of its own")
-        _check_columns(str(path), names, required)
+        _check_columns(path, names, required)
         table = file.read(columns=[c for c in names if optional is None or c in {*required, *optional}])
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} is not a readable parquet file: {error}") from error
@@ -146,8 +139,8 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _jsonl_rows(path: Path, part: slice) -> Iterator[Found]:
-    lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
+def _jsonl_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
+    lines = [(n, line) for n, line in enumerate(Path(path).read_bytes().split(b"\n"), 1) if line.strip()]
     for index in range(len(lines))[part]:
         number, line = lines[index]
         try:
@@ -157,9 +150,9 @@ def _jsonl_rows(path: Path, part: slice) -> Iterator[Found]:
         yield f"row {index} (line {number})", row
 
 
-def _json_rows(path: Path, part: slice) -> Iterator[Found]:
+def _json_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
     try:
-        rows = json.loads(path.read_bytes(), object_pairs_hook=_object)
+        rows = json.loads(Path(path).read_bytes(), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); one object a line belongs in a .jsonl file") from error
     if not isinstance(rows, list):
@@ -181,7 +174,7 @@ def _checked(row: Any) -> Row | str:
     return row if isinstance(row, dict) else f"a row is an object with named columns, not {type(row).__name__}"
 
 
-def _hub_rows(name: str, part: slice, required: Sequence[str]) -> Iterator[Found]:
+def _hub_rows(name: str, part: slice, required: Sequence[str], _optional: object) -> Iterator[Found]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -208,3 +201,11 @@ def _check_columns(name: str, columns: Sequence[str], required: Sequence[str]) -
             f"{name} has no column {missing[0]!r}; its columns are {sorted(columns)} "
             "(--input-key, --label-key, --chosen-key, --rejected-key)"
         )
+
+
+# kind of file -> what reads it: (file, which rows, columns that are needed, columns that are read if they are there)
+READERS: dict[str, Callable[[str, slice, Sequence[str], Sequence[str] | None], Iterator[Found]]] = {
+    ".parquet": _parquet_rows,
+    ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+}

@@ -8,15 +8,7 @@ from collections.abc import Callable
 from slimelite.arguments import EvalDataset
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.rollout.context import RolloutContext, RolloutFnEvalOutput
-from slimelite.rollout.groups import (
-    Group,
-    GroupGenerator,
-    Work,
-    check_scored,
-    eval_params,
-    is_finished,
-    without_dropped,
-)
+from slimelite.rollout.groups import Group, GroupGenerator, check_scored, eval_params, is_finished, without_dropped
 from slimelite.sample import Sample
 
 
@@ -85,17 +77,17 @@ async def _evaluate(
     count: Callable[[str, int], None],
 ) -> list[list[Sample]]:
     """The scored groups of one dataset, in its order; failed ones are left out."""
-    work = Work(
-        stream=f"eval/{dataset.name}",
-        rollout_id=rollout_id,
-        params=eval_params(dataset),
+    generator = GroupGenerator(
+        context,
+        f"eval/{dataset.name}",
+        rollout_id,
+        eval_params(dataset),
         max_context_len=dataset.max_context_len,
         generate_path=dataset.custom_generate_function_path,
         rm_type=dataset.rm_type,
         reward_key=context.eval_reward_key,
         evaluation=True,
     )
-    generator = GroupGenerator(context, work)
 
     async def generate(part: list[Group], engine: int | None) -> None:
         await generator.generate(part, engine)

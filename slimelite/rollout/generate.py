@@ -26,15 +26,7 @@ from slimelite.data.conversations import ChatReader
 from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
 from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
-from slimelite.rollout.groups import (
-    Group,
-    GroupGenerator,
-    Work,
-    is_finished,
-    restart,
-    rollout_params,
-    without_dropped,
-)
+from slimelite.rollout.groups import Group, GroupGenerator, is_finished, restart, rollout_params, without_dropped
 from slimelite.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -111,14 +103,12 @@ class Collection:
         self.filter = load_plugin(args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
         self.generator = GroupGenerator(
             context,
-            Work(
-                stream="train",
-                rollout_id=rollout_id,
-                params=rollout_params(args),
-                max_context_len=args.rollout_max_context_len,
-                generate_path=args.custom_generate_function_path,
-                reward_key=args.reward_key,
-            ),
+            "train",
+            rollout_id,
+            rollout_params(args),
+            max_context_len=args.rollout_max_context_len,
+            generate_path=args.custom_generate_function_path,
+            reward_key=args.reward_key,
         )
         self.accepted: list[list[Sample]] = []
         self.surplus: list[list[Sample]] = []

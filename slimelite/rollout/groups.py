@@ -150,13 +150,25 @@ class Group:
         self.original = list(self.samples)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What differs between a training rollout and the evaluation of a dataset.
+@dataclass(slots=True)
+class GroupGenerator:
+    """Turns groups of unfinished samples into finished, scored ones, for a training rollout or an evaluation.
 
-    ``stream``: name of the random streams; ``max_context_len``: prompt and response [tokens], None: the engine's.
+    A group of which a response was aborted comes back untouched, or with what it has under ``--partial-rollout``.
+
+    Args:
+        stream: name of the random streams.
+        params: how responses are drawn.
+        max_context_len: prompt and response [tokens]; None: what the engine holds.
+        generate_path, rm_type: of samples that name none of their own.
+
+    Attributes:
+        stopping: set it, and abort the engines, to get groups back as they are.
+        requests, prompt_tokens, cached_tokens: what the engines report; the last: prompt tokens that need no prefill.
+        generated: what came back for each response, kept or not.
     """
 
+    context: RolloutContext
     stream: str
     rollout_id: int
     params: SamplingParams
@@ -165,29 +177,15 @@ class Work:
     rm_type: str | None = None
     reward_key: str | None = None
     evaluation: bool = False
-
-
-@dataclass(slots=True)
-class GroupGenerator:
-    """Turns groups of unfinished samples into finished, scored ones.
-
-    ``stopping``: set it, and abort the engines, to get groups back as they are; a group of which a response was
-    aborted comes back untouched, or with what it has under ``--partial-rollout``. Counts what the engines report:
-    ``requests``, their ``prompt_tokens``, and how many of these were ``cached_tokens``; ``generated``: what came back
-    for each response, kept or not.
-    """
-
-    context: RolloutContext
-    work: Work
-    stopping: bool = False
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    retries: int = 0
-    generated: list[Generated] = field(default_factory=list)
-    _told: set[type[Exception]] = field(default_factory=set)
+    stopping: bool = field(default=False, init=False)
+    requests: int = field(default=0, init=False)
+    prompt_tokens: int = field(default=0, init=False)
+    cached_tokens: int = field(default=0, init=False)
+    retries: int = field(default=0, init=False)
+    generated: list[Generated] = field(default_factory=list, init=False)
+    _told: set[type[Exception]] = field(default_factory=set, init=False)
     _hooks: list[Plugin] = field(init=False)
-    _request_numbers: Iterator[int] = field(default_factory=count)
+    _request_numbers: Iterator[int] = field(default_factory=count, init=False)
 
     def __post_init__(self) -> None:
         self._hooks = load_hooks(self.context.args)
@@ -236,11 +234,11 @@ class GroupGenerator:
         assert error is not None
         level = logging.INFO if type(error) in self._told else logging.WARNING
         self._told.add(type(error))
-        by_plugin = group.samples[0].generate_function_path or self.work.generate_path
+        by_plugin = group.samples[0].generate_function_path or self.generate_path
         logger.log(level, "%s: %s", what, own_traceback(error) if by_plugin else repr(error))
 
     async def _respond(self, groups: list[Group], engine: int) -> None:
-        paths = [g.samples[0].generate_function_path or self.work.generate_path for g in groups]
+        paths = [g.samples[0].generate_function_path or self.generate_path for g in groups]
         built_in = [g for g, path in zip(groups, paths, strict=True) if path is None]
         by_plugin = [(g, load_function(path)) for g, path in zip(groups, paths, strict=True) if path is not None]
         try:
@@ -254,12 +252,12 @@ class GroupGenerator:
 
     async def _ask_engine(self, groups: list[Group], engine: int) -> None:
         info = self.context.engines.infos[engine]
-        longest = min(info.max_context_len, self.work.max_context_len or info.max_context_len)
+        longest = min(info.max_context_len, self.max_context_len or info.max_context_len)
         asked: list[tuple[Group, Sample]] = []
         requests: list[GenerateRequest] = []
         for group in groups:
             for sample in group.samples:
-                params = remaining_params(sample, self.work.params, longest)
+                params = remaining_params(sample, self.params, longest)
                 if sample.status in FINISHED:
                     continue
                 if params.max_new_tokens <= 0:
@@ -276,20 +274,20 @@ class GroupGenerator:
         for (group, sample), result in zip(asked, results, strict=True):
             group.error = None
             if group.order not in aborted or self.context.args.partial_rollout:
-                add_result(sample, result, self.context.tokenizer, self.work.params.skip_special_tokens)
+                add_result(sample, result, self.context.tokenizer, self.params.skip_special_tokens)
 
     def _request(self, sample: Sample, params: SamplingParams, *, seeds: bool) -> GenerateRequest:
         return GenerateRequest(
-            request_id=f"{self.work.stream}-{sample.index}-{next(self._request_numbers)}",
+            request_id=f"{self.stream}-{sample.index}-{next(self._request_numbers)}",
             input_ids=tuple(sample.tokens),
             params=replace(params, seed=self._seed(sample) if seeds else None),
-            prefix_key=f"{self.work.stream}-{sample.group_index}",
+            prefix_key=f"{self.stream}-{sample.group_index}",
             position=sample.response_length,
         )
 
     def _seed(self, sample: Sample) -> int:
         assert sample.index is not None
-        return sample_seed(self.context.args.rollout_seed, f"{self.work.stream}/{sample.group_index}", sample.index)
+        return sample_seed(self.context.args.rollout_seed, f"{self.stream}/{sample.group_index}", sample.index)
 
     async def _ask_plugin(self, group: Group, function: Plugin, engine: int) -> None:
         """Each unfinished sample becomes what the plugin makes of it; one that it fails on stays as it was."""
@@ -312,9 +310,9 @@ class GroupGenerator:
         # several requests of one seed would draw the same numbers, so plugins get one only where slime gives one
         seed = self._seed(sample) if self.context.args.deterministic_mode else None
         given = Sample.from_dict(sample.to_dict())  # a plugin that fails half-way leaves the original as it was
-        given.session_id = given.session_id or f"{self.work.stream}-{sample.index}"
-        extra = {"evaluation": self.work.evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-        answer = function(args, given, slime_params(self.work.params, seed), **extra)
+        given.session_id = given.session_id or f"{self.stream}-{sample.index}"
+        extra = {"evaluation": self.evaluation} if "evaluation" in inspect.signature(function).parameters else {}
+        answer = function(args, given, slime_params(self.params, seed), **extra)
         returned = await _within(self.context.args.generate_timeout, answer)
         made = flatten([returned])
         if not made:
@@ -334,16 +332,16 @@ class GroupGenerator:
     async def _finish(self, group: Group) -> None:
         if self._hooks:
             args = await self.context.plugin_args()
-            offered = {"rollout_id": self.work.rollout_id, "evaluation": self.work.evaluation}
+            offered = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
             group.samples = [await hooked(self._hooks, args, s, **offered) for s in group.samples]
-        teacher = None if self.work.evaluation else self.context.teacher
+        teacher = None if self.evaluation else self.context.teacher
         scored = [] if teacher is None else [teacher.score(group.samples)]
         await asyncio.gather(self._grade(group), *scored)
 
     async def _grade(self, group: Group) -> None:
-        key = self.work.reward_key
+        key = self.reward_key
         if self.context.args.group_rm:
-            await self.context.grader.grade(group.samples, rm_type=self.work.rm_type, reward_key=key)
+            await self.context.grader.grade(group.samples, rm_type=self.rm_type, reward_key=key)
             return
         self.context.grader.check([s for s in group.samples if s.reward is not None], reward_key=key)
         families: dict[int | None, list[Sample]] = {}
@@ -354,7 +352,7 @@ class GroupGenerator:
         parts = [([f[0] for f in families.values() if len(f) == 1], False)]
         parts += [(family, True) for family in families.values() if len(family) > 1]
         for part, together in parts:
-            await self.context.grader.grade(part, rm_type=self.work.rm_type, group_rm=together, reward_key=key)
+            await self.context.grader.grade(part, rm_type=self.rm_type, group_rm=together, reward_key=key)
 
 
 def load_hooks(args: Args | PluginArgs) -> list[Plugin]:
