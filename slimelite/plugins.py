@@ -144,16 +144,21 @@ def run_file(path: str, option: str) -> None:
         ValueError: it is not there, or fails; one message, with its line.
     """
     compat.install_finder()
-    file = str(Path(path).resolve())
     try:
         _load_file(path)
     except (Exception, SystemExit) as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-        what = " ".join((str(error) if isinstance(error, ValueError) else _named(error)).split())
-        place = f" {path}, line {lines[-1]}" if lines else ""  # else the message names the file
-        raise ValueError(f"{option}{place}: {what}") from error
-    if file not in files_run:
+        raise ValueError(import_failure(option, path, error)) from error
+    if (file := str(Path(path).resolve())) not in files_run:
         files_run.append(file)
+
+
+def import_failure(option: str, path: str, error: BaseException) -> str:
+    """What to say of the user's file at ``path``, which ``option`` names, when it raised ``error`` while it was run."""
+    file = str(Path(path).resolve())
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    what = " ".join((str(error) if isinstance(error, ValueError) else _named(error)).split())
+    place = f" {path}, line {lines[-1]}" if lines else ""  # else the message names the file
+    return f"{option}{place}: {what}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -67,14 +67,14 @@ def load_groups(paths: Sequence[str]) -> list[type]:
     Raises:
         ArgumentError: one cannot be loaded, or is no group of flags.
     """
-    from slimelite.plugins import load_function
+    from slimelite.plugins import import_failure, load_function
 
     groups, problems = [], []
     for path in dict.fromkeys(paths):
         try:
             group: Any = load_function(path)
         except Exception as error:  # a user's file may raise anything when it is imported
-            problems.append(f"{GROUP} {path}: {error}")
+            problems.append(import_failure(GROUP, path.partition(":")[0], error))
             continue
         if isinstance(group, type) and dataclasses.is_dataclass(group) and all_flags(group):
             groups.append(group)

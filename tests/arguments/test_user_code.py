@@ -48,8 +48,11 @@ def test_a_group_is_named_on_the_command_line(tmp_path: Any, capsys: pytest.Capt
     with pytest.raises(ArgumentError) as caught:
         make_args([*COMPLETE.split(), "--args-group", f"{tmp_path}/own.py:NoGroup"], machine=CPU)
     assert "is no frozen dataclass" in caught.value.problems[0]
-    with pytest.raises(ArgumentError, match="no plugin file"):
+    with pytest.raises(ArgumentError, match=f"--args-group: no plugin file {tmp_path}/nowhere.py"):
         make_args([*COMPLETE.split(), "--args-group", f"{tmp_path}/nowhere.py:MyArgs"], machine=CPU)
+    (tmp_path / "fails.py").write_text("import os\nos.nothing\n")
+    with pytest.raises(ArgumentError, match=f"^--args-group {tmp_path}/fails.py, line 2: AttributeError: module 'os'"):
+        make_args([*COMPLETE.split(), "--args-group", f"{tmp_path}/fails.py:MyArgs"], machine=CPU)
 
 
 def test_composed_arguments_travel_to_other_processes_and_places(tmp_path: Any) -> None:
@@ -75,9 +78,11 @@ def test_composed_arguments_travel_to_other_processes_and_places(tmp_path: Any) 
 
 REGISTERS = """
 from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+from slimelite.arguments.sources import PRESETS, Preset
 from slimelite.reward_rules import RULES, Rule
 
 RULES.add(Rule("own_rule", lambda _: 0.25))
+PRESETS.add(Preset("own_preset", "2402.03300", "--lr 0.5"))
 ESTIMATORS.add(Estimator("own_estimator", "R", group=lambda rewards: rewards.rewards))
 """
 PYTHON = [sys.executable, "-c"]
@@ -91,11 +96,12 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 def test_what_an_imported_file_registers_is_a_choice_like_ours(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REGISTERS)
-    (tmp_path / "run.yaml").write_text("import_file: [own.py]\nadvantage_estimator: own_estimator\n")
+    keys = "import_file: [own.py]\nadvantage_estimator: own_estimator\npreset: [own_preset]\n"
+    (tmp_path / "run.yaml").write_text(keys)
     done = run(tmp_path, sys.executable, str(ROOT / "train.py"), "--import-file", "own.py", "--help")
     assert ",ppo,own_estimator}" in done.stdout, done.stderr
-    parsed = "from slimelite.arguments import make_args; args = make_args({}.split()); print(args.advantage_estimator)"
-    assert run(tmp_path, *PYTHON, parsed.format(repr(f"{COMPLETE} --config run.yaml"))).stdout == "own_estimator\n"
+    parsed = "from slimelite.arguments import make_args; a = make_args({}.split()); print(a.advantage_estimator, a.lr)"
+    assert run(tmp_path, *PYTHON, parsed.format(repr(f"{COMPLETE} --config run.yaml"))).stdout == "own_estimator 0.5\n"
     twice = f"{parsed}; make_args({{}}.split())".format(*[repr(f"{COMPLETE} --import-file own.py")] * 2)
     assert run(tmp_path, *PYTHON, twice).returncode == 0, "the second time, it is there already"
     without = run(tmp_path, *PYTHON, parsed.format(repr(f"{COMPLETE} --advantage-estimator own_estimator")))
@@ -116,7 +122,7 @@ def test_an_imported_file_that_fails_is_one_message(tmp_path: Path) -> None:
         f"train.py: --import-file {tmp_path}/fails.py, line 2: AttributeError: module 'os' has no attribute 'nothing'",
         "train.py: --import-file: SyntaxError: '(' was never closed (syntax.py, line 1)",
         f"train.py: --import-file {tmp_path}/ends.py, line 2: SystemExit: 3",
-        f"train.py: --import-file {tmp_path}/clashes.py, line 5: there is a reward rule called 'math' already; give "
+        f"train.py: --import-file {tmp_path}/clashes.py, line 6: there is a reward rule called 'math' already; give "
         "yours another name",
     ]
 
