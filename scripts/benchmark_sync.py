@@ -151,14 +151,7 @@ def main() -> None:
         def run(name: str, sink: WeightSink) -> None:
             times[name] = seconds(lambda: update(sink, model, given.buffer, versions), given.rounds)
 
-        args = Args(
-            hf_checkpoint=str(folder),
-            tokenizer=str(folder),
-            device="cpu",
-            rollout_backend="embedded",
-            run_dir=str(root),
-            sglang_max_running_requests=8,
-        )
+        args = Args(hf_checkpoint=str(folder), tokenizer=str(folder), device="cpu", sglang_max_running_requests=8)
         with ray_sink(args, root / "engine.log") as sink:
             run("embedded engine in a Ray actor", sink)
         if given.engines == "both":

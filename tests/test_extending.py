@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 from transformers import AutoTokenizer, MistralConfig
 
 from slimelite.table import SampleTable
@@ -129,6 +130,14 @@ def test_a_loss(runs: dict[str, Path]) -> None:
     assert 0 < found["train/bad_tokens"] < 1
     bad = np.repeat(table.advantage < 0, table.response_lengths) & table.loss_mask
     assert found["train/bad_tokens"] == pytest.approx(bad.sum() / table.loss_mask.sum())
+
+
+def test_a_column(runs: dict[str, Path]) -> None:
+    table, found = samples(runs["A column 0"]), metrics(runs["A column 0"])
+    rows = parquet.read_table(runs["A column 0"] / "rollouts" / "0000000.parquet")["difficulty"].to_pylist()
+    difficulty = np.concatenate(rows)
+    np.testing.assert_allclose(difficulty, -table.rollout_log_probs, rtol=1e-6)
+    assert found["train/difficulty"] == pytest.approx(difficulty[table.loss_mask].mean(), rel=1e-5)
 
 
 def test_rewards(runs: dict[str, Path]) -> None:
