@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from slimelite.registry import function
-from slimelite.reward_rules import RULES, Answer
 from slimelite.rewards import math, text
+from slimelite.rewards.rules import RULES, Answer
 
 Case = dict[str, Any]
 

@@ -178,7 +178,7 @@ def deepscaler_reward(response: str, label: str) -> int:
 
 
 def _score(rm_type: str, response: str, label: str) -> float:
-    from slimelite.reward_rules import RULES, Answer
+    from slimelite.rewards.rules import RULES, Answer
 
     rule, answer = RULES[rm_type], Answer(response, str(label))
     assert rule.quick is not None
@@ -191,7 +191,7 @@ def _score(rm_type: str, response: str, label: str) -> float:
 
 def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, Any] | None = None) -> float:
     """1 if the response chooses the right option, else 0."""
-    from slimelite.reward_rules import Answer
+    from slimelite.rewards.rules import Answer
     from slimelite.rewards.text import gpqa
 
     return gpqa(Answer(response or "", label_text(label), metadata or {}))

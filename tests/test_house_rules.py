@@ -70,18 +70,30 @@ def test_rewards_import_torch_in_the_reward_models_process_alone() -> None:
 
 
 def test_arguments_need_only_the_standard_library() -> None:
-    heavy = (
-        "torch",
-        "ray",
-        "transformers",
-        "sglang",
-        "numpy",
-        "pyarrow",
-        "yaml",
-        "slimelite.data",
-        "slimelite.rewards",
-    )
+    heavy = ("torch", "ray", "transformers", "sglang", "numpy", "pyarrow", "yaml")
     assert offenders("arguments", heavy, module_level=True) == []
+
+
+def test_arguments_know_records_and_no_room() -> None:
+    records = {
+        "slimelite.algorithms.estimators",
+        "slimelite.algorithms.losses",
+        "slimelite.engines.registry",
+        "slimelite.families",
+        "slimelite.rewards.rules",
+    }
+    rooms = [f"slimelite.{path.name}" for path in PACKAGE.iterdir() if path.is_dir() and path.name != "arguments"]
+    found = {o.split()[-1] for o in offenders("arguments", (*rooms, "slimelite.model_files", *records))}
+    assert found == records
+
+
+def test_only_train_py_asks_the_pre_flight() -> None:
+    assert {o for o in offenders(None, ("slimelite.preflight",)) if not o.startswith("slimelite/preflight/")} == set()
+
+
+def test_there_is_one_http_client() -> None:
+    found = offenders(None, ("aiohttp", "urllib.request", "http.client", "requests"))  # the front is a server
+    assert {o.split()[0] for o in found} == {"slimelite/http_client.py", "slimelite/engines/http_front.py"}
 
 
 def test_the_loop_fits_on_a_screen() -> None:

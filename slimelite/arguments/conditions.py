@@ -10,7 +10,7 @@ from slimelite.algorithms.losses import CORRECTIONS, LOSSES
 from slimelite.arguments.flags import Condition, Needs, Words
 from slimelite.engines.registry import ENGINES
 from slimelite.registry import R, Registry
-from slimelite.reward_rules import RULES
+from slimelite.rewards.rules import RULES
 
 if TYPE_CHECKING:
     from slimelite.arguments.args import Args

@@ -10,7 +10,7 @@ from slimelite.arguments.args import Args
 from slimelite.arguments.conditions import SGLANG
 from slimelite.arguments.flags import all_flags
 from slimelite.engines.registry import ENGINES
-from slimelite.reward_rules import RULES
+from slimelite.rewards.rules import RULES
 
 
 def validate(args: Args) -> list[str]:

@@ -22,7 +22,7 @@ from slimelite.arguments.conditions import (
 from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
 from slimelite.engines.registry import ENGINES
 from slimelite.families import LOSS_MASKS
-from slimelite.reward_rules import GRADER_MEMORY_MB, RULES
+from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES
 
 OWN_GENERATE = when(
     "--custom-generate-function-path",

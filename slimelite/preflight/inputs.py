@@ -22,8 +22,8 @@ from slimelite.model_files import check_architecture, has_weights, shape_problem
 from slimelite.plugins import load_function
 from slimelite.preflight.findings import Findings, fill, one_line
 from slimelite.registry import function
-from slimelite.reward_rules import RULES
 from slimelite.rewards.grader import check_reward
+from slimelite.rewards.rules import RULES
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 from slimelite.table import SampleTable

@@ -1,1 +1,1 @@
-"""Rewards: a sample in, a number out. `grader` scores samples; the rules are records in `slimelite.reward_rules`."""
+"""Rewards: a sample in, a number out. `grader` scores samples; the rules are records in `rules`."""

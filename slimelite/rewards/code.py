@@ -24,8 +24,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
-from slimelite.reward_rules import Answer
 from slimelite.rewards.confine import FILE_BYTES, confine, gaps, hide
+from slimelite.rewards.rules import Answer
 
 FENCE = "```"
 PYTHON = ("", "python", "py", "python3")

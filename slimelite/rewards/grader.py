@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from slimelite.arguments import RewardArgs
 from slimelite.plugins import PACKAGE, load_function
 from slimelite.registry import function
-from slimelite.reward_rules import RULES, Answer, Failure, Reward, Rule, Scorer, Settings
 from slimelite.rewards.math import extract_boxed_answer
+from slimelite.rewards.rules import RULES, Answer, Failure, Reward, Rule, Scorer, Settings
 from slimelite.rewards.scorers import RewardLoop, failure_of
 from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample, label_text

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise, takewhile
 
-from slimelite.reward_rules import Answer
 from slimelite.rewards.instructions import (
     CAPITALS,
     CHECKS,
@@ -36,6 +35,7 @@ from slimelite.rewards.instructions import (
     whole_words,
     word_tokens,
 )
+from slimelite.rewards.rules import Answer
 
 MARKS = string.punctuation
 EDGES = MARKS + " "

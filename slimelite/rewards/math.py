@@ -12,7 +12,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
 
-from slimelite.reward_rules import Answer
+from slimelite.rewards.rules import Answer
 
 # longer than any answer of MATH; what is longer must match as text
 MAX_ANSWER_CHARS = 500

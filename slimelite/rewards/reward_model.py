@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.model_files import load_weights
-from slimelite.reward_rules import Exchange, Failure
+from slimelite.rewards.rules import Exchange, Failure
 from slimelite.rewards.workers import serve
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 from slimelite.arguments import RewardArgs
 from slimelite.http_client import Client, Retry
 from slimelite.plugins import own_traceback
-from slimelite.reward_rules import Exchange, Failure, Outcome
+from slimelite.rewards.rules import Exchange, Failure, Outcome
 from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample
 from slimelite.threads import LoopThread

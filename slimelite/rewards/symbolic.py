@@ -16,7 +16,7 @@ from math_verify import verify
 from math_verify.grader import should_treat_as_complex
 from math_verify.parser import get_last_eq
 
-from slimelite.reward_rules import TooCostly
+from slimelite.rewards.rules import TooCostly
 
 Expression = Any  # of sympy, or a node of the grammar's tree: neither has types
 # its units are single letters, too, and take the t off x + 2t; its boxes are boxes within the box

@@ -10,8 +10,8 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
-from slimelite.reward_rules import Answer
 from slimelite.rewards.math import extract_boxed_answer
+from slimelite.rewards.rules import Answer
 
 # answers of which half a match is no match
 VERDICTS = ("yes", "no", "noanswer")

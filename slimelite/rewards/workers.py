@@ -28,7 +28,7 @@ from typing import TypeVar
 import slimelite
 from slimelite.plugins import files_run, run_file
 from slimelite.registry import function
-from slimelite.reward_rules import GRADER_MEMORY_MB, RULES, Answer, Exchange, Failure, Reward, TooCostly
+from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES, Answer, Exchange, Failure, Reward, TooCostly
 
 Task = tuple[str, Answer] | Exchange
 T = TypeVar("T", bound=Task)

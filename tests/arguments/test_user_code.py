@@ -79,7 +79,7 @@ def test_composed_arguments_travel_to_other_processes_and_places(tmp_path: Any) 
 REGISTERS = """
 from slimelite.algorithms.estimators import ESTIMATORS, Estimator
 from slimelite.arguments.sources import PRESETS, Preset
-from slimelite.reward_rules import RULES, Rule
+from slimelite.rewards.rules import RULES, Rule
 
 RULES.add(Rule("own_rule", lambda _: 0.25))
 PRESETS.add(Preset("own_preset", "2402.03300", "--lr 0.5"))
@@ -138,7 +138,7 @@ def test_arguments_bring_the_imported_file_to_other_processes_and_places(tmp_pat
     assert written.returncode == 0, written.stderr
     read = (
         "import pickle; a = pickle.load(open('../args.pickle', 'rb')); b = pickle.loads(pickle.dumps(a));"
-        "from slimelite.reward_rules import RULES; print(a == b, RULES['own_rule'].quick(None))"
+        "from slimelite.rewards.rules import RULES; print(a == b, RULES['own_rule'].quick(None))"
     )
     for place in ("here", "there"):
         if place == "there":

@@ -17,7 +17,7 @@ from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.cluster.workers import RemoteSink
 from slimelite.engines.protocol import WeightBucket
 from slimelite.plugins import files_run
-from slimelite.reward_rules import RULES
+from slimelite.rewards.rules import RULES
 from slimelite.table import SampleTable
 
 from .conftest import metrics
@@ -227,7 +227,7 @@ ENTRIES = """
 import os
 from pathlib import Path
 from slimelite.algorithms.estimators import ESTIMATORS, Estimator
-from slimelite.reward_rules import RULES, Rule
+from slimelite.rewards.rules import RULES, Rule
 
 with Path(__file__).with_name("processes.txt").open("a") as file:
     print(os.getpid(), file=file)

@@ -80,7 +80,7 @@ class NoteArgs:
 # the rule is asked in a grading process, the estimator in a trainer
 ENTRIES = """
 from slimelite.algorithms.estimators import ESTIMATORS, Estimator
-from slimelite.reward_rules import RULES, Rule
+from slimelite.rewards.rules import RULES, Rule
 
 RULES.add(Rule("quarter", lambda _: None, lambda _: 0.25))
 ESTIMATORS.add(Estimator("flat", "R", group=lambda rewards: rewards.rewards))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import RewardArgs
-from slimelite.reward_rules import Answer
 from slimelite.rewards.code import last_block, quick, read_tests
 from slimelite.rewards.grader import Grader
+from slimelite.rewards.rules import Answer
 from slimelite.sample import Sample
 
 SECONDS = 1.2

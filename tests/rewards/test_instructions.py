@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from slimelite.reward_rules import Answer
 from slimelite.rewards import ifbench, instructions
 from slimelite.rewards.ifbench import INSTRUCTIONS, follows
 from slimelite.rewards.instructions import CAPITALS, is_emoji, is_verb, sentences, syllables, tokens, word_tokens
+from slimelite.rewards.rules import Answer
 
 # instruction, arguments, texts that follow it, texts that do not
 IFEVAL: list[tuple[str, dict[str, Any], list[str], list[str]]] = [

@@ -15,9 +15,9 @@ import pytest
 
 from slimelite.arguments import RewardArgs
 from slimelite.registry import function
-from slimelite.reward_rules import RULES, Answer, Failure, Settings
 from slimelite.rewards import math
 from slimelite.rewards.grader import Grader
+from slimelite.rewards.rules import RULES, Answer, Failure, Settings
 from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample
 
@@ -399,7 +399,7 @@ def test_a_computation_in_c_ends_with_its_process() -> None:
     """An exception waits until the C code returns, which is too late; the second limit does not wait."""
     script = (
         "import signal; from slimelite.rewards import workers\n"
-        "from slimelite.reward_rules import RULES, Rule\n"
+        "from slimelite.rewards.rules import RULES, Rule\n"
         "signal.signal(signal.SIGPROF, workers.out_of_time)\n"
         "RULES.add(Rule('endless', slow=lambda answer: sum(range(10**12)), bounded=True))\n"
         "workers.graded('endless', None)"

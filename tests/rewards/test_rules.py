@@ -16,9 +16,9 @@ import pytest
 from slimelite.arguments import RewardArgs
 from slimelite.arguments.flags import all_flags
 from slimelite.registry import function
-from slimelite.reward_rules import RULES, Answer, Rule
 from slimelite.rewards import math, text
 from slimelite.rewards.grader import Grader, overlong_penalty
+from slimelite.rewards.rules import RULES, Answer, Rule
 from slimelite.rewards.text import is_think_answer
 from slimelite.sample import Sample
 
@@ -194,7 +194,7 @@ def test_names() -> None:
 
 
 OWN = """
-from slimelite.reward_rules import RULES, Answer, Rule
+from slimelite.rewards.rules import RULES, Answer, Rule
 
 def quick(answer: Answer) -> float | None:
     return None if answer.label in answer.response else 0.0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.reward_rules import Answer, Failure, Settings
+from slimelite.rewards.rules import Answer, Failure, Settings
 from slimelite.rewards.workers import CHUNK, WorkerPool
 
 RIGHT, WRONG = "\\boxed{1+x}", "\\boxed{2+x}"
@@ -114,7 +114,7 @@ def test_a_worker_needs_neither_torch_nor_the_main_program() -> None:
 def test_workers_end_with_their_parent() -> None:
     script = (
         "import asyncio, os\nfrom slimelite.rewards.workers import WorkerPool\n"
-        "from slimelite.reward_rules import Answer\n"
+        "from slimelite.rewards.rules import Answer\n"
         "pool = WorkerPool(1, 5.0); asyncio.run(pool.run([('math', Answer('\\\\boxed{1+x}', 'x+1'))]))\n"
         "print(pool._workers[0]._process.pid, flush=True); os._exit(1)"
     )

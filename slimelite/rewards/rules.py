@@ -2,7 +2,7 @@
 
 A rule of your own is one file, which ``--import-file`` names::
 
-    from slimelite.reward_rules import RULES, Answer, Rule
+    from slimelite.rewards.rules import RULES, Answer, Rule
 
     def quick(answer: Answer) -> float:
         return float(answer.label in answer.response)
