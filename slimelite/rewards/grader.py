@@ -296,12 +296,16 @@ def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
 
 
 def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
-    assert rule.quick is not None
-    quick: Callable[[Answer], Reward | None] = function(rule.quick)
+    """What the rule says in this process; None: its ``slow`` has to be asked."""
+    if rule.quick is None:
+        return None
     try:
-        return quick(answer)
+        found: Reward | None = function(rule.quick)(answer)
     except Exception as error:
         return failure_of(error)
+    if found is None and rule.slow is None:
+        return Failure("invalid", f"the rule {rule.name} cannot tell (quick returned None), and it has no slow to ask")
+    return found
 
 
 def _checked(reward: Any, key: str | None) -> Reward | Failure:

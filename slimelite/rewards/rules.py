@@ -102,8 +102,10 @@ class Rule:
     r"""A named way to score an answer, in two steps or by a `Scorer`.
 
     Attributes:
-        quick: ``answer -> reward``, string work that is linear in the text, in this process; None: it cannot tell.
-        slow: ``answer -> reward``, asked then; it may compute without bound, in a worker process under a time limit.
+        quick: ``answer -> reward``, string work that is linear in the text, in this process. It returns None where it
+            cannot tell.
+        slow: ``answer -> reward``, asked where quick cannot tell or there is none; it may compute without bound, in a
+            worker process under a time limit.
         example: ``answer -> response`` that deserves reward 1, for an answer without a response. The dry run grades
             it, so that an unusable label is found at start.
         scorer: ``(args, trial) -> Scorer``, which scores instead of the two steps; ``trial``: for the one row that is
@@ -130,6 +132,10 @@ class Rule:
     needs: str | None = None
     reads: tuple[str, ...] = ()
     cautions: Function | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.quick or self.slow or self.scorer):
+            raise ValueError(f"the rule {self.name!r} scores nothing: give it a quick, a slow or a scorer")
 
     def lacks(self, args: object) -> str | None:
         """What ``args`` lack for the rule to work, as a message; None where they have all."""

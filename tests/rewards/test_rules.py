@@ -203,6 +203,8 @@ def slow(answer: Answer) -> float:
     return len(answer.label) / 2
 
 RULES.add(Rule("contains", quick, slow, boxable=True))
+RULES.add(Rule("only_slow", slow=slow))
+RULES.add(Rule("undecided", quick))
 """
 GRADE = """
 import asyncio, sys
@@ -212,12 +214,13 @@ from slimelite.rewards.grader import Grader
 from slimelite.sample import Sample
 
 run_file(sys.argv[1], "--import-file")
-for name in ("contains", "boxed_contains"):
-    grader = Grader(RewardArgs(rm_type=name, reward_error="fail"), workers=1)
+for name in ("contains", "boxed_contains", "only_slow", "undecided"):
+    grader = Grader(RewardArgs(rm_type=name, reward_error="zero" if name == "undecided" else "fail"), workers=1)
     samples = [Sample(index=i, response=r, label="7") for i, r in enumerate(["7: \\\\boxed{8}", "\\\\boxed{17}", ""])]
     asyncio.run(grader.grade(samples))
     grader.close()
     print([sample.reward for sample in samples])
+    print(*{report.failure.message for report in grader.error_reports}, sep="")
 """
 
 
@@ -225,7 +228,12 @@ def test_a_rule_of_a_users_file_is_a_rule_like_any_other_in_worker_processes_too
     (tmp_path / "own.py").write_text(OWN)
     command = [sys.executable, "-c", GRADE, str(tmp_path / "own.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["[0.5, 0.5, 0.0]", "[0.0, 0.5, 0.0]"], done.stderr
+    assert done.stdout.splitlines() == [
+        *("[0.5, 0.5, 0.0]", "", "[0.0, 0.5, 0.0]", "", "[0.5, 0.5, 0.5]", ""),
+        *("[0.0, 0.0, 0.0]", "the rule undecided cannot tell (quick returned None), and it has no slow to ask"),
+    ], done.stderr
+    with pytest.raises(ValueError, match="the rule 'nothing' scores nothing: give it a quick, a slow or a scorer"):
+        Rule("nothing")
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
