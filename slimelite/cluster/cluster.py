@@ -81,6 +81,7 @@ class Cluster:
         self._turns = Turns(inline=args.launcher == "local")
         # by id, those that may be asked for once more, or be in a checkpoint
         self._rollouts: dict[int, Pending[RolloutOutput]] = {}
+        self._ahead: dict[int, RolloutOutput] = {}  # of the checkpoint that was loaded, until it is asked for
         self._last_use: Future[Any] | None = None  # of the engines
         self._version = 0  # of the engines' weights
         self._moved = False  # whether the trainers' weights are newer
@@ -91,14 +92,19 @@ class Cluster:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is not None:
-            self._turns.stop()
-        else:
-            self._turns.finish()
-        # what nobody waits for; workers of their own processes end with these
-        if self._last_use is not None and not self._last_use.done() and (error is None or self._turns.inline):
-            self._rollout.ask(RolloutWorker.cancel)
-            wait([self._last_use], CANCEL_S)
+        whole = False
+        try:
+            if error is not None:
+                self._turns.stop()
+            else:
+                self._turns.finish()
+                whole = True
+        finally:
+            self._turns.close()
+            # what nobody waits for; workers of their own processes end with these
+            if self._last_use is not None and not self._last_use.done() and (whole or self._turns.inline):
+                self._rollout.ask(RolloutWorker.cancel)
+                wait([self._last_use], CANCEL_S)
 
     def generate(self, rollout_id: int) -> Pending[RolloutOutput]:
         """Begin a rollout: its scored table of samples and its metrics. One that has begun, and whose result nobody
@@ -109,6 +115,8 @@ class Cluster:
             return begun
 
         def work() -> RolloutOutput:
+            if (loaded := self._ahead.pop(rollout_id, None)) is not None:
+                return loaded
             with self._memory_of("rollout"):
                 return self._rollout.ask(RolloutWorker.generate, rollout_id)
 
@@ -158,18 +166,20 @@ class Cluster:
         """A checkpoint after ``rollout_id``, in `checkpoints.folder_of` ``--save``: the trainers, where the rollout's
         side stands, and the rollout that was generated ahead, if there is one.
         """
+        # those of now: one that begins later waits for this
+        begun = {later: rollout for later, rollout in self._rollouts.items() if later > rollout_id}
 
         def work() -> Path:
             if self.args.save is None:
                 raise ValueError("save: name a folder for checkpoints with --save")
-            ahead = {later: rollout for later, rollout in self._rollouts.items() if later > rollout_id}
+            ahead = {later: Future.result(rollout) for later, rollout in begun.items()}
+            ahead |= {later: rollout for later, rollout in self._ahead.items() if later > rollout_id}
             if len(ahead) > 1:
                 raise ValueError(f"save: rollouts {', '.join(map(str, ahead))} are ahead; a checkpoint holds one")
             final, size = folder_of(self.args.save, rollout_id), max(self._all(TrainerWorker.checkpoint_size))
             with writing(final, size, self.args.save_retain_interval) as (directory, checksums):
                 state = self._rollout.ask(RolloutWorker.state_dict)
-                for number, rollout in ahead.items():
-                    output = Future.result(rollout)
+                for number, output in ahead.items():
                     output.table.to_parquet(directory / AHEAD)
                     state["ahead"] = {"rollout_id": number, "metrics": output.metrics}
                 for part in self._all(TrainerWorker.save, str(directory), rollout_id):
@@ -184,6 +194,8 @@ class Cluster:
 
         The engines have its weights after the next `sync`.
         """
+        if not self.args.finetune:
+            self._rollouts = {}
 
         def work() -> int:
             found, why = find_checkpoint(folder, step)
@@ -263,7 +275,7 @@ class Cluster:
         def wait_and_work() -> R:
             if before is not None:
                 wait([before])
-                self._turns.check()
+                self._turns.check(pending)
             return work()
 
         threading.Thread(target=self._turns.run, args=(pending, wait_and_work), daemon=True).start()
@@ -281,7 +293,7 @@ class Cluster:
             while before is not None and not before.done():
                 self._keep_weights()
                 wait([before], POLL_S)
-            self._turns.check()
+            self._turns.check(pending)
             return work()
 
         return self._turns.take(pending, wait_and_work)
@@ -350,11 +362,10 @@ class Cluster:
         try:
             state = read_json(directory / ROLLOUT_STATE)
             self._rollout.ask(RolloutWorker.load_state_dict, state)
-            self._rollouts = {}
+            self._ahead = {}
             if "ahead" in state:
                 output = RolloutOutput(_read_ahead(directory / AHEAD), state["ahead"]["metrics"])
-                done = self._rollouts[int(state["ahead"]["rollout_id"])] = Pending(self._turns)
-                done.set_result(output)
+                self._ahead[int(state["ahead"]["rollout_id"])] = output
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{directory / ROLLOUT_STATE}: is damaged ({type(error).__name__}: {error}); {REMEDY}"

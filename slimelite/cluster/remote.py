@@ -125,6 +125,8 @@ class Pending(Future[R]):
     def __init__(self, turns: Turns, attend: Callable[[Progress | None], None] | None = None) -> None:
         super().__init__()
         self.taken = False  # whether somebody has the result
+        self.errors_before = turns.errors  # how many there had been when it was asked for
+        self.left_out = False  # for an error before it
         self._turns, self._attend = turns, attend
 
     def result(self, timeout: float | None = None, progress: Progress | None = None) -> R:
@@ -152,6 +154,9 @@ class Turns:
 
     def __init__(self, *, inline: bool) -> None:
         self.failed: BaseException | None = None
+        self.errors = 0
+        self._last: BaseException | None = None
+        self._closed = False
         self.inline, self._over = inline, False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, name="verbs", daemon=True)
@@ -167,10 +172,23 @@ class Turns:
             self._jobs.put(job)
         return pending
 
-    def check(self) -> None:
-        """Raise the error that nobody was told of, if there is one."""
-        if self.failed is not None:
-            raise self.failed
+    def check(self, pending: Pending[Any] | None = None) -> None:
+        """Raise the error that nobody was told of, if there is one; for ``pending`` also one that somebody was told of
+        after it was asked for.
+
+        Raises:
+            Exception: that error.
+            ValueError: the block of `launch` was left.
+        """
+        error = self.failed
+        if error is None and pending is not None and pending.errors_before != self.errors:
+            error = self._last
+        if error is not None:
+            if pending is not None:
+                pending.left_out = True
+            raise error
+        if self._closed:
+            raise ValueError("the run has ended with its `with launch(...)`: call verbs inside the block")
 
     def told(self, pending: Future[Any]) -> None:
         """Somebody has seen the error of ``pending``."""
@@ -193,6 +211,10 @@ class Turns:
         self._over = True
         self._jobs.put(None)
 
+    def close(self) -> None:
+        """Nothing can be asked for any more."""
+        self._closed = True
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
@@ -204,12 +226,15 @@ class Turns:
         if not pending.set_running_or_notify_cancel():
             return
         try:
-            self.check()
+            self.check(pending)
             result = work()
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):  # in the main thread
-                raise
-            self.failed = self.failed or error
+            interrupted = isinstance(error, KeyboardInterrupt)  # in the main thread
+            if not (interrupted or pending.left_out):
+                self._last, self.failed = error, self.failed or error
+                self.errors += 1
             pending.set_exception(error)
+            if interrupted:
+                raise
         else:
             pending.set_result(result)

@@ -139,6 +139,81 @@ def test_a_verb_that_nobody_waits_for_ends_the_block_with_its_error(side: Side) 
         cluster.train(0, TABLE)
 
 
+def test_who_was_told_of_an_error_cannot_overtake_what_was_queued_before_it(side: Side) -> None:
+    side.errors["train 0"] = ValueError("a row cannot be trained on")
+    with handle(side) as cluster:
+        failed = cluster.train(0, TABLE)
+        queued = cluster.sync(1)
+        # told at once, before the thread of the verbs looks for the next one
+        failed.add_done_callback(lambda _: told(failed))
+        side.let("train 0")
+        assert queued.exception(timeout=5) is side.errors["train 0"]
+        cluster.release_engines().result()  # the error is told already: it is not new
+    assert "push_to 1" not in side.begun
+
+
+def told(failed: Future[Any]) -> None:
+    with suppress(ValueError):
+        failed.result()
+
+
+def test_a_checkpoint_holds_what_was_ahead_when_it_was_asked_for(side: Side, tmp_path: Path) -> None:
+    """A rollout that begins after it waits for it, so it must not wait for that rollout."""
+    side.let("generate 1")
+    with suppress(Exception), handle(side, save=str(tmp_path)) as cluster:
+        cluster.train(0, TABLE)
+        saved = cluster.save(0)
+        later = cluster.generate(1)
+        side.let("train 0")
+        saved.exception(timeout=5)  # this side has no trainer's files: what matters is that it ends
+        later.exception(timeout=5)
+    assert saved.done()
+    assert later.done()
+
+
+def test_an_interrupted_verb_of_one_process_keeps_nothing_waiting(side: Side) -> None:
+    class Interrupted(Side):
+        def start(self, method: str, /, *args: Any, **named: Any) -> Future[Any]:
+            if method == "push_to" and "push_to 0" not in self.begun:
+                self.begun.append("push_to 0")
+                raise KeyboardInterrupt
+            return super().start(method, *args, **named)
+
+    own = Interrupted()
+    with Cluster(Args(launcher="local", rollout_backend="embedded"), own, [own], ["an engine"]) as cluster:
+        with pytest.raises(KeyboardInterrupt):
+            cluster.sync(0)
+        assert isinstance(Future.result(cluster.generate(1), timeout=5), RolloutOutput)
+
+
+def test_after_the_block_no_verb_begins(side: Side) -> None:
+    for launcher in ("ray", "local"):
+        with Cluster(Args(launcher=launcher), side, [side], ["an engine"]) as cluster:
+            pass
+        for verb in (cluster.generate, cluster.save_hf, cluster.sync):
+            with pytest.raises(ValueError, match="inside the block"):
+                verb(1)
+    assert not side.begun
+
+
+def test_a_rollout_that_nobody_waits_for_is_cancelled_after_an_error_too(side: Side) -> None:
+    side.errors["train 0"] = ValueError("a row cannot be trained on")
+    side.let("train 0")
+    cancelled = side.start
+
+    def start(method: str, /, *args: Any, **named: Any) -> Future[Any]:
+        if method == "cancel":
+            side.let("generate 1")
+        return cancelled(method, *args, **named)
+
+    side.start = start  # type: ignore[method-assign]
+    wrong = pytest.raises(ValueError, match="a row cannot")
+    with wrong, Cluster(Args(launcher="local"), side, [side], []) as cluster:
+        cluster.generate(1)
+        cluster.train(0, TABLE)
+    assert "cancel" in side.begun
+
+
 def test_an_error_in_the_block_leaves_out_what_has_not_begun(side: Side) -> None:
     with suppress(KeyboardInterrupt), handle(side) as cluster:
         cluster.train(0, TABLE)
