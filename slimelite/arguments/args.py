@@ -14,7 +14,7 @@ from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.tracking import DebugArgs, TrackingArgs
 from slimelite.arguments.training import OptimizerArgs, PerfArgs
 
-# what plugins of slime's read of flags that are no fields here, whatever was given for them
+# fixed values for slime's plugins, of flags that have no field here; the command line cannot change them
 PLUGIN_CONSTANTS: dict[str, Any] = {
     **dict.fromkeys(["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"], 1),
     **dict.fromkeys(["expert_model_parallel_size", "expert_tensor_parallel_size", "sglang_dp_size"], 1),
@@ -26,7 +26,7 @@ PLUGIN_CONSTANTS: dict[str, Any] = {
 
 
 class Derivation(NamedTuple):
-    """A value that nobody gave, and why it is what it is."""
+    """The value that `derive` or a preset chose for field ``name``, and the reason."""
 
     name: str
     value: object
@@ -54,7 +54,7 @@ class Args(
     ModelArgs,
     ClusterArgs,
 ):
-    """Every argument of a run, flat: ``args.rollout_temperature``. Bases are read right to left."""
+    """Every argument of a run, flat: ``args.rollout_temperature``. ``--help`` lists the bases from right to left."""
 
     derivations: tuple[Derivation, ...] = resolved(())
     notes: tuple[str, ...] = resolved(())
@@ -63,10 +63,10 @@ class Args(
     # flags that were given and change nothing here -> why
     no_effect: tuple[tuple[str, str], ...] = resolved(())
 
-    if not TYPE_CHECKING:  # a type checker would then take every misspelt field for a key of the user's
+    if not TYPE_CHECKING:  # hidden, because with it a type checker accepts every misspelt field
 
         def __getattr__(self, name: str) -> Any:
-            """A key of ``--custom-config-path``, or what else slime's plugins read: ``args.key``."""
+            """``args.key`` for a key of ``--custom-config-path`` or of ``PLUGIN_CONSTANTS``."""
             try:
                 return {**PLUGIN_CONSTANTS, **self.__dict__["custom_config"]}[name]
             except KeyError:
