@@ -5,9 +5,9 @@ transformers under ``ATTENTION``; for such a name transformers builds no mask, a
 ``sequences`` through to every layer.
 
 - CUDA, half precision: `torch.nn.attention.varlen.varlen_attn` on ``cu_seqlens``.
-- elsewhere: sequences of like length are padded on the right to [sequences, heads, length, head width] and go through
-  causal SDPA together. Under a causal mask nothing before the padding can see it, so it needs no mask. 256 short
-  sequences become a handful of calls, long ones stay nearly unpadded.
+- elsewhere: sequences of similar length are padded on the right to [sequences, heads, length, head width] and go
+  through causal SDPA together. Causal attention from a real token never reaches the padding after it, so that no
+  padding mask is needed. 256 short sequences become a handful of calls, long ones stay nearly unpadded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import AttentionInterface
 
 ATTENTION = "slimelite_varlen"
 
-# sequences at least this long relative to the longest of their bucket share it: at most a tenth of it is padding
+# a bucket holds sequences at least this long relative to its longest one: at most a tenth of it is padding
 BUCKET_RATIO = 0.9
 
 # torch 2.11 has no enable_gqa; there key/value heads are repeated
@@ -37,9 +37,9 @@ VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 class PackedSequences:
     """Where the sequences of one packed row begin and end, and how they are bucketed by length.
 
-    ``cu_seqlens``: [sequences + 1] int32, begins and ends; ``max_length``: tokens of the longest.
-    ``buckets``: (sequences, padded length) of each bucket; ``pad_index``: [padded tokens] int64, the packed position
-    that each padded one copies; ``unpad_index``: [T] int64, the padded position of each packed one.
+    ``cu_seqlens``: [sequences + 1] int32, the first position of each sequence, and T; ``max_length``: tokens of the
+    longest. ``buckets``: (sequences, padded length) of each bucket; ``pad_index``: [padded tokens] int64, the packed
+    position that each padded position copies; ``unpad_index``: [T] int64, the padded position of each packed token.
     """
 
     cu_seqlens: Tensor
@@ -74,7 +74,7 @@ def _bucket(sizes: np.ndarray, starts: np.ndarray) -> tuple[tuple[tuple[int, int
         end = first + int(np.searchsorted(-sizes[order[first:]], -BUCKET_RATIO * longest, side="right"))
         rows = order[first:end]
         position, length = np.arange(longest)[None], sizes[rows][:, None]
-        # padding repeats the first token: any finite value does
+        # padding repeats the first token; any finite value would do
         source = starts[rows][:, None] + np.where(position < length, position, 0)
         padded = offset + np.arange(source.size).reshape(source.shape)
         unpad_index[source[position < length]] = padded[position < length]
@@ -108,15 +108,15 @@ def varlen_attention(
 
     Args:
         query: [rows, heads, T, width]; ``key`` and ``value``: [rows, key/value heads, T, width].
-        sequences: the layout of the rows · T tokens; none is in two rows.
+        sequences: the layout of the rows · T tokens; no sequence spans two rows.
         scaling: factor of the scores; None: 1/sqrt(width).
-        sliding_window: a token sees itself and this many - 1 before it.
+        sliding_window: a token attends to itself and to the sliding_window - 1 tokens before it.
 
     Returns:
         [rows, T, heads, width] and no attention weights.
 
     Raises:
-        ValueError: the model asks for dropout, capped scores or attention sinks, which are not here.
+        ValueError: the model asks for dropout, capped scores or attention sinks, which are not supported.
     """
     if dropout or softcap is not None or s_aux is not None:
         name = type(module).__name__

@@ -1,17 +1,17 @@
-"""Which rows are trained together, and as what tensors: rows -> optimizer steps -> ranks -> micro-batches.
+"""Groups rows for training and makes tensors of them: rows -> optimizer steps -> ranks -> micro-batches.
 
 Invariants (tests/training/test_batch.py asserts each):
 
 1. Every row is in exactly one step. Steps take rollouts in the order of their first rows.
-2. A step has at least ``global_batch_size`` rollouts, except the last, which has what is left (at least one). It has
-   more only where rows that belong together would have to be split.
+2. A step has at least ``global_batch_size`` rollouts, except the last, which has the remaining ones (at least one). It
+   has more only where it would otherwise split rows that belong together (3).
 3. Rows with equal rollout id (siblings of a fan-out) or equal unit id (a preference pair) are in one step.
 4. Within a step every computed row is in exactly one micro-batch of one rank; rows with equal unit id share it.
 5. A micro-batch exceeds ``max_tokens`` only when it is a single unit; without ``max_tokens`` it holds
    ``micro_batch_size`` rows, fewer if it is its rank's last, more only to keep a unit whole.
-6. All ranks have the same number of micro-batches, at least one; where a rank has less to do some are empty.
+6. All ranks have the same number of micro-batches, at least one; a rank with fewer rows gets empty ones.
 7. Ranks differ in tokens by at most the largest unit.
-8. The result depends on the arguments alone: every rank computes the same one.
+8. The result depends only on the arguments, so that every rank computes the same one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slimelite.training.attention import PackedSequences
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step: ``rows`` counts in its denominators; ``micro_batches[rank]`` is what a rank computes."""
+    """One optimizer step: the loss divides by all ``rows``; ``micro_batches[rank]`` has the rows that a rank computes."""
 
     rows: np.ndarray
     micro_batches: list[list[np.ndarray]]
@@ -37,7 +37,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class PackingLimits:
-    """How large a micro-batch may be: ``max_tokens`` (None: no limit), else ``micro_batch_size`` rows."""
+    """How large a micro-batch may be: ``max_tokens`` tokens or, if that is None, ``micro_batch_size`` rows."""
 
     max_tokens: int | None
     micro_batch_size: int = 1
@@ -67,9 +67,9 @@ def deal(
 
     Args:
         rows: [n] int64 rows of the table.
-        lengths: tokens of every row of the table; ``unit_ids``: its units.
-        dp_size: ranks.
-        limits: of a micro-batch.
+        lengths: tokens of every row of the table; ``unit_ids``: unit of every row.
+        dp_size: number of ranks.
+        limits: how large a micro-batch may be.
     """
     units: dict[int, list[int]] = {}
     for row in rows.tolist():
@@ -104,7 +104,7 @@ def _pack(units: Sequence[tuple[int, list[int]]], limits: PackingLimits) -> list
 
 
 def _connected(*ids: np.ndarray) -> np.ndarray:
-    """[rows] label of the rows that share an id in any column, directly or through others: their first row."""
+    """[rows] the first row of each row's group: rows that share an id in any column, directly or through other rows."""
     labels = np.arange(len(ids[0]))
     inverses = [np.unique(column, return_inverse=True)[1] for column in ids]
     while True:
@@ -143,7 +143,7 @@ class MicroBatch:
         """Pack ``rows`` of ``table``; no rows give an empty micro-batch.
 
         Raises:
-            ValueError: a row without prompt, whose first response token nothing predicts.
+            ValueError: a row has no prompt, so that no position predicts its first response token.
         """
         prompts, responses = np.diff(table.prompt_offsets)[rows], table.response_lengths[rows]
         if (prompts == 0).any():
@@ -175,10 +175,10 @@ class MicroBatch:
         )
 
     def padded(self) -> MicroBatch:
-        """The same with each of the n sequences in a row of its own, padded on the right to the longest.
+        """The same micro-batch with each of its n sequences in a row of its own, padded on the right to the longest.
 
-        Nothing that looks back alone sees the padding. ``input_ids`` and ``position_ids`` are [n, longest], and
-        ``response_index`` counts in them row by row.
+        Causal layers never see the padding. ``input_ids`` and ``position_ids`` are [n, longest], and
+        ``response_index`` points into them, flattened row by row.
         """
         longest, device = max(self.lengths), self.input_ids.device
         lengths = torch.tensor(self.lengths, device=device)
@@ -215,7 +215,7 @@ class Pairs:
 
     @classmethod
     def of(cls, table: SampleTable, weights: np.ndarray, batch: MicroBatch) -> Pairs:
-        """The pairs among the rows of ``batch``, which hold them whole; ``weights``: see `pair_weights`."""
+        """The pairs of ``batch``, which has both rows of each; ``weights``: see `pair_weights`."""
         chosen, rejected = _pairs(table, batch.rows)
         order, device = np.argsort(chosen), batch.targets.device
         found = (chosen[order], rejected[order], weights[batch.rows[chosen[order]]])
@@ -223,12 +223,12 @@ class Pairs:
 
 
 def pair_weights(table: SampleTable, steps: list[np.ndarray]) -> np.ndarray:
-    """[n] what the pair of each row weighs: 1 / pairs of its optimizer step, those that are not trained on included.
+    """[n] the weight of each row's pair: 1 / number of pairs in its optimizer step, including pairs not trained on.
 
     A pair is the two rows of a unit; the one with the higher reward is the chosen one.
 
     Raises:
-        ValueError: a unit is no such pair, or one of its two rows alone has tokens to train on.
+        ValueError: a unit does not have two rows of different rewards, or only one of them has tokens to train on.
     """
     units, sizes = np.unique(table.unit_id, return_counts=True)
     if (sizes != 2).any():

@@ -1,4 +1,4 @@
-"""Trainer state through torch.distributed.checkpoint: what one number of ranks saved, another can load."""
+"""Saves and loads trainer state with torch.distributed.checkpoint; the number of ranks may change in between."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ State = dict[str, dict[str, Tensor]]
 def save(directory: Path, learner: Learner[LanguageModel], reference: LanguageModel | None = None) -> Checksums:
     """Write weights, optimizer state (unless ``--no-save-optim``), random states and progress (collective).
 
-    ``reference``: of the policy, when it changes in the course of training.
+    ``reference``: the reference model, if training updates it (``--ref-update-interval``).
 
     Returns:
         checksums of the files that this rank wrote.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the files cannot be written.
     """
     try:
         dcp.save(_state(learner, reference), checkpoint_id=directory)
@@ -55,7 +55,7 @@ def save(directory: Path, learner: Learner[LanguageModel], reference: LanguageMo
 
 
 def size(learner: Learner[LanguageModel], reference: LanguageModel | None = None) -> int:
-    """Bytes of all that `save` writes, of all ranks together."""
+    """About how many bytes `save` writes on all ranks together."""
     tensors = [tensor for part in _state(learner, reference).values() for tensor in part.values()]
     return sum(tensor.numel() * tensor.element_size() + OVERHEAD for tensor in tensors)
 
@@ -69,13 +69,12 @@ def load(
 ) -> None:
     """Read what `save` wrote into ``learner`` (collective).
 
-    ``--no-load-optim``, ``--no-load-rng`` and ``--finetune``, which is ``weights_only``, leave parts out. The saved
-    schedule of learning rates goes on, with a warning where the flags of this run differ; ``--override-lr-scheduler``
-    keeps that of this run.
+    ``--no-load-optim`` and ``--no-load-rng`` leave parts out; ``--finetune`` means ``weights_only``, which leaves out
+    both and starts a new learning-rate schedule. Otherwise the saved schedule continues, with a warning where this
+    run's flags differ; with ``--override-lr-scheduler`` this run's schedule applies.
 
     Raises:
-        ValueError: no checkpoint there, a damaged one, one of another model or optimizer, or one without optimizer
-            state.
+        ValueError: the checkpoint is missing, damaged, of another model or optimizer, or lacks optimizer state.
     """
     if not (directory / STATE_FILE).is_file():
         raise ValueError(f"no trainer state in {directory}; --load needs a checkpoint that --save wrote")
@@ -123,7 +122,7 @@ def _weights(learner: Learner[LanguageModel], reference: LanguageModel | None) -
 
 
 def _random_states(world: World) -> dict[str, Tensor]:
-    """This rank's generators, by names that no other rank has."""
+    """States of this rank's random generators, by names that no other rank uses."""
     states = {f"cpu{world.rank}": torch.get_rng_state()}
     if world.device.type == "cuda":
         states[f"cuda{world.rank}"] = torch.cuda.get_rng_state()
@@ -155,9 +154,9 @@ def _check_weights(directory: Path, saved: Collection[str], state: State) -> Non
 
 
 def _check_optimizer(directory: Path, saved: Collection[str], name: str, *, begun: bool) -> None:
-    """Refuse missing optimizer state, and that of another kind: Muon keeps a momentum, which AdamW does not have.
+    """Raise ValueError if optimizer state is missing or another optimizer's: only Muon's state has a ``momentum``.
 
-    ``begun``: before its first step (a policy that waits for its critic) an optimizer has no state.
+    ``begun``: whether a step was taken; before the first one (a policy that waits for its critic) there is no state.
     """
     kept = {path.rpartition(".")[2] for path in saved if path.startswith("optimizer.")}
     if begun and not kept:
@@ -208,7 +207,7 @@ def _restore_optimizers(learner: Learner[LanguageModel], state: Mapping[str, Ten
 
 METADATA = ".metadata"
 DO_NOT = "do not load it, and ask where it came from"
-# every class that torch's writer puts into it, by module; none of them does anything when it is made
+# every class that torch's writer puts into .metadata, by module; creating an instance of one has no side effect
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
@@ -234,7 +233,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Torch's reader, with a ``.metadata`` that is read once and with an allow-list, for torch unpickles what it finds.
+    """Torch's reader; ``.metadata`` is read once, with an allow-list of classes, as torch would unpickle any class.
 
     Raises:
         ValueError: ``.metadata`` is missing, damaged, or holds what torch's writer does not write.
@@ -259,7 +258,7 @@ class CheckpointReader(dcp.FileSystemReader):
             raise ValueError(
                 f"{file}: {error}, which no checkpoint of slimelite does and which could run a program: {DO_NOT}"
             ) from error
-        except Exception as error:  # whatever a pickle that was cut short leads to
+        except Exception as error:  # unpickling a truncated file may raise anything
             raise _damaged(file, f"is damaged or cut short ({type(error).__name__}: {error})") from error
         if others or odd:
             what = f"{min(others)} is bytes instead of a tensor" if others else "it is of another kind"
@@ -269,7 +268,7 @@ class CheckpointReader(dcp.FileSystemReader):
         self.metadata = found
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # noqa: ARG002
-        """What was read when the reader was made."""
+        """The metadata that the constructor read."""
         self.metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self.metadata
 
@@ -310,10 +309,10 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 def failure(error: CheckpointException) -> BaseException:
-    """What failed on a rank.
+    """The first exception that a rank raised.
 
     Raises:
-        KeyboardInterrupt: the run is being ended (Ctrl-C, SIGTERM), which torch takes for a failure like any other.
+        KeyboardInterrupt: the run is being stopped (Ctrl-C, SIGTERM); torch reports that like any other failure.
     """
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:

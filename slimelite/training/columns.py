@@ -1,7 +1,7 @@
 """What is known of each response token of a rollout before its loss: masks, log-probs, advantages, weights.
 
-Every rank holds the columns of the whole rollout (a few bytes a token), so that advantages are whitened, and rows
-without a gradient found, in the same way everywhere before any of them is dealt to a rank.
+Every rank holds the columns of the whole rollout (a few bytes a token), so that all ranks whiten advantages and find
+rows without a gradient identically, before rows are dealt to ranks.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from slimelite.sample import COLUMNS
 from slimelite.table import SampleTable
 from slimelite.training.batch import pair_weights
 
-# rows that are computed of a step without gradient: what it says of entropy and mismatch needs no more
+# rows, at most, that are computed in a step without a gradient: enough to measure its entropy and mismatch
 MEASURED_ROWS = 8
 
 
 @dataclass(kw_only=True)
 class TokenValues:
-    """What losses read of response tokens: [N] of a rollout on the CPU, or [R] of a micro-batch on its device.
+    """Inputs of losses for each response token: [N] of a rollout on the CPU, or [R] of a micro-batch on its device.
 
-    ``mask``: bool, what the loss sees; ``rollout_log_probs`` of the engine, NaN where there are none; ``weights`` in
-    the optimizer step, ``pg_weights`` those of the policy loss; ``old``, ``ref``: log-probs of the trainer before the
-    rollout's first step and of the reference, None where not needed, NaN in rows that were not computed.
+    ``mask``: bool, the trained tokens; ``rollout_log_probs``: the engine's, NaN where it gave none; ``weights``: weight
+    of each token in its optimizer step, ``pg_weights``: in the policy loss; ``old``, ``ref``: log-probs of the trainer
+    before the rollout's first step and of the reference, None if not needed, NaN in rows that were not computed.
     """
 
     mask: Tensor
@@ -51,10 +51,10 @@ class TokenValues:
 class TokenColumns(TokenValues):
     """Columns over the N response tokens of a table with n rows, on the CPU.
 
-    ``segments``: [N] int64 rows; ``of_tokens``: tokens have advantages of their own, not that of their row in the
-    table; ``entropy``: [N], goes with ``old``; ``teacher``: [N] log-probs of the teacher; ``returns``: [N] what the
-    estimator made of the rewards, before distillation and whitening: with a critic, what it learns; ``values``: [N]
-    of the critic before the rollout's first step; ``pair_weights``: of a loss that compares replies.
+    ``segments``: [N] int64 row of each token; ``of_tokens``: whether a token's advantage may differ from its row's in
+    the table; ``entropy``: [N], computed with ``old``; ``teacher``: [N] log-probs of the teacher; ``returns``: [N] the
+    estimator's returns before distillation and whitening, which a critic learns; ``values``: [N] of the critic before
+    the rollout's first step; ``pair_weights``: see `pair_weights`, for a loss that compares replies.
     """
 
     table: SampleTable
@@ -68,7 +68,7 @@ class TokenColumns(TokenValues):
 
     @property
     def rows(self) -> int:
-        """n."""
+        """The number of rows, n."""
         return len(self.table)
 
     @classmethod
@@ -86,7 +86,7 @@ class TokenColumns(TokenValues):
         )
 
     def set_weights(self, args: Args, steps: list[np.ndarray]) -> None:
-        """The weight of every token, and of every pair, from the whole of its optimizer step."""
+        """Set the weight of every token and every pair; it depends on all rows of the optimizer step."""
         table, per_row = self.table, torch.zeros(self.rows, dtype=torch.float64)
         for rows in steps:
             per_row[rows] = row_weights(
@@ -101,10 +101,9 @@ class TokenColumns(TokenValues):
         self.pair_weights = pair_weights(table, steps) if args.loss.paired else None
 
     def normalize_correction(self, args: CorrectionArgs, steps: list[np.ndarray]) -> None:
-        """``--mis-batch-normalize``: divide the weights of the policy loss by what the correction multiplies them with
-        on average in their optimizer step; sequence and geometric weights count once a response.
+        """``--mis-batch-normalize``: divide policy-loss weights by the mean correction weight of their optimizer step.
 
-        Needs ``old`` of every trained row.
+        At the levels sequence and geometric each response counts once in this mean. Needs ``old`` of every trained row.
         """
         assert self.old is not None
         weights, _ = mis_weights(
@@ -128,9 +127,9 @@ class TokenColumns(TokenValues):
         self.pg_weights = self.pg_weights * factors[self.segments]
 
     def set_advantages(self, args: Args) -> None:
-        """The advantage of every token: by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
-        ``--custom-advantage-function-path``, ``fn(args, table, columns)``, which sets ``columns.advantages``, and with
-        a critic ``columns.returns``.
+        """Set the advantage of every token by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
+        ``--custom-advantage-function-path``, ``fn(args, table, columns)``, which sets ``columns.advantages`` and, with
+        a critic, ``columns.returns``.
 
         Raises:
             ValueError: an advantage or return of a trained token is not finite.
@@ -154,7 +153,7 @@ class TokenColumns(TokenValues):
 
     def _estimate_advantages(self, args: Args) -> None:
         per_row = torch.tensor(self.table.advantage, dtype=torch.float32)
-        self._check_finite(args, advantages=per_row[self.segments])  # recurrences would spread it
+        self._check_finite(args, advantages=per_row[self.segments])  # a recurrence would spread it
         kl = torch.zeros(len(self.mask))
         if args.kl_coef:
             assert self.old is not None
@@ -176,10 +175,10 @@ class TokenColumns(TokenValues):
                 self._refuse(~column.isfinite(), f"{name} that are not finite; look at {source}")
 
     def rows_to_compute(self, args: Args, steps: list[np.ndarray]) -> np.ndarray:
-        """[n] bool: the rows that need a forward pass: those that can have a gradient.
+        """[n] bool: the rows that need a forward pass, because they can have a gradient.
 
-        Of a step in which no row can have one, a few rows are computed all the same, because its entropy and its
-        mismatch with the engine are measured on them.
+        In a step where no row can have one, a few trained rows are computed anyway, to measure the entropy and the
+        mismatch with the engine.
         """
         trained, computed = self.trained_rows(), self.rows_with_gradient(args)
         for rows in steps:
@@ -195,8 +194,8 @@ class TokenColumns(TokenValues):
     def rows_with_gradient(self, args: Args) -> np.ndarray:
         """[n] bool: rows whose loss can have a gradient; the others need no forward pass.
 
-        A fully masked row has none; under a policy loss without KL and entropy terms neither has a row whose every
-        advantage is 0.
+        A fully masked row has none. Under a policy loss without KL and entropy terms, a row whose advantages are all 0
+        has none either.
         """
         counts = self.mask
         only_advantages = args.loss.policy and not args.entropy_coef
@@ -208,8 +207,8 @@ class TokenColumns(TokenValues):
         """Refuse a table that the loss cannot use.
 
         Raises:
-            ValueError: a token outside the model's vocabulary, or nothing in a column that is read, such as no log-prob
-                of engine or teacher.
+            ValueError: a token is outside the model's vocabulary, or a trained token has no value in a column that the
+                loss reads, such as the log-probs of engine or teacher.
         """
         table = self.table
         largest = max(table.prompt_tokens.max(initial=0), table.response_tokens.max(initial=0))
@@ -238,7 +237,7 @@ class TokenColumns(TokenValues):
             )
 
     def means(self, args: Args) -> dict[str, float]:
-        """Means over rows of their masked token means, of the columns and rows that there are."""
+        """The mean over trained rows of each column's masked token mean; absent columns and NaN rows are left out."""
         columns = {
             "log_probs": self.old,
             "entropy": self.entropy,
@@ -262,7 +261,7 @@ class TokenColumns(TokenValues):
         return {name: value for name, value in means.items() if not math.isnan(value)}
 
     def _refuse(self, tokens: Tensor, what: str) -> None:
-        """Raise ValueError where a trained token is in ``tokens`` [N] bool; ``what`` its sample has."""
+        """Raise ValueError if a trained token is in ``tokens`` [N] bool; ``what``: the problem that its sample has."""
         rows = self.segments[self.mask & tokens].unique().numpy()
         if len(rows):
             raise ValueError(f"samples {self.table.sample_id[rows].tolist()[:8]} have {what}")
@@ -283,9 +282,9 @@ def reducer_weights(args: AlgorithmArgs, table: SampleTable, mask: Tensor, steps
         fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss) -> (losses [tokens] -> 0-d tensor)
 
     slime calls it for each micro-batch, adds up what the reducers return, and divides by the rollouts of the step (by
-    its trained tokens with ``--calculate-per-token-loss``). Here it is called once, with every response of the step,
-    and divided alike, so that it may divide by what only the whole step knows; whatever it does is a weight of each
-    token, which is found as its derivative.
+    its trained tokens with ``--calculate-per-token-loss``). Here it is called once with every response of the step, so
+    that it may divide by totals of the whole step; the divisor afterwards is the same. The reducer must be a weighted
+    sum: its derivative is the weight of each token.
 
     Raises:
         ValueError: what the reducer returns is not a finite weighted sum of the losses.

@@ -1,4 +1,4 @@
-"""Models beside the policy that trains: the critic of ppo, and frozen policies."""
+"""Models beside the trained policy: the critic of ppo, and frozen policies."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from slimelite.training.optimizer import CRITIC_FLAGS
 from slimelite.training.parallel import World, reshard
 from slimelite.training.sums import MetricSums, Scores
 
-FOLDER = "critic"  # of a checkpoint
+FOLDER = "critic"  # subfolder of a checkpoint
 
 
 class ValueModel(LanguageModel):
-    """A causal LM whose LM head is replaced by one output with bias, 0 at first.
+    """A causal LM whose LM head is replaced by one output with a bias, both initialized to 0.
 
-    From 0 the values of a new critic are no noise: its first advantages are those without a baseline, and its head
-    learns before the layers below it move.
+    A new critic thus predicts 0 instead of noise: the first advantages are those without a baseline, and the head
+    learns before the layers below it, because a head of zeros passes no gradient down.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -54,7 +54,7 @@ class ValueModel(LanguageModel):
 
 
 class Critic(Learner[ValueModel]):
-    """Values, and how they are learnt: AdamW at ``--critic-lr``. Methods are collective, like those of `Trainer`.
+    """The value model, trained with AdamW at ``--critic-lr``. Methods are collective, like those of `Trainer`.
 
     Raises:
         ValueError: no model at ``--critic-load``.
@@ -64,7 +64,7 @@ class Critic(Learner[ValueModel]):
         own = args.critic_load is not None and (Path(args.critic_load) / STATE_FILE).is_file()
         path = args.hf_checkpoint if own else args.critic_load or args.hf_checkpoint
         model = build_model(args, world, path, ValueModel, trainable=True, new_head=True)
-        # the flags of the optimizer, as they hold for the critic
+        # the optimizer's flags, with the critic's values
         args = replace(
             args,
             lr=args.critic_lr,
@@ -78,8 +78,8 @@ class Critic(Learner[ValueModel]):
 
     @torch.no_grad()
     def values(self, table: SampleTable, dealt: list[list[np.ndarray]]) -> Tensor:
-        """[response tokens of the table] V under the current weights, on the CPU; NaN in rows that are not in
-        ``dealt``, the micro-batches of rows of each rank.
+        """[response tokens of the table] V under the current weights, on the CPU; NaN in rows that ``dealt``, the rows
+        of each rank's micro-batches, leaves out.
         """
         scores = Scores(len(table.response_tokens), self.world)
         for rows in dealt[self.world.dp_rank]:
@@ -90,12 +90,12 @@ class Critic(Learner[ValueModel]):
         return values
 
     def train(self, table: SampleTable, columns: TokenColumns, schedule: list[Step], sums: MetricSums) -> None:
-        """Fit the values to ``columns.returns``, an optimizer step for each of ``schedule``.
+        """Fit the values to ``columns.returns``, with one optimizer step for each `Step` of ``schedule``.
 
         Metrics ``critic-*`` are added to ``sums``.
 
         Raises:
-            ValueError: a plugin set the advantages and no returns.
+            ValueError: a plugin set the advantages but no returns.
             FloatingPointError: see `Optimizers.step`.
         """
         if columns.returns is None:
@@ -116,7 +116,7 @@ class Critic(Learner[ValueModel]):
     ) -> Tensor:
         """Gradients of one optimizer step, weighted as the policy's are; see `Learner.accumulate`.
 
-        ``checked``: raise AssertionError where values differ from what they were a moment ago.
+        ``checked``: raise AssertionError where values differ from ``columns.values``, which were computed just before.
         """
         old, returns = columns.values, columns.returns
         assert old is not None
@@ -140,13 +140,13 @@ class Critic(Learner[ValueModel]):
         return loss
 
     def save(self, directory: str, rollout_id: int) -> Checksums:
-        """Write the critic's part of the checkpoint at ``directory``: what `load` and ``--critic-load`` read."""
+        """Write the critic's part of the checkpoint at ``directory``, which `load` and ``--critic-load`` read."""
         self.progress.rollout_id = rollout_id
         written = checkpoint.save(Path(directory) / FOLDER, self)
         return {f"{FOLDER}/{name}": each for name, each in written.items()}
 
     def load(self, directory: str) -> None:
-        """Go on from the checkpoint at ``directory``.
+        """Resume from the checkpoint at ``directory``.
 
         Raises:
             ValueError: it has no critic, or one of another model.
@@ -161,7 +161,7 @@ class Critic(Learner[ValueModel]):
 
 
 class FrozenPolicy:
-    """The policy at ``path``, sharded like the one that trains and never updated.
+    """The policy at ``path``, sharded like the trained one; only `copy_from` changes its weights.
 
     On a GPU its shards wait in host memory between uses.
     """
@@ -174,7 +174,7 @@ class FrozenPolicy:
 
     @contextmanager
     def weights(self, *, unchanged: bool = True) -> Iterator[PolicyModel]:
-        """The policy as a model to call, for the length of the context; ``unchanged``: nobody writes to it there."""
+        """A context with the policy's weights on the device; ``unchanged``: the caller does not write to them."""
         if self._memory is not None:
             self._memory.onload()
         try:
@@ -186,7 +186,7 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def copy_from(self, policy: PolicyModel) -> None:
-        """Become what ``policy`` is now (``--ref-update-interval``)."""
+        """Copy the current weights of ``policy`` (``--ref-update-interval``)."""
         with self.weights(unchanged=False) as model:
             for (_, mine), (_, theirs) in zip(model.named_weights(), policy.named_weights(), strict=True):
                 mine.copy_(theirs)

@@ -1,4 +1,4 @@
-"""A model that learns: gradients over micro-batches, optimizer steps, and how far it is."""
+"""A model in training: gradients over micro-batches, optimizer steps, and progress."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Progress:
     schedule: LrSchedule
 
 
-# what is a Learner of a policy is one of a language model
+# covariant: a Learner[PolicyModel] is a Learner[LanguageModel]
 Model = TypeVar("Model", bound=LanguageModel, covariant=True)
 
 
@@ -39,9 +39,9 @@ class Learner(Generic[Model]):
     """A model, its optimizers and its progress; what the policy and the critic have in common.
 
     Args:
-        args: the flags, as they hold for this model.
+        args: the flags, with the values that apply to this model.
         world: this rank among the others.
-        model: what learns, already sharded.
+        model: the model to train, already sharded.
         prefix: of the names of its metrics.
         lr_flags: fields of its learning rate's schedule -> flags, see `LrSchedule.differences`.
 
@@ -56,13 +56,13 @@ class Learner(Generic[Model]):
         self.optimizers = Optimizers(args, model)
         self.progress = Progress(-1, 0, 0, LrSchedule.from_args(args))
         self.run_steps = 0
-        # True until the first step with a token to train on, which `--ci-test` checks
+        # True until the first step with a trained token is done; `--ci-test` checks that step
         self._fresh = True
 
     def accumulate(self, table: SampleTable, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:
         """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks.
 
-        ``share``: of the step's loss, what a micro-batch adds to it, 0-d with gradient.
+        ``share``: returns the part of the step's loss that a micro-batch adds, 0-d with gradient.
 
         Returns:
             0-d, this rank's share of the step's loss.
@@ -71,11 +71,11 @@ class Learner(Generic[Model]):
         total = torch.zeros((), device=self.world.device)
         batches = step.micro_batches[self.world.dp_rank]
         for i, rows in enumerate(batches):
-            # ranks add up their gradients after the last micro-batch only, and hold whole ones until then; or after
-            # each, so that a rank keeps no more than its shard of them
+            # reduce once a step: ranks sum gradients after the last micro-batch and hold unsharded ones until then;
+            # otherwise they sum after each micro-batch, so that a rank keeps only its shard
             reduces = i + 1 == len(batches) or not self.args.reduce_once_a_step
             self.model.set_requires_gradient_sync(reduces)
-            # also what FSDP sends from is freed then: for embedding and head together that is 4 GB of a 7B model
+            # FSDP then frees its send buffers too: for embedding and head together these are 4 GB in a 7B model
             self.model.set_is_last_backward(reduces)
             loss = share(MicroBatch.from_table(table, rows, self.world.device))
             # FSDP averages over ranks; the weights already divide by the whole step
@@ -99,7 +99,7 @@ class Learner(Generic[Model]):
             sums.note(f"{self.prefix}lr-pg_{i}", rate)
 
     def tensors(self) -> Iterator[Tensor]:
-        """What an optimizer step leaves on the device: weights and the optimizers' state; gradients are dropped."""
+        """The tensors that stay on the device after an optimizer step: weights and the optimizers' state."""
         reshard(self.model)
         yield from (parameter for _, parameter in self.model.named_weights())
         for optimizer in self.optimizers.all:

@@ -19,13 +19,13 @@ from slimelite.training.parallel import World, shard_model
 
 logger = logging.getLogger(__name__)
 
-# config attributes with which the logits are more than hidden·weightᵀ -> the value that is harmless
+# config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
 LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
 LM_HEAD = ("lm_head.weight",)
 
 
 class LogitsError(ValueError):
-    """A model whose logits are more than hidden·weightᵀ."""
+    """The model transforms its logits after hidden·weightᵀ."""
 
 
 Model = TypeVar("Model", bound=LanguageModel)
@@ -45,10 +45,10 @@ def build_model(
     trainable: bool,
     new_head: bool = False,
 ) -> Model:
-    """The causal LM at ``path`` in what ``wrap`` makes of it, sharded over the ranks and on the device.
+    """The causal LM at ``path``, wrapped by ``wrap``, sharded over the ranks and on the device.
 
-    A trainable one has fp32 weights and, by ``--gradient-checkpointing``, recomputes its layers in the backward pass.
-    Others are held in the dtype they compute in.
+    A trainable model has fp32 weights and, with ``--gradient-checkpointing``, recomputes its layers in the backward
+    pass. A frozen model has weights in the dtype that it computes in.
 
     Raises:
         ValueError: see `read_config`, `may_pack` and `load_model`.
@@ -63,7 +63,7 @@ def build_model(
     model = wrap(hf).train()
     model.packed = packed
     if not trainable:
-        # parameters alone: rotary frequencies rounded to bf16 turn by radians at position 1,000
+        # not the buffers: rotary frequencies rounded to bf16 give angles that are radians off at position 1,000
         for parameter in model.requires_grad_(False).parameters():
             parameter.data = parameter.data.to(world.compute_dtype)
     shard_model(model, model.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
@@ -74,7 +74,7 @@ def read_config(path: str | None) -> PretrainedConfig:
     """The config of the causal LM at ``path``, a Hugging Face folder or hub id.
 
     Raises:
-        ValueError: no model there, one that needs code of its own, or one whose logits are not plain hidden·weightᵀ.
+        ValueError: there is no model, it needs code of its own, or its logits are not plain hidden·weightᵀ.
     """
     if path is None:
         raise ValueError("no model to train; give --hf-checkpoint")
@@ -115,7 +115,7 @@ def load_model(
     if empty:
         with init_empty_weights(include_buffers=False):
             hf = AutoModelForCausalLM.from_config(config, **options)
-        hf.tie_weights()  # the context gave each of a tied pair a parameter of its own
+        hf.tie_weights()  # init_empty_weights gave two tied weights a parameter each
         return hf
     if has_weights(path):
         return load_weights(AutoModelForCausalLM, path, config, unread=LM_HEAD if new_head else (), **options)
@@ -125,19 +125,19 @@ def load_model(
 
 
 def inspect_model(args: Args, path: str, *, new_head: bool = False) -> tuple[PretrainedConfig, bool]:
-    """Make the model at ``path`` without its weights, to see before a run starts what `build_model` would say.
+    """Build the model at ``path`` without its weights, to find the errors of `build_model` before a run starts.
 
     Returns its config, and whether its sequences are packed.
 
     Raises:
-        ValueError: transformers cannot make it, or see `build_model`.
+        ValueError: transformers cannot build it, or see `build_model`.
     """
     try:
         config = read_config(path)
         empty = load_model(path, config, seed=0, attention="eager", empty=True)
     except LogitsError:
         raise
-    except Exception as error:  # transformers raises anything for a config that does not hold together
+    except Exception as error:  # transformers may raise anything for an inconsistent config
         raise ValueError(
             "the installed transformers can build no causal language model from its config.json "
             f"({one_line(error)}); compare it with the original, or take another model"
@@ -145,12 +145,12 @@ def inspect_model(args: Args, path: str, *, new_head: bool = False) -> tuple[Pre
     check_weights(path, empty, unread=LM_HEAD if new_head else ())
     try:
         return config, may_pack(config, _attention(args), pairs=args.loss.paired)
-    except NoSmallModel:  # the trainer says it
+    except NoSmallModel:  # the trainer warns of it
         return config, False
 
 
 def _may_pack(args: Args, config: PretrainedConfig, world: World) -> bool:
-    """`may_pack`, the same on all ranks; what could not be seen is not packed."""
+    """`may_pack`, agreed on by all ranks: False if any rank says so or cannot test it."""
     try:
         packed = may_pack(config, _attention(args), pairs=args.loss.paired)
     except NoSmallModel as error:

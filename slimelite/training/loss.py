@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, put together from `slimelite.algorithms` by the arguments."""
+"""The loss of a micro-batch, assembled from `slimelite.algorithms` according to the arguments."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from slimelite.training.parallel import World
 class LossInputs(TokenValues):
     """The R response tokens of a micro-batch, on its device.
 
-    ``segments``: [R] int64 row of each token, of ``num_segments`` with ``total_lengths`` prompt and response tokens.
-    ``old`` None: this is the rollout's only step, and what the policy says now is what it said before. ``pairs``: of a
-    loss that compares the two replies of a pair.
+    ``segments``: [R] int64 row of each token, among ``num_segments`` rows of ``total_lengths`` prompt and response
+    tokens. ``old`` is None in a rollout's only step, where the current log-probs are the old ones too. ``pairs``: the
+    pairs for a loss that compares two replies, else None.
     """
 
     batch: MicroBatch
@@ -66,7 +66,7 @@ class LossInputs(TokenValues):
 
     @property
     def where(self) -> tuple[Tensor, Tensor, int]:
-        """What most functions of `slimelite.algorithms` read together: mask, segments, number of rows."""
+        """Mask, segments and number of rows, which most functions of `slimelite.algorithms` take in this order."""
         return self.mask, self.segments, self.num_segments
 
     def column(self, name: str) -> Tensor:
@@ -88,8 +88,8 @@ class LossInputs(TokenValues):
 class Loss:
     """The loss of a micro-batch.
 
-    ``total``: 0-d, what it adds to the loss of its optimizer step. ``shares``: 0-d, by metric, what it adds to others
-    that are sums over the step, such as ``pg_loss``. ``metrics``: (sum, weight) pairs of means.
+    ``total``: 0-d, its part of the loss of its optimizer step. ``shares``: by name, 0-d, its part of each metric that
+    is a sum over the step, such as ``pg_loss``. ``metrics``: by name, the (sum, weight) pair of a mean.
     """
 
     total: Tensor
@@ -101,7 +101,7 @@ def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy:
     """The loss by ``--loss-type``; ``log_probs`` and ``entropy`` are [R].
 
     Raises:
-        ValueError: the losses of tokens are of another shape, or have no gradient.
+        ValueError: the losses of tokens are not [R], or have no gradient.
     """
     found = args.loss(args, inputs, log_probs, entropy)
     if isinstance(found, Loss):
@@ -150,7 +150,7 @@ def preferences(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tens
 
 
 def policy_gradient(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
-    """``--loss-type policy_loss``: that of the estimator, corrected, with entropy and KL terms."""
+    """``--loss-type policy_loss``: the estimator's policy loss with correction, entropy and KL terms."""
     own = log_probs.detach() if inputs.old is None else inputs.old
     old = inputs.rollout_log_probs if args.use_rollout_logprobs else own
     losses, metrics = policy_loss(
@@ -258,21 +258,20 @@ def correct_by_plugin(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, 
     return torch.where(kept, losses, 0.0), metrics
 
 
-# on the first step, before any update could excuse a difference
+# largest mean |trainer − engine log-prob| on the first step in fp32 [nats]: no weight update explains more yet
 EXACT_AGREEMENT = 1e-3
 
 
 def check_first_step(
     args: Args, world: World, inputs: LossInputs, log_probs: Tensor, loss: Loss, *, initial: bool
 ) -> None:
-    """What must hold of a micro-batch of the first optimizer step (``--ci-test``); ``inputs.old`` came from a pass of
-    its own.
+    """Check one micro-batch of the first optimizer step (``--ci-test``); ``inputs.old`` came from a separate pass.
 
     ``initial``: the policy has its initial weights, so that its KL to a reference at the same checkpoint is 0.
 
     Raises:
-        AssertionError: the policy differs from itself of a moment ago, something was clipped, the KL to an equal
-            reference is not 0, or engine and trainer disagree by more than `engine_threshold`.
+        AssertionError: log-probs differ from ``inputs.old``, a token was clipped, log-probs or KL show a difference
+            from an equal reference, or engine and trainer disagree by more than `engine_threshold`.
     """
     exact = world.compute_dtype == torch.float32
     same = args.ref_load in (None, args.hf_checkpoint)
@@ -298,10 +297,10 @@ def check_first_step(
 
 
 def check_values(world: World, values: Tensor, old: Tensor, mask: Tensor) -> None:
-    """Check one micro-batch of the critic's first optimizer step; all [R], ``old`` came from a pass of its own.
+    """Check one micro-batch of the critic's first optimizer step; all [R], ``old`` came from a separate pass.
 
     Raises:
-        AssertionError: the critic differs from itself of a moment ago.
+        AssertionError: ``values`` differ from ``old`` by more than rounding.
     """
     drift = _mean(mean_metric((values - old).abs(), mask))
     limit = (1e-5 if world.compute_dtype == torch.float32 else 0.02) * (1 + _mean(mean_metric(old.abs(), mask)))
@@ -309,8 +308,8 @@ def check_values(world: World, values: Tensor, old: Tensor, mask: Tensor) -> Non
 
 
 def engine_threshold(args: Args, *, exact: bool) -> float:
-    """Largest mean |trainer − engine log-prob| that is allowed, in nats: the flag's; in fp32, where ``exact`` engines
-    differ by rounding alone, at most ``EXACT_AGREEMENT``. Saved rollouts may be of an engine that was not exact.
+    """The largest allowed mean |trainer − engine log-prob|, in nats: the flag's value. If ``exact`` (fp32, where only
+    rounding differs) at most ``EXACT_AGREEMENT``, except for saved rollouts, whose engine may not have used fp32.
     """
     threshold = args.ci_train_rollout_logprob_abs_diff_threshold
     return min(threshold, EXACT_AGREEMENT) if exact and not args.debug_train_only else threshold

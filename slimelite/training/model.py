@@ -29,8 +29,8 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden·weightᵀ / temperature) at the targets, and the entropy of each distribution.
 
-    Logits live for one chunk of rows at a time; the backward pass computes them again. They are in fp32 also when
-    ``hidden`` and ``weight`` are in bf16, which would round a logit of 20 by up to 0.06 (float64 stays float64).
+    Logits exist for one chunk of rows at a time; the backward pass recomputes them. They are in fp32 even if ``hidden``
+    and ``weight`` are in bf16, which would round a logit of 20 by up to 0.06 (float64 stays float64).
 
     Args:
         hidden: [T, d]; ``weight``: [V, d], same dtype; ``targets``: [T] int64.
@@ -109,7 +109,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             if grad_weight is not None and grad_weight.dtype == grad.dtype:
                 grad_weight.addmm_(grad.T, hidden[rows])
             elif grad_weight is not None:
-                # the product is as large as the sum: a part of the vocabulary at a time
+                # the product is as large as grad_weight, so it is computed for a part of the vocabulary at a time
                 size = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
                 for total, part in zip(grad_weight.split(size), grad.split(size, dim=1), strict=True):
                     total += _product(part.T, hidden[rows])
@@ -123,7 +123,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left`` @ ``right`` in at least fp32: what the tensor cores add up in fp32 is not rounded back to bf16."""
+    """``left`` @ ``right`` in at least fp32: the fp32 sums of the tensor cores are not rounded back to bf16."""
     dtype = torch.promote_types(left.dtype, torch.float32)
     if left.is_cuda and left.dtype != dtype:
         return torch.mm(left, right, out_dtype=dtype)
@@ -144,7 +144,7 @@ class LanguageModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers: what is sharded and recomputed as one."""
+        """The decoder layers; each is sharded and recomputed as one unit."""
         names = set(self.hf._no_split_modules or ())
         return [m for m in self.hf.modules() if type(m).__name__ in names]
 
@@ -188,12 +188,12 @@ class PolicyModel(LanguageModel):
 class ForwardFlops:
     """Floating-point operations of a forward pass, counted from the weights.
 
-    They are a multiply and an add for each element of a weight matrix and each token it meets.
+    Each element of a weight matrix costs a multiply and an add for each token that it is applied to.
 
-    ``per_token``: of the matrices between embedding and head; ``per_target``: of the head, which only positions of the
-    response reach; ``per_pair``: of scores and values, for each token and each that it attends to. Norms, activations
-    and rotary embeddings are left out, as is usual (arXiv:2001.08361, section 2.1). A backward pass costs twice a
-    forward pass; what is recomputed for it is not counted.
+    ``per_token``: of the matrices between embedding and head; ``per_target``: of the head, which is applied only to
+    response positions; ``per_pair``: of attention scores and values, for each pair of a token and one that it attends
+    to. Norms, activations and rotary embeddings are left out, as is usual (arXiv:2001.08361, section 2.1). A backward
+    pass costs twice a forward pass; recomputation is not counted.
     """
 
     per_token: float
@@ -202,7 +202,7 @@ class ForwardFlops:
 
     @classmethod
     def of(cls, model: LanguageModel) -> ForwardFlops | None:
-        """Of a dense model; None for a mixture of experts, of which a token meets a part."""
+        """The operations of a dense model; None for a mixture of experts, where a token uses only some weights."""
         config = model.hf.config.get_text_config()
         if any(getattr(config, name, None) for name in EXPERTS):
             return None
@@ -214,7 +214,7 @@ class ForwardFlops:
         return cls(2.0 * matrices, 2.0 * head.numel(), 4.0 * width)
 
     def total(self, lengths: np.ndarray, targets: np.ndarray) -> float:
-        """Of rows with ``lengths`` [n] tokens, ``targets`` [n] of them in the response; attention is causal."""
+        """Operations for rows of ``lengths`` [n] tokens, ``targets`` [n] of them in the response; causal attention."""
         lengths = lengths.astype(np.float64)
         pairs = lengths * (lengths + 1) / 2
         return float((self.per_token * lengths + self.per_target * targets + self.per_pair * pairs).sum())

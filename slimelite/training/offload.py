@@ -1,4 +1,4 @@
-"""A trainer's memory, given back and taken again."""
+"""Moves a trainer's tensors between device and host memory, and returns freed host memory to the system."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ BLOCK_BYTES = 2**26
 
 
 class HostMemory:
-    """Host memory in which device tensors wait while somebody else needs the device.
+    """Host memory that keeps device tensors while something else, such as an engine, uses the device.
 
-    It is pinned, taken in blocks when it is first needed and then kept: copies into fresh, pageable memory are several
-    times slower. The tensors stay what they are; their storage on the device is freed and later filled again, so that
-    nothing that refers to them has to know.
+    It is pinned, allocated in blocks at first need and then kept: copies into fresh, pageable memory are several times
+    slower. The tensor objects stay the same: their device storage is freed and later filled again, so that references
+    to them stay valid.
 
     Args:
-        tensors: gives the tensors, sharded or not; it is asked at every `offload`, as optimizers make state late.
-        device: where they live.
+        tensors: returns the tensors, sharded or not; called at every `offload`, as optimizers create their state late.
+        device: the tensors' device.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
         self._blocks: list[Tensor] = []
-        # storage on the device -> (itself, where it begins here, its size) [bytes], while its content is here alone
+        # address of a device storage -> (the storage, its offset here, its size) [bytes], while it is offloaded
         self._away: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait here."""
+        """Bytes that are offloaded now."""
         return sum(size for _, _, size in self._away.values())
 
     def offload(self, *, unchanged: bool = False) -> None:
         """Copy every tensor here and free its memory on the device.
 
-        ``unchanged``: the tensors are what they were at the last `onload`, so that nothing has to be copied again.
+        ``unchanged``: the tensors have not changed since the last `onload`, so that nothing is copied again.
         """
         if self._away:
             return
@@ -62,7 +62,7 @@ class HostMemory:
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Take the memory on the device again and fill it."""
+        """Allocate the memory on the device again and fill it."""
         for storage, start, size in self._away.values():
             storage.resize_(size)
             self._copy(storage, start, size, to_device=True)
@@ -71,7 +71,7 @@ class HostMemory:
 
     @contextmanager
     def present(self, tensor: Tensor) -> Iterator[None]:
-        """In the context ``tensor`` can be read, whether offloaded or not."""
+        """A context in which ``tensor`` can be read on the device, whether offloaded or not."""
         storage = _local(tensor).untyped_storage()
         if storage._cdata not in self._away:
             yield
@@ -85,7 +85,7 @@ class HostMemory:
             storage.resize_(0)
 
     def _copy(self, storage: torch.UntypedStorage, start: int, size: int, *, to_device: bool) -> None:
-        """The whole of ``storage`` from or to the bytes from ``start`` on, which may lie in several blocks."""
+        """Copy the whole ``storage`` to or from the host bytes that begin at ``start`` and may span several blocks."""
         theirs = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         while len(self._blocks) * BLOCK_BYTES < start + size:
             pinned = self._device.type == "cuda"
@@ -111,8 +111,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def return_freed_memory() -> None:
-    """Give back to the system what this process has freed: glibc keeps activations below its mmap threshold (up to
-    32 MiB a tensor) in its heap, gigabytes after a large micro-batch, while engines need them. Without glibc, nothing.
+    """Return freed heap memory to the system, where engines need it: glibc keeps freed activations below its mmap
+    threshold (up to 32 MiB a tensor), gigabytes after a large micro-batch. Without glibc this does nothing.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "malloc_trim"):  # musl has none

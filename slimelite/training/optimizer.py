@@ -76,7 +76,8 @@ class LrSchedule:
     def at(self, step: int, run_steps: int) -> float:
         """The learning rate of optimizer step ``step`` (the first is 0) in a run of ``run_steps``.
 
-        Warm-up ends with the peak: its first step has peak / warmup_iters where Megatron's has 0.
+        Warm-up reaches the peak at its last step: from a warmup_init of 0 the first step has peak / warmup_iters, where
+        Megatron's has 0.
         """
         total = run_steps if self.decay_iters is None else self.decay_iters
         warmup = self.warmup_iters
@@ -147,11 +148,11 @@ class Optimizers:
         """Clip the gradients, update at learning rate ``lr`` and forget the gradients.
 
         ``loss``: 0-d, of the step, over all ranks; a NaN loss may have a finite gradient. ``peak``: of the schedule,
-        which may be a checkpoint's and not ``--lr``. Muon's rate is ``--muon-lr`` times ``lr / peak``.
+        which after a resume may differ from ``--lr``. Muon's rate is ``--muon-lr`` times ``lr / peak``.
 
         Returns:
-            the norm of the gradient before clipping, and whether it and the loss were finite; if one was not, nothing
-            has changed.
+            the norm of the gradient before clipping, and whether it and the loss were finite; if one was not, weights
+            and moments have not changed.
 
         Raises:
             FloatingPointError: loss or gradient is not finite, under ``--nonfinite-grad fail``.
@@ -175,7 +176,7 @@ class Optimizers:
             optimizer.state.clear()
 
     def learning_rates(self) -> list[float]:
-        """Of each parameter group."""
+        """The learning rate of each parameter group."""
         return [group["lr"] for optimizer in self.all for group in optimizer.param_groups]
 
     def _set_lr(self, lr: float, peak: float) -> None:
@@ -185,7 +186,7 @@ class Optimizers:
                 group["lr"] = self.args.muon_lr * lr / peak if scaled else lr
 
     def _clip(self) -> Tensor:
-        # in this order: it decides how the sum of squares is rounded
+        # the order of the parameters decides how the sum of squares is rounded
         parameters = [p for optimizer in self.all for group in optimizer.param_groups for p in group["params"]]
         norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
         if self.args.clip_grad > 0 and norm.isfinite():
@@ -197,7 +198,7 @@ class Optimizers:
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
-# of the matrices that a rank iterates together, or of one larger matrix; the iterations hold about five times as much
+# most bytes of matrices that a rank stacks (a larger matrix goes alone); iterating takes about five times as much
 STACK_BYTES = 2**28
 
 
@@ -206,9 +207,9 @@ class Muon(torch.optim.Optimizer):
     iterations (kellerjordan.github.io/posts/muon).
 
     `torch.optim.Muon` computes the same, one matrix at a time, in bf16, and with shards gathered by every rank in every
-    iteration. Here equal shapes are stacked and iterated together, in the parameters' dtype: fp32, on a CPU several
-    times faster than bf16. Ranks that share a model's shards share the matrices: each gets the whole of some, iterates
-    them, and sends every rank its rows of the result.
+    iteration. Here matrices of equal shape are stacked and iterated together, in the parameters' dtype: fp32, which is
+    several times faster than bf16 on a CPU. Ranks that hold a model's shards divide the matrices among them: each rank
+    gathers some whole, iterates them, and sends every rank its rows of the result.
 
     Args:
         params: matrices.
@@ -242,7 +243,7 @@ class Muon(torch.optim.Optimizer):
                         local.add_(update, alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
-        """The gradient, averaged with its past (sharded like it)."""
+        """The Nesterov average of past and current gradients, sharded like them."""
         assert parameter.grad is not None
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
@@ -262,7 +263,7 @@ class _Ranks:
             self.rank = parameter.device_mesh.get_local_rank(dimension)
             self.group = parameter.device_mesh.get_group(dimension)
         every = -(-len(parameter) // self.size)
-        # of each rank, as torch.chunk deals them
+        # rows of each rank, as torch.chunk deals them
         self.rows = [min(every, max(0, len(parameter) - rank * every)) for rank in range(self.size)]
 
     def orthogonalize(self, shards: Sequence[Tensor]) -> Sequence[Tensor]:

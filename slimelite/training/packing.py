@@ -1,7 +1,7 @@
-"""Whether a model may be trained on packed sequences, seen on a small copy of it before it is trained.
+"""Decides whether a model may be trained on packed sequences, by testing a small copy of it before training.
 
 A layer that carries a state from token to token (linear attention, Mamba, a convolution) does not stop where one packed
-sequence ends and the next begins, unless its code was written to. Nothing fails then: the log-probs are merely wrong.
+sequence ends and the next begins, unless its code handles that. No error is raised: the log-probs are merely wrong.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from slimelite.training.attention import register_attention
 from slimelite.training.batch import MicroBatch
 from slimelite.training.model import PolicyModel
 
-# largest difference of log-probs that is rounding [nats]; docs/algorithms.md says what was seen in 165 families
+# largest difference of log-probs that counts as rounding [nats]; docs/algorithms.md reports those of 165 families
 TOLERANCE = 1e-3
-# as large as weights of a trained model's layers are to their inputs: defaults are nearly the identity
+# std of the noise on the weights, so that layers act as strongly as trained ones: new layers are nearly the identity
 SPREAD = 0.1
 
 
 class NoSmallModel(ValueError):
-    """transformers itself cannot run a small copy of a model, so that there is nothing to compare with."""
+    """transformers itself cannot run a small copy of the model, so that packed log-probs cannot be compared."""
 
 
 def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -> bool:
-    """Whether the log-probs of packed sequences are those of each alone; False: the model is trained on one sequence a
-    forward pass, which is right.
+    """Whether packed sequences get the same log-probs as each alone; if False, the model is trained on one sequence a
+    forward pass, which gives the right log-probs.
 
-    The answer is kept: the models of a run are mostly of one config.
+    The answer is cached, because the models of a run mostly have the same config.
 
     Args:
         attention: the transformers attention name that the model is trained with.
         pairs: whether two rows, each padded, will share a forward pass that is not packed.
 
     Raises:
-        NoSmallModel: it cannot be seen.
-        ValueError: even alone they are not those of transformers' own forward pass, or the forward pass fails.
+        NoSmallModel: no small copy of the model can be run.
+        ValueError: even unpacked log-probs differ from transformers' own forward pass, or the forward pass fails.
     """
     return _may_pack(pickle.dumps(config), attention, pairs)
 
@@ -67,7 +67,7 @@ def _small_model(config: PretrainedConfig) -> SmallModel:
     for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
         try:
             return SmallModel(config, device)
-        except Exception as error:  # any: of a config that only looks like one of its family, say
+        except Exception as error:  # of any type, for example if a config only looks like its family's
             problem = error
     raise NoSmallModel(
         f"{config.model_type}: no small copy of it can be run, so that it is not known whether packed sequences mix: "
@@ -76,8 +76,8 @@ def _small_model(config: PretrainedConfig) -> SmallModel:
 
 
 class SmallModel:
-    """A small copy of a model, two rows, and what transformers' own forward pass says of each alone, with its plainest
-    attention.
+    """A small copy of a model, two rows, and the log-probs that transformers' own forward pass with eager attention
+    gives to each row alone.
     """
 
     def __init__(self, config: PretrainedConfig, device: str) -> None:
@@ -98,16 +98,16 @@ class SmallModel:
         self._table = SampleTable.from_samples([samples])
 
     def compare(self, attention: str, pairs: bool) -> tuple[bool, str]:
-        """Whether packed rows are right with this attention, and what is wrong with rows that are not packed."""
+        """Whether packed rows get the right log-probs with this attention; and the problem of unpacked rows, or ""."""
         register_attention()
         try:
-            with torch.random.fork_rng(devices=[]):  # a run's own random numbers stay what they would be without this
+            with torch.random.fork_rng(devices=[]):  # the test does not change the run's own random numbers
                 twin = self._build(attention)
             twin.load_state_dict(self._model.state_dict())
             policy = PolicyModel(twin.to(self._model.device))
             together = self._gap(policy, [0, 1], packed=True)
             apart = max(self._gap(policy, rows, packed=False) for rows in [[0], [1]] + [[0, 1]] * pairs)
-        except Exception as error:  # models raise anything when they are called in a way they do not know
+        except Exception as error:  # models may raise anything when they are called in an unsupported way
             if isinstance(error, KeyError) and attention in str(error):
                 return False, "its attention cannot be exchanged for the one here"
             return False, f"its forward pass fails here: {one_line(error)}"
@@ -122,7 +122,7 @@ class SmallModel:
         return model.requires_grad_(False).train()
 
     def _gap(self, policy: PolicyModel, rows: list[int], *, packed: bool) -> float:
-        """Largest difference from what is right."""
+        """The largest difference from the right log-probs [nats]."""
         policy.packed = packed
         batch = MicroBatch.from_table(self._table, np.array(rows, np.int64), self._model.device)
         difference = policy(batch, 1.0)[0] - torch.cat([self._right[row] for row in rows])
@@ -131,20 +131,20 @@ class SmallModel:
 
 
 def one_line(error: Exception | None) -> str:
-    """The message of ``error``, and its kind where it is not a message to a user."""
+    """The message of ``error`` on one line, with its type in front unless it is a ValueError or OSError."""
     text = " ".join(str(error).split())[:300]
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
 VOCABULARY = 80
-# longer than WINDOW, and one shorter, one longer than CONTEXT, so that windows and length-dependent ropes matter
+# both exceed WINDOW, one is below and one above CONTEXT, so that windows and length-dependent ropes have an effect
 LENGTHS = (9, 13)
 WINDOW = 5
 CONTEXT = 10
 
 HIDDEN = 64
 HEAD = 16
-# what each field becomes unless it is 0 or None; they fit together: 4 heads of 16 in 64, 8 of Mamba in 2 · 64
+# small value -> fields that get it unless they are 0 or None; they fit: 4 heads of 16 make 64, 8 Mamba heads 2 · 64
 _SMALL: dict[int, str] = {
     HIDDEN: "hidden_size d_model n_embd embedding_size embedding_dim emb_dim lru_width word_embed_proj_dim "
     "input_embedding_size output_embedding_size hidden_size_per_layer_input",
@@ -171,7 +171,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 
 
 def without_noise(config: PretrainedConfig) -> PretrainedConfig:
-    """``config`` itself with every dropout and router jitter at 0: the log-probs of training are those that sampled."""
+    """``config`` itself with all dropout and router jitter set to 0, so that training and sampling log-probs agree."""
     for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
         if not isinstance(part, PretrainedConfig):
             continue
@@ -219,7 +219,7 @@ def _shrink(config: PretrainedConfig) -> None:
 
 
 def _small(value: object, small: int) -> object:
-    """``small`` where ``value`` is a number of things, or a list of them; a small number of few is not raised."""
+    """``small`` for an int other than 0, and for those in a list; 1 and 2 replace only larger ints."""
     if isinstance(value, list):
         return [_small(item, small) for item in value]
     if not isinstance(value, int) or isinstance(value, bool):

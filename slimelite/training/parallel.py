@@ -22,8 +22,8 @@ from slimelite.arguments import Args
 class World:
     """This rank among all trainer ranks.
 
-    ``rank`` of ``ranks``: processes. ``dp_rank`` of ``dp_size``: shares of the data. They are equal so far, for every
-    rank trains rows of its own; ranks that computed the same rows together would have one ``dp_rank``. ``mesh``:
+    ``rank`` of ``ranks``: processes. ``dp_rank`` of ``dp_size``: shares of the data. They are equal so far, because
+    every rank trains different rows; ranks that computed the same rows would share a ``dp_rank``. ``mesh``:
     dimensions ``replicate`` (copies of the model, HSDP) and ``shard``; data is split over both.
     """
 
@@ -76,7 +76,7 @@ def join_world(args: Args, rank: int, world_size: int, init_method: str | dist.S
     if world_size > 1 and init_method is None:
         raise ValueError(f"{world_size} training ranks need an init_method to meet at")
     store = dist.HashStore() if init_method is None or world_size == 1 else init_method
-    # SGLang's servers set it: a broadcast to them needs the same on both sides. NCCL reads it when it is first used
+    # SGLang's servers set this variable, and a broadcast needs the same value on both sides. NCCL reads it at first use
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     device = torch.device("cpu")
     if args.device == "cuda":
@@ -100,8 +100,8 @@ def join_world(args: Args, rank: int, world_size: int, init_method: str | dist.S
 def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, cpu_offload: bool) -> None:
     """Shard ``layers`` and then the rest of ``model`` over the mesh, and move it to the device.
 
-    On rank 0 the model holds its weights, on the others its parameters are on the meta device: rank 0's are scattered.
-    One rank goes the same way (measured at 135 M parameters on a CPU: no slower; at 0.1 M: 12 %).
+    Rank 0's model holds the weights, which are scattered; on other ranks the parameters are on the meta device. A
+    single rank is sharded too (measured on a CPU: no slower at 135 M parameters, 12 % slower at 0.1 M).
     """
     full = {name: parameter.detach() for name, parameter in model.named_parameters()}
     on_gpu = world.device.type == "cuda"
@@ -120,7 +120,7 @@ def shard_model(model: nn.Module, layers: Iterable[nn.Module], world: World, *, 
 
 def _scatter(model: nn.Module, full: dict[str, Tensor], world: World, home: torch.device) -> None:
     """Give every shard of ``model``, which lives on ``home``, its part of rank 0's ``full`` parameters."""
-    # to_empty would forget the buffers, and those of a meta model are real (rotary frequencies)
+    # to_empty would discard the buffers, which hold real values even in a meta model (rotary frequencies)
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
@@ -142,7 +142,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def be_deterministic() -> None:
-    """Let torch use repeatable algorithms alone (``--deterministic-mode``)."""
+    """Let torch use only repeatable algorithms (``--deterministic-mode``)."""
     # cuBLAS reads it when its first handle is made
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

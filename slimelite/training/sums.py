@@ -1,4 +1,4 @@
-"""What micro-batches and ranks have computed, put together: means of metrics, scores of tokens, what passes cost."""
+"""Combines results of micro-batches and ranks: means of metrics, scores of tokens, cost of passes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MetricSums:
     """Named (sum, weight) pairs of optimizer steps; they stay on their device until `means`, so that adding never
     waits for a GPU.
 
-    ``step``: the one that pairs are added to.
+    ``step``: the optimizer step that pairs are added to.
     """
 
     def __init__(self, world: World) -> None:
@@ -48,12 +48,12 @@ class MetricSums:
             self.add(name, *pair)
 
     def note(self, name: str, value: float) -> None:
-        """A number of the step that is the same on every rank, and no mean: of all steps the last one's is taken."""
+        """Record a number of the step that is equal on all ranks and not averaged; the last step's stands for all."""
         self._notes[self.step][name] = value
 
     def means(self) -> tuple[dict[str, float], list[dict[str, float]]]:
-        """sum of sums / sum of weights over all ranks (collective), of all steps and of each one by itself; a name
-        without weight is left out. Notes are added.
+        """Metrics of all steps together and of each step: sum of sums / sum of weights over all ranks (collective).
+        Names whose weight is 0 are left out, notes are added.
         """
         steps: list[Sums] = [{} for _ in range(self.step + 1)]
         whole: Sums = {}
@@ -83,7 +83,7 @@ class MetricSums:
 
 
 def _means(sums: Sums) -> dict[str, float]:
-    """Of each name with weight; the mean squared ratio gives way to the effective sample size, which is no mean."""
+    """The mean of each name with a weight; the effective sample size, not a mean, replaces the mean squared ratio."""
     means = {name: total / weight for name, (total, weight) in sums.items() if weight}
     square = means.pop("mismatch_ratio_sq", None)
     if square is not None:
@@ -92,7 +92,7 @@ def _means(sums: Sums) -> dict[str, float]:
 
 
 class Scores:
-    """What a model says of a table's response tokens (log-prob and entropy, or value), put together from micro-batches
+    """A model's outputs for a table's response tokens (log-prob and entropy, or value), collected from micro-batches
     and then from ranks.
 
     They stay on their device until `gather`, so that adding never waits for a GPU.
@@ -103,11 +103,11 @@ class Scores:
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def add(self, batch: MicroBatch, *values: Tensor) -> None:
-        """What the model said of one micro-batch; each [R]."""
+        """Add the model's outputs for one micro-batch; each [R]."""
         self._parts.append((batch.token_index, torch.stack([v.detach() for v in values])))
 
     def gather(self) -> tuple[Tensor, ...]:
-        """[tokens] of each on the CPU, the same on every rank (collective); NaN where nobody added."""
+        """[tokens] of each output on the CPU, the same on every rank (collective); NaN for tokens never added."""
         assert self._parts, "every rank has a micro-batch, if only an empty one"
         first = self._parts[0][1]
         found = torch.zeros(len(first) + 1, self._tokens, dtype=first.dtype)
@@ -122,7 +122,7 @@ class Scores:
 def table_scores(
     model: PolicyModel, table: SampleTable, dealt: list[list[np.ndarray]], world: World, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """`Scores.gather` of a pass over ``dealt``, the micro-batches of rows of each rank (collective)."""
+    """Log-probs and entropies by a pass over ``dealt``, the rows of each rank's micro-batches; see `Scores.gather`."""
     scores = Scores(len(table.response_tokens), world)
     for rows in dealt[world.dp_rank]:
         batch = MicroBatch.from_table(table, rows, world.device)
@@ -152,7 +152,7 @@ class PassTimer:
         table: SampleTable | None = None,
         rows: np.ndarray | slice = slice(None),
     ) -> Iterator[None]:
-        """Time a pass, of ``model`` over the ``rows`` of ``table`` where operations are to be counted as well."""
+        """Time a pass; with ``model`` and ``table``, also count its operations over the ``rows`` of the table."""
         flops = ForwardFlops.of(model) if model is not None else None
         if flops is not None and table is not None:
             total = flops.total(table.total_lengths[rows], table.response_lengths[rows])

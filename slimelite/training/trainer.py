@@ -1,4 +1,4 @@
-"""One rank of training: a table of samples in, better weights out."""
+"""One rank of training: a table of samples in, updated weights out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Trainer(Learner[PolicyModel]):
         init_method: where several ranks meet, a URL of torch.distributed or a store.
 
     Raises:
-        ValueError: the arguments ask for what training here does not do, or name no model.
+        ValueError: the arguments ask for something that training does not support, or name no model.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Trainer(Learner[PolicyModel]):
         self.critic = Critic(args, self.world) if args.use_critic else None
         self.learners: list[Learner[LanguageModel]] = [self, *([self.critic] if self.critic else [])]
         self.memory = HostMemory(lambda: chain.from_iterable(each.tensors() for each in self.learners), world.device)
-        # when it changes in the course of training, a checkpoint holds it
+        # if training updates the reference, checkpoints include it
         self._saved_reference = self.reference if args.ref_update_interval else None
         if args.num_rollout is not None:
             self.set_num_rollout(args.num_rollout)
         self.timed = PassTimer()
         self._step_metrics: list[dict[str, float]] = []
         self._advantages: np.ndarray | None = None
-        # of `forward_backward`, until `optim_step`
+        # losses of `forward_backward`, kept until `optim_step`
         self._losses: list[Tensor] = []
         self.temperature = 1.0 if args.supervised else args.rollout_temperature
         parts = [part for part in (self, self.reference, self.teacher, self.critic) if part is not None]
@@ -84,7 +84,7 @@ class Trainer(Learner[PolicyModel]):
             )
 
     def set_num_rollout(self, num_rollout: int) -> None:
-        """How long the run is: where learning-rate schedules end."""
+        """Set the number of rollouts of the run, after which learning-rate schedules end."""
         steps, waits = self.args.num_steps_per_rollout, 0
         if self.critic is not None:
             self.critic.run_steps = num_rollout * steps
@@ -122,11 +122,11 @@ class Trainer(Learner[PolicyModel]):
         return self._metrics(table, columns, computed, sums)
 
     def forward_backward(self, table: SampleTable) -> dict[str, float]:
-        """Add the gradient of ``table``, which is one optimizer step whatever ``--global-batch-size`` says, to that of
-        earlier calls; `optim_step` takes it.
+        """Add the gradient of ``table`` to that of earlier calls; `optim_step` applies it. The whole table counts as
+        one optimizer step, whatever ``--global-batch-size`` is.
 
         Returns:
-            metrics as those of `train`, without what `optim_step` returns.
+            the metrics of `train`, except those that `optim_step` returns.
 
         Raises:
             ValueError: a row cannot be trained on, or a flag of the run concerns whole rollouts.
@@ -163,19 +163,19 @@ class Trainer(Learner[PolicyModel]):
         sums: MetricSums,
         then: Callable[[Tensor], None],
     ) -> np.ndarray:
-        """The policy's gradient for each of ``steps``; ``then`` is called with the loss (see `gradient`) of each.
+        """Compute the policy's gradient for each of ``steps``, and call ``then`` with each loss (see `gradient`).
 
         Returns:
             [n] bool, the rows that were computed.
         """
         args = self.args
         checked = args.ci_test and self._fresh
-        normalized = args.correction == "mis" and args.mis_batch_normalize  # by a mean over all trained rows
+        normalized = args.correction == "mis" and args.mis_batch_normalize  # needs a mean over all trained rows
         every = checked or normalized
         computed = columns.trained_rows() if every else columns.rows_to_compute(args, steps)
         schedule = self._schedule(table, steps, computed)
         if (columns.old is None or checked) and (normalized or self._needs_old(len(steps))):
-            if args.ci_test:  # over the micro-batches of training, to be equal to the bit
+            if args.ci_test:  # over training's micro-batches, for bit-identical results
                 dealt = [list(chain(*parts)) for parts in zip(*(step.micro_batches for step in schedule), strict=True)]
             else:
                 dealt = self._deal(table, np.flatnonzero(computed), args.log_probs_max_tokens_per_gpu)
@@ -189,7 +189,7 @@ class Trainer(Learner[PolicyModel]):
                 then(self.gradient(table, columns, step, sums, scores, checked=checked and sums.step == 0))
         if scores is not None:
             columns.old, columns.entropy = scores.gather()
-        # a first step without a token to train on has shown nothing
+        # a first step without a trained token had nothing to check, so the next rollout's is checked
         self._fresh = self._fresh and not columns.trained_rows()[steps[0]].any()
         return computed
 
@@ -219,8 +219,8 @@ class Trainer(Learner[PolicyModel]):
     ) -> Tensor:
         """Gradients of one optimizer step; see `Learner.accumulate`.
 
-        ``sums`` and ``scores`` are added to. ``checked``: raise AssertionError where a first-step truth does not hold,
-        see `check_first_step`.
+        Results are added to ``sums`` and ``scores``. ``checked``: run `check_first_step`, which raises AssertionError,
+        on each micro-batch.
         """
         shares: set[str] = set()
 
@@ -251,13 +251,13 @@ class Trainer(Learner[PolicyModel]):
         return table_scores(self.model, table, dealt, self.world, self.temperature)[0].numpy()
 
     def push_weights(self, sink: weights.WeightSink | None, version: int) -> dict[str, float]:
-        """All weights into ``sink``, stamped ``version``, also while they are offloaded; see `weights.push`."""
+        """Send all weights through ``sink`` as weight version ``version``, even if offloaded; see `weights.push`."""
         self.progress.weight_version = version
         size = self.args.update_weight_buffer_size
         return weights.push(self.model, self.world, sink, version, size, self.memory)
 
     def save(self, directory: str, rollout_id: int) -> Checksums:
-        """Write all that `load` needs to go on as if nothing had happened after rollout ``rollout_id``.
+        """Write a checkpoint from which `load` resumes after rollout ``rollout_id``.
 
         Returns:
             checksums of the files that this rank wrote.
@@ -268,12 +268,12 @@ class Trainer(Learner[PolicyModel]):
         return written if self.critic is None else written | self.critic.save(directory, rollout_id)
 
     def checkpoint_size(self) -> int:
-        """Bytes that `save` writes, of all ranks together."""
+        """About how many bytes `save` writes on all ranks together."""
         reference = self._saved_reference.model if self._saved_reference else None
         return checkpoint.size(self, reference) + (checkpoint.size(self.critic) if self.critic else 0)
 
     def load(self, directory: str) -> int:
-        """Go on from a checkpoint, saved by any number of ranks; returns the rollout it was saved after."""
+        """Resume from a checkpoint of any number of ranks; returns the id of the rollout that it was saved after."""
         with self._reference_weights() as reference:
             checkpoint.load(Path(directory), self, reference)
         if self.critic is not None:
@@ -288,16 +288,16 @@ class Trainer(Learner[PolicyModel]):
         weights.save_hf(Path(directory), self.model, self.world, self.args.tokenizer)
 
     def offload(self) -> dict[str, float]:
-        """Weights and optimizer state to host memory; on a CPU, or with ``--fsdp-cpu-offload``, they are there."""
+        """Move weights and optimizer state to host memory; with a CPU or ``--fsdp-cpu-offload`` they are there already."""
         self._check_no_gradient("offload")
         return self._move("sleep", self.memory.offload)
 
     def onload(self) -> dict[str, float]:
-        """Weights and optimizer state back to the device."""
+        """Move weights and optimizer state back to the device."""
         return self._move("wake_up", self.memory.onload)
 
     def memory_used(self) -> float:
-        """GB (1e9 bytes) in use: of a GPU, by everybody on it, engines too; on a CPU, resident in this process."""
+        """GB (1e9 bytes) in use: of the GPU by all processes, engines included; on a CPU, resident in this process."""
         if self.world.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.world.device)
             return (total - free) / 1e9
@@ -308,7 +308,7 @@ class Trainer(Learner[PolicyModel]):
         self.world.close()
 
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
-        """What every token has before the first step: weights, reference log-probs, advantages."""
+        """The columns of every token before the first step: weights, reference log-probs, advantages."""
         columns = TokenColumns.from_table(table)
         if self.args.use_opd and self.teacher is None:
             columns.teacher = torch.from_numpy(table.teacher_log_probs)
@@ -341,16 +341,16 @@ class Trainer(Learner[PolicyModel]):
             return table_scores(model, table, dealt, self.world, self.temperature)
 
     def _needs_old(self, num_steps: int) -> bool:
-        """Whether the log-probs before the first step take a pass of their own.
+        """Whether the log-probs before the first step need a separate pass.
 
-        In a rollout's only step the policy is still what it was, so they are those of the training pass.
+        In a rollout's only step the weights have not changed yet, so that the training pass computes them.
         """
         asked = not self.args.loss.policy or (self.args.ci_test and self._fresh)
-        # also when the engine's are the old ones of the loss: mismatch is measured before the first step
+        # also with --use-rollout-logprobs: mismatch with the engine is measured before the first step
         return not self.args.supervised and (asked or num_steps > 1)
 
     def _schedule(self, table: SampleTable, steps: list[np.ndarray], computed: np.ndarray) -> list[Step]:
-        """The rows [n] bool ``computed`` of each step, dealt to ranks."""
+        """The steps; of each, the rows that ``computed`` [n] bool selects are dealt to ranks."""
         return [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
 
     def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
@@ -383,7 +383,7 @@ class Trainer(Learner[PolicyModel]):
 
 
 def _check(args: Args) -> None:
-    """Assert that the models which the loss compares with were derived."""
+    """Assert that ``use_reference`` and ``use_critic`` were derived for a loss that needs these models."""
     compares = not args.supervised and (args.kl_coef or (args.use_kl_loss and args.kl_loss_coef))
     assert args.use_reference or not compares, "a KL coefficient without a reference: use_reference was not derived"
     needs_critic = args.loss.policy and args.estimator.needs_critic
@@ -391,7 +391,7 @@ def _check(args: Args) -> None:
 
 
 def _check_splits(args: Args) -> None:
-    """Raise ValueError where a rollout's training cannot be had step by step."""
+    """Raise ValueError if a flag concerns whole rollouts, so that `forward_backward` cannot be used."""
     flags = {
         "--advantage-estimator ppo": args.use_critic,
         "--ref-update-interval": args.ref_update_interval is not None,

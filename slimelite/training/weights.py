@@ -1,4 +1,4 @@
-"""Weights out of the trainer: to the engines in buckets, and to disk as a Hugging Face folder."""
+"""Sends the trainer's weights to the engines in buckets, and writes them to disk as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ T = TypeVar("T")
 def full_weights(
     model: PolicyModel, dtype: torch.dtype, device: torch.device | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor in ``dtype``), tied weights once; every rank runs it to the end (collective).
+    """(Hugging Face name, whole tensor in ``dtype``), tied weights once; every rank must exhaust it (collective).
 
     A tensor may share memory with the parameter: read it before the next step. Shards are cast before they are
-    gathered: in bf16 half as much travels between ranks. ``device``: where they are gathered; None: where they are.
+    gathered: bf16 halves the traffic between ranks. ``device``: where they are gathered; None: the parameter's device.
     """
     for name, parameter in model.named_weights():
         yield name, whole(parameter.detach().to(device=device, dtype=dtype))
@@ -47,11 +47,12 @@ def buckets(
     memory: HostMemory | None = None,
 ) -> Iterator[WeightBucket]:
     """Whole weights, sharded or not, flattened together (collective); a bucket ends with the tensor that brings it to
-    ``size`` bytes. ``dtype``, ``device``: of the buckets; None: those of the weights. ``memory``: where they may wait.
+    ``size`` bytes. ``dtype``, ``device``: of the buckets; None: those of the weights. ``memory``: the `HostMemory` that
+    holds offloaded weights.
 
-    A tensor is never cut: the loaders of SGLang and vLLM take whole ones. One that does not fit is added all the same
-    and ends its bucket. If it opened the next one, the larger matrices of a 32B model, which are just over half of
-    512 MiB, would each travel alone.
+    A tensor is never cut: the loaders of SGLang and vLLM take whole ones. One that does not fit is added anyway and
+    ends its bucket. If it started a new bucket, the larger matrices of a 32B model, just over half of 512 MiB each,
+    would be sent one by one.
     """
     layout: list[list[tuple[str, Tensor]]] = [[]]
     for name, tensor in weights:
@@ -59,7 +60,7 @@ def buckets(
             layout.append([])
         layout[-1].append((name, tensor))
     for part in filter(None, layout):
-        # nothing here refers to the bucket while the next one is filled
+        # no local name refers to the bucket, so that it can be freed before the next one is filled
         yield _fill(part, dtype or part[0][1].dtype, device or part[0][1].device, memory)
 
 
@@ -69,7 +70,7 @@ def _fill(
     shapes = [tuple(tensor.shape) for _, tensor in weights]
     flat = torch.empty(sum(tensor.numel() for _, tensor in weights), dtype=dtype, device=device)
     bucket = WeightBucket([name for name, _ in weights], shapes, flat)
-    # beside the bucket there is only the tensor that is being gathered
+    # beside the bucket only one gathered tensor is in memory
     for (_, place), (_, tensor) in zip(bucket.tensors(), weights, strict=True):
         with memory.present(tensor) if memory else nullcontext():
             place.copy_(whole(tensor.detach().to(device=device, dtype=dtype)))
@@ -81,15 +82,15 @@ def push(
 ) -> dict[str, float]:
     """Send all weights, in the dtype that the trainer computes in, through ``sink`` (collective).
 
-    Only ranks that call their sink (see `WeightSink`) need one. Weights that wait in ``memory`` come to the device one
-    at a time.
+    Only ranks that call their sink (see `WeightSink`) need one. Weights that ``memory`` holds are copied to the device
+    one at a time.
 
     Returns:
         ``perf/update_weights_bytes`` and ``perf/update_weights_buckets``.
     """
     if sink is not None and world.rank > 0 and not sink.every_rank:
         sink = None
-    # what fails here is raised after the last gather: the other ranks would wait in the next one
+    # an exception of the sink is raised after the last gather; otherwise the other ranks would wait in the next gather
     failure: Exception | None = None
     if sink is not None:
         failure = _failure(sink.begin, version)
@@ -117,7 +118,7 @@ def _failure(call: Callable[[T], None], argument: T) -> Exception | None:
 
 SHARD_BYTES = 5 * 1000**3
 
-# what a model folder holds beside config and weights: copied as it is, so that token ids stay the same
+# files of a model folder beside config and weights, copied unchanged so that token ids stay the same
 COMPANIONS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -134,8 +135,8 @@ COMPANIONS = (
 def save_hf(directory: Path, model: PolicyModel, world: World, tokenizer: str | None) -> None:
     """Write config, weights and tokenizer files (collective; rank 0 writes).
 
-    The weights have the dtype that the trainer computes in and the engines sample with: what is saved is what was
-    evaluated. ``tokenizer``: a folder or hub id whose tokenizer files are copied.
+    The weights have the dtype that the trainer computes in and the engines sample with, so that the saved model is the
+    evaluated one. ``tokenizer``: a folder or hub id whose tokenizer files are copied.
     """
     weights = full_weights(model, world.compute_dtype, world.device)
     if world.rank > 0:
@@ -172,7 +173,7 @@ def _copy_tokenizer(tokenizer: str | None, directory: Path) -> None:
 def _write_weights(
     directory: Path, model: PolicyModel, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> None:
-    """Safetensors of at most 5 GB, written as the weights come, so that no more than one is in memory."""
+    """Write safetensors files of at most 5 GB, each as soon as its weights are gathered, to save memory."""
     sizes = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in model.named_weights()}
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
     pending: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
