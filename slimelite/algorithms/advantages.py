@@ -18,7 +18,7 @@ from slimelite.registry import function
 
 @dataclass(frozen=True, slots=True)
 class GroupedRewards:
-    """Rewards of the M rollouts of G groups, all float64 but for the integers.
+    """Rewards of the M rollouts of G groups; float64 except for the integers.
 
     ``rewards``: [M]; ``group``: [M] int64, 0 … G − 1; ``size``: [G] int64 rollouts of each group; ``centered``: [M]
     R − mean of the group; ``std``: [G] unbiased, 0 in a group of one. ``divide_by_std``: False is
@@ -45,7 +45,7 @@ def minus_mean(rewards: GroupedRewards) -> Tensor:
 
 def leave_one_out(rewards: GroupedRewards) -> Tensor:
     """[M] R − mean of the *other* rewards of the group = n / (n − 1)·(R − mean) (arXiv:2402.14740)."""
-    scale = rewards.size.double() / (rewards.size - 1).clamp(min=1)  # of two int64 it would be fp32
+    scale = rewards.size.double() / (rewards.size - 1).clamp(min=1)  # a quotient of two int64 tensors is fp32
     return rewards.centered * scale[rewards.group]
 
 
@@ -87,7 +87,7 @@ def group_advantages(
         raise ValueError(
             f"rewards of rows {bad[:8]} are not finite in fp32; --reward-error zero|drop handles such rewards"
         )
-    rewards = rewards.double()  # where squares of what fp32 holds do not overflow
+    rewards = rewards.double()  # in float64 squares of fp32 numbers do not overflow
     groups, row_group = torch.unique(group_ids, return_inverse=True)
     rollouts, row_rollout = torch.unique(rollout_ids, return_inverse=True)
     group = torch.zeros_like(rollouts).scatter(0, row_rollout, row_group)
@@ -109,7 +109,7 @@ def group_advantages(
 
 
 def _means(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """[size] mean of the values of each index; measured from the smallest, so that equal values give it exactly."""
+    """[size] mean of the values of each index, computed relative to their minimum: exact if all values are equal."""
     low = values.new_full((size,), torch.inf).scatter_reduce(0, index, values, "amin")
     count = torch.bincount(index, minlength=size)
     return low + segment_sum(values - low[index], index, size) / count
@@ -134,14 +134,14 @@ class RolloutTokens:
     lambd: float = 1.0
 
     def rewards(self) -> Tensor:
-        """[T] `token_rewards`."""
+        """[T] rewards, see `token_rewards`."""
         rows = len(self.advantages)
         return token_rewards(self.advantages, self.kl, self.mask, self.segments, rows, kl_coef=self.kl_coef)
 
 
 @torch.no_grad()
 def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
-    """[T] advantages, and [T] returns: the same, unless the estimator's ``token`` function gives a critic others."""
+    """[T] advantages and [T] returns; they are equal unless the estimator's ``token`` function returns both."""
     make = ESTIMATORS[estimator].token
     found = tokens.advantages[tokens.segments] if make is None else function(make)(tokens)
     return found if isinstance(found, tuple) else (found, found)
@@ -174,7 +174,7 @@ def token_rewards(
 
     Args:
         rewards: [num_segments], one a row.
-        kl: [T] estimate of KL(old ‖ ref), see `kl.kl_estimate`; zeros when kl_coef is 0.
+        kl: [T] estimate of KL(old ‖ ref), see `policy.kl_estimate`; zeros when kl_coef is 0.
         mask: [T] bool.
         segments: [T] int64 row of each token.
         num_segments: number of rows.
@@ -205,7 +205,7 @@ def gae(
     δ_t = r_t + γ·V_next − V_t,  A_t = δ_t + γλ·A_next,  return_t = A_t + V_t
 
     where "next" is the next *unmasked* token of the row, with V and A 0 after the last: masked tokens (tools,
-    environments) are transparent, where slime runs the recurrence through them.
+    environments) are skipped, while slime runs the recurrence through them.
 
     Args:
         rewards: [T], see `token_rewards`.
@@ -261,8 +261,8 @@ def _continues(segments: Tensor) -> Tensor:
 def _reverse_scan(values: Tensor, decay: float, segments: Tensor) -> Tensor:
     """[T] y_t = x_t + decay·y_{t+1} within each row, by doubling: log2(T) passes instead of a loop over tokens.
 
-    After k passes y_t sums the 2^k terms from t on, and factor_t is what multiplies the sum that follows them (0 once
-    the row has ended).
+    After k passes y_t is the discounted sum of the 2^k terms from t on, and factor_t multiplies the sum of the terms
+    after these (0 once the row has ended).
     """
     y = values.clone()
     factor = decay * _continues(segments).to(values.dtype)

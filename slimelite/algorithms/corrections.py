@@ -2,8 +2,8 @@
 
 ρ = exp(old − roll), ``old: [T]`` the trainer's log-prob under the weights at the start of this rollout's training,
 ``roll: [T]`` the engine's when it generated the token (possibly under older weights). Weights multiply the policy loss
-of a token, a ``keep`` of False drops it from the loss; either way the denominators of the reduction stay the original
-ones. Nothing here has a gradient. Background: arXiv:2110.00641 (decoupled policies); fengyao.notion.site/off-policy-rl.
+of a token; a ``keep`` of False drops it from the loss. Neither changes the denominators of the reduction. Nothing here
+has a gradient. Background: arXiv:2110.00641 (decoupled policies); fengyao.notion.site/off-policy-rl.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def veto_keep(
 ) -> tuple[Tensor, Metrics]:
     """Veto: keep [T] bool, False for every token of a response that has a token with ρ < threshold (about 1e-4).
 
-    Metrics: ``veto_token_frac`` such tokens among the unmasked ones, ``veto_response_frac`` the responses dropped among
-    those with an unmasked token.
+    Metrics: ``veto_token_frac``, share of such tokens among unmasked ones, and ``veto_response_frac``, share of dropped
+    responses among those with an unmasked token.
     """
     bad = select(old, mask) - select(roll, mask) < math.log(threshold)
     dropped = _any_token(bad, segments, num_segments)
@@ -113,9 +113,9 @@ def opsm_keep(
 ) -> tuple[Tensor, Metrics]:
     """Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; ``--use-opsm``): keep [T] bool.
 
-    Drops a response whose advantage is negative and whose masked mean of old − log_probs exceeds ``delta``. Where the
-    advantage [T] varies within the response its masked mean decides for all tokens (slime decides token by token).
-    Metric ``opsm_clipfrac``: share of responses with an unmasked token that were dropped (slime: share of tokens).
+    Drops a response whose advantage is negative and whose masked mean of old − log_probs exceeds ``delta``. If the
+    advantage [T] varies within the response, its masked mean decides for all tokens (slime decides token by token).
+    Metric ``opsm_clipfrac``: share of dropped responses among those with an unmasked token (slime: share of tokens).
     """
     drift = segment_mean(select(old, mask) - select(log_probs, mask), mask, segments, num_segments)
     advantage = segment_mean(advantages, mask, segments, num_segments)
@@ -132,7 +132,7 @@ def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2
     mismatch_k3                        mean ρ − 1 − log ρ, an estimate of KL(roll ‖ old)
     mismatch_ratio                     mean ρ
     mismatch_ratio_sq                  mean ρ²; with the mean it gives `effective_sample_size`
-    mismatch_clipfrac                  share of ρ outside [clip_low, clip]: what TIS clips, or would
+    mismatch_clipfrac                  share of ρ outside [clip_low, clip], which TIS clips or would clip
     =================================  ============================================================================
     """
     mask = mask & ~roll.isnan()
@@ -148,9 +148,9 @@ def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2
 
 
 def effective_sample_size(mean_ratio: float, mean_ratio_sq: float) -> float:
-    """(Σρ)² / (N·Σρ²), the share of tokens that importance weighting leaves, from the means of ρ and ρ² of all tokens.
+    """(Σρ)² / (N·Σρ²), the effective share of tokens under importance weighting, from the means of ρ and ρ².
 
-    It is the one mismatch metric that is no mean, hence taken last, after sums from all ranks have met.
+    It is the only mismatch metric that is not a mean, so it is computed last, from the means over all ranks.
     """
     return mean_ratio**2 / mean_ratio_sq if mean_ratio_sq > 0 else 0.0
 
@@ -166,7 +166,7 @@ def level_ratio(old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_s
 
 
 def product(log_ratio: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """[T] log of the product of the response's ratios: unbiased, of high variance."""
+    """[T] log of the product of the response's ratios: unbiased, but of high variance."""
     return segment_sum(log_ratio, segments, num_segments)[segments]
 
 
@@ -181,7 +181,7 @@ def _any_token(flags: Tensor, segments: Tensor, num_segments: int) -> Tensor:
 
 
 def _weight_metrics(ratio: Tensor, weights: Tensor, mask: Tensor) -> Metrics:
-    """slime's names for every correction: mean ρ, mean |ρ − 1|, share changed by the bounds; and the mean weight."""
+    """Metrics of a correction by slime's names: mean ρ, mean |ρ − 1|, share changed by the bounds; and mean weight."""
     return {
         "tis": mean_metric(ratio, mask),
         "tis_abs": mean_metric((ratio - 1).abs(), mask),

@@ -1,4 +1,4 @@
-"""Advantage estimators, one record each: from rewards to advantages, and the policy loss that goes with them.
+"""Advantage estimators, one record each: how rewards become advantages, and which policy loss uses them.
 
 ::
 
@@ -31,15 +31,15 @@ class Estimator:
         group: ``fn(rewards: GroupedRewards) -> [M]`` float64, the advantage of each of the M rollouts from a comparison
             within the groups of one prompt; see `advantages.GroupedRewards`. None: the reward itself.
         token: ``fn(tokens: RolloutTokens) -> [T]``, the advantage of each of the T response tokens of a whole rollout,
-            packed, with nothing in it that is not finite where the mask is set; or a pair of it and the returns [T]
-            that a critic learns. See `advantages.RolloutTokens`. None: every token has the advantage of its row.
+            packed, finite where the mask is set; or a pair of these advantages and the returns [T] that a critic
+            learns. See `advantages.RolloutTokens`. None: every token has the advantage of its row.
         loss: ``fn(log_probs, log_ratio, advantages, *, eps_clip, eps_clip_high, eps_clip_c) -> losses [T], metrics``,
             all [T]; see `policy.policy_loss`.
-        sequence_ratio: the loss reads one ratio a response, the geometric mean of its tokens', not one a token.
+        sequence_ratio: the loss reads one ratio for each response, the geometric mean of its tokens' ratios.
         divides_by_std: ``group`` reads ``--disable-grpo-std-normalization``.
         takes_kl: ``token`` reads the KL of ``--kl-coef``.
         discounts: ``token`` reads ``--gamma``.
-        whitens: it is defined with whitened advantages (``--normalize-advantages``).
+        whitens: the paper defines the estimator with whitened advantages (``--normalize-advantages``).
         needs_critic: ``token`` reads the values of a critic, and ``--lambd``.
         dual_clip: ``loss`` reads ``--eps-clip-c``.
         open_below: its paper does not bound the ratio from below (``--eps-clip 1``).

@@ -1,4 +1,4 @@
-"""Losses, and what there are several of in them: corrections, estimates of the KL, reductions; one record each."""
+"""Registries of losses, off-policy corrections, KL estimators, reductions and DPO losses; one record for each."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from slimelite.registry import Function, Registry, function
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of an option, and its function: how that is called stands with the registry. None: nothing is done."""
+    """One value of an option, and its function, whose signature is given with the registry. None: it does nothing."""
 
     name: str
     summary: str
     function: Function | None = None
-    reads: tuple[str, ...] = ()  # flags that have an effect with it and not with every other value
-    slime: str = ""  # the function of slime's that does the same
+    reads: tuple[str, ...] = ()  # flags that have an effect with this value, but not with every other one
+    slime: str = ""  # slime's function that does the same
 
     def __call__(self, *inputs: Any) -> Any:
-        """What the function makes of ``inputs``."""
+        """The result of the function for ``inputs``."""
         assert self.function is not None, f"{self.name} does nothing"
         return function(self.function)(*inputs)
 
@@ -33,10 +33,10 @@ class LossType(Choice):
     (sum, weight) pairs by name.
     """
 
-    policy: bool = False  # that of an advantage estimator: corrections apply, and without advantage it has no gradient
-    supervised: bool = False  # the responses are the data's: none was sampled, so there are no old log-probs
+    policy: bool = False  # an estimator's policy loss: corrections apply, and an advantage of 0 gives no gradient
+    supervised: bool = False  # responses come from the data set: none was sampled, so there are no old log-probs
     paired: bool = False  # it compares the two replies of a pair
-    columns: tuple[str, ...] = ()  # of the table of samples, that each row must have filled
+    columns: tuple[str, ...] = ()  # columns of the sample table that must be filled in every row
 
 
 _LOSS = "slimelite.training.loss"
@@ -173,8 +173,8 @@ AGGREGATIONS = Registry(
 
 @dataclass(frozen=True)
 class DpoKind(Choice):
-    """A loss of pairs: ``fn(delta, beta, label_smoothing)`` gives losses [P]; ``delta``: [P], h(chosen) − h(rejected)
-    of the replies.
+    """A loss of preference pairs: ``fn(delta, beta, label_smoothing)`` returns losses [P], where ``delta`` is [P]
+    h(chosen) − h(rejected).
     """
 
     mean: bool = False  # h is the mean of log_probs − ref over the tokens of a reply, not their sum

@@ -1,4 +1,4 @@
-"""What the algorithms share on packed tensors: safe selection, safe exponentials, sums over rows, the loss of a step.
+"""Shared operations on packed tensors: safe selection, safe exponentials, sums over rows, the loss of a step.
 
 Everywhere in this package ``[T]`` is the response tokens of some rows laid end to end, ``mask: [T] bool`` says
 which of them are trained on, and ``segments: [T] int64`` is the row (0 … num_segments − 1) of each token; a row's
@@ -31,14 +31,14 @@ def upcast(values: Tensor) -> Tensor:
 def select(values: Tensor, mask: Tensor) -> Tensor:
     """[T] ``values`` in at least fp32, 0 where ``mask`` is False.
 
-    Selecting the *inputs* of a formula keeps an inf or NaN under the mask out of its value and of its gradient,
-    where multiplying by the mask would do neither (0·inf = NaN).
+    Selecting the *inputs* of a formula keeps an inf or NaN under the mask out of its value and of its gradient;
+    multiplying by the mask would not (0·inf = NaN).
     """
     return torch.where(mask, upcast(values), 0.0)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to [−20, 20]; the gradient beyond is 0."""
+    """exp of a log-ratio clamped to [−20, 20]; outside that range the gradient is 0."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -69,7 +69,7 @@ def row_weights(mask_sums: Tensor, rollout_ids: Tensor, mode: str, *, max_respon
         max_response_len: tokens, for ``constant``.
 
     Returns:
-        [N] float64; 0 for a row whose divisor is 0: it has no unmasked token to weigh.
+        [N] float64; 0 for a row whose divisor is 0, because it has no unmasked token.
 
     Raises:
         ValueError: an unknown mode, or ``constant`` without a positive max_response_len.

@@ -43,7 +43,7 @@ def policy_loss(
         estimator: one of ``ESTIMATORS``.
         eps_clip: the ratio may fall to 1 − eps_clip.
         eps_clip_high: the ratio may rise to 1 + eps_clip_high; None: eps_clip.
-        eps_clip_c: of the dual clip, or None.
+        eps_clip_c: bound of the dual clip; None: no dual clip.
 
     Returns:
         losses [T], 0 where masked (`packed.weighted_sum` makes a scalar of them), and metrics: those of ``loss``,
@@ -78,7 +78,7 @@ def ppo_clip_loss(
 
     ``eps_clip_high`` > ``eps_clip`` is DAPO's clip-higher (arXiv:2503.14476). ``eps_clip_c`` c > 1 is the dual clip
     (arXiv:1912.09729): where A < 0 the loss is at most −c·A. ``pg_clipfrac`` is the share of tokens whose second
-    term is the larger; with c, ``pg_dual_clipfrac`` that of the tokens which the dual clip cuts.
+    term is the larger; with c, ``pg_dual_clipfrac`` is the share of tokens that the dual clip cuts.
 
     Raises:
         ValueError: ``eps_clip_c`` is not above 1.
@@ -132,7 +132,7 @@ def value_loss(
     """
     values, old_values, returns = select(values, mask), select(old_values, mask), select(returns, mask)
     moved = values - old_values
-    # inside the range V itself: V_old + moved would differ by rounding, and be counted
+    # inside the range use V itself: V_old + moved would differ by rounding, and would count as clipped
     bounded = torch.where(moved.abs() > value_clip, old_values + moved.clamp(-value_clip, value_clip), values)
     clipped, unclipped = (bounded - returns).square(), (values - returns).square()
     # where, not maximum: inside the clip range both are equal and maximum would split the gradient
@@ -142,8 +142,8 @@ def value_loss(
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Metric:
-    """1 − Var(returns − values) / Var(returns) over unmasked tokens: 1 is a perfect critic, 0 one that says nothing,
-    below 0 one that misleads. All [T]; without weight where the returns do not vary.
+    """1 − Var(returns − values) / Var(returns) over unmasked tokens: 1 for a perfect critic, 0 for a constant one,
+    below 0 for one that is worse. All [T]; the weight is 0 if the returns do not vary.
     """
     kept = returns[mask].double()
     spread = kept.var(unbiased=False) if len(kept) else kept.sum()
@@ -155,11 +155,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Metric:
 def kl_estimate(log_probs: Tensor, base: Tensor, mask: Tensor, kind: str, *, old: Tensor | None = None) -> Tensor:
     """Estimate of KL(π ‖ base) at every token, 0 where masked (Schulman, http://joschu.net/blog/kl-approx.html).
 
-    ``old`` given: the unbiased variant (``--use-unbiased-kl``, DeepSeek-V3.2, arXiv:2512.02556): the estimate times
-    w = exp(log_probs − old), gradient through both factors, clamped (if at all) last.
+    With ``old``, the unbiased variant (``--use-unbiased-kl``, DeepSeek-V3.2, arXiv:2512.02556): the estimate times
+    w = exp(log_probs − old), with a gradient through both factors; the clamp, if there is one, comes last.
 
-    As a loss k1 has zero expected gradient unless ``old`` is given; low_var_kl is the default (slime's is k1), and a
-    token whose k3 is above 10 has no gradient under it.
+    As a loss k1 has zero expected gradient unless ``old`` is given. The default is low_var_kl (slime's is k1), which
+    gives no gradient to a token whose k3 is above 10.
 
     Args:
         log_probs: [T] of the policy.
@@ -181,7 +181,7 @@ def kl_estimate(log_probs: Tensor, base: Tensor, mask: Tensor, kind: str, *, old
     if old is not None:
         weight = bounded_exp(select(log_probs.detach(), mask) - select(old, mask))
         kl, slope = weight * kl, weight * both  # (w·f)′ = w·(f + f′)
-    kl = kl + slope * (d - now)  # d − now is 0: it carries the slope
+    kl = kl + slope * (d - now)  # d − now is 0 and adds only the gradient
     return kl if record.bound is None else kl.clamp(-record.bound, record.bound)
 
 
@@ -199,8 +199,8 @@ def k2(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def k3(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """f = e^(−d) − 1 + d. The exponentials of f and f′ cancel: f + f′ = d.
 
-    Beyond |d| = 20 it goes on as its tangent there, so that it stays finite and its gradient keeps pulling towards the
-    reference.
+    Beyond |d| = 20 it continues as the tangent at that point, so that it stays finite and its gradient keeps pulling
+    towards the reference.
     """
     near = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1, not exp − 1: near d = 0 the difference would be rounding noise

@@ -1,4 +1,4 @@
-"""Losses of responses that the data has: supervised fine-tuning, and direct preference optimisation on pairs."""
+"""Losses on responses from a data set: supervised fine-tuning, and direct preference optimisation on pairs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def dpo_loss(
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
-    """Loss of each preference pair, from Δ = h(chosen) − h(rejected): h is the sum of log_probs − ref over the unmasked
-    tokens of a response, or their mean, and a function of ``DPO_KINDS`` makes the loss.
+    """Loss of each preference pair by a function of ``DPO_KINDS`` of Δ = h(chosen) − h(rejected), where h is the sum or
+    the mean of log_probs − ref over the unmasked tokens of a response.
 
     Args:
         log_probs: [T] of the policy at temperature 1; the gradient flows through them alone.

@@ -29,7 +29,7 @@ from slimelite.training.attention import PackedSequences
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step: the loss divides by all ``rows``; ``micro_batches[rank]`` has the rows that a rank computes."""
+    """One optimizer step: the loss divides by all ``rows``; ``micro_batches[rank]``: the rows that a rank computes."""
 
     rows: np.ndarray
     micro_batches: list[list[np.ndarray]]

@@ -288,7 +288,7 @@ class Trainer(Learner[PolicyModel]):
         weights.save_hf(Path(directory), self.model, self.world, self.args.tokenizer)
 
     def offload(self) -> dict[str, float]:
-        """Move weights and optimizer state to host memory; with a CPU or ``--fsdp-cpu-offload`` they are there already."""
+        """Move weights and optimizer state to host memory, unless ``--fsdp-cpu-offload`` or a CPU keeps them there."""
         self._check_no_gradient("offload")
         return self._move("sleep", self.memory.offload)
 
