@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.engines.protocol import Decode, GenerateRequest, SamplingParams
 
-# logits divided by less than this overflow fp32; 0 is greedy
+# a lower temperature would overflow fp32 when logits are divided by it; 0 means greedy decoding
 LOWEST_TEMPERATURE = 1e-6
 LARGEST = 1e30
 MOST_STOPS = 256
@@ -20,11 +20,11 @@ INT32 = 2**31
 
 
 def check_request(request: GenerateRequest, vocab_size: int, max_context_len: int) -> None:
-    """Refuse what can never be served, whatever is in it: what gets past here shares its batch with other requests.
+    """Refuse a request that can never be served: in the batch, its failure would end the other requests too.
 
     Raises:
-        ValueError: tokens that the model has not, no prompt, parameters of a wrong type or out of range, or more than
-            the context holds.
+        ValueError: the request has tokens outside the vocabulary, no prompt, parameters of a wrong type or out of
+            range, or more tokens than the context holds.
     """
     params, name, ids = request.params, f"request {request.request_id}", request.input_ids
     if not isinstance(request.request_id, str) or not request.request_id:
@@ -45,7 +45,7 @@ def check_tokens(ids: Sequence[int], vocab_size: int, name: str) -> None:
     """Refuse anything but one sequence of the model's tokens.
 
     Raises:
-        ValueError: with ``name`` in it.
+        ValueError: ``ids`` is something else; the message begins with ``name``.
     """
     try:
         array = np.asarray(ids)
@@ -61,14 +61,14 @@ def is_whole(value: object, low: int, high: int) -> bool:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is a number that fp32 can hold, and so finite."""
+    """Whether ``value`` is a finite number within the range of fp32."""
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         return False
     return bool(-LARGEST <= value <= LARGEST)
 
 
 def is_temperature(value: object, *, greedy: bool) -> bool:
-    """Whether logits can be divided by ``value``; ``greedy``: or it is 0."""
+    """Whether logits can be divided by ``value``; with ``greedy``, 0 is a valid temperature too."""
     return is_number(value) and (value >= LOWEST_TEMPERATURE or (greedy and value == 0))
 
 
@@ -96,7 +96,7 @@ def _problems(params: SamplingParams) -> Iterator[str]:
 
 
 def is_text(value: object) -> bool:
-    """Whether ``value`` is text that has bytes: JSON can say half a surrogate pair, which has none."""
+    """Whether ``value`` is text that UTF-8 can encode; JSON may hold half a surrogate pair, which it cannot."""
     try:
         return isinstance(value, str) and bool(value.encode() or True)
     except UnicodeEncodeError:
@@ -104,7 +104,7 @@ def is_text(value: object) -> bool:
 
 
 def check_ids(requests: Sequence[GenerateRequest], taken: Collection[str]) -> None:
-    """Refuse requests of one call that share an id, with each other or with those that run."""
+    """Raise ValueError when two requests of a call share an id, or a request has the id of a running one."""
     ids = [request.request_id for request in requests]
     for index, request_id in enumerate(ids):
         if request_id in taken or request_id in ids[:index]:
@@ -112,28 +112,28 @@ def check_ids(requests: Sequence[GenerateRequest], taken: Collection[str]) -> No
 
 
 def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequence[str]) -> bool:
-    """Whether the tail of ``response``, a continued one's older part included, holds one of ``stops``.
+    """Whether the last tokens of ``response`` hold one of ``stops``; pass the whole response if it was continued.
 
-    It is asked after every token, so text that is older than the longest stop string is not decoded again.
+    This runs after every token, so only as many tokens as the longest stop string can have are decoded.
     """
-    # a token brings at least one byte; one more keeps the first from being decoded as the start of a text
+    # a token is at least one byte; one more token in front avoids special decoding at the start of a text
     tail = max(len(stop.encode()) for stop in stops) + 1
     text = decode(np.asarray(response[-tail:]).tolist())
     return any(stop in text for stop in stops)
 
 
 def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of each weight of the model at ``model_path``, tied ones once."""
+    """Hugging Face name -> shape of each weight of the model at ``model_path``; tied weights appear once."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 class WeightUpdate:
-    """Which weights of a model an update has brought.
+    """Records which weights of a model an update has delivered so far.
 
-    ``shapes``: name -> shape of each weight of the model. ``aliases``: other name -> name, of tied weights.
-    ``version``: of the update that is under way, or None. ``received``: what has come of it.
+    ``shapes``: name -> shape of each weight of the model. ``aliases``: second name of a tied weight -> its first name.
+    ``version``: the version of the update under way, or None. ``received``: names of the weights delivered so far.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None) -> None:
@@ -143,16 +143,16 @@ class WeightUpdate:
         self.received: set[str] = set()
 
     def begin(self, version: int) -> None:
-        """Weights of this version follow; what an unfinished update has brought is forgotten."""
+        """Start the update to this version and forget the weights of an unfinished one."""
         self.version = version
         self.received.clear()
 
     @contextmanager
     def taking(self, weights: Iterable[tuple[str, Sequence[int]]]) -> Iterator[None]:
-        """Check ``weights``, (name, shape) pairs, let the caller copy them, and then note that they have come.
+        """Check ``weights``, (name, shape) pairs, let the caller copy them, and then mark them as received.
 
         Raises:
-            ValueError: no update is under way, or the model has no such weight, or another shape of it.
+            ValueError: no update is under way, the model has no weight of that name, or its shape differs.
         """
         if self.version is None:
             raise ValueError("no weight update is under way; call begin_weight_update first")
@@ -168,14 +168,14 @@ class WeightUpdate:
         self.received.update(names)
 
     def missing(self) -> list[str]:
-        """Names that have not come."""
+        """Names of the weights not received yet."""
         return [name for name in self.shapes if name not in self.received]
 
     def whole(self) -> int:
-        """The version of the update under way, all of whose weights are there; `end` follows.
+        """The version of the update under way, whose weights have all arrived; call `end` afterwards.
 
         Raises:
-            ValueError: no update is under way, or weights are missing; it stays under way.
+            ValueError: no update is under way, or weights are missing (the update then stays under way).
         """
         if self.version is None:
             raise ValueError("no weight update is under way; call begin_weight_update first")
@@ -187,6 +187,6 @@ class WeightUpdate:
         return self.version
 
     def end(self) -> None:
-        """The update is over; raises as `whole` does."""
+        """Finish the update; raises as `whole` does."""
         self.whole()
         self.version = None

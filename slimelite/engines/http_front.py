@@ -1,4 +1,4 @@
-"""SGLang's /generate and /abort_request over any engine, for generate plugins that speak HTTP."""
+"""Serves SGLang's /generate and /abort_request for any engine, so that generate plugins can use HTTP."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slimelite.engines.checks import is_text
 from slimelite.engines.protocol import Decode, Engine, GenerateRequest, GenerateResult, SamplingParams
 from slimelite.threads import LoopThread
 
-# a body may have this for each token of the context (text, or ids in decimal), and as much again as a megabyte
+# largest request body: this many bytes per token of the context (text, or ids in decimal), plus BODY_BYTES
 BODY_BYTES_PER_TOKEN = 16
 BODY_BYTES = 1 << 20
 HEALTH_TIMEOUT = 20.0  # seconds
-# SGLang's defaults of the parameters that we have too; its names where they differ from ours
+# the supported sampling parameters under SGLang's names, with SGLang's defaults
 DEFAULTS: dict[str, Any] = {
     "max_new_tokens": 128,
     "temperature": 1.0,
@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {
     "skip_special_tokens": True,
     "sampling_seed": None,
 }
-# parameters without effect on tokens, and those we take only at the value that switches them off
+# IGNORED do not change the tokens; NEUTRAL are accepted only with the value that switches them off
 IGNORED = {"no_stop_trim", "spaces_between_special_tokens"}
 NEUTRAL: dict[str, float] = {
     "n": 1,
@@ -43,10 +43,10 @@ NEUTRAL: dict[str, float] = {
 
 
 def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """SGLang's ``sampling_params`` JSON as ours.
+    """Convert SGLang's ``sampling_params`` JSON to `SamplingParams`.
 
     Raises:
-        ValueError: a parameter that the engine would have to ignore.
+        ValueError: a parameter is not supported, or ``stop`` or ``stop_token_ids`` is not a list.
     """
     for name, value in given.items():
         known = name in DEFAULTS or name in IGNORED
@@ -66,9 +66,9 @@ def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
 
 
 class HttpFront:
-    """A server on ``host``, started on demand, on a thread with an event loop of its own: no caller's loop ends it.
+    """A server on ``host``, started on demand. Its own thread and event loop keep it up when a caller's loop ends.
 
-    The text of a response keeps its stop string, as slime asks for with ``no_stop_trim``.
+    The text of a response keeps its stop string; slime requests that with ``no_stop_trim``.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class HttpFront:
         self._thread: LoopThread | None = None
 
     async def start(self) -> str:
-        """Listen, once, and return the base URL.
+        """Start listening, unless the server listens already, and return the base URL.
 
         Raises:
-            OSError: the host is no address of this machine, or the port is taken.
+            OSError: the host is not an address of this machine, or the port is taken.
         """
         self._thread = self._thread or LoopThread("http front")
         return await self._thread.result(self._listen())
@@ -108,7 +108,7 @@ class HttpFront:
                     web.get("/model_info", self._model_info),
                 ]
             )
-            # a client that hangs up cancels its handler, and with it the request
+            # when a client disconnects, its handler is cancelled, which aborts the request
             self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
             await self._runner.setup()
             await web.TCPSite(self._runner, self._host, self._port).start()
@@ -118,7 +118,7 @@ class HttpFront:
         return self.url
 
     async def stop(self) -> None:
-        """Stop listening, if it has begun."""
+        """Stop the server, if it was started."""
         if self._thread is not None:
             if self._runner is not None:
                 await self._thread.result(self._runner.cleanup())
@@ -153,10 +153,10 @@ class HttpFront:
         return web.json_response(reply)
 
     async def _score(self, body: dict[str, Any], input_ids: tuple[int, ...]) -> web.Response:
-        """Prompt log-probs: ``max_new_tokens`` 0 with ``return_logprob`` and ``logprob_start_len``.
+        """Prompt log-probs, requested by ``max_new_tokens`` 0 with ``return_logprob`` and ``logprob_start_len``.
 
-        As in SGLang the first entry has no log-prob, and ``sampling_params.temperature`` does not matter: the logits
-        are divided by ``input_logprob_temperature`` (sgl-project/sglang#36213), 1 by default, which the answer repeats.
+        As in SGLang the first entry has no log-prob, and ``sampling_params.temperature`` has no effect: the logits are
+        divided by ``input_logprob_temperature`` (sgl-project/sglang#36213; default 1), which the reply repeats.
         """
         begin = body.get("logprob_start_len", -1)
         if not body.get("return_logprob") or type(begin) is not int or not 0 <= begin < len(input_ids) - 1:
@@ -179,7 +179,7 @@ class HttpFront:
         return web.json_response(reply)
 
     def _reply(self, prompt_tokens: int, result: GenerateResult, version: int) -> dict[str, Any]:
-        """The JSON object that SGLang answers with, but for log-probs; ``version``: of the weights now."""
+        """SGLang's JSON reply without log-probs; ``version``: the current weight version, used if there is no token."""
         reason: dict[str, object] = {"type": result.finish_reason}
         if result.finish_reason == "length":
             reason["length"] = len(result.output_ids)
@@ -189,7 +189,7 @@ class HttpFront:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": len(result.output_ids),
             "cached_tokens": result.cached_tokens,
-            # of the last token: SGLang's is a string too
+            # the version of the last token, as a string like SGLang's
             "weight_version": str(result.weight_versions[-1] if result.weight_versions else version),
             "weight_versions": _spans(result.weight_versions),
         }
@@ -207,7 +207,7 @@ class HttpFront:
         return web.Response()
 
     async def _health_generate(self, _: web.Request) -> web.Response:
-        """200 once the engine has generated a token."""
+        """Status 200 if the engine can generate a token within `HEALTH_TIMEOUT`, else 503."""
         params = SamplingParams(max_new_tokens=1, temperature=0.0)
         request = GenerateRequest(request_id=f"health-{uuid.uuid4().hex}", input_ids=(0,), params=params)
         try:
@@ -223,12 +223,12 @@ class HttpFront:
 
 
 def _entries(log_probs: Sequence[float | None], ids: Sequence[int]) -> list[list[float | int | None]]:
-    """Log-probs as SGLang gives them: with the token, and no text."""
+    """SGLang's log-prob entries: (log-prob, token id, no text)."""
     return [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
 
 
 def _spans(versions: Sequence[int]) -> list[dict[str, object]]:
-    """Runs of tokens of one version, as SGLang tells them: the version and the first token."""
+    """SGLang's ``weight_versions``: for each run of tokens of one version, the version and the first token's index."""
     starts = [i for i, version in enumerate(versions) if not i or version != versions[i - 1]]
     return [{"version": str(versions[start]), "start": start} for start in starts]
 
@@ -237,7 +237,7 @@ def _spans(versions: Sequence[int]) -> list[dict[str, object]]:
 async def _errors_as_json(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """A mistake of the client is a 400 with the message, in SGLang's form; anything else stays a 500."""
+    """Turn a client's mistake into status 400 (413 for a large body) with SGLang's JSON; other errors stay 500."""
     try:
         return await handler(request)
     except web.HTTPRequestEntityTooLarge as error:
@@ -248,11 +248,11 @@ async def _errors_as_json(
 
 
 async def _read(request: web.Request, kinds: dict[str, type]) -> dict[str, Any]:
-    """The body, a JSON object; ``kinds``: type of the fields that may be in it, or null.
+    """The body, a JSON object; ``kinds``: field name -> type, for fields that may also be absent or null.
 
     Raises:
-        ValueError: it is something else.
-        HTTPRequestEntityTooLarge: it is too large, whatever is in it.
+        ValueError: the body is not a JSON object, or a field has another type.
+        HTTPRequestEntityTooLarge: the body is longer than the limit.
     """
     try:
         body = json.loads(await request.read())

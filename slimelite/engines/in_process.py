@@ -1,4 +1,4 @@
-"""What the engines of this process have in common: a worker thread owns the model and does one thing at a time."""
+"""Base class of engines inside this process: one worker thread owns the model and does one thing at a time."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from slimelite.engines.http_front import HttpFront
 from slimelite.engines.protocol import Codec, Decode, Engine, EngineSetup, GenerateRequest, GenerateResult, WeightBucket
 
 T = TypeVar("T")
-# decoded at once, by device, where --sglang-max-running-requests does not say
+# requests decoded at once, by device, unless --sglang-max-running-requests is given
 RUNNING_REQUESTS = {"cpu": 128, "cuda": 256}
 
 
 class InProcessEngine(Engine):
-    """One worker thread owns the model and all that runs; what callers ask for is done between two of its steps.
+    """One worker thread owns the model and the running requests; between two steps it runs callers' jobs.
 
-    While a weight update is under way no step is done: requests wait, those that came before as well as new ones.
+    During a weight update the worker makes no step, so running and new requests wait.
 
     A subclass sets the attributes below, starts the thread `_worker`, and defines the methods that run on it.
     """
@@ -93,51 +93,51 @@ class InProcessEngine(Engine):
         return await self._front.start()
 
     async def close(self) -> None:
-        """See `Engine.close`. Requests still running fail."""
+        """See `Engine.close`. Requests that are still running fail."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
         await asyncio.to_thread(self._worker.join)
         await self._front.stop()
 
-    # on the worker's thread
+    # the worker thread runs the methods below
 
     @abstractmethod
     def _submit(self, requests: Sequence[GenerateRequest]) -> list[Future[GenerateResult]]:
-        """Take the requests of one call, all or none."""
+        """Accept all requests of one call, or none of them."""
 
     @abstractmethod
     def _abort(self, request_ids: Collection[str] | None) -> None:
-        """End these requests (all, if None) with what they have."""
+        """End these requests (all, if None); each returns the tokens it has so far."""
 
     @abstractmethod
     def _can_step(self) -> bool:
-        """Whether a request waits for a token, and the engine has the memory to give it one."""
+        """Whether there is a request to decode, and no memory that decoding needs is released."""
 
     @abstractmethod
     def _step(self) -> None:
-        """One token for each running request."""
+        """Decode one token for each running request."""
 
     @abstractmethod
     def _fail(self, error: Exception) -> None:
-        """Pass ``error`` to every caller, and start again from nothing."""
+        """Pass ``error`` to every caller and drop all requests."""
 
     def _begin_update(self) -> None:
-        """Prepare for an update; the one before it may be unfinished."""
+        """Prepare for an update; an earlier update may be unfinished."""
 
     @abstractmethod
     def _load(self, bucket: WeightBucket) -> None:
-        """Copy the bucket into the model; `_update` says whether its tensors are the model's."""
+        """Copy the bucket into the model, after `_update` has checked names and shapes of its tensors."""
 
     @abstractmethod
     def _end_update(self, version: int) -> None:
-        """All weights are there: keys and values that the old ones computed must not be used any more."""
+        """All weights have arrived: discard cached keys and values, which the old weights computed."""
 
     def _shut_down(self) -> None:
-        """Free what the worker holds."""
+        """Free the resources of the worker."""
 
     def _post(self, job: Callable[[], T]) -> Future[T]:
-        """Have the worker do ``job`` between two steps."""
+        """Queue ``job`` for the worker, which runs it between two steps."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         future: Future[T] = Future()
@@ -156,7 +156,7 @@ class InProcessEngine(Engine):
         return await asyncio.wrap_future(self._post(job))
 
     def _work(self) -> None:
-        """The worker: jobs first, then a step, until closed."""
+        """The worker's loop: run queued jobs first, then make a step, until the engine is closed."""
         while True:
             idle = self._update.version is not None or not self._can_step()
             try:
@@ -175,7 +175,7 @@ class InProcessEngine(Engine):
 
 
 def build_in_process(engine: Callable[..., InProcessEngine], setup: EngineSetup, codec: Codec) -> InProcessEngine:
-    """An engine of this class as a run has it."""
+    """Build an engine of this class from a run's setup."""
     return engine(
         setup.model_path,
         device=setup.device,

@@ -1,7 +1,7 @@
-"""What an inference engine is: tokens and sampling parameters in, tokens and log-probs out, weights in.
+"""The interface of an inference engine: tokens and sampling parameters in, tokens and log-probs out, weights in.
 
-An engine knows nothing of prompts, rewards or groups. Every method is a coroutine, so that an engine may
-live in this process, in a Ray actor or behind HTTP.
+An engine knows nothing about rewards, groups or prompt text. Every method is a coroutine, so that an engine can
+be in this process, in a Ray actor or behind HTTP.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 # tokens to text, special tokens included
 Decode = Callable[[list[int]], str]
 FinishReason = Literal["stop", "length", "abort"]
-# device memory that an engine can give back and take again, by SGLang's names
+# kinds of device memory that an engine can release and resume, under SGLang's names
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What one engine of a run is built with; see `slimelite.engines.registry`.
+    """The settings that one engine of a run is built with; see `slimelite.engines.registry`.
 
-    ``host``: the address of this machine that it listens on. ``log``: where a server prints.
-    ``memory_share``: of the GPU's memory, for weights and KV cache. ``releases_memory``: whether it will have to give
-    its memory back. ``width``: its GPUs. ``options``: the other ``--sglang-*`` options, by their fields.
-    None leaves the choice to the engine.
+    ``host``: the address of this machine that it listens on. ``log``: file for the output of a server.
+    ``memory_share``: share of the GPU's memory for weights and KV cache. ``releases_memory``: whether the run will
+    call `Engine.release_memory`. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by field
+    name. None leaves the choice to the engine.
     """
 
     model_path: str
@@ -54,11 +54,11 @@ class Codec:
 
 @dataclass(frozen=True)
 class SyncSetup:
-    """How the trainer's weights get into engines that are servers.
+    """How a trainer rank sends its weights to engines that are servers.
 
     ``transport``: "ipc", "nccl", "http" or "disk", see ``--update-weight-transport``. ``device``: where this rank's
-    weights are. ``host``: a name of this machine that the servers can reach. ``directory``: of the way by disk, which
-    keeps the folders of earlier versions with ``keep_folders``. ``timeout_s``: of a broadcast that does not end [s].
+    weights are. ``host``: a name of this machine that the servers can reach. ``directory``: folder for transport
+    "disk"; ``keep_folders`` keeps earlier versions in it. ``timeout_s``: after which a broadcast fails [s].
     """
 
     model_path: str
@@ -84,7 +84,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = False
-    # key of this request's random stream: token t depends on (seed, t) alone; None: not repeatable
+    # seed of this request's random stream: the draw of token t depends only on (seed, t); None: not repeatable
     seed: int | None = None
 
 
@@ -92,9 +92,9 @@ class SamplingParams:
 class GenerateRequest:
     """One response to sample.
 
-    ``input_ids``: the prompt, and the part of the response that exists already when a partial rollout goes on.
-    ``prefix_key``: requests with the same key share the prompt; an engine may prefill it once.
-    ``position``: how many response tokens are already in ``input_ids`` (the random stream goes on from there).
+    ``input_ids``: the prompt, followed by the response tokens that exist already when a partial rollout is resumed.
+    ``prefix_key``: requests with the same key share the prompt, so that an engine may prefill it once.
+    ``position``: number of response tokens in ``input_ids``; the random stream continues at this position.
     """
 
     request_id: str
@@ -108,10 +108,10 @@ class GenerateRequest:
 class GenerateResult:
     """The tokens of one response.
 
-    ``log_probs``: one a token, of softmax(logits / temperature) before any top-p or top-k renormalisation;
-    greedy requests (temperature 0 or top_k 1) report the same quantity, with temperature 0 read as 1.
-    ``weight_versions``: one a token, the version of the weights that produced it.
-    ``cached_tokens``: prompt tokens whose keys and values were already there.
+    ``log_probs``: one per token, under softmax(logits / temperature) before any top-p or top-k renormalisation;
+    greedy requests (temperature 0 or top_k 1) report the same quantity, with temperature 1 in place of 0.
+    ``weight_versions``: one per token, the version of the weights that produced it.
+    ``cached_tokens``: number of prompt tokens whose keys and values were cached already.
     """
 
     request_id: str
@@ -140,22 +140,22 @@ class WeightBucket:
         return [(n, p.view(s)) for n, p, s in zip(self.names, parts, self.shapes, strict=True)]
 
     def __reduce__(self) -> tuple[Callable[..., WeightBucket], tuple[Any, ...]]:
-        # numpy bytes travel out of band between processes, a torch tensor would be copied through pickle
+        # between processes pickle 5 sends numpy bytes out of band; a torch tensor would be copied into the pickle
         dtype = str(self.flat.dtype).removeprefix("torch.")
         return _received, (self.names, self.shapes, dtype, self.flat.cpu().view(torch.uint8).numpy())
 
 
 def _received(names: list[str], shapes: list[tuple[int, ...]], dtype: str, raw: Any) -> WeightBucket:
-    # a copy: what comes out of shared memory is read-only
+    # torch.tensor copies, because an array from shared memory is read-only
     return WeightBucket(names, shapes, torch.tensor(raw).view(getattr(torch, dtype)))
 
 
 @dataclass(slots=True)
 class EngineInfo:
-    """What an engine says of itself; ``weight_version`` -1: the weights it was started with.
+    """What an engine reports about itself; ``weight_version`` is -1 for a server that no weight sync has reached yet.
 
-    ``seeds``: whether `SamplingParams.seed` decides the tokens. ``scores``: whether `Engine.score` works.
-    ``url``: of an HTTP front that speaks SGLang's /generate, when there is one.
+    ``seeds``: whether `SamplingParams.seed` is used. ``scores``: whether `Engine.score` is supported.
+    ``url``: base URL of its HTTP server with SGLang's /generate, if one is running.
     """
 
     name: str
@@ -172,124 +172,124 @@ class Engine(Protocol):
     """Token-in, token-out inference."""
 
     async def info(self) -> EngineInfo:
-        """Name, limits, what it can, and the current weight version."""
+        """Name, limits, supported features and the current weight version."""
         ...
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Sample a response to each request; results come in the order of the requests.
 
         Raises:
-            ValueError: a request cannot fit the context, or asks for what the engine cannot do.
-            ConnectionError: the engine is gone.
+            ValueError: a request does not fit the context, or uses a parameter that the engine does not support.
+            ConnectionError: the engine cannot be reached.
         """
         ...
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
-        """Log-probs of ``input_ids[start:]``, each after what stands before it, under softmax(logits / temperature).
+        """Log-probs of ``input_ids[start:]``, each given all tokens before it, under softmax(logits / temperature).
 
-        Only of engines whose `EngineInfo` claims it.
+        Only engines whose `EngineInfo.scores` is true support this.
 
         Raises:
-            ValueError: no tokens before ``start`` or after it, more than the context holds, or a temperature of 0.
+            ValueError: no token before ``start`` or from it on, more tokens than the context, or a temperature of 0.
         """
         ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (all, if None) now: they return what they have, with finish reason "abort"."""
+        """End these requests (all, if None) now: each returns the tokens it has, with finish reason "abort"."""
         ...
 
     async def begin_weight_update(self, version: int) -> None:
-        """Stop decoding until `end_weight_update`; the weights in between are nobody's to use."""
+        """Stop decoding until `end_weight_update`, since the weights are a mix of two versions in between."""
         ...
 
     async def load_weights(self, bucket: WeightBucket) -> None:
         """Copy the bucket's tensors into the model.
 
         Raises:
-            ValueError: an unknown name or a wrong shape.
+            ValueError: the model has no weight of a name, or its shape differs.
         """
         ...
 
     async def end_weight_update(self) -> None:
-        """Every weight is in: forget cached keys and values, stamp the version, decode again.
+        """All weights were sent: discard cached keys and values, set the weight version and resume decoding.
 
         Raises:
-            ValueError: a weight of the model was not sent; the engine keeps refusing to decode.
+            ValueError: a weight of the model was not sent; decoding stays stopped.
         """
         ...
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """Give back the device memory of ``tags``, of `MEMORY_TAGS`; what an engine does not have is nothing to it."""
+        """Release the device memory of ``tags`` (see `MEMORY_TAGS`); tags that the engine does not use are ignored."""
         ...
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take that memory again."""
+        """Allocate the memory of ``tags`` again and restore the weights, if they were released."""
         ...
 
     async def start_http(self) -> str:
-        """Serve SGLang's ``/generate`` and ``/abort_request`` JSON on loopback and return the base URL."""
+        """Serve SGLang's ``/generate`` and ``/abort_request`` over HTTP and return the base URL."""
         ...
 
     async def close(self) -> None:
-        """Free everything."""
+        """Free the engine's resources."""
         ...
 
 
 def check_memory_tags(tags: Sequence[str]) -> None:
-    """Raise ValueError unless every one of ``tags`` is of `MEMORY_TAGS`."""
+    """Raise ValueError unless every one of ``tags`` is in `MEMORY_TAGS`."""
     if unknown := set(tags) - set(MEMORY_TAGS):
         raise ValueError(f"no memory is called {sorted(unknown)}; known are {MEMORY_TAGS}")
 
 
 class ServerProcess(Protocol):
-    """An engine that is a server of its own; requests and weights do not pass through here."""
+    """The process of an engine that is a server; requests and weights do not go through this interface."""
 
     def address(self) -> str:
-        """Its URL, also before it is started."""
+        """The server's URL, which is known before `start`."""
         ...
 
     def start(self) -> str:
-        """Returns its URL when it answers."""
+        """Start the server, wait until it answers and return its URL."""
         ...
 
     def restart(self) -> None:
-        """Returns when it answers again, with the weights that it was first started with."""
+        """Start the server anew and wait until it answers; it has the weights that it was first started with."""
         ...
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         ...
 
 
 @runtime_checkable
 class Restartable(Protocol):
-    """An engine in a process that can be started anew after it died."""
+    """An engine whose process can be started again after it died."""
 
     async def restart(self) -> None:
-        """Returns when it answers again, with the weights it was first started with and version -1."""
+        """Start it anew and wait until it answers; it has the weights it was first started with, and version -1."""
         ...
 
 
 class WeightSink(Protocol):
-    """Where weights go; `begin`, then every bucket, then `end`.
+    """Receives a weight update: call `begin`, then `send` for every bucket, then `end`.
 
-    ``every_rank``: whether each trainer rank calls a sink of its own, with the same buckets; else rank 0 alone does.
+    ``every_rank``: whether every trainer rank has a sink and sends the same buckets to it; if not, only rank 0 does.
     """
 
     every_rank: bool
 
     def begin(self, version: int) -> None:
-        """Weights of this version follow."""
+        """Start the update to this version."""
         ...
 
     def send(self, bucket: WeightBucket) -> None:
-        """Some of them; the bucket is not used afterwards."""
+        """Deliver some of the weights; the sink does not use the bucket after it returns."""
         ...
 
     def end(self) -> None:
-        """That was all of them."""
+        """Finish the update: all weights were sent."""
         ...
 
 
 class WeightSyncError(RuntimeError):
-    """An engine did not take an update and stays paused: nothing can go on before a whole one."""
+    """An engine did not receive a whole update; it stays paused until a whole update succeeds."""

@@ -1,6 +1,6 @@
-"""The inference engines that there are, one record each.
+"""The available inference engines, one record each.
 
-Adding one is a record here, or in a file that ``--import-file`` names, and the module that the record refers to.
+To add one, write its module and add a record here or in a file that ``--import-file`` names.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from slimelite.registry import Function, Registry
 
 @dataclass(frozen=True)
 class ServerParts:
-    """What an engine that is a server of its own consists of.
+    """The functions that run an engine which is a separate server process.
 
-    ``process``: (`EngineSetup`) -> the server's process, not started yet (`start`, `restart`, `close`, `address`).
+    ``process``: (`EngineSetup`) -> a `ServerProcess` that is not started yet.
     ``connect``: (`EngineSetup`, `Codec`, `Server`, owner or None) -> `Engine`, the client of one server.
-    ``external``: (addresses, model path) -> the `Server` at each address that a user names.
-    ``sync``: (`SyncSetup`) -> `WeightSink` with ``to(servers)`` and ``close``, which sends weights to them directly.
+    ``external``: (addresses, model path) -> the `Server` at each of ``--rollout-external-engine-addrs``.
+    ``sync``: (`SyncSetup`) -> a `WeightSink` that sends weights to servers; it also has ``to(servers)`` and ``close``.
     """
 
     process: Function
@@ -31,15 +31,15 @@ class ServerParts:
 class EngineKind:
     """One kind of engine.
 
-    ``build``: (`EngineSetup`, `Codec`) -> `Engine` in the caller's process; None for a ``server``.
-    ``server``: its parts, for an engine that runs as a process of its own and is reached over HTTP.
-    ``repeats``: whether the same seeds give the same tokens, bit for bit; or the field of the
-    ``--sglang-*`` options that makes it so.
-    ``releases_memory``: whether it gives its device memory back while the trainer uses it.
-    ``wide``: whether one engine may have several GPUs.
-    ``package``: what has to be installed for it.
-    ``check_config``: (Hugging Face config) -> None; raises ValueError for a model that it does not compute.
-    ``lacking``: () -> sentences about what it would miss on the GPUs of this machine.
+    ``build``: (`EngineSetup`, `Codec`) -> `Engine` in the caller's process; None if ``server`` is given.
+    ``server``: the functions of an engine that runs as a separate process and is reached over HTTP.
+    ``repeats``: whether the same seeds give the same tokens, bit for bit; or the name of the ``--sglang-*`` option
+    that switches this on.
+    ``releases_memory``: whether it can release its device memory while the trainer works.
+    ``wide``: whether one engine may use several GPUs.
+    ``package``: the Python package that it needs.
+    ``check_config``: (Hugging Face config) -> None; raises ValueError for a model that the engine does not compute.
+    ``lacking``: () -> one sentence for each thing that the engine needs on a GPU and this machine does not have.
     """
 
     name: str
@@ -53,7 +53,7 @@ class EngineKind:
     lacking: Function | None = None
 
     def repeats_with(self, options: Mapping[str, object]) -> bool:
-        """Whether it repeats when its ``--sglang-*`` options are these."""
+        """Whether samples are repeatable with these ``--sglang-*`` options."""
         return bool(options.get(self.repeats)) if isinstance(self.repeats, str) else self.repeats
 
 

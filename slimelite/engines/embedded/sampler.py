@@ -9,9 +9,9 @@ import torch
 
 GOLDEN = 0x9E3779B97F4A7C15
 MASK_64 = 2**64 - 1
-# columns summed at a time when a token is searched by cumulated probability
+# the search for a token by cumulative probability first sums blocks of this many columns
 BLOCK = 256
-# candidates tried first for top-p and top-k; wider nuclei sort the whole vocabulary
+# top-p and top-k first look among this many likeliest tokens; a wider nucleus sorts the whole vocabulary
 CANDIDATES = 1024
 BELOW_ONE = 1 - 2**-50
 
@@ -42,7 +42,7 @@ def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """How to sample each of n rows. None means that no row asks for it.
+    """How to sample each of n rows. A field is None when no row uses that option.
 
     ``temperature``: [n, 1]. ``greedy``: [n] bool. ``truncated``: indices of rows with top-p or top-k,
     whose ``top_p`` [m, 1] and ``top_k`` [m, 1] follow.
@@ -59,7 +59,7 @@ class SamplingBatch:
     def build(
         cls, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, vocab: int, device: torch.device
     ) -> SamplingBatch:
-        """From arrays of n; temperature 0 or top_k 1 is greedy, top_k below 1 is off."""
+        """Build from arrays of n; temperature 0 or top_k 1 means greedy, top_k below 1 means no limit."""
         greedy = (temperature == 0) | (top_k == 1)
         scale = np.where(temperature == 0, 1, temperature)
         top_k = np.where(top_k < 1, vocab, top_k)
@@ -92,8 +92,8 @@ def sample(
         banned: (rows [m], tokens [m]) that must not be drawn now (stop ids before min_new_tokens).
 
     Returns:
-        Tokens [n] int64, and their log-probs [n] fp32 under softmax(logits / temperature), which no
-        truncation and no ban changes.
+        Tokens [n] int64, and their log-probs [n] fp32 under softmax(logits / temperature), before bans, top-k
+        and top-p.
     """
     if batch.temperature is not None:
         logits.div_(batch.temperature)
@@ -111,26 +111,26 @@ def sample(
             tokens[rows] = _invert_truncated(weights[rows], batch.top_p, batch.top_k, uniform[rows, None])
         if batch.greedy is not None:
             tokens = torch.where(batch.greedy[:, None], weights.argmax(-1, keepdim=True), tokens)
-    # the floor is met only where a ban leaves nothing likelier
+    # the probability of a drawn token can be 0 only if a ban left no likelier one; the floor keeps its log finite
     log_probs = probs.gather(-1, tokens).clamp_min(torch.finfo(torch.float32).tiny).log()
     return tokens.squeeze(-1), log_probs.squeeze(-1)
 
 
 def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the column that holds the ``uniform``-th part of a row's mass, and where inside it that lies.
+    """Find the column where the cumulative mass reaches ``uniform`` of a row's total, and the fraction inside it.
 
-    ``weights``: [n, columns], not negative. ``uniform``: [n, 1] in [0, 1). The column has a positive weight.
+    ``weights``: [n, columns], not negative. ``uniform``: [n, 1] in [0, 1). The found column has a positive weight.
     """
     mass = weights.cumsum(-1, dtype=torch.float64)
     target = torch.minimum(uniform * mass[:, -1:], mass[:, -1:] * BELOW_ONE)
-    # the clamp only matters for NaN, which must not become an index (here, and of the vocabulary in `_invert`)
+    # the clamp matters only for NaN weights, which would give an index out of range (`_invert` clamps likewise)
     index = torch.searchsorted(mass, target, right=True).clamp_(max=weights.shape[-1] - 1)
     inside = (target - mass.gather(-1, index)) / weights.gather(-1, index) + 1
     return index, inside.clamp_(0, BELOW_ONE)
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """[n, vocab], [n, 1] -> tokens [n, 1]: the block first, then the token in it; most columns are only summed."""
+    """[n, vocab], [n, 1] -> tokens [n, 1]: finds the block, then the token; most columns are only summed."""
     vocab = weights.shape[-1]
     if vocab <= BLOCK:
         return _search(weights, uniform)[0]
@@ -149,7 +149,7 @@ def _invert_truncated(
 ) -> torch.Tensor:
     """Like `_invert`, among the top_k likeliest tokens and the smallest set of them whose mass reaches top_p.
 
-    Both limits are read off the full distribution, as SGLang does.
+    Both limits are applied to the full distribution, as SGLang does.
     """
     vocab = weights.shape[-1]
     width = min(CANDIDATES, vocab)

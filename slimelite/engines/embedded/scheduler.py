@@ -1,4 +1,4 @@
-"""Continuous batching: which sequences run, what is prefilled, and when a sequence ends."""
+"""Continuous batching: decides which sequences run, what is prefilled, and when a sequence ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from slimelite.engines.protocol import Decode, FinishReason, GenerateRequest, Ge
 ROW = np.dtype(
     [
         ("length", np.int64),  # tokens so far; the last one is not in the KV cache yet
-        ("start", np.int64),  # tokens of input_ids
+        ("start", np.int64),  # number of input_ids
         ("limit", np.int64),  # length at which max_new_tokens is reached
         ("min_length", np.int64),  # length below which stop ids are not drawn
-        ("stream", np.uint64),  # of random numbers
-        ("stream_shift", np.int64),  # position in the stream minus length
+        ("stream", np.uint64),  # start of the row's random stream
+        ("stream_shift", np.int64),  # add it to the length for the position in the stream
         ("temperature", np.float64),
         ("top_p", np.float64),
         ("top_k", np.int64),
@@ -34,7 +34,7 @@ ROW = np.dtype(
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request on its way through the engine. ``versions``: (first generated token, weight version from there on)."""
+    """A waiting or running request. ``versions``: (index of a generated token, weight version from that token on)."""
 
     request: GenerateRequest
     seed: int
@@ -45,12 +45,12 @@ class Running:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the prompt proper, without the part of a response in ``input_ids``."""
+        """Number of prompt tokens, without the response tokens that ``input_ids`` may end with."""
         return len(self.request.input_ids) - self.request.position
 
     @property
     def need(self) -> int:
-        """Cache positions it may come to use."""
+        """Cache positions that the request may use at most."""
         return len(self.request.input_ids) + self.request.params.max_new_tokens
 
     def shares_prompt(self, other: Running) -> bool:
@@ -59,7 +59,7 @@ class Running:
         return mine == other.request.input_ids[: other.prompt_length]
 
     def result(self, tokens: np.ndarray, log_probs: np.ndarray, reason: FinishReason) -> GenerateResult:
-        """What the caller gets for these generated tokens."""
+        """The result for the caller, from the generated tokens."""
         starts = np.array([start for start, _ in self.versions], np.int64)
         counts = np.diff(starts, append=len(tokens))
         versions = np.repeat([version for _, version in self.versions], counts)
@@ -74,9 +74,9 @@ class Running:
 
 
 class RowTable:
-    """Rows 0..count-1 are running; removing one moves the last row into the hole.
+    """Per-row state; rows 0..count-1 are running, and removing a row moves the last one into its place.
 
-    ``tokens``: [rows, context] prompt and response; ``log_probs``: the same places, written for the response only.
+    ``tokens``: [rows, context] prompt and response; ``log_probs``: the same shape, filled in for the response only.
     """
 
     def __init__(self, max_rows: int, max_context_len: int, vocab_size: int, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class RowTable:
         self._sampling = None
 
     def remove(self, row: int, reason: FinishReason) -> None:
-        """Deliver the row's result and move the last row into its place (the cache must follow)."""
+        """Deliver the row's result and move the last row into its place; the caller moves its cache."""
         sequence = self.sequences[row]
         length, start = int(self.state["length"][row]), int(self.state["start"][row])
         tokens, log_probs = self.tokens[row, start:length], self.log_probs[row, start:length]
@@ -134,7 +134,7 @@ class RowTable:
         self._sampling = None
 
     def last_tokens(self) -> np.ndarray:
-        """[rows] the token to feed next."""
+        """[rows] the last token of each row, which the next step feeds to the model."""
         rows = len(self)
         return self.tokens[self._row_ids[:rows], self.state["length"][:rows] - 1]
 
@@ -147,7 +147,7 @@ class RowTable:
         lengths += 1
 
     def sampling(self) -> SamplingBatch:
-        """How to sample the rows, kept until a row comes or goes."""
+        """How to sample the rows; recomputed only after a row is added or removed."""
         if self._sampling is None:
             state = self.state[: len(self)]
             columns = (state["temperature"], state["top_p"], state["top_k"])
@@ -155,7 +155,7 @@ class RowTable:
         return self._sampling
 
     def banned(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(rows, tokens) that may not be drawn yet, because of min_new_tokens."""
+        """(rows, tokens): stop ids of rows that have not reached min_new_tokens; None if there are none."""
         state = self.state[: len(self)]
         early = state["length"] < state["min_length"]
         if not early.any():
@@ -165,22 +165,22 @@ class RowTable:
         return torch.from_numpy(rows).to(self._device), torch.from_numpy(tokens).to(self._device)
 
     def stopped(self, tokens: np.ndarray) -> np.ndarray:
-        """[rows] bool: the token just added is one of the row's stop ids, and min_new_tokens is reached."""
+        """[rows] bool: the new token is a stop id of the row; `banned` prevents that before min_new_tokens."""
         return (tokens[:, None] == self.stop_ids[: len(self)]).any(1)
 
 
-# padded prompt tokens of one prefill call; bounds its activations and its mask
+# most padded prompt tokens in one prefill call, which bounds the memory of its activations and mask
 PREFILL_TOKENS = 1024
 NOT_FINITE = "the model's logits are not finite: its weights (or the last ones sent) hold inf or NaN"
-# (row, first token, end) of tokens whose keys and values are to be computed
+# (row, first token, end): a range of tokens whose keys and values are to be computed
 Piece = tuple[int, int, int]
-# logits that scoring holds at a time
+# most logits that scoring holds at a time
 SCORE_ELEMENTS = 2**24
 
 
 @dataclass(slots=True)
 class Scoring:
-    """Tokens whose log-probs from ``start`` on somebody waits for; see `Engine.score`."""
+    """A waiting `Engine.score` call: the log-probs of ``tokens[start:]`` are wanted."""
 
     tokens: list[int]
     start: int
@@ -189,10 +189,10 @@ class Scoring:
 
 
 class Scheduler:
-    """Runs sequences in submission order, at most ``max_rows`` at a time and as far as the cache goes.
+    """Runs sequences in submission order, at most ``max_rows`` at a time and as many as the cache holds.
 
-    A row's last token is never in the cache: prefilling covers the tokens before it, and a decoding step feeds
-    it. So a fresh group, a copied prompt, a continued response and a recomputed row all go on the same way.
+    A row's last token is never in the cache: prefill covers the tokens before it, and the next decoding step feeds
+    it. So a new prompt, a copied prompt, a continued response and a recomputed row all need the same decoding step.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Scheduler:
         self._new_cache = new_cache
         self._decoder, self._decode, self._device = decoder, decode, device
         self._max_rows = max_rows
-        # the cache does not hold the keys and values of the running rows
+        # True: the running rows must be prefilled again, after a weight update or a release of the cache
         self._stale = False
 
     @property
@@ -225,7 +225,7 @@ class Scheduler:
         return {sequence.request.request_id for sequence in (*self.rows.sequences, *self.waiting)}
 
     def set_weight_version(self, version: int) -> None:
-        """The weights have changed: tokens from now on carry ``version``, running rows are prefilled anew."""
+        """Note that the weights have changed: new tokens carry ``version``, and running rows are prefilled again."""
         self.weight_version = version
         self._stale = True
         generated = self.rows.state["length"] - self.rows.state["start"]
@@ -233,23 +233,23 @@ class Scheduler:
             sequence.versions.append((int(generated[row]), version))
 
     def release_cache(self) -> None:
-        """Free the cache; running rows keep their tokens and wait."""
+        """Free the cache; running rows keep their tokens and wait for `allocate_cache`."""
         self._cache = None
         self._stale = True
 
     def allocate_cache(self) -> None:
-        """Take an empty cache, if there is none; running rows are prefilled anew."""
+        """Allocate an empty cache if there is none; the next step prefills the running rows again."""
         self._cache = self._cache or self._new_cache()
 
     def step(self) -> None:
-        """Score one sequence, admit what fits, then decode one token for every row."""
+        """Score one waiting sequence, admit the requests that fit, then decode one token for every row."""
         cache = self._cache
         assert cache is not None, "no step while the cache is released"
         if self.scoring:
             scoring = self.scoring.popleft()
             try:
                 scoring.future.set_result(self._score(scoring))
-            except Exception as error:  # it touched no row
+            except Exception as error:  # scoring changes no row, so the requests go on
                 scoring.future.set_exception(error)
         if self._stale and self.rows.sequences:
             cache.set_row_len(round_up(max(s.need for s in self.rows.sequences)), self._cached_lengths()[:0])
@@ -260,7 +260,7 @@ class Scheduler:
             self._decode_step(cache)
 
     def abort(self, request_ids: Collection[str] | None) -> None:
-        """End these sequences (all, if None) with what they have."""
+        """End these sequences (all, if None); each returns the tokens it has so far."""
 
         def meant(sequence: Running) -> bool:
             return request_ids is None or sequence.request.request_id in request_ids
@@ -275,7 +275,7 @@ class Scheduler:
         self.waiting = stay
 
     def fail(self, error: Exception) -> None:
-        """Pass ``error`` to every caller and start again from nothing."""
+        """Pass ``error`` to every caller and drop all requests, so that the engine can serve new ones."""
         for sequence in (*self.rows.sequences, *self.waiting):
             sequence.future.set_exception(error)
         for scoring in self.scoring:
@@ -284,7 +284,7 @@ class Scheduler:
         self.waiting.clear()
         self.scoring.clear()
         if self._cache is not None:
-            # it may hold NaN, which a mask does not hide
+            # the old cache may hold NaN, and a masked NaN still makes the attention output NaN
             self.release_cache()
             self.allocate_cache()
 
@@ -308,7 +308,7 @@ class Scheduler:
             self._fill(cache, first)
 
     def _fill(self, cache: KVCache, first: int) -> None:
-        """Bring the keys and values of rows ``first`` and up into the cache, a shared prompt once."""
+        """Prefill rows ``first`` and up; a prompt that several rows share is computed once and copied."""
         lengths = self._cached_lengths()
         sequences = self.rows.sequences
         leaders: dict[str | None, int] = {}
@@ -322,7 +322,7 @@ class Scheduler:
             if leader == row or not sequence.shares_prompt(sequences[leader]):
                 leading.append((row, 0, int(lengths[row])))
             else:
-                # a fresh leader's cache ends before its last prompt token
+                # the last prompt token of a new leader is not cached yet, so one token less can be copied
                 following.append((row, sequence.prompt_length - 1, int(lengths[row])))
                 sequence.cached_tokens = sequence.prompt_length - 1
         self._prefill(cache, leading)
@@ -331,7 +331,7 @@ class Scheduler:
         self._prefill(cache, following)
 
     def _prefill(self, cache: KVCache, pieces: list[Piece]) -> None:
-        """Compute keys and values of ``pieces``, batched so that padding them stays within `PREFILL_TOKENS`."""
+        """Compute keys and values of ``pieces`` in batches of at most `PREFILL_TOKENS` tokens, padding included."""
         batch: list[Piece] = []
         for row, start, end in sorted(pieces, key=lambda piece: piece[1] - piece[2]):
             while end - start > PREFILL_TOKENS:
@@ -385,7 +385,7 @@ class Scheduler:
             self._remove(int(row), "stop" if stopped[row] else "length")
 
     def _completes_stop_string(self, row: int) -> bool:
-        """Whether the tail of the response, a continued one's older part included, holds one of its stop strings."""
+        """Whether the end of the response, including tokens from before a continuation, holds a stop string."""
         params, state = self.rows.sequences[row].request.params, self.rows.state[row]
         length = int(state["length"])
         if length < state["min_length"]:
@@ -395,7 +395,7 @@ class Scheduler:
         return holds_stop(self._decode, self.rows.tokens[row, prompt:length], params.stop)
 
     def _remove(self, row: int, reason: FinishReason) -> None:
-        """End a row; the last row moves into its place, in the cache too."""
+        """End a row and move the last row into its place, in the cache too."""
         last = len(self.rows) - 1
         length = int(self._cached_lengths()[last])
         self.rows.remove(row, reason)

@@ -1,4 +1,4 @@
-"""SGLang servers as engines of a run: how they are started and reached, and the engine protocol over ``/generate``."""
+"""SGLang servers as engines of a run: starting them, connecting to them, and the engine protocol over ``/generate``."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 RETRY = Retry(attempts=3, first_s=0.3)
 POLL_S = 0.05
-# for aborted requests to end
+# timeout of a cache flush, which waits until aborted requests have ended
 IDLE_S = 30.0
-# SGLang ends a request this much above its max_req_input_len [tokens]
+# SGLang lets a request grow to its max_req_input_len plus this [tokens]
 REQUEST_ROOM = 4
-# SGLang ends a request this much below its context length [tokens]
+# SGLang ends a request this many tokens below its context length, so that we ask for a longer one
 CONTEXT_MARGIN = 2
 
 
@@ -57,10 +57,10 @@ class _Running:
 class SglangEngine(Engine):
     """Implements `slimelite.engines.protocol.Engine` over the server at ``url``, and `Restartable`.
 
-    A weight update ends what the server is decoding (its cache of keys and values can be flushed only then); what
-    comes back ended without our `abort` is sent again with the tokens it has, so that it goes on under the new weights
-    and every token has the version that it was drawn from. Aborted requests return their tokens: partial rollouts need
-    no streaming.
+    A weight update ends the requests that the server is decoding, because it can flush its KV cache only when idle. A
+    response that ends so, without our `abort`, is sent again with its tokens so far and continues with the new weights;
+    every token keeps the version that it was sampled from. Aborted requests return their tokens, so that partial
+    rollouts need no streaming.
     """
 
     name = "sglang"
@@ -73,16 +73,16 @@ class SglangEngine(Engine):
         owner: Restartable | None = None,
         wait_s: float = START_S,
     ) -> None:
-        """Nothing is asked of the server yet; the model's config is read.
+        """Read the config of the model; no request is sent to the server yet.
 
         Args:
-            model_path: Hugging Face folder or name of its model; says which weights an update must bring.
-            codec: without it the server alone looks for stop strings, and for the ends of responses that it knows of.
-            owner: can start the server anew at the same address; None: it is someone else's.
-            wait_s: for an answer after a restart, or for someone else's [s].
+            model_path: Hugging Face folder or name of its model; defines which weights an update must bring.
+            codec: without it only the server looks for stop strings, and only for the end tokens that it knows.
+            owner: can start the server anew at the same address; None: the server belongs to someone else.
+            wait_s: how long `restart` waits for the server to answer [s].
         """
         self.url = server.url.rstrip("/")
-        # a loop of its own: callers come from several, and connections belong to one
+        # callers use several event loops, but a connection belongs to one: requests run on this thread's loop
         self._thread, self._http = LoopThread(f"http {self.url}"), Client(texts=True)
         self._server, self._model_path = server, model_path
         self._vocab_size: int = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
@@ -96,7 +96,7 @@ class SglangEngine(Engine):
         self._known: EngineInfo | None = None
 
     async def info(self) -> EngineInfo:
-        """See `Engine.info`; the scheduler of the server answers too, so that a hanging one is noticed."""
+        """See `Engine.info`; the server's scheduler answers ``/server_info``, so that a hanging one is noticed."""
         model, server = await asyncio.gather(self._ask("GET", "/model_info"), self._ask("GET", "/server_info"))
         self._known = EngineInfo(
             name=self.name,
@@ -110,7 +110,7 @@ class SglangEngine(Engine):
         return self._known
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """See `Engine.generate`; ConnectionError when the server is gone. Cancelling it ends the requests."""
+        """See `Engine.generate`. Cancelling the call ends its requests."""
         info = self._known or await self.info()
         for request in requests:
             check_request(request, self._vocab_size, info.max_context_len)
@@ -127,7 +127,7 @@ class SglangEngine(Engine):
                 del self._running[request_id]
 
     async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0) -> list[float]:
-        """Not claimed: SGLang gives a prompt's log-probs at temperature 1 alone."""
+        """Not supported: SGLang reports log-probs of a prompt only at temperature 1."""
         raise ValueError(f"{self.url} cannot score {len(input_ids)} tokens from {start} at temperature {temperature}")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -154,26 +154,26 @@ class SglangEngine(Engine):
         await asyncio.to_thread(self._updating().end)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """See `Engine.release_memory`; requests wait on our side until all of it is back."""
+        """See `Engine.release_memory`; requests wait in this client until all memory is resumed."""
         check_memory_tags(tags)
         self._released.update(tags)
-        # the server dies of it while it decodes anything, a plugin's own requests too
+        # a server that releases memory while it decodes dies, so all requests end first, those of plugins too
         await self._ask("POST", "/abort_request", {"rid": "", "abort_all": True})
         await self._ask("POST", f"/flush_cache?timeout={IDLE_S:g}", {})
         await self._ask("POST", "/release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
-        """See `Engine.resume_memory`; the server dies of a tag that is not released."""
+        """See `Engine.resume_memory`; only released tags are sent, because the server dies of any other."""
         check_memory_tags(tags)
         if released := [tag for tag in tags if tag in self._released]:
             await self._ask("POST", "/resume_memory_occupation", {"tags": released})
             self._released.difference_update(released)
 
     async def restart(self) -> None:
-        """See `Restartable.restart`; a server that someone else runs is waited for.
+        """See `Restartable.restart`; a server that someone else runs is not started, only waited for.
 
         Raises:
-            ValueError: it does not answer in time.
+            ValueError: the server does not answer in time.
         """
         if self._owner is not None:
             await self._owner.restart()
@@ -189,17 +189,17 @@ class SglangEngine(Engine):
         return self.url
 
     async def close(self) -> None:
-        """Close the connections; the server belongs to whoever started it."""
+        """Close the connections; the server goes on, because another object owns it."""
         await self._thread.result(self._http.close())
         await asyncio.to_thread(self._thread.close)
 
     async def _ask(self, method: str, path: str, body: object = None) -> Any:
-        """The server's answer.
+        """The server's answer, decoded.
 
         Raises:
-            ConnectionError: nobody answers.
-            ValueError: the server says that the request is wrong.
-            RuntimeError: the server fails otherwise.
+            ConnectionError: the server does not answer.
+            ValueError: the server rejects the request (status 400 or 422).
+            RuntimeError: the server answers with another error.
         """
         try:
             return await self._thread.result(self._http.ask(method, self.url + path, body))
@@ -224,7 +224,7 @@ class SglangEngine(Engine):
             await asyncio.sleep(1.0)
 
     async def _complete(self, request: GenerateRequest, seeds: bool) -> GenerateResult:
-        """The whole response, over weight updates and lost connections."""
+        """Generate the whole response; send the rest again after a weight update or a lost connection."""
         running = self._running[request.request_id]
         result = GenerateResult(request.request_id, [], [], [], "abort")
         failures = 0
@@ -232,11 +232,11 @@ class SglangEngine(Engine):
             if self._released:
                 await asyncio.sleep(POLL_S)
                 continue
-            # the server ends every request whose id begins with the one to abort: no id may be the start of another
+            # SGLang aborts every request whose id starts with the given one, so no id may be a prefix of another
             running.rid = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
             try:
                 answer = await self._ask("POST", "/generate", _body(request, result, running.rid, self._eos, seeds))
-            except NoAnswer as error:  # not the client's to send again: the server may still have that id
+            except NoAnswer as error:  # retried here, under a new id: the server may still have the old one
                 failures += 1
                 if not RETRY.again(error, failures):
                     raise
@@ -252,10 +252,10 @@ class SglangEngine(Engine):
         return result
 
     def _cut(self, request: GenerateRequest, result: GenerateResult) -> None:
-        """End the response where SGLang may not.
+        """Cut the response at a stop that SGLang may miss.
 
-        It takes no stop id under ignore_eos, sees no stop string that began in the continued part, and looks for one
-        only in as many tokens as its tokenizer makes of it, though the model may have written it in more.
+        SGLang ignores stop ids under ignore_eos and misses a stop string that began before a continuation. It also
+        searches only as many tokens as its tokenizer makes of the string, but the model may spell it with more.
         """
         params, ids = request.params, result.output_ids
         ends = []
@@ -283,14 +283,14 @@ class SglangEngine(Engine):
 
 
 def _version(stamp: str) -> int:
-    # "default" until the first update
+    # SGLang's version is "default" until the first update
     return int(stamp) if stamp.isdecimal() else -1
 
 
 def _body(
     request: GenerateRequest, done: GenerateResult, rid: str, eos: tuple[int, ...], seeds: bool
 ) -> dict[str, object]:
-    """What is left of the request, in SGLang's words."""
+    """The JSON body for the rest of the request, in SGLang's format."""
     params, count = request.params, len(done.output_ids)
     sampling: dict[str, object] = {
         "max_new_tokens": params.max_new_tokens - count,
@@ -304,7 +304,7 @@ def _body(
         **_distribution(params),
     }
     if seeds and params.seed is not None:
-        # SGLang's stream depends on the position in the sequence: a continued response goes on in it
+        # SGLang's random stream depends on the position in the sequence, so a continued response continues it
         sampling["sampling_seed"] = params.seed
     return {
         "rid": rid,
@@ -316,14 +316,14 @@ def _body(
 
 def _distribution(params: SamplingParams) -> dict[str, float]:
     if params.top_k == 1 and params.temperature not in (0.0, 1.0):
-        # SGLang reports the log-probs of greedy requests untempered if all that run are greedy; a nucleus of one
-        # token is greedy as well, and always tempered
+        # if all running requests are greedy, SGLang reports log-probs without temperature; a top-p that keeps one
+        # token is greedy as well, and its log-probs always use the temperature
         return {"temperature": params.temperature, "top_p": 1e-6, "top_k": -1}
     return {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
 
 
 def _extend(result: GenerateResult, answer: dict[str, Any]) -> None:
-    """Add what one ``/generate`` gave."""
+    """Append the tokens of one ``/generate`` answer."""
     meta = answer["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     if not result.output_ids:
@@ -337,16 +337,16 @@ def _extend(result: GenerateResult, answer: dict[str, Any]) -> None:
 
 
 def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
-    """The fields of SGLang's ServerArgs for one engine: what our flags imply, --sglang-*, what we decide.
+    """SGLang's ServerArgs fields for one engine; later sources win: our flags, --sglang-*, fixed values, ``placement``.
 
-    ``placement``: ``host``, ``port`` and what else depends on where the engine is (``base_gpu_id``, ``nnodes``,
-    ``node_rank``, ``dist_init_addr``, ``load_format``, ...). None is "not given".
+    ``placement``: ``host``, ``port`` and other fields that depend on where the engine is (``base_gpu_id``, ``nnodes``,
+    ``node_rank``, ``dist_init_addr``, ``load_format``, ...). Fields that are None are left out.
     """
     implied = {
         "mem_fraction_static": setup.memory_share,
         "max_running_requests": setup.max_running_requests,
         "context_length": setup.max_context_len,
-        # on a GPU the trainer computes in bf16 whatever the model's config says; SGLang would take fp16 for an fp32 one
+        # on a GPU the trainer always computes in bf16; SGLang would choose fp16 for a model whose config says fp32
         **(ON_CPU if setup.device == "cpu" else {"dtype": "bfloat16"}),
     }
     decided = {
@@ -362,12 +362,12 @@ def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
 
 
 def build_server(setup: EngineSetup) -> SglangServer:
-    """The server on an address of this machine; it is not started yet."""
+    """The server process on this machine, with a reserved port; it is not started yet."""
     config = AutoConfig.from_pretrained(setup.model_path).get_text_config()
     length = setup.max_context_len
     if length is not None:
         length = min(length + CONTEXT_MARGIN, max(config.max_position_embeddings, length))
-    # of a folder without weights the trainer makes random ones; the first sync brings them
+    # without weights in the folder the trainer draws random ones, and the first weight sync sends them
     load_format = setup.options.get("load_format") if has_weights(setup.model_path) else "dummy"
 
     def command(host: str, port: int) -> list[str]:
@@ -379,15 +379,15 @@ def build_server(setup: EngineSetup) -> SglangServer:
 
 
 def connect(setup: EngineSetup, codec: Codec, server: Server, owner: Restartable | None) -> SglangEngine:
-    """The engine behind ``server``."""
+    """The engine that uses ``server``."""
     return SglangEngine(server, setup.model_path, codec, owner)
 
 
 def external_servers(addresses: Sequence[str], model_path: str) -> list[Server]:
-    """The servers at ``--rollout-external-engine-addrs``, as wide as they say.
+    """The servers at ``--rollout-external-engine-addrs``, with the ``tp_size`` that each reports.
 
     Raises:
-        ValueError: one does not answer, or see `check_model`.
+        ValueError: a server does not answer, or `check_model` refuses its model.
     """
     servers = []
     for address in addresses:

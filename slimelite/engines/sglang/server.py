@@ -1,9 +1,9 @@
-"""One SGLang server: its address, its process, and what the process runs,
+"""One SGLang server: its address, its process, and the program that the process runs,
 
     python -m slimelite.engines.sglang.server '{"model_path": ..., ...}'
 
 SGLang's fields change from version to version. A field that the installed SGLang does not have is an error that names
-the nearest one; the rest becomes the command line of ``sglang.launch_server``, which is printed.
+the nearest one; valid fields become the command line of ``sglang.launch_server``, which is printed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ logger = logging.getLogger(__name__)
 
 RETRY, ONCE = Retry(attempts=3), Retry()
 TIMEOUT_S = 600.0
-# for a server that starts, which answers at once or is not there
+# timeout of a request to a starting server, which answers at once or refuses the connection
 ANSWER_S = 30.0
 START_S = 1800.0
 REPORT_S = 30.0
 END_S = 10.0
 LOG_LINES = 12
-# The server is a process group of its own. Its end of our pipe closes when we are gone, however we went; then all of it
-# goes too.
+# The server is a process group of its own that reads a pipe from us. The pipe closes when our process ends, however it
+# ends; then the shell kills the whole group.
 ATTACHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -KILL 0) & exec "$@" 3<&- </dev/null'
-# SGLang's kernels are for GPUs: on a CPU these are its paths in plain PyTorch
+# these fields select SGLang's plain PyTorch code on a CPU, because its kernels need a GPU
 ON_CPU: dict[str, object] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -66,9 +66,9 @@ def server_command(fields: Mapping[str, object]) -> list[str]:
 
 @dataclass(frozen=True)
 class Server:
-    """The server at ``url`` (``http://host:port``), ``tp_size`` GPUs wide, for those who steer it and wait.
+    """The server at ``url`` (``http://host:port``) with ``tp_size`` GPUs; its methods block until the server answers.
 
-    ``first_gpu``: of those of all engines; None: the one behind the server before it.
+    ``first_gpu``: index of its first GPU among the GPUs of all engines; None: the GPU after the previous server's last.
     """
 
     url: str
@@ -76,12 +76,12 @@ class Server:
     first_gpu: int | None = None
 
     def post(self, path: str, body: object = None, retry: Retry = RETRY, timeout_s: float = TIMEOUT_S) -> Any:
-        """The answer to a POST of ``body`` as JSON (bytes are JSON already).
+        """The answer to a POST of ``body`` as JSON (bytes are sent as they are).
 
-        A lost connection is tried again, so the request must be one that may come twice, or have ``retry`` `ONCE`.
+        The request is sent again after a lost connection; use ``retry`` `ONCE` if it must not arrive twice.
 
         Raises:
-            HttpError: the server said no, or cannot be reached.
+            HttpError: the server answers with an error, or cannot be reached.
         """
         return ask("POST", self.url + path, {} if body is None else body, retry, timeout_s)
 
@@ -90,41 +90,41 @@ class Server:
         return ask("GET", self.url + path, None, RETRY, TIMEOUT_S)
 
     def pause(self) -> None:
-        """End what it is decoding; what is sent to it waits until `resume`.
+        """End the running requests; the server holds new ones back until `resume`.
 
-        Pausing in mode "retract" or "in_place" would let a response go on with keys and values of the old weights: the
-        cache can be flushed only while no request is there (SGLang 0.5.20). So whoever sent it sends the rest again.
+        In mode "retract" or "in_place" a response would go on with keys and values of the old weights, because the
+        cache can be flushed only while there is no request (SGLang 0.5.20). So each client sends the rest again.
         """
         self.post("/pause_generation", {"mode": "abort"})
 
     def resume(self, version: int) -> None:
-        """Forget cached keys and values, stamp ``version`` on all that follows, decode."""
-        # the wait is for requests that were aborted a moment ago
+        """Flush the KV cache, set the weight version and resume decoding."""
+        # the timeout lets requests end that were aborted a moment ago
         self.post("/flush_cache?timeout=30")
         self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.post("/continue_generation")
 
     def open_update(self) -> None:
-        """Pause, and have it expect tensors; an update that broke off is forgotten."""
+        """Pause and begin an update; an earlier update that broke off is closed."""
         self.pause()
         if not self._brackets_updates:
             return
         try:
             self.post("/begin_weight_update")
         except HttpError:
-            # the one that broke off left it open
+            # an update that broke off is still open
             self.post("/end_weight_update")
             self.post("/begin_weight_update")
 
     def finish_update(self, version: int) -> None:
-        """All tensors are there; `resume`."""
+        """End the update, whose tensors have all arrived, and `resume`."""
         if self._brackets_updates:
             self.post("/end_weight_update")
         self.resume(version)
 
     @cached_property
     def _brackets_updates(self) -> bool:
-        """Whether tensors go between ``begin_weight_update`` and ``end_weight_update`` (SGLang 0.5.23; not 0.5.20)."""
+        """Whether it has ``begin_weight_update`` and ``end_weight_update`` (SGLang 0.5.23 does, 0.5.20 not)."""
         return "/begin_weight_update" in self.get("/openapi.json")["paths"]
 
 
@@ -135,11 +135,11 @@ def each(servers: Sequence[Server], call: Callable[[Server], T]) -> list[T]:
 
 
 class SglangServer:
-    """One server at ``host:port``, the port chosen and taken at once, so that it is still free when the server gets
-    there, half a minute later, and after a restart.
+    """One server process at ``host:port``. The constructor reserves the port, so that it is still free when the server
+    binds it, half a minute later, and after a restart.
 
-    ``command``: makes the command line from (host, port); ``log``: what the server prints is appended here. The
-    environment is ours, ``CUDA_VISIBLE_DEVICES`` included.
+    ``command``: makes the command line from (host, port); ``log``: file that the server's output is appended to. The
+    server inherits our environment, ``CUDA_VISIBLE_DEVICES`` included.
     """
 
     def __init__(
@@ -159,30 +159,30 @@ class SglangServer:
         """Start it and return its base URL when it is healthy.
 
         Raises:
-            ValueError: it ended, or was not healthy in time; the message has the end of its log.
+            ValueError: the server ended, or was not healthy in time; the message has the end of its log.
         """
         with self._lock:
             self._start()
         return self.url
 
     def address(self) -> str:
-        """Its base URL, also before it is started."""
+        """The server's base URL, which is known before `start`."""
         return self.url
 
     def restart(self) -> None:
-        """End what is left of it and start it anew; raises as `start` does."""
+        """End the old process group, if any, and start the server again; raises as `start` does."""
         with self._lock:
             self._end()
             self._start()
 
     @property
     def pid(self) -> int:
-        """Of the process group."""
+        """Process id of the server's process group."""
         assert self._process is not None, "start comes first"
         return self._process.pid
 
     def close(self) -> None:
-        """End the process group that `start` made, and nothing else; the port is free again."""
+        """End the process group that `start` made, and no other process, and free the port."""
         with self._lock:
             self._end()
         self._reserved.close()
@@ -221,7 +221,7 @@ class SglangServer:
                     "waiting for the SGLang server of %s, %.0f s so far; its log is %s", self.url, now - begin, self.log
                 )
             time.sleep(0.5)
-        # SGLang does it after a warm-up, which there is none of: every flush of its cache would search all it imported
+        # without a warm-up SGLang does not freeze its objects, and garbage collection in each cache flush scans them
         Server(self.url).post("/freeze_gc", retry=ONCE, timeout_s=ANSWER_S)
 
     def _healthy(self) -> bool:
@@ -239,13 +239,13 @@ class SglangServer:
         process, self._process = self._process, None
         if process is None:
             return
-        # the group, whose leader may be dead already; nothing in it needs saving
+        # kill the whole group, since its leader may be dead already; the server has no state to save
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         assert process.stdin is not None
         process.stdin.close()
         process.wait()
-        # its ports and GPU memory are free when the last of it is gone
+        # ports and GPU memory are free only after the last process of the group has ended
         deadline = time.monotonic() + END_S
         while time.monotonic() < deadline:
             try:
@@ -257,8 +257,8 @@ class SglangServer:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A socket on a port of this machine that nobody has. It does not listen: a server may bind the same port with
-    SO_REUSEADDR, as servers do, while the system gives the port to nobody who asks for a free one."""
+    """A socket bound to a free port of this machine. It does not listen, so a server can bind the same port with
+    SO_REUSEADDR, as servers do, but the system does not give the port to a program that asks for a free one."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind((host, 0))
@@ -266,7 +266,7 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def installed_options() -> dict[str, argparse.Action]:
-    """The options of the installed SGLang's command line, by field. Importing them takes seconds."""
+    """Field -> command-line option of the installed SGLang. The import takes seconds."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
@@ -275,7 +275,7 @@ def installed_options() -> dict[str, argparse.Action]:
 
 
 def missing_for_kernels() -> Iterator[str]:
-    """What SGLang's kernels need of this machine besides Python packages."""
+    """One sentence for each requirement of SGLang's kernels, besides Python packages, that this machine lacks."""
     name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "another C library").partition(" ")
     if name != "glibc" or [int(part) for part in version.split(".")[:2]] < [2, 34]:
         yield f"SGLang's kernels need glibc 2.34 or newer, and this machine has {name} {version}: see docs/install.md"
@@ -288,7 +288,7 @@ def missing_for_kernels() -> Iterator[str]:
 
 
 def check_fields(fields: Collection[str], installed: Collection[str]) -> list[str]:
-    """One problem for each of ``fields`` that SGLang does not have."""
+    """One message for each of ``fields`` that the ``installed`` SGLang does not have."""
     problems = []
     for name in fields:
         if name not in installed:
@@ -299,7 +299,7 @@ def check_fields(fields: Collection[str], installed: Collection[str]) -> list[st
 
 
 def command_line(fields: Mapping[str, object], installed: Mapping[str, argparse.Action]) -> list[str]:
-    """``fields`` as words for SGLang's parser."""
+    """``fields`` as arguments for SGLang's command line."""
     words = []
     for name, value in fields.items():
         action = installed[name]
@@ -314,7 +314,7 @@ def command_line(fields: Mapping[str, object], installed: Mapping[str, argparse.
 
 
 def main() -> None:
-    """Check, print and start."""
+    """Check the fields, print the command line and start the server."""
     fields = json.loads(sys.argv[1])
     installed = installed_options()
     if problems := check_fields(fields, installed):

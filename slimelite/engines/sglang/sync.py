@@ -1,9 +1,9 @@
-"""Weights from the trainer into SGLang servers.
+"""Sends weights from the trainer to SGLang servers.
 
-Every way is a `slimelite.engines.protocol.WeightSink` over the same servers: `begin` ends what they are decoding,
-`send` delivers a bucket, `end` flushes the KV cache, stamps the version and lets them decode again. An update that
-fails raises `WeightSyncError` and leaves every server paused that does not have all of it, so that nothing is ever
-sampled from half-new weights; a whole update later makes them good again.
+Each transport is a `slimelite.engines.protocol.WeightSink`: `begin` ends the requests that the servers are decoding,
+`send` delivers a bucket, `end` flushes the KV cache, sets the weight version and resumes decoding. A failed update
+raises `WeightSyncError`; every server that does not have all of it stays paused, so that no token is sampled from
+half-new weights. A later whole update resumes these servers.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.json"
 JOIN_S = 120
 LEAVE_S = 10.0
-# where `torch.multiprocessing.reductions.rebuild_cuda_tensor` is told the device
+# index of the device among the arguments of `torch.multiprocessing.reductions.rebuild_cuda_tensor`
 DEVICE_ARGUMENT = 6
 
 
 def check_model(url: str, info: dict[str, Any], ours: str) -> None:
-    """Whether the server at ``url`` has the weights that are trained: SGLang dies of one in another shape.
+    """Check that the server at ``url`` runs the model being trained, because SGLang dies of a weight in another shape.
 
     Args:
-        info: what it answers to ``/model_info``.
+        info: the server's answer to ``/model_info``.
         ours: path of the model that is trained.
 
     Raises:
-        ValueError: it runs another model, or one that cannot be looked at from here.
+        ValueError: the server runs another model, or one whose config cannot be read on this machine.
     """
     path = info["model_path"]
     try:
@@ -77,35 +77,35 @@ def check_model(url: str, info: dict[str, Any], ours: str) -> None:
 
 
 class ServerSink(ABC):
-    """What the ways have in common; it keeps what is worth keeping from one update to the next.
+    """Base class of all transports. Checks of the servers and connections to them are kept between updates.
 
-    SGLang skips a weight whose name it does not know and dies of a wrong shape, so both are caught here.
+    SGLang ignores a weight with an unknown name and dies of a wrong shape, so `send` refuses both.
     """
 
-    # whether all trainer ranks call it, not rank 0 alone
+    # see `WeightSink.every_rank`
     every_rank = False
 
     def __init__(self, setup: SyncSetup) -> None:
         self.setup = setup
         self.update = WeightUpdate(model_shapes(setup.model_path))
-        # all of the run, and those that this rank talks to
+        # all servers of the run, and those that this rank sends requests to
         self.servers: tuple[Server, ...] = ()
         self.own: list[Server] = []
-        # what was met already, and the version of the last update that all of it has
+        # servers that were checked and joined, and the version of the last update that all of them have
         self._known: tuple[Server, ...] = ()
         self._delivered: int | None = None
 
     def to(self, servers: Sequence[Server]) -> Self:
-        """Itself; the next update goes to ``servers``."""
+        """Send the next updates to ``servers``; returns the sink itself."""
         self.servers = tuple(servers)
         return self
 
     def begin(self, version: int) -> None:
-        """Weights of this version follow; requests that are running end with what they have, new ones wait.
+        """Start the update to this version: running requests end with the tokens they have, new requests wait.
 
         Raises:
             ValueError: a server runs another model.
-            WeightSyncError: a server cannot be reached, or does not join.
+            WeightSyncError: a server cannot be reached, or preparing it for updates fails.
         """
         failure: Exception | None = None
         try:
@@ -123,14 +123,14 @@ class ServerSink(ABC):
         """Deliver a bucket.
 
         Raises:
-            ValueError: there was no `begin`, or the model has no such weight, or another shape of it.
-            WeightSyncError: a server did not take it.
+            ValueError: there was no `begin`, the model has no weight of a name, or its shape differs.
+            WeightSyncError: a server did not accept the bucket.
         """
         with self.update.taking(zip(bucket.names, bucket.shapes, strict=True)):
             self._attempt(lambda: self._transfer(bucket))
 
     def end(self) -> None:
-        """All weights are there: decode with them.
+        """Finish the update: all weights were sent, and the servers decode with them.
 
         Raises:
             ValueError: a weight was not sent; the servers stay paused.
@@ -142,11 +142,11 @@ class ServerSink(ABC):
         self._delivered = version
 
     def close(self) -> None:
-        """Give up what is held for later updates."""
+        """Give up the connections that are kept for later updates."""
         self.own, self._known = [], ()
 
     def _meet_the_new(self) -> None:
-        """Of servers that are new, or were restarted, the model is checked; then they join."""
+        """If a server is new or was restarted, check the model of every server and join all of them again."""
         infos = [server.get("/model_info") for server in self.servers]
         last = None if self._delivered is None else str(self._delivered)
         if self.servers == self._known and all(info["weight_version"] == last for info in infos):
@@ -154,13 +154,13 @@ class ServerSink(ABC):
         self.close()
         for server, info in zip(self.servers, infos, strict=True):
             check_model(server.url, info, self.setup.model_path)
-            # started without a warm-up request it has not done so yet, and every flush of the cache takes a second
+            # a server started without a warm-up request has not done this, and each cache flush takes a second
             server.post("/freeze_gc")
         self.own = self._join(self.servers)
         self._known = self.servers
 
     def _join(self, servers: Sequence[Server]) -> list[Server]:
-        """Prepare for updates to ``servers``; returns those that this rank talks to."""
+        """Prepare for updates to ``servers``; returns those that this rank sends requests to."""
         return list(servers)
 
     def _open(self) -> None:
@@ -191,17 +191,17 @@ class ServerSink(ABC):
 
 
 class HttpSink(ServerSink):
-    """Tensors in the body of ``update_weights_from_tensor``: needs nothing but a connection."""
+    """Sends tensors in the body of ``update_weights_from_tensor``, which needs only an HTTP connection."""
 
     def _transfer(self, bucket: WeightBucket) -> None:
         blob = pickled(WeightBucket(bucket.names, bucket.shapes, bucket.flat.cpu()))
-        # every rank of a server reads a pickle of its own
+        # the request has one pickle for each tensor-parallel rank of the server
         requests = {width: _update_request([blob] * width) for width in {server.tp_size for server in self.own}}
         each(self.own, lambda server: server.post("/update_weights_from_tensor", requests[server.tp_size]))
 
 
 class DiskSink(ServerSink):
-    """A Hugging Face folder for each version, ``weights_0000007``, which the servers load; until then they decode."""
+    """Writes a Hugging Face folder per version, such as ``weights_0000007``; servers decode until they load it."""
 
     def __init__(self, setup: SyncSetup) -> None:
         super().__init__(setup)
@@ -240,9 +240,9 @@ class DiskSink(ServerSink):
 
 
 class GroupSink(ServerSink):
-    """A broadcast of each bucket from this process in a process group with every GPU of the servers.
+    """Broadcasts each bucket from this process in a process group with every rank of the servers.
 
-    NCCL, or gloo on a CPU. The group is made once, and left by `close`.
+    The backend is NCCL, or gloo on a CPU. The first update creates the group, `close` destroys it.
     """
 
     _group: dist.ProcessGroup | None = None
@@ -253,7 +253,7 @@ class GroupSink(ServerSink):
         host, backend = self.setup.host, "nccl" if self.setup.device.type == "cuda" else "gloo"
         widths = [server.tp_size for server in servers]
         world = 1 + sum(widths)
-        # the servers knock until the store is there; rank 0 of the group holds it
+        # rank 0 of the group hosts the store; the servers try to connect until it exists
         store = dist.TCPStore(host, 0, world, True, timedelta(seconds=JOIN_S), wait_for_workers=False)
         place = {"master_address": host, "master_port": store.port, "world_size": world, "backend": backend}
         joining = [
@@ -271,8 +271,8 @@ class GroupSink(ServerSink):
         return list(servers)
 
     def _enter(self, store: dist.TCPStore, world: int, backend: str) -> dist.ProcessGroup:
-        # torch has no public way to a second group that reaches beyond the default one; SGLang enters by this door
-        # too, and the keys of both sides in the store must be the same
+        # torch has no public function for a group with processes outside the default group; SGLang calls this private
+        # one too, and both sides must use the same keys in the store
         group, _ = c10d._new_process_group_helper(
             world,
             0,
@@ -295,7 +295,7 @@ class GroupSink(ServerSink):
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        # once: a server that got the first request is in the broadcast already
+        # no retry: a server that received the first request has already entered the broadcast
         path = "/update_weights_from_distributed"
         answers = [self._threads.submit(server.post, path, request, ONCE) for server in self.own]
         sent = dist.broadcast(bucket.flat.view(torch.uint8), src=0, group=self._group, async_op=True)
@@ -306,11 +306,11 @@ class GroupSink(ServerSink):
         sent.wait()
 
     def close(self) -> None:
-        """Servers and this process leave the group."""
+        """The servers and this process leave the process group."""
         if self._group is not None:
             for server in self.own:
                 try:
-                    # one that still waits for a broadcast that failed does not answer
+                    # a server that still waits for a failed broadcast does not answer
                     server.post("/destroy_weights_update_group", {"group_name": self._name}, ONCE, LEAVE_S)
                 except HttpError as error:
                     logger.warning("%s did not leave the process group of weight updates: %s", server.url, error)
@@ -321,11 +321,10 @@ class GroupSink(ServerSink):
 
 
 class IpcSink(ServerSink):
-    """Each trainer rank offers its own copy of a bucket to the server rank on its GPU, through CUDA IPC (collective).
+    """Each trainer rank shares its copy of a bucket with the server rank on its GPU, through CUDA IPC (collective).
 
-    The first trainer rank on a server's GPUs talks to it, for all of them. On a CPU tensors travel by value. The
-    servers stand on the trainer ranks' GPUs in their order, side by side from rank 0 on, unless their ``first_gpu``
-    leaves ranks out.
+    The first trainer rank on a server's GPUs sends the request for all of them. On a CPU tensors are sent by value.
+    The servers use the trainer ranks' GPUs in order, from rank 0 on without gaps, unless a ``first_gpu`` skips ranks.
     """
 
     every_rank = True
@@ -342,14 +341,14 @@ class IpcSink(ServerSink):
         return [server for server, own in zip(servers, ranks, strict=True) if own[0] == self._rank]
 
     def _transfer(self, bucket: WeightBucket) -> None:
-        # the memory behind a handle that nobody opens would never be free again
+        # ranks without a server send no handle, because memory behind a handle that is never opened is never freed
         blobs = _from_all(pickled(bucket) if self._serves else b"")
         for server in self.own:
             request = _update_request(blobs[self._rank : self._rank + server.tp_size])
             server.post("/update_weights_from_tensor", request)
 
     def _raise_first(self, failure: Exception | None) -> None:
-        # all ranks go on, or none: the others would wait for one that did not
+        # if one rank fails, all raise; otherwise the others would wait for it in the next collective call
         for each_failure in _from_all(failure):
             super()._raise_first(each_failure)
 
@@ -359,7 +358,7 @@ class IpcSink(ServerSink):
             work()
         except HttpError as error:
             failure = str(error)
-        # all wait here, holding their memory, until every server has copied it; and all fail together
+        # all ranks keep the shared memory and wait here until every server has copied it; if one fails, all raise
         failures = [text for text in _from_all(failure) if text]
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()
@@ -371,12 +370,12 @@ SINKS: dict[str, type[ServerSink]] = {"http": HttpSink, "disk": DiskSink, "nccl"
 
 
 def build_sink(setup: SyncSetup) -> ServerSink:
-    """The way that ``setup`` names."""
+    """The sink for ``setup.transport``."""
     return SINKS[setup.transport](setup)
 
 
 def _from_all(value: T) -> list[T]:
-    """``value`` of every trainer rank, in their order (collective)."""
+    """The ``value`` of every trainer rank, in rank order (collective)."""
     values: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -385,15 +384,15 @@ def _from_all(value: T) -> list[T]:
 def pickled(bucket: WeightBucket) -> bytes:
     """The bucket in SGLang's ``flattened_bucket`` format, as ``update_weights_from_tensor`` reads it.
 
-    A tensor in host memory travels by value (torch's shared memory would tie the server to our process), one on a GPU
-    as a CUDA IPC handle: keep it until the server has answered.
+    A tensor in host memory is sent by value, because torch's shared memory would tie the server to our process. A GPU
+    tensor is sent as a CUDA IPC handle, so the caller must keep it until the server has answered.
     """
     metadata = []
     end = 0
     for name, tensor in bucket.tensors():
         start, end = end, end + tensor.nbytes
         metadata.append(
-            # stands for SGLang's FlattenedTensorMetadata, which is read by attribute; its unpickler admits `types`
+            # replaces SGLang's FlattenedTensorMetadata: SGLang reads attributes, and its unpickler allows `types`
             SimpleNamespace(
                 name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
             )
@@ -405,18 +404,18 @@ def pickled(bucket: WeightBucket) -> bytes:
 
 
 def _update_request(blobs: list[bytes]) -> bytes:
-    """The JSON body for the pickles of all ranks; the cache is flushed once, at the end, not here."""
-    # base64 needs no escapes: joining is a copy less per blob than json.dumps
+    """The JSON body with one pickle per rank; it asks for no cache flush, since `end` flushes once."""
+    # base64 needs no JSON escapes, and joining bytes makes one copy per blob fewer than json.dumps
     quoted = b",".join(b'"%b"' % base64.b64encode(blob) for blob in blobs)
     return b'{"serialized_named_tensors":[%b],"load_format":"flattened_bucket","flush_cache":false}' % quoted
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
-        # a tensor in host memory goes torch's own way, one of the few that SGLang 0.5.23 unpickles
+        # host tensors use torch's own pickling, one of the few functions that SGLang 0.5.23 allows when unpickling
         if not (isinstance(value, Tensor) and value.is_cuda):
             return NotImplemented
         rebuild, arguments = reduce_tensor(value)
-        # two processes may number the same GPU differently: SGLang finds it by its UUID
+        # two processes may number the same GPU differently, so SGLang looks the device up by UUID
         uuid = str(torch.cuda.get_device_properties(value.device).uuid)
         return rebuild, (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
