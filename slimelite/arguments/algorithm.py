@@ -36,7 +36,7 @@ from slimelite.arguments.conditions import (
 from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
 from slimelite.arguments.sources import PRESETS
 
-# what code of the user's, handed the samples, may read
+# this plugin gets the arguments: it may read reward flags that nothing else reads
 POST_PROCESS = when("--custom-reward-post-process-path", lambda a: a.custom_reward_post_process_path)
 BOUNDED_BELOW = named(MODES, lambda mode: "mis_lower_bound" in mode.reads)
 COMPARES = when("an --advantage-estimator that compares the responses to a prompt", lambda a: a.estimator.group)
@@ -181,9 +181,9 @@ class AlgorithmArgs:
         "makes the policy loss of a step out of that of its tokens, instead of --loss-aggregation", POLICY_LOSS
     )
 
-    # a reference model is needed
+    # whether a reference model is needed
     use_reference: bool = resolved(False)
-    # estimator of the KL in the reward: unbiased, and a reward has no gradient that could vanish
+    # estimator of the KL in the reward; k1 is unbiased, and its zero mean gradient would matter only in a loss
     kl_reward_type: str = resolved("k1")
 
     @property
@@ -198,7 +198,7 @@ class AlgorithmArgs:
 
     @property
     def supervised(self) -> bool:
-        """The responses are the data's: none was sampled, so there is neither a temperature nor an old policy."""
+        """Whether responses come from the data: none is sampled, so there is no temperature and no old policy."""
         return self.loss.supervised
 
 
@@ -359,7 +359,7 @@ class CriticArgs:
         metavar="DIR",
     )
 
-    # ppo trains one
+    # whether the estimator needs a critic, as ppo does
     use_critic: bool = resolved(False)
 
 

@@ -1,4 +1,4 @@
-"""When flags have an effect: what must hold of the complete arguments, and the words that say so behind "needs"."""
+"""Conditions for flags to have an effect: tests of the complete arguments, and words for messages ("needs ...")."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def when(words: Words, holds: Callable[[Args], object], why_not: str = "") -> Needs:
-    """What ``words`` say, and whether it ``holds``."""
+    """One condition: ``holds`` tests the arguments; messages describe it by ``words``, then ``why_not``."""
     return Needs((Condition(words, holds, why_not),))
 
 
 def rule_reads(flag: str) -> Needs:
-    """A reward rule that reads ``flag`` may run; without --rm-type every sample says how to score it."""
+    """The condition that a rule which reads ``flag`` may run; without --rm-type any sample may name such a rule."""
 
     def reads(name: str) -> bool:
         return name in RULES and flag in (RULES[name].needs, *RULES[name].reads)
@@ -35,7 +35,7 @@ def rule_reads(flag: str) -> Needs:
 
 
 def named(registry: Registry[R], fact: Callable[[R], object]) -> Callable[[], str]:
-    """The option of ``registry`` with the names for which ``fact`` holds, of those that are registered then."""
+    """Words for the option of ``registry`` and those of the names registered by then for which ``fact`` holds."""
     return lambda: f"{registry.option} " + " or ".join(name for name, record in registry.items() if fact(record))
 
 
@@ -46,7 +46,7 @@ SYNC = TRAINING & INFERENCE
 NEW_ROLLOUTS = when(
     "new rollouts", lambda a: not a.load_debug_rollout_data, ", and --load-debug-rollout-data brings saved ones"
 )
-# --loss-type sft_loss without evaluation runs no engine; a rollout function of the user's may sample without ours
+# --loss-type sft_loss without evaluation runs no engine; a rollout function of the user's may sample without one
 SAMPLING = when(
     "responses to sample", lambda a: not a.debug_train_only or (a.rollout_function_path and not a.supervised)
 )

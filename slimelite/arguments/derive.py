@@ -1,4 +1,4 @@
-"""Values that nobody gave: found once, after all sources are merged, each with its reason."""
+"""Derived values: once all sources are merged, open fields are filled in and some replaced, each with its reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slimelite.checkpoints import find_checkpoint, holds_model
 from slimelite.engines.registry import ENGINES
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
-# what slime's flags name by default is what runs here when they name nothing; --async-rollout generates ahead
+# slime's names for what runs here by default: a flag with one of them is treated as not given
 SLIME_DEFAULTS = {
     "rollout_function_path": _ROLLOUTS,
     "eval_function_path": _ROLLOUTS,
@@ -33,10 +33,10 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass
 class Draft:
-    """Arguments on their way to being complete."""
+    """The arguments while `derive` completes them."""
 
     args: Args
-    given: frozenset[str]  # fields that a source named
+    given: frozenset[str]  # fields that the command line or a config file set, not a preset
     machine: Machine
     settings: Settings
     derivations: list[Derivation] = field(default_factory=list)
@@ -53,14 +53,14 @@ class Draft:
             self.set(name, value, reason)
 
     def complain(self, option: str, what: str) -> None:
-        """A problem that only derivation can see."""
+        """Record a problem of ``option`` that only derivation can find."""
         self.settings.complain(option, what)
 
 
 def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settings) -> Args:
-    """``args`` with every open value filled in; what cannot be becomes a problem of ``settings``.
+    """``args`` with every open field filled in; a field for which that fails becomes a problem of ``settings``.
 
-    ``args.derivations`` are those of presets.
+    ``args.derivations`` has the values of presets when this is called.
     """
     draft = Draft(args, given, machine, settings, list(args.derivations))
     _modes(draft)
@@ -122,9 +122,10 @@ def _modes(draft: Draft) -> None:
 
 
 def _transport(draft: Draft) -> None:
-    """How weights reach engines that are servers: as the user says, else by where they are.
+    """The transport of weights to engines that are servers: the user's choice, or else one that fits where they run.
 
-    Gloo on a CPU is many times faster than HTTP (docs/benchmarks.md). Servers of someone else's may be anywhere.
+    Gloo on a CPU is many times faster than HTTP (docs/benchmarks.md). External servers may be on
+    any machine, so their default is HTTP.
     """
     args = draft.args
     if not ENGINES[args.rollout_backend].server:
@@ -298,7 +299,7 @@ def _algorithm(draft: Draft) -> None:
 
 
 def _checkpoints(draft: Draft) -> None:
-    """Whether there is something to resume."""
+    """The checkpoint to resume from, if there is one."""
     args = draft.args
     if args.load is None or (holds_model(args.load) and args.ckpt_step is None):
         return
@@ -363,7 +364,7 @@ def _resolve_plugin(draft: Draft, path: str) -> None:
 
 
 def _distillation(draft: Draft) -> None:
-    """slime's name of the trainer's teacher, and what a run without task reward scores with."""
+    """slime's name for a teacher inside the trainer, and the reward rule of a run without a task reward."""
     args = draft.args
     if not args.use_opd:
         return

@@ -16,7 +16,7 @@ from slimelite.arguments.vocabulary import SIMILAR, Settings, known_tables, read
 if TYPE_CHECKING:
     from slimelite.arguments.args import Args
 
-# of a dataset's name; files have 255, with the number of the rollout
+# limit for a dataset's name: file names have at most 255 bytes and also contain the rollout's number
 NAME_BYTES = 200
 
 
@@ -54,7 +54,7 @@ class EvalDataset:
     skip_special_tokens: bool = flag(False, "the response's text is without special tokens", ALWAYS)
 
     def problems(self) -> Iterator[str]:
-        """What its settings, from whichever flag or file, cannot be."""
+        """A message for each invalid setting, whichever flag or file it came from."""
         if len(self.name.encode()) > NAME_BYTES:
             name = f"{self.name[:40]}..."
             yield f"eval dataset {name}: its files are called after it: a name of {NAME_BYTES} bytes or less"
@@ -67,7 +67,7 @@ class EvalDataset:
 
 
 def _setting(name: str, auto: str | None = None) -> Any:
-    """A flag for what every dataset has, where it does not say ``name`` itself; the datasets are checked."""
+    """A flag for setting ``name`` of every dataset without its own; bounds are checked on the datasets."""
     help = next(setting.help for setting in group_flags(EvalDataset) if setting.name == name)
     return flag(None, help, EVALUATION, auto=auto)
 
@@ -120,7 +120,7 @@ class EvalArgs:
 
 
 def resolve_eval_datasets(args: Args, settings: Settings) -> tuple[EvalDataset, ...]:
-    """Every evaluation dataset with all its settings; what is wrong becomes problems of ``settings``."""
+    """Every evaluation dataset with all its settings; errors become problems of ``settings``."""
     if args.eval_config:
         defaults, entries = _read_eval_config(args.eval_config, settings)
     else:
@@ -135,7 +135,7 @@ def resolve_eval_datasets(args: Args, settings: Settings) -> tuple[EvalDataset, 
 
 
 def _flag_values(args: Args) -> dict[str, Any]:
-    """What ``--eval-*`` and, below them, ``--rollout-*`` say for every dataset."""
+    """Settings of every dataset, from the ``--eval-*`` flags, or ``--rollout-*`` where those are not given."""
 
     def first(value: Any, fallback: Any) -> Any:
         return fallback if value is None else value
@@ -165,7 +165,7 @@ def _flag_values(args: Args) -> dict[str, Any]:
 
 
 def _read_prompt_data(words: list[str], settings: Settings) -> list[dict[str, Any]]:
-    if len(words) == 1:  # slime calls it "aime" whatever it is
+    if len(words) == 1:  # slime names such a dataset "aime", whatever it is
         return [{"name": Path(words[0].partition("@[")[0]).stem, "path": words[0]}]
     if len(words) % 2:
         settings.complain(
@@ -224,7 +224,7 @@ def _dataset(
     values = {**base, **defaults, **entry}
     own = {**defaults, **entry}
     if "rm_type" in own and "custom_rm_path" not in own:
-        values["custom_rm_path"] = None  # a dataset's own rule is nearer than the run's --custom-rm-path
+        values["custom_rm_path"] = None  # a dataset's own rule overrides the run's --custom-rm-path
     dataset = EvalDataset(**values)
     if not dataset.name or not dataset.path:
         settings.complain("--eval-config", f"a dataset needs a name and a path, not {entry}")

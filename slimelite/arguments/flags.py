@@ -34,26 +34,26 @@ class ArgumentError(ValueError):
     """What is wrong with the arguments: every problem, one line each."""
 
     def __init__(self, problems: Iterable[str], args_so_far: object = None) -> None:
-        """``args_so_far``: the arguments with what was wrong left at its default, for further checks."""
+        """``args_so_far``: the arguments for further checks; flags that could not be read have their defaults."""
         self.problems = list(problems)
         self.args_so_far = args_so_far
         super().__init__("\n".join(self.problems))
 
 
-# text, or a function that makes it of what is registered by then
+# a text, or a function that returns one, for a text that lists the names in a registry
 Words = str | Callable[[], str]
 
 
 def spoken(words: Words) -> str:
-    """The text."""
+    """``words`` as text."""
     return words if isinstance(words, str) else words()
 
 
 class Condition(NamedTuple):
-    """One thing that a flag may need: the words behind "needs", and whether it holds of the complete arguments.
+    """One condition that a flag may need: its description, written after "needs", and a test of the arguments.
 
-    ``said``: a function where the words depend on what is registered. ``why_not``: what usually stands in its way.
-    ``strict``: a flag that is given without it is an error, and not only listed under "no effect here".
+    ``why_not``: the usual reason that it does not hold, appended to the description. ``strict``: a flag that is given
+    while it does not hold is an error; otherwise the flag is only listed under "no effect here".
     """
 
     said: Words
@@ -63,13 +63,13 @@ class Condition(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Behind "needs"."""
+        """The description of the condition, as text."""
         return spoken(self.said)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """When a flag has an effect: where all of ``conditions`` hold."""
+    """The conditions under which a flag has an effect: all of them must hold."""
 
     conditions: tuple[Condition, ...]
 
@@ -84,11 +84,11 @@ class Needs:
         return Needs((Condition(words, lambda args: not (self.missing(args) and other.missing(args))),))
 
     def strictly(self) -> Needs:
-        """The same, as an error where it does not hold."""
+        """The same conditions, each of them strict: see `Condition`."""
         return Needs(tuple(condition._replace(strict=True) for condition in self.conditions))
 
     def missing(self, args: object, *, strict: bool = False) -> str | None:
-        """The words of the first (or first strict) condition that does not hold of ``args``; None: all do."""
+        """The words of the first condition that ``args`` do not meet, of the strict or of the other ones; or None."""
         checked = (condition for condition in self.conditions if condition.strict == strict)
         return next((condition.words + condition.why_not for condition in checked if not condition.holds(args)), None)
 
@@ -99,7 +99,7 @@ def listed(parts: Iterable[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-# a flag that always has an effect says so
+# for a flag that always has an effect
 ALWAYS = Needs(())
 
 
@@ -126,12 +126,12 @@ def flag(
 
     Args:
         default: value when no source gives one; lists and dicts are copied.
-        help: a sentence or two; units in brackets; a function where they depend on what is registered.
-        needs: when the flag has an effect; `ALWAYS` for one that always has. One that is given without is listed
-            under "no effect here" when the run starts.
-        required: the flag has to be given where the last of what it needs holds.
-        choices: the values it takes, such as a `Registry`, whose names they are, or ``("auto", REGISTRY)``; a
-            ``Literal`` annotation says the same.
+        help: a sentence or two, with units in brackets; a function if the text lists the names in a registry.
+        needs: the conditions under which the flag has an effect, `ALWAYS` if there are none. A flag that is given while
+            they do not hold is listed under "no effect here" when the run starts.
+        required: the flag must be given if the last condition of ``needs`` holds.
+        choices: the allowed values. A `Registry` stands for its names, alone or as in ``("auto", REGISTRY)``. A
+            ``Literal`` annotation sets them too.
         at_least: bound of a number; None means that there is none.
         at_most: likewise.
         above: likewise, and the bound itself is not allowed.
@@ -165,7 +165,7 @@ def _field(default: Any, **metadata: Any) -> Any:
 
 @dataclass(frozen=True)
 class Flag:
-    """How one field is spelled and read; the other fields are those of `flag`."""
+    """How one dataclass field is spelled and read; most attributes are arguments of `flag`."""
 
     name: str
     kind: type  # of one value: bool, int, float, str or dict
@@ -190,12 +190,12 @@ class Flag:
 
     @property
     def help(self) -> str:
-        """What it does."""
+        """The help text."""
         return spoken(self.text)
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that it takes, those that are registered by now; empty: any."""
+        """The allowed values, with the names registered so far; empty: any value is allowed."""
         parts = ((part,) if isinstance(part, str) else part for part in self.known)
         return tuple(name for part in parts for name in part)
 
@@ -222,7 +222,7 @@ class Flag:
         return words if self.except_for is None else f"{self.except_for} or {words}"
 
     def wrong_number(self, value: Any) -> str | None:
-        """What a number that is out of bounds must be, as ``must be at least 1``; None where ``value`` is none."""
+        """The complaint about a number out of bounds, such as ``must be at least 1``; None: ``value`` has none."""
         numbers = [v for v in (value if isinstance(value, list) else [value]) if type(v) in (int, float)]
         if any(math.isinf(v) for v in numbers) and not self.infinite:
             return "must be finite"

@@ -50,7 +50,7 @@ def usage(flag: Flag) -> str:
 
 
 def shown_default(flag: Flag) -> str:
-    """What holds when the flag is not given, or "" when that says nothing."""
+    """The default as text, or "" if it would tell the reader nothing."""
     if flag.auto is not None:
         return flag.auto
     if flag.default in (None, [], {}, False) or flag.kind is bool:
@@ -59,13 +59,13 @@ def shown_default(flag: Flag) -> str:
 
 
 def shared_needs(group: type) -> set[str]:
-    """What every flag of ``group`` needs, which is said once."""
+    """The needs that all flags of ``group`` share; ``--help`` states them once for the group."""
     needs = [flag.needs or ALWAYS for flag in group_flags(group)]
     return set.intersection(*({condition.words for condition in need.conditions} for need in needs))
 
 
 def description(group: type) -> str:
-    """What is said of a group below its title."""
+    """The text below the title of a group."""
     shared = shared_needs(group)
     needs = f" These flags need {listed(sorted(shared))}." if shared else ""
     return f"{group_title(group)[1]}{needs}".strip()

@@ -1,4 +1,4 @@
-"""What this machine has, asked without importing torch; what to compute on, and where the engines stand."""
+"""GPUs of this machine, counted without importing torch; the device, the ranks and the places of engines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine under our feet; whether CUDA really works is seen when the run starts."""
+    """The machine of this process; only the start of the run shows whether CUDA works on its GPUs."""
     gpus = _count_gpus()
     sglang = importlib.util.find_spec("sglang") is not None
     return Machine(gpus=gpus, sglang=sglang, gpu_bytes=_gpu_bytes() if gpus else None)
@@ -56,7 +56,7 @@ def _gpu_bytes() -> int | None:
 
 
 def derive_devices(draft: Draft) -> None:
-    """What to compute on, and how many of it."""
+    """The device, the training ranks of a node, and whether trainer and engines give memory back."""
     args, gpus = draft.args, draft.machine.gpus
     if args.device == "auto":
         found = f"{gpus} GPU(s) found" if gpus else "no GPU found"
@@ -137,9 +137,9 @@ GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
 
 
 def derive_engine_groups(draft: Draft) -> None:
-    """One place for each engine of ``--sglang-config``; what it asks for and is not here becomes a problem.
+    """A place for each engine of ``--sglang-config``; settings that are not supported become problems.
 
-    The file has engines of different sizes and settings, in groups, in slime's format::
+    The file lists groups of engines, each with a size and settings of its own, in slime's format::
 
         sglang:
           - name: actor

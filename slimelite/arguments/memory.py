@@ -1,4 +1,4 @@
-"""What training holds on a rank's GPU, from the model's shapes: it decides what is recomputed and when ranks add up."""
+"""Estimates a training rank's GPU memory from the model's shapes, to decide on recomputation and gradient reduction."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from slimelite.arguments.args import Args
     from slimelite.arguments.derive import Draft
 
-# of a GPU's memory: the rest is CUDA's own, NCCL's, and what is lost between tensors
+# share of a GPU's memory that tensors can use; CUDA, NCCL and fragmentation take the rest
 USABLE = 0.88
-# left to a trainer by engines that stay beside it
+# share of that which is left to a trainer if engines keep their memory on the same GPU
 BESIDE_ENGINES = 0.35
 
-# logits in the LM head's chunks, and elements of the parts of its gradient (`training/model.py`)
+# how many logits the LM head computes at once, and the size of a part of its gradient (`training/model.py`)
 CHUNK = 2**27
 
-# what names layers of other kinds: their activations are not those that are counted here
+# config keys of layers of other kinds, whose activations `peak_bytes` does not know
 OTHER_LAYERS = (*EXPERTS, "linear_num_value_heads", "mamba_num_heads")
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a dense decoder with gated MLPs; ``query`` and ``key`` are the widths of all heads together."""
+    """Sizes of a dense decoder with gated MLPs; ``query`` and ``key`` are the widths of all heads together."""
 
     layers: int
     hidden: int
@@ -41,7 +41,7 @@ class Shapes:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shapes | None:
-        """From the content of a config.json; None: the sizes are not there, or the layers are of another kind."""
+        """Sizes from the content of a config.json; None if some are missing or the layers are of another kind."""
         config = text_config(config)
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         sizes = [int(config.get(name) or 0) for name in names]
@@ -65,22 +65,22 @@ class Shapes:
 
     @property
     def parameters(self) -> int:
-        """Matrices; norms and biases are small."""
+        """Parameters of all matrices; norms and biases are too small to matter."""
         return self.layers * self.layer + self.outer
 
 
 def peak_bytes(shapes: Shapes, tokens: int, shards: int, *, models: int, checkpointing: bool, whole_grads: bool) -> int:
-    """The most that one rank holds in a step with AdamW, in bf16 with fp32 weights, gradients and moments.
+    """Peak memory of one rank in an AdamW step: bf16 activations, fp32 weights, gradients and moments.
 
-    What transformers' layers keep for their backward pass was counted on fake tensors; tests/gpu_sim holds the sum to
-    what a simulated step takes.
+    The activations that transformers' layers keep for backward were counted on fake tensors; tests/gpu_sim compares the
+    estimate with a simulated step.
 
     Args:
         shapes: of the model.
         tokens: of a micro-batch.
-        shards: ranks that one copy of the model is spread over.
-        models: whose state is on the GPU: the policy, and a critic of the same size; 0 with ``--fsdp-cpu-offload``.
-        checkpointing: layers keep their input alone and are computed again.
+        shards: number of ranks that share one copy of the model.
+        models: with state on the GPU: 2 for policy and critic of the same size, else 1; 0 with ``--fsdp-cpu-offload``.
+        checkpointing: layers keep only their input and are recomputed in backward.
         whole_grads: gradients stay whole on every rank until the step's last micro-batch.
     """
     s = shapes
@@ -147,11 +147,11 @@ def _shapes(args: Args) -> Shapes | None:
         config = json.loads((Path(str(args.hf_checkpoint)) / "config.json").read_text())
         return Shapes.of(config)
     except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None  # a hub id, say; what is wrong with a folder the pre-flight check says
+        return None  # such as for a hub id; the pre-flight check reports a damaged folder
 
 
 def _longest_micro_batch(args: Args) -> int | None:
-    """Tokens of the longest micro-batch; a sample that is longer than the limit is one by itself."""
+    """Tokens of the longest micro-batch; a sample longer than the limit is a micro-batch of its own."""
     longest = args.rollout_max_context_len
     if longest is None and args.rollout_max_prompt_len and args.rollout_max_response_len:
         longest = args.rollout_max_prompt_len + args.rollout_max_response_len

@@ -85,7 +85,7 @@ class ClusterArgs:
 
     # rollout_num_gpus / rollout_num_gpus_per_engine
     num_engines: int = resolved(1)
-    # of each engine, where --sglang-config makes them differ; else they stand side by side, alike
+    # one for each engine of --sglang-config; empty: engines of equal width take the GPUs one after the other
     engine_places: tuple[EnginePlace, ...] = resolved(())
 
     def engine_place(self, index: int) -> EnginePlace:
@@ -143,7 +143,7 @@ class ArchitectureArgs:
 
     @property
     def describes_model(self) -> bool:
-        """Whether a model's flags (a ``models/*.sh`` array) were given at all."""
+        """Whether the flags describe a whole model, as a ``models/*.sh`` array does: ``--num-layers`` is given."""
         return self.num_layers is not None
 
 
@@ -237,7 +237,7 @@ class CheckpointArgs:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """What ``config`` (the content of config.json) says of the language model."""
+    """The part of ``config`` (the content of config.json) that describes the language model."""
     inner = config.get("text_config")
     return inner if isinstance(inner, dict) else config
 

@@ -33,9 +33,9 @@ def parse_args(
     """`make_args` for a command line: prints ``--help``, or every problem on a line of its own, and exits.
 
     Args:
-        argv: without the program's name; None: that of this process.
+        argv: the words of a command line, without the program's name; None: those of this process.
         groups: dataclasses of `flag` fields of your own; the result is an instance of each.
-        inspect: finds further problems, asked for when a dry run has some already, so that it names all of them.
+        inspect: finds further problems; called only for a dry run with wrong arguments, so that it lists all problems.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -58,7 +58,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     Args:
         argv: as in `parse_args`.
         groups: as in `parse_args`.
-        machine: what to derive device and counts from; None: this one.
+        machine: device and numbers of GPUs are derived from it; None: this machine.
 
     Raises:
         ArgumentError: with every problem found.
@@ -82,7 +82,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     args = derive(draft, given, machine or this_machine(), settings)
     args = replace(args, custom_config=settings.custom, notes=(*args.notes, *_own_keys(settings, vocabulary)))
     found = settings.problems[len(misread) :] + validate(args)
-    # a flag that could not be read has its default now; what follows from that is no news
+    # a flag that could not be read has its default here; problems that this default causes are left out
     problems = misread + [p for p in found if not blamed.intersection(re.split(r"[\s:,;]+", p))]
     if problems:
         raise ArgumentError(dict.fromkeys(problems), args)
@@ -93,7 +93,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
 def _args_type(argv: Sequence[str], groups: Sequence[type]) -> type[Args]:
     """`Args` with ``groups`` and those that ``--args-group`` names, on the command line or in ``--config``.
 
-    The files of ``--import-file`` run before, so that what they register is known to everything that follows.
+    The files of ``--import-file`` run first, so that the entries that they register are valid choices of flags.
     """
     named = _merge_sources(argv, Vocabulary(Args)).values
     files = import_files(named.get("import_file", []))
@@ -101,7 +101,7 @@ def _args_type(argv: Sequence[str], groups: Sequence[type]) -> type[Args]:
 
 
 def _own_keys(settings: Settings, vocabulary: Vocabulary) -> Iterator[str]:
-    """What is said of keys of ``--custom-config-path`` that are no flags: one of them may be a flag misspelt."""
+    """A note that lists the keys of ``--custom-config-path`` that are no flags: one may be a misspelt flag."""
     if settings.custom:
         near = {key: vocabulary.nearest("--" + key) for key in settings.custom}
         listed = ", ".join(f"{key} (the nearest flag is {flag})" if flag else key for key, flag in near.items())

@@ -1,4 +1,4 @@
-"""What is wrong with complete arguments, one line a problem, and which of the flags that were given do nothing."""
+"""Checks of the complete arguments: one line for each problem, and a list of the given flags without effect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def without_effect(args: Args, given: frozenset[str]) -> Iterator[tuple[str, str
 
 
 def _flags(args: Args) -> Iterator[str]:
-    """Numbers out of bounds, and flags without those that they need."""
+    """Numbers out of bounds, flags with an unmet strict condition, and required flags that are missing."""
     for flag in all_flags(type(args)).values():
         value = getattr(args, flag.name)
         if wrong := flag.wrong_number(value):
@@ -234,7 +234,7 @@ def _loss(args: Args) -> Iterator[str]:
 
 
 def _rewards(args: Args) -> Iterator[str]:
-    # the pre-flight says what is no rule
+    # the pre-flight check reports an unknown rule
     if args.rm_type and args.rm_type in RULES and (missing := RULES[args.rm_type].lacks(args)):
         yield missing
     if 0 < args.reward_timeout <= args.code_timeout:
@@ -265,7 +265,7 @@ def _training(args: Args) -> Iterator[str]:
 
 
 def _correction(args: Args) -> Iterator[str]:
-    """What contradicts itself, one line each."""
+    """Correction flags that contradict each other, or change nothing."""
     chosen = args.correction
     if args.use_tis and chosen != "tis" and args.custom_tis_function_path is None:
         yield f"--use-tis is --correction tis, not {chosen}; take one"
@@ -290,7 +290,7 @@ def _correction(args: Args) -> Iterator[str]:
 
 
 def _distillation(args: Args) -> Iterator[str]:
-    """What does not fit together, one line each."""
+    """Distillation flags that contradict each other, or are missing."""
     if not args.use_opd:
         return
     if args.supervised or not args.compute_advantages_and_returns:
@@ -305,7 +305,7 @@ def _distillation(args: Args) -> Iterator[str]:
 def _teacher_server(args: Args) -> Iterator[str]:
     if args.opd_teacher_load is not None:
         yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; take one"
-    # code that makes whole samples may have asked a teacher of its own
+    # code of the user's that makes whole samples may have had a teacher score them already
     scored_elsewhere = args.load_debug_rollout_data or args.rollout_function_path or args.custom_generate_function_path
     if args.rm_url is None and not scored_elsewhere:
         yield "--opd-type sglang needs --rm-url, the address of the teacher's /generate"

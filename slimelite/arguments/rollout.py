@@ -28,7 +28,7 @@ OWN_GENERATE = when(
     "--custom-generate-function-path",
     lambda a: a.custom_generate_function_path or any(d.custom_generate_function_path for d in a.eval_datasets),
 )
-# what a loss mask is of; a plugin may call slime's mask generator
+# runs that may need a loss mask of conversations; a plugin may call slime's mask generator
 CONVERSATIONS = SUPERVISED | when(
     "a plugin that reads it", lambda a: a.custom_generate_function_path or a.rollout_function_path
 )

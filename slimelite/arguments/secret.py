@@ -1,4 +1,4 @@
-"""Which arguments are secret: one list for everything that shows, saves or logs them, as ``***``."""
+"""Which arguments are secret: whatever shows, saves or logs arguments asks this module, and writes ``***``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 HIDDEN = "***"
-# flags whose value is a secret, or a JSON object that may have some
+# flags whose value is a secret, and flags whose value is a JSON object that may contain secrets
 WHOLE, HOLDERS = ("wandb_key",), ("train_env_vars",)
-# in a dict (environment variables, options of SGLang, a user's own settings) the name tells: HF_TOKEN, api_key,
-# AWS_SECRET_ACCESS_KEY, PGPASSWORD, but not MAX_TOKENS, TOKENIZERS_PARALLELISM or a column's name
+# the names of secret entries in a dict (environment variables, SGLang's options, a user's own settings): HF_TOKEN,
+# api_key, AWS_SECRET_ACCESS_KEY, PGPASSWORD, but not MAX_TOKENS, TOKENIZERS_PARALLELISM or a column's name
 _TELLING = re.compile(
     r"secret|password|passwd|passphrase|credential|webhook|(^|_)(key|apikey|token|auth|pat|pwd|dsn)(_id|_\d+)?$",
     re.IGNORECASE,
@@ -20,7 +20,7 @@ _IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
 def masked(name: str, value: Any) -> Any:
-    """``value`` of the argument ``name`` as it may be shown; of an address only the user and password are hidden."""
+    """``value`` of the argument ``name`` as it may be shown; in an address only user and password are hidden."""
     if name in WHOLE and value is not None:
         return HIDDEN
     if isinstance(value, dict):
@@ -34,14 +34,14 @@ def masked(name: str, value: Any) -> Any:
 
 
 def public_part(variables: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-    """Environment variables that may be shown, and the others; values as text."""
+    """(environment variables that may be shown, secret ones), with values as text."""
     shown = masked("", variables)
     public = {name: str(value) for name, value in variables.items() if shown[name] == value}
     return public, {name: str(value) for name, value in variables.items() if name not in public}
 
 
 def is_masked(value: Any) -> bool:
-    """Whether ``value`` was written by `masked`: it must not be taken for a real one."""
+    """Whether ``value`` contains the ``***`` of `masked`, and so is not the real value."""
     return any(leaf == HIDDEN or f"://{HIDDEN}@" in leaf for leaf in _texts(value))
 
 
@@ -59,14 +59,14 @@ def masked_words(argv: Sequence[str]) -> list[str]:
 
 
 def without(words: Sequence[str], message: str) -> str:
-    """A message about the values ``words`` without them."""
+    """``message`` with ``***`` instead of each of ``words``."""
     for word in sorted(filter(None, words), key=len, reverse=True):
         message = message.replace(repr(word), HIDDEN).replace(word, HIDDEN)
     return message
 
 
 def may_hold_secrets(option: str) -> bool:
-    """Whether the value of ``--option`` is not to be repeated."""
+    """Whether the value of ``--option`` may be a secret, which no message may repeat."""
     name = option.removeprefix("--").replace("-", "_")
     return name in (*WHOLE, *HOLDERS) or (name.startswith(("sglang_", "router_")) and _is_telling(name))
 

@@ -13,11 +13,11 @@ from typing import Any
 from slimelite.arguments.vocabulary import Settings, Vocabulary, as_words, read_yaml, recorded
 from slimelite.registry import Registry
 
-# what names a file of arguments
+# flags that name a file of arguments
 FILES = ("--config", "--custom-config-path")
-# the longest name of a file or folder
+# the longest name that a file or folder may have [bytes]
 NAME_BYTES = 255
-# what `--help` calls the values of the other flags that name files
+# metavars in `--help` of the other flags that name files or folders
 PATHS = ("PATH", "DIR", "TEMPLATE", "NAME PATH")
 
 
@@ -77,7 +77,7 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
             settings.complain(f"--{name}", "is there twice, with - and with _")
         elif own_keys and not vocabulary.knows(name):
             try:
-                json.dumps(value, default=str, skipkeys=True)  # it goes into config.json
+                json.dumps(value, default=str, skipkeys=True)  # the run writes it into config.json
                 settings.custom[name.replace("-", "_")] = value
             except (ValueError, RecursionError) as error:
                 settings.complain(f"--{name}", f"cannot be written as JSON: {error}")
@@ -88,7 +88,7 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
 
 
 def load_yaml(path: str, option: str, settings: Settings) -> Any:
-    """The content of a YAML file; what is wrong with it becomes a problem of ``option``, and the content None."""
+    """The content of a YAML file; a file that cannot be read becomes a problem of ``option``, and gives None."""
     import yaml  # here, so that --help needs the standard library only
 
     try:
@@ -110,7 +110,7 @@ def load_yaml(path: str, option: str, settings: Settings) -> Any:
 
 
 def _check_keys(root: Any) -> None:
-    """YAML forbids a key twice; PyYAML takes the last one without a word. What ``<<`` merges may be said again."""
+    """Raise ValueError for a repeated key, of which PyYAML silently takes the last; ``<<`` may merge the same key."""
     ahead, walked = [root], set()
     while ahead:
         node = ahead.pop()
@@ -142,7 +142,7 @@ def _read_key(name: str, value: Any, vocabulary: Vocabulary, settings: Settings)
         elif name in vocabulary.switches_off:
             flag = vocabulary.switches_off[name]
             settings.values[flag.name] = not read_yaml(flag, value)
-        elif value is not False or not vocabulary.knows(name):  # false is "not given" for a flag of the tables
+        elif value is not False or not vocabulary.knows(name):  # else false means "not given"
             vocabulary.read("--" + name, as_words(value), settings)
     except (ValueError, RecursionError) as error:
         settings.complain("--" + name, str(error))
@@ -153,7 +153,7 @@ def read_presets(
 ) -> tuple[Settings, dict[str, str]]:
     """Everything that the presets say, and the preset of each field.
 
-    Two presets may not set a field to different values, unless it is in ``given``: what other sources say wins anyway.
+    Two presets may not set a field to different values, unless it is in ``given``: other sources override presets.
     """
     settings, owner = Settings(), dict[str, str]()
     for name in names:
@@ -174,7 +174,7 @@ def read_presets(
 
 
 def drop_unusable_paths(settings: Settings, vocabulary: Vocabulary) -> None:
-    """A path that cannot even be looked up becomes a problem, and is taken out before something trips over it."""
+    """Remove each path that cannot be looked up and report it as a problem; later checks would fail on it."""
     for flag in vocabulary.flags.values():
         if flag.metavar not in PATHS or flag.name not in settings.values:
             continue
@@ -187,13 +187,13 @@ def drop_unusable_paths(settings: Settings, vocabulary: Vocabulary) -> None:
 
 
 def _unusable(path: str) -> str | None:
-    """What is wrong with ``path``, whether something is there yet or not."""
+    """Why ``path`` cannot be used, or None; a path where nothing exists yet can be used."""
     if not path:
         return "is empty: a variable that is not set?"
     if any(len(os.fsencode(name)) > NAME_BYTES for name in path.split("/")):
         return f"cannot be used: a name in it has more than {NAME_BYTES} bytes"
     try:
-        os.stat(f"{path.partition('@[')[0]}/.")  # a folder must let us in
+        os.stat(f"{path.partition('@[')[0]}/.")  # fails for a folder that we may not enter
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a run writes down; running half of the loop, dumps and self-checks."""
+"""What a run logs; flags to run half of the loop, to dump rollouts and for self-checks."""
 
 from __future__ import annotations
 

@@ -105,5 +105,5 @@ class PerfArgs:
         False, "the run repeats to the bit: it takes deterministic kernels and keeps submission order", ALWAYS
     )
 
-    # ranks add up their gradients after the last micro-batch of a step, and hold whole ones until then; else after each
+    # whether ranks reduce gradients only after the last micro-batch of a step, and hold whole gradients until then
     reduce_once_a_step: bool = resolved(True)

@@ -1,4 +1,4 @@
-"""What a user brings along: files that register entries, groups of flags, and plugins, on every node of a job."""
+"""Code of the user on every node of a job: files that register entries, groups of flags, and plugins."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ GROUP, FILE = "--args-group", "--import-file"
 
 
 class Origin(NamedTuple):
-    """Where a file, or the class ``name`` in it, can be had again in another process, perhaps on another machine."""
+    """Where another process, perhaps on another machine, finds a file or the class ``name`` in it."""
 
     file: str
-    # from the working directory, which a Ray job has on every node
+    # path from the working directory, which a Ray job has on every node
     relative: str
     module: str = ""
     name: str = ""
 
     @classmethod
     def of(cls, path: str, module: str = "", name: str = "") -> Origin:
-        """Of the file at ``path``."""
+        """The origin of the file at ``path``."""
         return cls(os.path.abspath(path), os.path.relpath(path), module, name)
 
     def path(self) -> str:
-        """Of the file on this machine."""
+        """Where the file is on this machine: the relative path is used if only that exists."""
         return self.relative if os.path.isfile(self.relative) and not os.path.isfile(self.file) else self.file
 
 
 class Origins(NamedTuple):
-    """What another process needs to read arguments: the files of ``--import-file``, and groups of flags."""
+    """What another process needs to unpickle arguments: the files of ``--import-file``, and groups of flags."""
 
     files: tuple[Origin, ...] = ()
     groups: tuple[Origin, ...] = ()
@@ -86,9 +86,9 @@ def load_groups(paths: Sequence[str]) -> list[type]:
 
 
 def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Origins | None = None) -> type[Args]:
-    """`Args` with the fields of ``groups`` as well; reading a pickled instance runs ``files`` before.
+    """`Args` with the fields of ``groups`` as well; unpickling an instance runs ``files`` first.
 
-    Instances can be pickled wherever the files are. ``origins``: of all these, where another process has said them.
+    Instances can be unpickled wherever the files exist. ``origins``: of groups and files, if another process sent them.
 
     Raises:
         ArgumentError: a group has a flag that is taken already, or is no frozen dataclass.

@@ -1,5 +1,5 @@
-"""What every option means and how its words are read: a flag of a group, an option of SGLang, or one of the flags of
-slime and Megatron that are known and change nothing here, or are refused (``known_flags.toml``)."""
+"""What every option means and how its words are read. An option is a flag of a group, an option of SGLang's server, or
+a flag of slime or Megatron that has no effect here or is refused (``known_flags.toml``)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from slimelite.arguments.secret import may_hold_secrets, without
 
 KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "json": dict}
 SWITCHES = {"bool": True, "switch": True, "off": False}
-# how alike (difflib's ratio) an unknown name and a known one are when the one was meant to be the other
+# difflib's ratio from which an unknown name is taken for a misspelling of a known one
 SIMILAR = 0.7
 
 
 @dataclass
 class Settings:
-    """What one source of arguments says."""
+    """The arguments that one source gives."""
 
     values: dict[str, Any] = field(default_factory=dict)
     sglang: dict[str, Any] = field(default_factory=dict)
@@ -32,11 +32,11 @@ class Settings:
     # keys of --custom-config-path that are no flags: for the user's plugins
     custom: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    # options that a problem is about: a later check that trips over one of them says nothing new
+    # options that have a problem already: later problems that name one of them are left out
     blamed: set[str] = field(default_factory=set)
 
     def complain(self, option: str, what: str, *also: str) -> None:
-        """Add a problem of ``option``; ``also``: what the user may have meant."""
+        """Add a problem of ``option``; ``also``: options that the user may have meant."""
         self.problems.append(f"{option} {what}")
         self.blamed.update((option, *also))
 
@@ -54,8 +54,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class KnownFlag:
-    """A flag that is none of ours: it takes ``arity`` values (-1: one or more), and of a refused one ``harmless`` is a
-    value that is accepted."""
+    """A flag of slime or Megatron that has no field here. It takes ``arity`` values (-1: one or more); a refused flag
+    is accepted with the value ``harmless``."""
 
     arity: int
     why: str
@@ -86,7 +86,7 @@ def known_tables() -> dict[str, dict[str, str]]:
 
 @cache
 def known_flags(refused: bool | None = None) -> dict[str, KnownFlag]:
-    """Flags that are none of ours, without their dashes in front: all, or those that are refused, or the others."""
+    """Flags that have no field here, by name without dashes; ``refused``: None for all, else only those that match."""
     if refused is not None:
         return {name: flag for name, flag in known_flags().items() if flag.refused == refused}
     tables, found = known_tables(), dict[str, KnownFlag]()
@@ -100,7 +100,7 @@ def known_flags(refused: bool | None = None) -> dict[str, KnownFlag]:
 
 @cache
 def sglang_options() -> dict[str, SglangOption]:
-    """Options of SGLang's server, without their ``--sglang-`` in front."""
+    """Options of SGLang's server, by name without the leading ``--sglang-``."""
     options: dict[str, SglangOption] = {}
     for line in recorded("sglang_fields.txt").splitlines():
         if line.startswith("#"):
@@ -115,7 +115,7 @@ def sglang_options() -> dict[str, SglangOption]:
 
 
 class Vocabulary:
-    """Every option that a command line for ``args_type`` may hold, without its dashes in front."""
+    """Every option that a command line for ``args_type`` may hold, without its leading dashes."""
 
     def __init__(self, args_type: type) -> None:
         self.flags = all_flags(args_type)
@@ -132,7 +132,7 @@ class Vocabulary:
         )
 
     def read(self, option: str, words: Sequence[str], into: Settings) -> None:
-        """What ``option`` with ``words`` behind it says; wrong ones become problems."""
+        """Read ``option`` with the values ``words`` into ``into``; what cannot be read becomes a problem there."""
         name = option.removeprefix("--")
         try:
             if name in self.switches_on:
@@ -199,7 +199,7 @@ def read_yaml(flag: Flag, value: Any) -> Any:
 
 
 def as_words(value: Any) -> list[str]:
-    """A value of a YAML file as the words that say the same on a command line; true is a switch, without words."""
+    """The command-line words for a value of a YAML file; there are none for true, since a switch takes none."""
     if value is True:
         return []
     if isinstance(value, dict):
@@ -210,7 +210,7 @@ def as_words(value: Any) -> list[str]:
 
 
 def _read_known(flag: KnownFlag, words: Sequence[str]) -> str:
-    """Why it changes nothing."""
+    """Why ``flag`` has no effect. Raises ValueError if the flag is refused."""
     _expect(words, flag.arity)
     if not flag.refused:
         return flag.why
