@@ -6,7 +6,7 @@ The tests are in the metadata, or in the label as JSON (an object, or a list of 
     {"test_list": ["assert add(1, 2) == 3"]}                         MBPP
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}                        stdin and stdout: APPS, TACO, CodeContests
 
-each perhaps with ``prefix``: code to go in front of the response's (imports, or the head that it completes).
+each with an optional ``prefix``: code before that of the response (imports, or the function head that it completes).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from slimelite.rewards.rules import Answer
 
 FENCE = "```"
 PYTHON = ("", "python", "py", "python3")
-# The program in the sandbox, called with the descriptors of its payload and of its verdict. The payload is JSON:
-# ``code``, ``tests`` (None: the code is a program that reads stdin) and ``token``, which is written when the tests have
-# run to their end: exit status 0 proves nothing, for the code may call ``sys.exit``. Beside tests, what stands under
-# ``if __name__ == "__main__"`` is a function's demonstration, and is not run.
+# The program in the sandbox, called with the file descriptors of its payload and of its verdict. The payload is JSON:
+# ``code``, ``tests`` (None: the code is a program that reads stdin) and ``token``, which is written after the last
+# test: exit status 0 proves nothing, because the code may call ``sys.exit``. With tests, code under
+# ``if __name__ == "__main__"`` is only a demonstration and is not run.
 RUNNER = """
 import json, os, sys
 with os.fdopen(int(sys.argv[1])) as file:
@@ -54,7 +54,7 @@ ENVIRONMENT = {
 
 
 class Tests(NamedTuple):
-    """``script``: what runs after the code; else ``cases``, (stdin, stdout) of each."""
+    """``script``: test code that runs after the response's code; if None, ``cases``: (stdin, stdout) of each run."""
 
     prefix: str
     script: str | None
@@ -62,7 +62,7 @@ class Tests(NamedTuple):
 
 
 def quick(answer: Answer) -> float | None:
-    """0 without a block of code.
+    """0 if the response has no block of code, else None.
 
     Raises:
         ValueError: there are no tests.
@@ -72,7 +72,7 @@ def quick(answer: Answer) -> float | None:
 
 
 def slow(answer: Answer) -> float:
-    """1 if every test passes within --code-timeout in all, else 0."""
+    """1 if all tests together pass within --code-timeout, else 0."""
     tests, block = read_tests(answer), last_block(answer.response)
     code = f"{tests.prefix}\n{block}" if tests.prefix else block or ""
     memory, end = answer.settings.code_memory_mb, time.monotonic() + answer.settings.code_timeout
@@ -90,7 +90,7 @@ def slow(answer: Answer) -> float:
 
 
 def cautions() -> list[str]:
-    """What the sandbox cannot keep a program from on this machine."""
+    """Warnings about what the sandbox cannot prevent on this machine."""
     return [f"runs what the model writes, and on this machine {gap} (docs/rewards.md)" for gap in gaps()]
 
 
@@ -132,7 +132,7 @@ def last_block(response: str) -> str | None:
 
 
 def lines(text: str) -> list[str]:
-    """Lines without the spaces at their ends, and without empty ones around the text."""
+    """The lines without trailing spaces, and without empty lines before and after the text."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
@@ -153,10 +153,10 @@ class Run:
 
 
 def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory_mb: int) -> Run:
-    """Run ``code``, then ``tests`` in the same namespace, for ``seconds`` at most of both wall and processor time.
+    """Run ``code``, then ``tests`` in the same namespace, for at most ``seconds`` of wall time and of processor time.
 
-    In an empty temporary folder, with an empty environment and ``stdin`` as standard input. Output beyond 16 MiB is an
-    error of the program. When this returns, the process and what it started are gone.
+    The program runs in an empty temporary folder, with a minimal environment and ``stdin`` as standard input. Output
+    beyond 16 MiB is an error of the program. When this returns, its process group has been killed.
     """
     hide()
     token = secrets.token_hex(16)
@@ -189,7 +189,7 @@ def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory
 
 
 def _remove(folder: str) -> None:
-    """Remove ``folder``, which a program may have filled with folders in folders, deeper than Python can follow."""
+    """Remove ``folder``, in which a program may have nested folders deeper than Python's recursion limit."""
     try:
         shutil.rmtree(folder)
     except (OSError, RecursionError):
@@ -197,7 +197,7 @@ def _remove(folder: str) -> None:
 
 
 def _file(stack: ExitStack, text: str = "") -> IO[bytes]:
-    """An unnamed file that begins with ``text``, at its start."""
+    """An unnamed file that holds ``text``, positioned at its start."""
     file = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  the stack closes it
     file.write(text.encode("utf-8", "replace"))
     file.seek(0)
@@ -205,9 +205,9 @@ def _file(stack: ExitStack, text: str = "") -> IO[bytes]:
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End our child and what is left of its process group, whose id is the child's."""
+    """Kill the child process and the rest of its process group, whose id is the child's."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # it was reaped, and left nothing
+        return  # the child has ended and its group is empty
     process.wait()

@@ -1,7 +1,7 @@
-"""What a process may no longer do, set by itself before it becomes the program that a model wrote (Linux).
+"""Restrictions that a process puts on itself before it runs the program that a model wrote (Linux).
 
-Three layers, each as far as the kernel has it (`gaps` says what is missing): limits and no capabilities; seccomp, which
-refuses system calls; Landlock, which refuses files, signals and the memory of other processes.
+There are three layers, where the kernel has them (`gaps` says what is missing): limits and dropped capabilities;
+seccomp, which refuses system calls; Landlock, which refuses files, signals and the memory of other processes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ DENIED: dict[str, list[int]] = {
 }
 # calls that fail with EPERM for some values of an argument: number by machine, argument, values
 DENIED_VALUES = (
-    # fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX and ioctl FIOSETOWN, SIOCSPGRP have a signal sent to any process
+    # fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX and ioctl FIOSETOWN, SIOCSPGRP make the kernel send a signal to any process
     ({"x86_64": 72, "aarch64": 25}, 1, (8, 10, 15)),
-    # ioctl FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR change attributes of files that are open for reading alone
+    # ioctl FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR change attributes even of files that are opened only for reading
     ({"x86_64": 16, "aarch64": 29}, 1, (0x8901, 0x8902, 0x40086602, 0x401C5820)),
-    # prctl PR_SET_PDEATHSIG: the program dies with the process that grades it
+    # prctl PR_SET_PDEATHSIG would cancel the signal that kills the program with the process that grades it
     ({"x86_64": 157, "aarch64": 167}, 0, (1,)),
 )
-# prlimit64, which is for this process alone: its first argument must be 0
+# prlimit64 is allowed only for this process: its first argument must be 0
 PRLIMIT = {"x86_64": 302, "aarch64": 261}
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 LOAD, JUMP_EQUAL, JUMP_ABOVE, RETURN = 0x20, 0x15, 0x35, 0x06  # classic BPF
@@ -44,7 +44,7 @@ FILTER = 2
 EFAULT = 14
 SIGKILL = 9
 
-# of root's capabilities these stay: to read an interpreter that another user installed; Landlock still says which files
+# root keeps these, to read an interpreter that another user installed; Landlock still limits which files
 KEPT_CAPABILITIES = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
 CAPABILITY_VERSION = 0x20080522
 
@@ -57,7 +57,7 @@ RIGHTS = {0: 0, 1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 1
 TCP = 1 << 0 | 1 << 1  # bind, connect
 SCOPES = 1 << 0 | 1 << 1  # abstract unix sockets, signals
 
-# beside the interpreter's own folders: what the loader and the standard library read
+# paths beside the interpreter's own folders that the loader and the standard library read
 READABLE = (
     *("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo"),
     *("/etc/ld.so.cache", "/etc/localtime", "/dev/zero", "/dev/random", "/dev/urandom"),
@@ -74,7 +74,7 @@ class _Filter(ctypes.Structure):
 
 
 def gaps() -> list[str]:
-    """What this machine cannot keep a program from, a sentence each; none where it has all layers."""
+    """A sentence for each missing layer: what a program can then do on this machine. Empty if all layers are there."""
     found = []
     if not has_seccomp():
         found.append("there is no seccomp: it can start processes, send signals and open sockets")
@@ -86,14 +86,14 @@ def gaps() -> list[str]:
 
 
 def confine(folder: str, cpu_seconds: int, memory_bytes: int) -> None:
-    """Limit this process for good, and have it killed with its parent.
+    """Limit this process permanently, and have it killed with its parent.
 
-    Processor time, address space, 16 MiB a file (so too for output that goes to a file), 64 open files, no core dump,
-    no further processes or threads; writing in ``folder`` alone, reading there and what Python needs. The
-    memory limit is the caller's to keep below its own.
+    Limits are processor time, address space, 16 MiB a file (also for output that goes to a file), 64 open files, no
+    core dump, no more processes or threads. It may write only in ``folder``, and read there and what Python needs.
+    ``memory_bytes`` must be below the caller's own limit.
 
     Raises:
-        OSError: the kernel has a layer, and it could not be put on.
+        OSError: the kernel has a layer, but setting it up failed.
     """
     limits = {
         resource.RLIMIT_CPU: cpu_seconds,
@@ -117,19 +117,19 @@ def confine(folder: str, cpu_seconds: int, memory_bytes: int) -> None:
 
 
 def hide() -> None:
-    """Close this process's memory and environment to its programs where Landlock does not; the kernel's word for it is
-    that the process cannot be dumped."""
+    """Where Landlock is missing, mark this process as not dumpable, so that the programs it runs cannot read its memory
+    and environment in /proc."""
     if platform.system() == "Linux" and landlock_abi() == 0:
         libc = ctypes.CDLL(None, use_errno=True)
         _check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "PR_SET_DUMPABLE")
 
 
 def has_seccomp() -> bool:
-    """Whether this kernel filters system calls, and we know this machine's numbers of them."""
+    """Whether this kernel can filter system calls, and ``DENIED`` has their numbers for this machine."""
     if platform.system() != "Linux" or platform.machine() not in DENIED:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_SECCOMP, FILTER, None, 0, 0)  # no filter: EFAULT where there could be one
+    libc.prctl(PR_SET_SECCOMP, FILTER, None, 0, 0)  # the NULL filter gives EFAULT where filters exist
     return ctypes.get_errno() == EFAULT
 
 
@@ -144,7 +144,7 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
     """Root without capabilities cannot signal or trace other users' processes, nor raise its limits."""
     for capability in range(64):
         if not KEPT_CAPABILITIES >> capability & 1:
-            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # refused to users, who have none
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails for users other than root, who have none
     header, data = struct.pack("Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
     _check(libc.capget(header, data), "capget")
     kept = [word & KEPT_CAPABILITIES for word in struct.unpack("6I", data.raw)[:2]]
@@ -152,7 +152,7 @@ def _drop_capabilities(libc: ctypes.CDLL) -> None:
 
 
 def _restrict_files(libc: ctypes.CDLL, abi: int, folder: str) -> None:
-    """Landlock: files as said in `confine`, no TCP, and nothing to processes outside but to die with them."""
+    """Landlock: only the files described in `confine`, no TCP, no signals or abstract sockets to processes outside."""
     rights = RIGHTS[min(abi, 5)]
     attributes = struct.pack("3Q", rights, TCP, SCOPES)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _check(libc.syscall(CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
@@ -162,7 +162,7 @@ def _restrict_files(libc: ctypes.CDLL, abi: int, folder: str) -> None:
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
-            continue  # not every system has each of them
+            continue  # not every system has all of these paths
         granted &= rights if os.path.isdir(path) else rights & OF_FILES
         rule = struct.pack("=Qi", granted, descriptor)
         _check(libc.syscall(ADD_RULE, ruleset, 1, rule, 0), f"landlock_add_rule {path}")
@@ -172,14 +172,14 @@ def _restrict_files(libc: ctypes.CDLL, abi: int, folder: str) -> None:
 
 
 def _deny_calls(libc: ctypes.CDLL) -> None:
-    """Refuse the system calls of ``DENIED``, and of the others the arguments of ``DENIED_VALUES``."""
+    """Refuse the system calls in ``DENIED``, and those in ``DENIED_VALUES`` for the listed argument values."""
     program = list(_instructions(platform.machine()))
     packed = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     _check(libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(_Filter(len(program), packed)), 0, 0), "PR_SET_SECCOMP")
 
 
 def _instructions(machine: str) -> Iterator[tuple[int, int, int, int]]:
-    """(code, instructions to leave out if true, if false, operand) of the filter."""
+    """The filter's instructions: (code, instructions to skip if true, instructions to skip if false, operand)."""
     deny = (RETURN, 0, 0, EPERM)
     yield (LOAD, 0, 0, 4)
     yield (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine])

@@ -1,4 +1,4 @@
-"""Samples in, rewards on them: which reward scores a sample, where it runs, and what becomes of one that fails."""
+"""Grades samples: decides which reward scores a sample, where it runs, and what happens if it fails."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from slimelite.sample import Sample, label_text
 
 logger = logging.getLogger(__name__)
 
-# different failures of one rollout that are kept and logged whole; the rest is counted
+# number of different failures of a rollout that are kept and logged in full; further ones are only counted
 KEPT_REPORTS = 8
-LARGEST_REWARD = 3.4e38  # what fp32, the dtype of advantages, holds
+LARGEST_REWARD = 3.4e38  # largest number in fp32, the dtype of advantages
 SHOWN_CHARS = 300
 
 
@@ -36,7 +36,7 @@ class RewardError(ValueError):
 
 
 class Route(NamedTuple):
-    """What scores a sample: a function's path, or the name of a rule."""
+    """What scores a sample: the path of a function if ``custom``, else the name of a rule."""
 
     name: str
     custom: bool
@@ -44,7 +44,7 @@ class Route(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """A reward that failed: which (``reward``), how, and on what; ``response``: its end."""
+    """A failed reward: ``reward`` is its name, ``response`` the end of the sample's response."""
 
     reward: str
     failure: Failure
@@ -63,23 +63,23 @@ class ErrorReport:
 class Grader:
     """Sets ``sample.reward``.
 
-    Rules that are plain string work run in a thread; those that compute run in worker processes (`WorkerPool`), and so
-    does the reward model; custom functions run on an event loop of their own (`RewardLoop`). The caller's event loop
-    never waits for the processor. Failures are counted by kind, the first of each kept in ``error_reports``
-    until `metrics` is called, noted in the sample's ``metadata["reward_error"]``, and settled by ``--reward-error``.
+    Fast string rules run in a thread; the slow steps of rules and the reward model run in worker processes
+    (`WorkerPool`); custom functions run on an event loop of their own (`RewardLoop`). None of them blocks the caller's
+    event loop. Failures are counted by kind and noted in the sample's ``metadata["reward_error"]``; the first different
+    ones are kept in ``error_reports`` until `metrics` is called. ``--reward-error`` says what happens to the sample.
     """
 
     def __init__(self, args: RewardArgs, *, workers: int | None = None, trial: bool = False) -> None:
-        """``workers``: grading processes at most; None: one for every two processors, 1 to 8.
+        """``workers``: the largest number of grading processes; None: one for every two processors, 1 to 8.
 
-        ``trial``: for the one row that is graded before a run starts. Its failures do not go to the log, and a server
-        that does not answer is soon given up.
+        ``trial``: for the one row that is graded before a run starts. Its failures are not logged, and a server that
+        does not answer is tried only twice.
 
         Raises:
-            ValueError: ``args`` name a rule or a function that does not exist, or lack what it needs.
+            ValueError: ``args`` name a rule or a function that does not exist, or lack a flag that it needs.
         """
         self.args = args
-        # what custom functions get as their first argument
+        # the first argument of custom functions
         self.plugin_args: Any = args
         self.error_reports: list[ErrorReport] = []
         self._errors: Counter[str] = Counter()
@@ -108,12 +108,12 @@ class Grader:
         """Score every sample.
 
         A sample's own ``custom_rm_path`` comes first, then --custom-rm-path, its ``metadata["rm_type"]``, --rm-type.
-        The arguments of this call stand in for the flags (an ``rm_type`` given here, by an evaluation dataset, also
-        stands above --custom-rm-path). ``group_rm``: custom functions get all samples at once, as with --group-rm;
-        fan-out siblings are scored so. ``reward_key``: the entry of a dict reward that must be a number.
+        The arguments of this call override the flags (an ``rm_type`` given here, by an evaluation dataset, also
+        overrides --custom-rm-path). ``group_rm``: custom functions get all samples at once, as with --group-rm;
+        fan-out siblings are scored like this. ``reward_key``: the entry of a dict reward that must be a number.
 
         Raises:
-            ValueError: nothing says how to score a sample, or it names what does not exist.
+            ValueError: nothing says how to score a sample, or a named rule or function does not exist.
             RewardError: a reward failed, and --reward-error is ``fail``.
         """
         flag_path = self.args.custom_rm_path if rm_type is None else None
@@ -131,9 +131,9 @@ class Grader:
                 self._settle(sample, route, outcome, key)
 
     async def shaping(self, samples: Sequence[Sample], max_length: int) -> tuple[list[float], dict[str, float]]:
-        """What --format-reward-coef and --overlong-buffer-len add to the reward of each sample, and the means of it.
+        """What --format-reward-coef and --overlong-buffer-len add to each sample's reward, and metrics of their means.
 
-        ``max_length``: tokens that a response may have. A format that cannot be judged adds 0 and is counted.
+        ``max_length``: tokens that a response may have. A format check that fails adds 0 and counts as a reward error.
         """
         args, added, metrics = self.args, [0.0] * len(samples), {}
         if args.format_reward_coef and samples:
@@ -150,7 +150,7 @@ class Grader:
         return added, metrics
 
     def check(self, samples: Sequence[Sample], *, reward_key: str | None = None) -> None:
-        """Hold samples that brought a reward (of a custom generate function) to the same rules: a finite number.
+        """Check rewards that a custom generate function has set, like all others: each must be a finite number.
 
         Raises:
             RewardError: as `grade`.
@@ -160,9 +160,9 @@ class Grader:
             self._settle(sample, route, sample.reward, reward_key or self.args.reward_key)
 
     def metrics(self) -> dict[str, float]:
-        """``rollout/reward_errors`` in all and by kind since the last call; clears them and ``error_reports``.
+        """``rollout/reward_errors``, in total and by kind, since the last call; clears them and ``error_reports``.
 
-        ``rollout/costly_answers``: those that algebra gave up on, where there were any.
+        ``rollout/costly_answers``: answers too costly for algebra, if there were any.
         """
         counts = {f"rollout/reward_errors/{kind}": float(n) for kind, n in sorted(self._errors.items())}
         total = float(self._errors.total())
@@ -181,7 +181,7 @@ class Grader:
         self._loop.close()
 
     def _rule(self, rm_type: str, reward_key: str | None) -> Rule:
-        """The rule, with what it needs checked, and its cautions in the log."""
+        """The rule; checks the flags that it needs, creates its scorer, and logs its cautions once."""
         rule = RULES[rm_type]
         if missing := rule.lacks(self.args):
             raise ValueError(missing)
@@ -238,7 +238,7 @@ class Grader:
         return given
 
     def _settle(self, sample: Sample, route: Route, outcome: Any, reward_key: str | None) -> None:
-        """Put the reward on the sample, or what --reward-error says."""
+        """Set the sample's reward, or handle its failure as --reward-error says."""
         result = outcome if isinstance(outcome, Failure) else _checked(outcome, reward_key)
         if not isinstance(result, Failure):
             sample.reward = result
@@ -264,10 +264,10 @@ class Grader:
 
 
 def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) -> Route:
-    """slime's order: the sample's own function, --custom-rm-path, the sample's rule, --rm-type.
+    """What scores ``sample``, in slime's order: its own function, --custom-rm-path, its own rule, --rm-type.
 
     Raises:
-        ValueError: there is none of these.
+        ValueError: none of these is given.
     """
     if path := sample.custom_rm_path or custom_rm_path:
         return Route(path, custom=True)
@@ -282,14 +282,14 @@ def route_of(sample: Sample, custom_rm_path: str | None, rm_type: str | None) ->
 def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), 0 to −``factor``; lengths in tokens.
 
-    0 up to ``max_length − buffer``, then a line that falls to −factor at ``max_length``, and −factor beyond.
+    0 up to ``max_length − buffer``, then falling linearly to −factor at ``max_length``, and −factor beyond.
     """
     over = length - (max_length - buffer)
     return -factor * min(max(over / buffer, 0.0), 1.0)
 
 
 def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
-    """What a rule sees of ``sample``."""
+    """The part of ``sample`` that a rule sees."""
     return Answer(
         response, label_text(sample.label), sample.metadata or {}, f"{sample.group_index}/{sample.index}", settings
     )
@@ -309,7 +309,7 @@ def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
 
 
 def _checked(reward: Any, key: str | None) -> Reward | Failure:
-    """A reward that a table can take, or why it cannot be one."""
+    """The reward if a table can store it, else a `Failure` that says why not."""
     value = reward
     if isinstance(reward, dict):
         if key is None or key not in reward:
@@ -326,21 +326,21 @@ def _checked(reward: Any, key: str | None) -> Reward | Failure:
 
 
 class Trial(NamedTuple):
-    """The reward of one row, and what stood for the response: "the right answer", "the bare label" or the like."""
+    """The reward of one row, and what was used as response: "the right answer", "the bare label" or the like."""
 
     reward: Reward
     response: str
 
 
 def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial:
-    """Score one real row as the run will; ``sample`` itself is left alone.
+    """Score one real row as the run will; ``sample`` itself is not changed.
 
-    A sample without a response gets the one that its label deserves 1 for (a custom function or a server gets the
-    label itself), so that a label the rule cannot read is found too. Under --group-rm there are ``group_size`` of it.
-    --reward-error does not apply: what fails here would fail on every row.
+    A sample without a response gets the right answer to its label (a custom function or a server gets the label
+    itself), so that a label that the rule cannot read is found too. Under --group-rm it is copied to ``group_size``
+    samples. --reward-error does not apply: a failure here would occur on every row.
 
     Raises:
-        ValueError: the reward cannot be had, or even the right answer does not get 1.
+        ValueError: the reward fails, or even the right answer does not get 1.
     """
     trial = replace(sample, metadata=dict(sample.metadata or {}))
     grader = Grader(replace(args, reward_error="zero"), workers=1, trial=True)
@@ -366,7 +366,7 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
         places = re.findall(r'File "(.+)", line (\d+), in (\S+)', report.failure.traceback)
         theirs = [place for place in places if not Path(place[0]).is_relative_to(PACKAGE)]
         where = " ({}, line {}, in {})".format(*theirs[-1]) if route.custom and theirs else ""
-        if where in report.failure.message:  # an error of the plugin's call says it itself
+        if where in report.failure.message:  # the message of a wrong plugin call already has it
             where = ""
         raise ValueError(
             f"the reward {report.reward} fails on the first row, which no --reward-error excuses: "

@@ -1,9 +1,9 @@
 """``ifbench`` and ``ifbench_loose``: the response follows every verifiable instruction of its row.
 
-The row's metadata (or its label, as JSON) brings ``instruction_id_list`` and ``kwargs``, one dict for each, as the data
-sets IFEval and IFBench have them. The checks are IFEval's 25 (`instructions`) and, here, IFBench's own 58 (Pyatkin et
+The row's metadata (or its label, as JSON) has ``instruction_id_list`` and ``kwargs``, one dict for each instruction, as
+in the data sets IFEval and IFBench. The checks are IFEval's 25 (`instructions`) and, here, IFBench's own 58 (Pyatkin et
 al., arXiv:2507.02833); any other instruction is a reward error. Verdicts are those of IFBench's own checks, oddities
-included (docs/rewards.md lists them), up to the English that `instructions` approximates. Positions count from 1,
+included (docs/rewards.md lists differences), except where `instructions` approximates English. Positions count from 1,
 spans of words from 0.
 """
 
@@ -48,17 +48,17 @@ BRACKETS = {")": "(", "]": "[", "}": "{"}
 
 
 def plain_words(text: str) -> list[str]:
-    """Words without any punctuation; a word that was nothing else is gone."""
+    """Words without any punctuation; a word of punctuation alone is left out."""
     return text.translate(NO_MARKS).split()
 
 
 def rising(numbers: Iterable[int]) -> bool:
-    """Is each number greater than the one before?"""
+    """Whether each number is greater than the one before."""
     return all(a < b for a, b in pairwise(numbers))
 
 
 def ascii_letters(text: str) -> str:
-    """Without accents."""
+    """``text`` without accents."""
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode("ascii")
 
 
@@ -79,19 +79,19 @@ def stop_words(text: str, percentage: float) -> bool:
 
 
 def overlap(text: str, reference_text: str, percentage: float) -> bool:
-    """That percentage of the text's trigrams of tokens, give or take 2, is in the reference."""
+    """That percentage (± 2) of the text's token trigrams is in the reference."""
     found, wanted = ({*zip(t, t[1:], t[2:], strict=False)} for t in (tokens(text), tokens(reference_text)))
     return bool(found) and abs(100 * len(found & wanted) / len(found) - percentage) <= 2
 
 
 def sentence_words(text: str) -> bool:
-    """Three sentences of the same number of characters, and no word twice."""
+    """Three sentences with the same number of characters, and no word twice."""
     parts, words = sentences(text), plain_words(text.lower())
     return len(parts) == 3 and len({*map(len, parts)}) == 1 and len(words) == len({*words})
 
 
 def punctuation(text: str) -> bool:
-    """All of ``. , ! ? ; :``, and an interrobang besides."""
+    """The text has each of ``. , ! ? ; :`` and, apart from these, an interrobang (``?!``, ``!?`` or ``‽``)."""
     if not any(mark in text for mark in ("?!", "!?", "‽")):
         return False
     rest = text.replace("?!", "", 1) if "?!" in text else text.replace("!?", "", 1)
@@ -99,19 +99,19 @@ def punctuation(text: str) -> bool:
 
 
 def words_japanese(text: str, N: int) -> bool:
-    """Every N-th word holds kana or kanji; numbers and marks are let pass."""
+    """Every N-th word has kana or kanji, unless it is a number or only punctuation."""
     words = [word.strip(EDGES) for word in text.split()[int(N) - 1 :: int(N)]]
     return all(re.search(r"[\u3040-\u30ff\u4e00-\u9fff]", word) for word in words if word and not word.isdigit())
 
 
 def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
-    """The keywords occur once, twice, three, five and seven times."""
+    """The five keywords occur one, two, three, five and seven times, in this order of keywords."""
     wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
     return all(whole_words(text, keyword.strip()) == count for keyword, count in wanted)
 
 
 def alphabet(text: str) -> bool:
-    """Each word begins with the letter after the last word's, a after z."""
+    """Each word begins with the letter that follows the first letter of the word before; a follows z."""
     firsts = "".join(word[0].lower() for word in plain_words(text))
     start = string.ascii_lowercase.find(firsts[:1]) if firsts else -1
     return start >= 0 and firsts == (string.ascii_lowercase * (len(firsts) // 26 + 2))[start : start + len(firsts)]
@@ -131,19 +131,19 @@ def last_first(text: str) -> bool:
 
 
 def words_position(text: str, keyword: str) -> bool:
-    """The keyword is the second word and the last but one."""
+    """The keyword is the second word and also the last but one."""
     words = [word.lower() for word in word_tokens(text)]
     return len(words) > 1 and words[1] == words[-2] == keyword.strip().lower()
 
 
 def alliteration(sentence: str) -> int:
-    """How many words of a sentence stand in runs of two or more with the same first letter."""
+    """How many words of a sentence are in runs of two or more words with the same first letter."""
     firsts = "".join(word[0] for part in sentence.lower().split() if (word := part.lstrip(EDGES)))
     return sum(len(run[0]) for run in re.finditer(r"(.)\1+", firsts))
 
 
 def parentheses(text: str) -> bool:
-    """Brackets five deep, of which the innermost is closed; one that does not fit starts the count again."""
+    """Brackets nested five deep, the innermost one closed; a closing bracket that does not fit restarts the count."""
     stack: list[str] = []
     deepest = 0
     for char in text:
@@ -160,7 +160,7 @@ def parentheses(text: str) -> bool:
 
 
 def quotes(text: str) -> bool:
-    """Double and single quotes within each other, three deep and closed."""
+    """Double and single quotes nested three deep, and closed again."""
     stack: list[str] = []
     deepest = 0
     for char in text:
@@ -175,7 +175,7 @@ def quotes(text: str) -> bool:
 
 
 def options(text: str, options: str) -> bool:
-    """One of the options and nothing else; lettered ones to the letter, others without case and marks around them."""
+    """The text is one of the options: exactly, if they are a, b, c; else apart from case and punctuation around it."""
     separator = next((mark for mark in ("/", "or") if mark in options), ",")
     given = [option.strip() for option in options.split(separator)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]", options):
@@ -194,20 +194,20 @@ def emoji(text: str) -> bool:
 
 
 def quote_unquote(text: str) -> bool:
-    """No quotation follows another directly, and none ends the text; the character ``'"'`` is no quotation."""
+    """No quotation directly follows another or ends the text; ``'"'``, a quoted quote character, does not count."""
     text = "".join(text.replace("'\"'", "").split())
     return '""' not in text and not text.strip(string.digits + MARKS.replace('"', "")).endswith('"')
 
 
 def thesis(text: str) -> bool:
-    """Something in HTML italics, and something behind."""
+    """The text has something in HTML italics, and something after it."""
     _, opened, rest = text.partition("<i>" if "<i>" in text else "<em>")
     italics, closed, behind = rest.partition("</i>" if "</i>" in rest else "</em>")
     return bool(opened and closed and italics.strip() and behind.strip())
 
 
 def no_bullets_bullets(text: str) -> bool:
-    """Lines of two sentences or more, perhaps an empty line, then two starred lines or more, and nothing else."""
+    """At least two sentences in all, an optional empty line, then at least two starred lines, and nothing else."""
     lines = [line.strip() for line in text.split("\n")]
     first = next((i for i, line in enumerate(lines) if line.startswith("*")), len(lines))
     before, bullets = lines[:first], lines[first:]
@@ -216,7 +216,7 @@ def no_bullets_bullets(text: str) -> bool:
 
 
 def is_titled(word: str) -> bool:
-    """Does a word not begin with a small letter? One of mixed case, such as iPhone, may."""
+    """Whether a word does not begin with a small letter, or has mixed case after it, such as iPhone."""
     return not word[0].islower() or (len(word) > 1 and not word[1:].islower() and not word[1:].isupper())
 
 
@@ -233,7 +233,7 @@ def mcq_count_length(text: str) -> bool:
 
 
 def reverse_newline(text: str) -> bool:
-    """52 lines or more from Zimbabwe on, in reverse alphabetical order."""
+    """At least 52 lines from the first with Zimbabwe on, in reverse alphabetical order."""
     lines = [ascii_letters(line) for part in text.split("\n") if (line := part.strip(EDGES))]
     start = next((i for i, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return len(lines) - start >= 52 and lines[start:] == sorted(lines[start:], reverse=True)
@@ -248,7 +248,7 @@ def date_format_list(text: str) -> bool:
 
 
 def table(text: str, delimiter: str, height: int) -> list[list[str]]:
-    """The rows of a CSV text, quotes kept; none unless there are ``height`` of them, and no field is too long."""
+    """The rows of a CSV text with their quotes; empty unless there are ``height`` rows, or if a field is too long."""
     try:
         rows = list(csv.reader(io.StringIO(text.replace('"', '"""')), delimiter=delimiter))
     except csv.Error:
@@ -257,19 +257,19 @@ def table(text: str, delimiter: str, height: int) -> list[list[str]]:
 
 
 def has_header(text: str, delimiter: str, *names: str) -> bool:
-    """Is this the first line, the names perhaps in quotes?"""
+    """Whether the first line has exactly these names, with or without quotes."""
     return [name.strip(" \t").strip('"') for name in text.split("\n")[0].strip().split(delimiter)] == list(names)
 
 
 def csv_city(text: str) -> bool:
-    """That header and 7 rows of 5 fields."""
+    """The instruction's header and 7 rows of 5 fields."""
     rows = table(text, ",", 8)
     header = [name.removeprefix('"').removesuffix('"') for name in rows[0]] if rows else []
     return {*map(len, rows)} == {5} and header == ["ID", "Country", "City", "Year", "Count"]
 
 
 def csv_special_character(text: str) -> bool:
-    """That header and 14 rows; one field in quotes holds a special character, and rows up to it have 5 fields."""
+    """The header and 14 rows; a quoted field has a special character, and the rows up to it have 5 fields each."""
     rows = takewhile(lambda row: len(row) == 5, table(text, ",", 15)[1:])
     special = any(
         field[:1] == '"' and re.search(r"[^\w\s]", field[1 : max(field.rfind('"'), 1)]) for row in rows for field in row
@@ -278,7 +278,7 @@ def csv_special_character(text: str) -> bool:
 
 
 def csv_quotes(text: str) -> bool:
-    """That header and 3 rows, tab-separated, of 5 fields in double quotes."""
+    """The header and 3 rows, tab-separated, with 5 fields in double quotes each."""
     rows = [[field.strip() for field in row] for row in table(text, "\t", 4)]
     quoted = {*map(len, rows)} == {5} and all(field[:1] == '"' == field[-1:] for row in rows for field in row)
     return quoted and has_header(text, "\t", "StudentID", "Subject", "Grade", "Semester", "Score")
@@ -286,7 +286,7 @@ def csv_quotes(text: str) -> bool:
 
 INSTRUCTIONS: dict[str, Check] = {
     **CHECKS,
-    # different ones; another case or mark around one makes it another
+    # different conjunctions; the same one with another case or punctuation counts again
     "count:conjunctions": lambda text, small_n: (
         len({word for word in text.split() if word.strip(EDGES).lower() in CONJUNCTIONS}) >= small_n
     ),
@@ -313,7 +313,7 @@ INSTRUCTIONS: dict[str, Check] = {
     ),
     "words:last_first": last_first,
     "words:no_consecutive": lambda text: all(a[0] != b[0] for a, b in pairwise(plain_words(text.lower()))),
-    # words of odd and even numbers of syllables take turns
+    # words with odd and with even numbers of syllables alternate
     "words:odd_even_syllables": lambda text: all(
         (syllables(a) - syllables(b)) % 2 for a, b in pairwise(plain_words(text.lower()))
     ),
@@ -332,7 +332,7 @@ INSTRUCTIONS: dict[str, Check] = {
     ),
     "sentence:keyword": lambda text, word, N: whole_words(nth_sentence(text, N), word.strip()) > 0,
     "format:emoji": emoji,
-    # each line by more spaces than the one before; empty lines do not count
+    # each line is indented by more spaces than the one before; empty lines do not count
     "format:line_indent": lambda text: rising(
         len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip()
     ),
@@ -393,10 +393,10 @@ def strict(answer: Answer) -> float:
 
 
 def loose(answer: Answer) -> float:
-    """As `strict`, for the most favourable of eight readings of the response.
+    """As `strict`, but each instruction is checked on eight variants of the response, of which one must follow it.
 
-    They are the response whole, without its first line, its last line, both; and each of these without its asterisks.
-    One that follows an instruction is enough.
+    The variants are the whole response, and the response without its first line, its last line, or both; each of these
+    also without asterisks.
     """
     lines = answer.response.split("\n")
     cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
@@ -404,7 +404,7 @@ def loose(answer: Answer) -> float:
 
 
 def followed(answer: Answer, texts: list[str]) -> float:
-    """1 if each instruction of the row is followed by one of ``texts``, else 0; an empty text follows none."""
+    """1 if for each instruction of the row at least one of ``texts`` follows it, else 0; an empty text follows none."""
     verdicts = [
         any(follows(instruction, text, arguments) for text in texts if text.strip())
         for instruction, arguments in instructions(answer)
@@ -416,7 +416,7 @@ def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
     """(id, arguments) of each instruction of the row.
 
     Raises:
-        ValueError: there are none, they do not fit each other, or one is unknown.
+        ValueError: there are none, their number is not that of the arguments, or one is unknown.
     """
     row = answer.metadata
     if "instruction_id_list" not in row:
@@ -437,10 +437,10 @@ def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
 
 
 def follows(instruction: str, text: str, arguments: dict[str, object]) -> bool:
-    """Does ``text`` follow the instruction? ``arguments``: those that are None are left out.
+    """Whether ``text`` follows the instruction; ``arguments`` that are None are left out.
 
     Raises:
-        ValueError: the instruction has other arguments.
+        ValueError: the instruction takes other arguments.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     try:

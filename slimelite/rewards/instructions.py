@@ -1,12 +1,12 @@
-"""IFEval's verifiable instructions (Zhou et al., arXiv:2311.07911), and as much English as instruction checks need.
+"""IFEval's verifiable instructions (Zhou et al., arXiv:2311.07911), and the English that instruction checks need.
 
-A check gets the text and the arguments of its row, and says whether the text follows the instruction. The checks are
-written from the paper and the names of its data set's arguments. ``change_case`` looks at case alone; the reference
+A check gets the text and the arguments of its row, and returns whether the text follows the instruction. The checks are
+written from the paper and the names of its data set's arguments. ``change_case`` checks only the case; the reference
 also asks langdetect whether the text is English.
 
 Sentences, tokens, syllables, stop words, pronouns, verbs and emoji are short approximations of NLTK's Punkt and
 Treebank tokenisers, its stop words and tagger, syllapy's dictionary and the emoji package, without their data.
-docs/rewards.md says which checks may differ for that reason. All of this is linear in the text.
+docs/rewards.md says which checks may differ for that reason. All run times are linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STOP_WORDS, PRONOUNS, NAMES, ABBREVIATIONS, VERBS, VERB_FORMS, NO_VERBS = (
     for name in ("stop_words", "pronouns", "names", "abbreviations", "verbs", "verb_forms", "no_verbs")
 )
 CAPITALS = " ".join(WORDS["capitals"].split())
-# a stop, closing quotes and brackets, then space or markup
+# closing quotes and brackets after a stop, before space or markup
 STOP = re.compile(r"""(?<=[.!?])["')\]}”’]*(?=[\s*:;])""")
 TOKEN = re.compile(
     r"""\w+(?=n't\b)|n't\b|'(?:s|m|d|ll|re|ve)\b"""  # do|n't, it|'s
@@ -35,13 +35,13 @@ EMOJI = re.compile(
     "[\u00a9\u00ae\u203c\u2049\u2122\u2139\u2194-\u21aa\u231a-\u23ff\u24c2\u25aa-\u27bf\u2934-\u2935\u2b05-\u2b55"
     "\u3030\u303d\u3297\u3299\U0001f004-\U0001faff]"
 )
-WORD_CHARS = 16  # as much of the text on either side as tells whether a stop ends a sentence
+WORD_CHARS = 16  # characters on either side that decide whether a stop ends a sentence
 
 
 def sentences(text: str) -> list[str]:
-    """The text's sentences, without the space around them; quotes and brackets that close behind the stop belong to it.
+    """The text's sentences, without space around them; closing quotes and brackets after the stop belong to a sentence.
 
-    Line breaks alone end nothing.
+    A line break alone does not end a sentence.
     """
     found, start = [], 0
     for match in STOP.finditer(text):
@@ -54,7 +54,7 @@ def sentences(text: str) -> list[str]:
 
 
 def ends_sentence(before: str, after: str) -> bool:
-    """Does the stop at the end of ``before`` end a sentence? Not in "Dr. Li", "J. Li" and "well... perhaps"."""
+    """Whether the stop at the end of ``before`` ends a sentence: not in "Dr. Li", "J. Li" and "well... perhaps"."""
     word = (before.split() or [""])[-1].lstrip("\"'([{*_“‘")
     if word.endswith(".."):
         return not after.lstrip()[:1].islower()
@@ -75,7 +75,7 @@ def word_tokens(text: str) -> list[str]:
 
 
 def syllables(word: str) -> int:
-    """Runs of vowels, without the silent e; 0 for a word with a digit. In lower case."""
+    """The number of runs of vowels without the silent e; 0 for a word with a digit. ``word`` is in lower case."""
     if not word or re.search(r"\d", word):
         return 0
     runs = len(re.findall("[aeiouy]+", word))
@@ -83,7 +83,7 @@ def syllables(word: str) -> int:
 
 
 def is_verb(word: str) -> bool:
-    """A form of one of our verbs, or a word in -ing or -ed."""
+    """Whether ``word`` is a form of a verb in english.toml, or a word in -ing or -ed that it does not exclude."""
     word = word.lower()
     if word in VERBS or word in VERB_FORMS:
         return True
@@ -94,7 +94,7 @@ def is_verb(word: str) -> bool:
 
 
 def is_emoji(char: str) -> bool:
-    """One character that is an emoji."""
+    """Whether ``char`` is one character and an emoji."""
     return EMOJI.fullmatch(char) is not None
 
 
@@ -102,10 +102,10 @@ Check = Callable[..., bool]
 
 
 def compares(count: int, number: int, relation: str) -> bool:
-    """Is ``count`` in the ``relation`` ("at least" or "less than") to ``number``?
+    """Whether ``count`` is "at least" or "less than" ``number``, as ``relation`` says.
 
     Raises:
-        ValueError: another relation.
+        ValueError: ``relation`` is neither of these.
     """
     if relation not in ("at least", "less than"):
         raise ValueError(f"a relation is 'at least' or 'less than', not {relation!r}")
@@ -113,7 +113,7 @@ def compares(count: int, number: int, relation: str) -> bool:
 
 
 def occurrences(text: str, part: str) -> int:
-    """How often ``part`` is in the text, in any case, perhaps inside a word."""
+    """How often ``part`` occurs in the text, ignoring case, also inside words."""
     return text.lower().count(part.lower().strip())
 
 
@@ -123,7 +123,7 @@ def count_words(text: str) -> int:
 
 
 def whole_words(text: str, word: str) -> int:
-    """How often ``word`` stands in the text as a word, in any case."""
+    """How often ``word`` occurs in the text as a whole word, ignoring case."""
     return len(re.findall(rf"\b{re.escape(word)}\b", text, re.IGNORECASE))
 
 
@@ -137,11 +137,11 @@ def response_language(text: str, language: str) -> bool:
         from langdetect import DetectorFactory, LangDetectException, detect
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("language:response_language needs langdetect: pip install -e '.[ifbench]'") from error
-    DetectorFactory.seed = 0  # it samples
+    DetectorFactory.seed = 0  # langdetect samples at random
     try:
         return bool(detect(text) == language)
     except LangDetectException:
-        return True  # no letters to tell by; the reference lets it pass
+        return True  # the text has no letters; the reference lets it pass
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
@@ -151,7 +151,7 @@ def number_paragraphs(text: str, num_paragraphs: int) -> bool:
 
 
 def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Exactly that many paragraphs, divided by empty lines, and the n-th (from 1) begins with the word."""
+    """Exactly that many paragraphs, divided by empty lines; the n-th (from 1) begins with ``first_word``."""
     parts = text.split("\n\n")
     if sum(bool(part.strip()) for part in parts) != num_paragraphs or not 1 <= nth_paragraph <= len(parts):
         return False
@@ -161,7 +161,7 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
-    """A postscript: P.S., P.P.S. (spaces between allowed), or another marker."""
+    """A postscript that begins with the marker: P.S., P.P.S. (with or without stops and spaces) or another one."""
     letters = [letter for letter in re.split(r"[.\s]+", postscript_marker.strip().lower()) if letter]
     spelled = r"\.?\s?".join(map(re.escape, letters)) if postscript_marker.strip() else r"(?!)"
     return re.search(rf"(?<!\w){spelled}", text.lower()) is not None

@@ -14,13 +14,13 @@ from itertools import accumulate
 
 from slimelite.rewards.rules import Answer
 
-# longer than any answer of MATH; what is longer must match as text
+# longer than any answer of MATH; longer answers must match as text
 MAX_ANSWER_CHARS = 500
 
 UNITS = "degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard|percent"
-# two letters are two variables elsewhere than behind the number, at the end
+# units only after a number at the end; elsewhere two letters are two variables
 SHORT_UNITS = "km|mm|dm|kg|mg|ft|lb|hr|min|sec|mph"
-# one pass each, in this order: pattern, replacement
+# (pattern, replacement), applied once each in this order
 TIDY = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -45,7 +45,7 @@ TIDY = tuple(
 )
 WRAPPER = re.compile(r"(?:\\(?:text|textbf|mathrm|mathbf|mbox))?\{")
 INTEGER = re.compile(r"-?[0-9]+(?:\.0*)?")
-# three digits of exponent: Fraction computes the power
+# at most three digits of exponent, because Fraction computes the power
 DECIMAL = re.compile(r"-?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")
 FRACTION = re.compile(r"(-?)\\frac\{(-?)([0-9]+)\}\{([0-9]+)\}|(-?)([0-9]+)/([0-9]+)")
 COMMANDS = re.compile(r"\\(?:begin|end)\{[a-z]+\}|\\[a-zA-Z]+|sin|cos|tan|cot|sec|csc|log|exp|sqrt")
@@ -112,7 +112,7 @@ def _brace_fraction(match: re.Match[str]) -> str:
 
 
 def quick(answer: Answer) -> float | None:
-    """1 or 0 where text and numbers decide; None where only algebra can.
+    """1 or 0 if text and numbers decide; None if only algebra can.
 
     Raises:
         ValueError: the label is a GSM8K solution, which no boxed answer can equal.
@@ -127,7 +127,7 @@ def quick(answer: Answer) -> float | None:
 
 
 def slow(answer: Answer) -> float:
-    """1 if algebra makes the boxed answer and the label equal, else 0."""
+    """1 if the boxed answer equals the label by algebra, else 0."""
     given, truth = extract_boxed_answer(answer.response), unboxed(answer.label)
     return float(given is not None and truth is not None and equal_by_algebra(given, truth))
 
@@ -150,8 +150,8 @@ def compare(given: str, truth: str) -> bool | None:
 
 
 def equal_by_algebra(given: str, truth: str) -> bool:
-    """Whether two answers that `compare` cannot tell apart are equal, part by part."""
-    from slimelite.rewards import symbolic  # sympy: workers alone pay for it
+    """Whether two answers are equal, part by part, where `compare` cannot decide."""
+    from slimelite.rewards import symbolic  # imported here, so that only workers load sympy
 
     return all(compare_part(a, b) or symbolic.equivalent(a, b) for a, b in pairs(tidy(given), tidy(truth)))
 
@@ -189,19 +189,19 @@ def number(text: str) -> tuple[Fraction, int] | None:
 
 
 def is_text(text: str) -> bool:
-    """Does it hold a word? Words compare as text: to algebra they are products, in which 'listen' equals 'silent'."""
+    """Whether ``text`` has a word. Words compare as text: in algebra they are products; 'listen' equals 'silent'."""
     return WORD.search(COMMANDS.sub(" ", text)) is not None
 
 
 def tidy(text: str) -> str:
-    """The answer without units, currency, percent signs, layout commands and commas in numbers."""
+    """The answer without units, currency and percent signs, layout commands and commas in numbers."""
     for pattern, replacement in TIDY:
         text = pattern.sub(replacement, text)
     return unwrapped(text.strip())
 
 
 def unwrapped(text: str) -> str:
-    r"""What stands inside braces or a ``\text{}`` that hold the whole text, without a full stop behind it."""
+    r"""The text without braces or a ``\text{}`` around the whole of it, and without a full stop at its end."""
     while match := WRAPPER.match(text):
         depths = accumulate({"{": 1, "}": -1}.get(c, 0) for c in text[match.end() - 1 :])
         if next((i for i, depth in enumerate(depths) if depth == 0), 0) != len(text) - match.end():
@@ -211,9 +211,9 @@ def unwrapped(text: str) -> str:
 
 
 def pairs(given: str, truth: str) -> list[tuple[str, str]]:
-    """What must be equal one to one: the elements of two flat tuples, intervals or ratios, or else the whole texts.
+    """Pairs that must be equal: the elements of two flat tuples, intervals or ratios, or else the whole texts.
 
-    Empty where no equality is possible: other brackets, a ratio and a quotient, another number of elements, no answer.
+    Empty if equality is impossible: different brackets or numbers of elements, only one is a ratio, or no answer.
     """
     if not given or is_ratio(given) != is_ratio(truth):
         return []
@@ -235,7 +235,7 @@ def elements(text: str) -> list[str]:
 
 
 def is_ratio(text: str) -> bool:
-    """Is it a ratio, a time or the like? 3:5 is not 3/5."""
+    """Whether ``text`` is a ratio, a time or the like: 3:5 is not 3/5."""
     return ":" in text and "\\{" not in text
 
 
@@ -268,7 +268,7 @@ def deepscaler_example(answer: Answer) -> str:
     return f"</think>{example(answer)}"
 
 
-# a sentence's full stop is no part of the number, and 5/8 is not the number 5
+# a full stop after the number is not part of it, and 5/8 is not the number 5
 NUMBER = re.compile(r"[ \t]{0,8}([-+]?)\$?([-+]?)([0-9][0-9,]{0,60}(?:\.[0-9]{1,60})?|\.[0-9]{1,60})(?![0-9/]|\.[0-9])")
 
 
@@ -326,7 +326,7 @@ DAPO_MARKS = (
 
 
 def dapo(answer: Answer) -> dict[str, object]:
-    """The dict described above.
+    """The reward of `compute_score`, a dict of score, acc and pred.
 
     Raises:
         ValueError: the label is not an integer.
@@ -351,7 +351,7 @@ def verify_minerva(response: str, label: str) -> tuple[bool, str]:
 
 
 def verify_strict_box(response: str, label: str) -> tuple[bool, str | None]:
-    """(correct, prediction): the last box of the final 100 characters, verbatim."""
+    """(correct, prediction): the last box of the final 100 characters must equal the label verbatim."""
     pred = extract_boxed_answer(response[-STRICT_CHARS:])
     return pred == label, pred
 
@@ -366,7 +366,7 @@ def integer(label: str) -> str:
 
 
 def normalize_final_answer(text: str) -> str:
-    """Minerva's form (Lewkowycz et al. 2022): what follows the last ``=``, without articles, units and wrappers."""
+    """Minerva's form (Lewkowycz et al. 2022): the text after the last ``=``, without articles, units and wrappers."""
     text = text.rpartition("=")[2]
     for before, after in SUBSTITUTIONS:
         text = text.replace(before, after)

@@ -1,7 +1,7 @@
 """A reward model's process: ``python -m slimelite.rewards.reward_model PATH DEVICE FD SECONDS``.
 
-The only file of rewards that imports torch. It takes lists of `Exchange` from the connection on file descriptor FD,
-scores each list as one batch, and answers with one score or `Failure` for each.
+This is the only file of rewards that imports torch. It receives lists of `Exchange` over the connection on file
+descriptor FD, scores each list as one batch, and sends one score or `Failure` for each exchange.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RewardModel:
         """``device``: auto, cpu or cuda.
 
         Raises:
-            ValueError: the model has not one output, lacks weights, or there is no such device.
+            ValueError: the number of outputs is not 1, weights are missing, or there is no such device.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--reward-model-device cuda: this process sees no GPU; take cpu, or auto")
@@ -40,7 +40,7 @@ class RewardModel:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         if config.num_labels != 1:
             raise ValueError(f"--reward-model-path {path} has {config.num_labels} outputs; a reward model has one")
-        # the head of a folder that is no reward model would be random
+        # load_weights refuses missing weights: a folder without a reward head would get a random one
         model = load_weights(AutoModelForSequenceClassification, path, config, dtype=dtype)
         self.model = model.to(self.device).eval()
         self.pad = config.get_text_config().pad_token_id
@@ -57,14 +57,14 @@ class RewardModel:
 
     @torch.inference_mode()
     def scores(self, exchanges: list[Exchange]) -> list[float | Failure]:
-        """One a conversation; those that are longer than the model's context fail."""
+        """One score for each conversation; a `Failure` for one longer than the model's context."""
         ids = [self.tokenizer(self.text(e), add_special_tokens=False)["input_ids"] for e in exchanges]
         results: list[float | Failure] = [
             Failure("invalid", f"prompt and response have {len(row)} tokens, the reward model takes {self.longest}")
             for row in ids
         ]
         fitting = [i for i, row in enumerate(ids) if self.longest is None or len(row) <= self.longest]
-        # a model that names no padding token scores rows one by one: it would take the padding for the end
+        # without a padding token in its config, the model would score a padded row at its padding: rows go one by one
         batches = [fitting] if self.pad is not None else [[i] for i in fitting]
         for batch in filter(None, batches):
             width = max(len(ids[i]) for i in batch)
@@ -78,7 +78,7 @@ class RewardModel:
 
 
 def main(path: str, device: str, descriptor: int, seconds: float) -> None:
-    """Load the model, then serve until the parent closes its end; what is wrong with the model is the first message."""
+    """Load the model, then serve until the parent closes its end. If loading fails, send the error message instead."""
     try:
         model = RewardModel(path, device)
     except (OSError, ValueError) as error:

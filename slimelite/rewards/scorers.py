@@ -1,7 +1,7 @@
-"""Rewards that are no rule's: functions of the user, a server's (``remote_rm``) and a reward model's.
+"""Rewards not computed by rules: user functions, a reward server (``remote_rm``) and a reward model.
 
-Reward code that we do not know runs in a thread of its own: whatever it does, generation goes on. Async functions share
-one event loop there (so they may share a session), plain functions get a thread each.
+User functions run in threads of their own, so that they cannot block generation. Async functions share one event loop
+in one thread (so they may share a session), plain functions get a thread each.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from slimelite.rewards.workers import WorkerPool
 from slimelite.sample import Sample
 from slimelite.threads import LoopThread
 
-# how long a loop may take to answer before it counts as blocked [s]
+# time that an event loop may take to respond before it counts as blocked [s]
 ANSWER_SECONDS = 1.0
 CONNECTIONS = 64
 ATTEMPTS = 10
-# a reward model of many gigabytes may come from a network disk
+# loading many gigabytes of reward model from a network disk takes long
 LOAD_SECONDS = 1800.0
 REQUEST_SECONDS = 120.0
 
 
 class RewardLoop:
-    """Runs functions of the user on an event loop of its own; one that they block is left behind for a new one."""
+    """Runs user functions on an event loop of its own; if one of them blocks the loop, a new loop replaces it."""
 
     def __init__(self) -> None:
         self._thread: LoopThread | None = None
 
     async def call(self, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
-        """What ``function`` returns within ``timeout`` seconds, or the `Failure` that it ends in.
+        """What ``function`` returns, or a `Failure` if it raises or takes longer than ``timeout`` seconds.
 
-        One that takes longer is cancelled; it is left behind where it does not await.
+        A function that takes longer is cancelled; if it never awaits, it keeps running in its abandoned loop.
         """
         thread = self._thread = self._thread or LoopThread("rewards")
         future = asyncio.wrap_future(thread.submit(call(function, *args)))
@@ -71,7 +71,7 @@ async def call(function: Callable[..., Any], *args: Any) -> Any:
     """The result of an async function, or of a plain one in a daemon thread (a hung one does not stop the exit).
 
     Raises:
-        RuntimeError: it raised what would end a program or its event loop, such as KeyboardInterrupt.
+        RuntimeError: it raised an exception that would end the program or its event loop, such as KeyboardInterrupt.
     """
     try:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
@@ -85,12 +85,12 @@ async def call(function: Callable[..., Any], *args: Any) -> Any:
     except BaseException as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
-            raise  # it is we who cancel it
+            raise  # cancelled by its caller, not by the function
         raise RuntimeError(repr(error)) from error
 
 
 def failure_of(error: BaseException) -> Failure:
-    """An exception, with its traceback from the user's first line on."""
+    """The `Failure` for an exception, with its traceback from the user's first line on."""
     return Failure("exception", f"{type(error).__name__}: {error}", own_traceback(error))
 
 
@@ -101,7 +101,7 @@ def _fill(future: Future[Any], function: Callable[..., Any], args: tuple[Any, ..
         future.set_result(function(*args))
     except Exception as error:
         future.set_exception(error)
-    except BaseException as error:  # set as it is, it would end the loop that waits for it
+    except BaseException as error:  # an unwrapped one would end the loop that awaits this future
         future.set_exception(RuntimeError(repr(error)))
 
 
@@ -121,9 +121,10 @@ class RemoteReward:
         self._attempts = 2 if trial else ATTEMPTS
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
-        """The server's answers; an exception where there was none. It has its own limits: attempts, seconds of each.
+        """The server's answers, or the exception where a request failed; ``--reward-timeout`` does not apply.
 
-        The waits between attempts are 1, 2, 4, ... seconds, at most 30; a client error (4xx) is not tried again.
+        The waits between attempts are 1, 2, 4, ... seconds, at most 30. A 4xx error is not tried again, except for 408,
+        425 and 429.
         """
         pairs = zip(samples, texts, strict=True)
         payloads = [{"prompt": s.prompt, "response": text, "label": s.label} for s, text in pairs]
@@ -132,14 +133,14 @@ class RemoteReward:
             return await asyncio.gather(*(client.post(self._url, p) for p in payloads), return_exceptions=True)
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: no connection outlives `score`."""
 
 
 class ModelReward:
-    """``reward_model``: the score of the model of --reward-model-path, in a process that its first batch starts."""
+    """``reward_model``: scores by the model at --reward-model-path, in a process that starts with the first batch."""
 
     def __init__(self, args: RewardArgs, trial: bool) -> None:  # noqa: ARG002  a trial is no different
-        """Loads nothing yet."""
+        """Set up the worker pool; the model is loaded with the first batch."""
         assert args.reward_model_path is not None
         program = ("slimelite.rewards.reward_model", args.reward_model_path, args.reward_model_device)
         size = args.reward_model_batch_size
@@ -155,7 +156,7 @@ class ModelReward:
 
 
 def exchange_of(sample: Sample, response: str) -> Exchange:
-    """What a reward model sees of ``sample``; `load_prompts` keeps the messages for it."""
+    """The part of ``sample`` that a reward model sees; `load_prompts` keeps the messages in the metadata for it."""
     if not isinstance(sample.prompt, str):
         return Exchange("", response, sample.prompt)
     return Exchange(sample.prompt, response, (sample.metadata or {}).get("messages"))

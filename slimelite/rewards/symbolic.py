@@ -1,7 +1,7 @@
 r"""Equality of two LaTeX expressions by algebra. Importing this loads sympy (half a second): only workers do.
 
-Only math-verify's LaTeX grammar and comparison are used. Its plain-expression mode hands text to sympy's
-``parse_expr``, which is ``eval``; nothing here may evaluate what a model wrote.
+Only math-verify's LaTeX grammar and comparison are used. Its plain-expression mode passes text to sympy's
+``parse_expr``, which calls ``eval``; text that a model wrote must never be evaluated.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from math_verify.parser import get_last_eq
 from slimelite.rewards.rules import TooCostly
 
 Expression = Any  # of sympy, or a node of the grammar's tree: neither has types
-# its units are single letters, too, and take the t off x + 2t; its boxes are boxes within the box
+# units off: they include single letters and would remove the t of x + 2t; boxed off: the box is already removed
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-# digits that two numbers may differ in; more than any decimal that a model writes out by heart
+# decimal digits of numerical comparisons; more than any decimal expansion that a model has memorised
 PRECISION = 60
-# of the largest number that may come up: 10,000 decimal digits, which sympy handles in milliseconds
+# bits of the largest number that may occur: 10,000 decimal digits, which sympy handles in milliseconds
 MAX_BITS = 32_768
-# the power of a sum that sympy may multiply out
+# largest power of a sum that sympy may expand
 MAX_POWER_OF_SUM = 1000
 MAX_TERMS = 10_000
 # a number with its base, such as 101_2 or 1A_{16}: the grammar drops the base of the first
@@ -38,9 +38,9 @@ MATRIX_MAKERS = re.compile(r"\\operatorname\s*\{\s*(?:eye|zeros|ones|diag)\s*\}"
 
 
 def equivalent(given: str, truth: str) -> bool:
-    """Whether ``given`` equals ``truth`` (LaTeX without dollar signs). What does not parse is not equal.
+    """Whether ``given`` equals ``truth`` (LaTeX without dollar signs). Text that does not parse is not equal.
 
-    A decimal is the fraction that it says, so 3.141593 is not pi. A list has as many elements as are written down.
+    A decimal is read as an exact fraction, so 3.141593 is not pi. Repeated elements of a list are kept.
 
     Raises:
         TooCostly: a number or a power in one of them is too large to compute.
@@ -55,7 +55,7 @@ def equivalent(given: str, truth: str) -> bool:
 
 
 def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
-    """`verify`, except for lists, whose repeated elements it drops. ``braced``: one of them is a set in braces."""
+    """`verify`, but lists keep repeated elements, which `verify` drops. ``braced``: one side is a set in braces."""
     golds, preds = _written(gold), _written(pred)
     other = gold if golds is None else pred if preds is None else None
     beside_a_set = isinstance(other, sympy.Set) and not isinstance(other, sympy.Interval)
@@ -76,7 +76,7 @@ def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
 
 
 def _written(expression: Expression) -> list[Expression] | None:
-    """The elements of a list or a finite set as they were written, also behind ``x =``; None for anything else."""
+    """The elements of a list or a finite set as written, also after ``x =``; None for any other expression."""
     if isinstance(expression, sympy.Eq):
         expression = expression.rhs
     return list(expression._unsorted_args) if isinstance(expression, FiniteSet) else None
@@ -90,21 +90,21 @@ def _ordered(expression: Expression) -> list[Expression]:
 
 
 class _Exact(_Latex2Sympy):
-    """The library's reader, with exact decimals; what it computes while it reads is looked at first (`bits`)."""
+    """The library's parser with exact decimals; the size of what it computes while parsing is checked by `bits`."""
 
     def parse_number(self, text: str) -> sympy.Rational:
-        """A number as the fraction that it says."""
+        """A number as an exact fraction."""
         digits, _, exponent = text.replace(",", "").lower().partition("e")
         if abs(int(exponent or 0)) > MAX_BITS // 4:
             raise TooCostly(f"10^{exponent}")
         return sympy.Rational(digits) * sympy.Integer(10) ** int(exponent or 0)
 
     def convert_binom(self, binom: Expression) -> Expression:
-        """A binomial coefficient that is not computed yet."""
+        """A binomial coefficient, not yet evaluated."""
         return sympy.binomial(self.convert_expr(binom.upper), self.convert_expr(binom.lower), evaluate=False)
 
     def convert_func(self, func: Expression) -> Expression:
-        """A function; those that compute at once are gamma and the degree of a root."""
+        """A function; the sizes of gamma functions and of root degrees are checked, as these are evaluated at once."""
         named = func.func_normal_single_arg()
         if named and named.start.text in ("\\Gamma", "\\gamma"):
             argument = self.convert_func_arg(func.func_single_arg() or func.func_single_arg_noparens())
@@ -114,24 +114,24 @@ class _Exact(_Latex2Sympy):
         return super().convert_func(func)
 
     def handle_exp(self, func: Expression) -> Expression:
-        """A power of e."""
+        """A power of e, whose size is checked first."""
         if func.supexpr() and func.supexpr().expr():
             _ = bits(sympy.exp(self.convert_expr(func.supexpr().expr()), evaluate=False))
         return super().handle_exp(func)
 
     def handle_gcd_lcm(self, f: str, args: Expression) -> Expression:
-        """gcd and lcm."""
+        """gcd or lcm, whose arguments are checked first."""
         _ = bits(list(args))
         return super().handle_gcd_lcm(f, args)
 
     def convert_interval(self, expr: Expression) -> Expression:
-        """An interval, whose ends are compared."""
+        """An interval; its ends are checked first, because sympy compares them."""
         _ = bits([self.convert_expr(end) for end in expr.expr()])
         return super().convert_interval(expr)
 
 
 def _parse(text: str) -> Expression:
-    """The expression that ``text`` is, or else the last side of its chain of equations."""
+    """``text`` as an expression; if that fails, the last side of its chain of equations."""
     if BASE.search(text) or ":" in text or MATRIX_MAKERS.search(text):
         raise ValueError(f"not an expression: {text}")
     text = ROOT.sub(r"\\sqrt{\1}", text).replace("**", "^")
@@ -152,10 +152,10 @@ def _read(text: str) -> Expression:
 
 
 def bits(expression: Expression) -> float:
-    """A bound on the size, in bits, of the numbers that computing ``expression`` brings up; a variable counts as 1.
+    """A bound on the size, in bits, of numbers that occur when ``expression`` is computed; a variable counts as 1.
 
     Raises:
-        TooCostly: it is above ``MAX_BITS``, or a sum is raised to a high power.
+        TooCostly: the bound is above ``MAX_BITS``, a sum has a high power, or a series has too many terms.
     """
     size = _bits(expression)
     if size > MAX_BITS:
@@ -189,7 +189,7 @@ def _bits(expression: Expression) -> float:
 
 
 def _value(expression: Expression) -> float:
-    """|expression| as a float, 1 where it has variables. Its own size was looked at before."""
+    """|expression| as a float, 1 if it has variables. The caller has checked its size before."""
     if expression.free_symbols:
         return 1.0
     try:

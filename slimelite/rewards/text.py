@@ -13,7 +13,7 @@ from typing import Any
 from slimelite.rewards.math import extract_boxed_answer
 from slimelite.rewards.rules import Answer
 
-# answers of which half a match is no match
+# answers for which a partial match counts as 0
 VERDICTS = ("yes", "no", "noanswer")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -24,7 +24,7 @@ def f1(answer: Answer) -> float:
 
 
 def f1_score(prediction: str | None, label: str) -> tuple[float, float, float]:
-    """(f1, precision, recall) of the normalised words; zeros where they share none."""
+    """(f1, precision, recall) of the normalised words; zeros if they share none."""
     if prediction is None:
         return 0.0, 0.0, 0.0
     given, truth = normalize_answer(prediction), normalize_answer(label)
@@ -53,8 +53,8 @@ LETTERS = string.ascii_uppercase[:10]
 # A letter stands alone, unlike the d of "the answer depends". The small a and i, which are words too, must end their
 # clause, unlike the a of "the answer is a gas"; "e.g." and "I'd" hold no letters
 LETTER = r"(?!\w(?:\.\w\.|['’]\w))([A-Z]\b|[b-hj-z]\b|[ai](?=[.,;:)\]*]|$))"
-# tried in this order; each reads its first match. A letter in brackets or stars is the answer after "answer is",
-# "answer:" and "final answer"; after a bare word, as in "option (A) is wrong", it may be one that is turned down
+# tried in this order; only the first match of each counts. A letter in brackets or stars is accepted after "answer
+# is", "answer:" and "final answer", but not after a bare word: "option (A) is wrong" rejects its letter
 WRAP = r"[ (*\[]{0,4}"
 PATTERNS = (
     re.compile(rf"(?i:(?:answer|option|choice)(?: ?(?:is|:){WRAP}| ?)|final (?:answer|option){WRAP}){LETTER}"),
@@ -82,7 +82,7 @@ def gpqa(answer: Answer) -> float:
 
 
 def extract_letter(text: str | None, letters: Sequence[str]) -> str | None:
-    """The option letter in a phrase such as "the answer is (B)", or else the last capital that stands alone."""
+    """The option letter in a phrase such as "the answer is (B)", or else the last single capital letter."""
     text = " ".join((text or "").rpartition("</think>")[2].split())
     for pattern in PATTERNS:
         if (match := pattern.search(text)) and match[1].upper() in letters:
@@ -111,7 +111,7 @@ def _letters(metadata: dict[str, Any], choices: list[str]) -> list[str]:
 
 
 def _correct_letter(metadata: dict[str, Any], label: str, choices: list[str], letters: list[str]) -> str | None:
-    """The right option's letter: metadata's, or the label as letter, number or text of an option."""
+    """The right option's letter: from the metadata, or from the label as an option's letter, number or text."""
     if isinstance(given := metadata.get("correct_letter"), str) and given.strip():
         return given.strip().upper()
     if label.upper() in letters:
@@ -129,7 +129,7 @@ def gpqa_example(answer: Answer) -> str:
     return f"Answer: {letter}" if letter else answer.label
 
 
-# a letter with its wrappers; the pattern below is quadratic
+# enough for a letter with its wrappers; the limit exists because the pattern below is quadratic
 BOX_CHARS = 40
 
 
@@ -144,7 +144,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def format_quick(answer: Answer) -> float | None:
-    """1 or 0 for the default format; None for a regex, which may take any time."""
+    """1 or 0 for the default format; None for a regex, whose run time is unbounded."""
     return None if answer.settings.format_regex is not None else float(is_think_answer(answer.response))
 
 
@@ -155,20 +155,20 @@ def format_slow(answer: Answer) -> float:
 
 
 def is_think_answer(response: str) -> bool:
-    """Each tag once, in order, with text between, and nothing but spaces before, after and between the two parts."""
+    """Whether each tag occurs once, in order, with text in both parts and only spaces around and between them."""
     text = response.strip()
     if any(text.count(tag) != 1 for tag in TAGS):
         return False
     thought, _, rest = text.removeprefix("<think>").partition("</think>")
     said = rest.strip().removeprefix("<answer>").removesuffix("</answer>")
-    # a tag that is still there stood in the wrong place
+    # a tag that is left in the text was in the wrong place
     return bool(thought.strip() and said.strip()) and not any(tag in thought + said for tag in TAGS)
 
 
 def coin(answer: Answer) -> float:
-    """``random``: 0 or 1, drawn from the sample and its response, so that a repeated run draws the same.
+    """``random``: 0 or 1, from a hash of the sample's key and response, so that a repeated run gets the same.
 
-    A run without signal learns nothing; this checks it.
+    It serves to check that a run without a reward signal learns nothing.
     """
     return float(sha256(f"{answer.key}\0{answer.response}".encode("utf-8", "replace")).digest()[0] & 1)
 

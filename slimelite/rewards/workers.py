@@ -1,9 +1,9 @@
-"""Worker processes for rules that may compute without bound: a hung one is killed and replaced, its answer is an error.
+"""Worker processes for rules of unbounded run time: a hung one is killed and replaced, and its answer is an error.
 
-A worker is a program of its own, ``python -m slimelite.rewards.workers FD SECONDS``, not started by
-``multiprocessing``, which would import ``train.py``, and torch with it. It takes lists of (rule name, answer) from the
-connection on file descriptor FD, and answers each with a reward or a `Failure`, one by one, so that its parent knows
-which answer it is on. It ends when the connection does.
+A worker is a separate program, ``python -m slimelite.rewards.workers FD SECONDS``. ``multiprocessing`` does not start
+it, because that would import ``train.py``, and torch with it. It receives lists of (rule name, answer) over the
+connection on file descriptor FD and sends a reward or a `Failure` for each, one by one, so that its parent knows which
+answer it is working on. It ends when the connection is closed.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES, Answer, Exchange, F
 Task = tuple[str, Answer] | Exchange
 T = TypeVar("T", bound=Task)
 
-# one hop carries this many: a hop costs 0.2 ms, an answer that needs algebra ten
+# tasks sent to a worker at once: a round trip costs 0.2 ms, an answer that needs algebra ten
 CHUNK = 8
 START_SECONDS = 120.0
 RULES_PROGRAM = ("slimelite.rewards.workers",)
-# how often an idle worker looks whether its parent lives; a fork of the parent may hold the connection open [s]
+# how often an idle worker checks that its parent lives; a fork of the parent may hold the connection open [s]
 LOOK_SECONDS = 10.0
-# processor time that an answer of a bounded rule may take [s]: in all, until an exception is raised, which waits for a
-# call into C to end; in user mode, until the process ends, which does not wait
+# processor time for one answer of a bounded rule [s]. SOFT, user and system time: then an exception is raised, but only
+# after a running C call has returned. HARD, user time alone: then the process ends at once
 SOFT_SECONDS, HARD_SECONDS = 1.0, 1.5
 
 
@@ -56,21 +56,21 @@ class WorkerPool:
         chunk: int = CHUNK,
         start_seconds: float = START_SECONDS,
     ) -> None:
-        """``program``: module and arguments of a worker; ``chunk``: tasks it gets at once."""
+        """``program``: module and arguments of a worker; ``chunk``: tasks sent to a worker at once."""
         self._chunk = chunk
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="grading")
         self._workers = [_Worker(timeout, program, start_seconds) for _ in range(size)]
-        # last in, first out: a light load keeps to the workers that are already started
+        # last in, first out: under a light load only the workers that are already started are used
         self._idle: LifoQueue[_Worker] = LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
 
     async def run(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
-        """The verdict on each task, in order: the slow one of a (rule name, answer), the score of an exchange.
+        """The verdict on each task, in order: for (rule name, answer) that of ``slow``, for an exchange its score.
 
         Raises:
             RuntimeError: workers cannot be started.
-            ValueError: a worker says why it cannot work.
+            ValueError: a worker reports that it cannot work; the message is the worker's.
         """
         loop = asyncio.get_running_loop()
         chunks = [tasks[i : i + self._chunk] for i in range(0, len(tasks), self._chunk)]
@@ -78,14 +78,14 @@ class WorkerPool:
         return [reward for part in results for reward in part]
 
     def _grade(self, chunk: Sequence[Task]) -> list[Reward | Failure]:
-        worker = self._idle.get()  # as many threads as workers: never waits
+        worker = self._idle.get()  # never waits: there are as many workers as threads
         try:
             return worker.grade(chunk)
         finally:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End the workers; answers they are on become errors."""
+        """End the workers; the answers that they are working on become errors."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
@@ -103,7 +103,7 @@ class _Worker:
         self._closed = False
 
     def grade(self, tasks: Sequence[Task]) -> list[Reward | Failure]:
-        """Results in order; after a hang or a crash the rest goes to a new process."""
+        """Results in order; after a hang or a crash the remaining tasks go to a new process."""
         results: list[Reward | Failure] = []
         while len(results) < len(tasks):
             if self._process is None or self._process.poll() is not None:
@@ -140,7 +140,7 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search_path))},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl+C is for the parent; workers end when it does
+            start_new_session=True,  # Ctrl+C reaches only the parent; workers end with it
         )
         theirs.close()
         try:
@@ -157,7 +157,7 @@ class _Worker:
             raise ValueError(ready)
 
     def _kill(self) -> int | None:
-        """End the process now; its exit code."""
+        """End the process now, and return its exit code."""
         if self._process is None or self._connection is None:
             return None
         self._process.kill()
@@ -168,10 +168,10 @@ class _Worker:
 
 
 def main(descriptor: int, seconds: float, files: Sequence[str]) -> None:
-    """Serve until the parent closes its end; ``files``: of ``--import-file``, which may have rules."""
+    """Serve until the parent closes its end; ``files``: those of ``--import-file``, which may define rules."""
     for file in files:
         run_file(file, "--import-file")
-    from slimelite.rewards import symbolic  # sympy is loaded, and its grammar read, before the first answer's time runs
+    from slimelite.rewards import symbolic  # loads sympy and its grammar before the first answer's time limit starts
 
     logging.disable(logging.CRITICAL)  # math-verify warns of every answer it cannot read
     symbolic.equivalent("1+x", "x+1")
@@ -189,7 +189,7 @@ def serve(descriptor: int, seconds: float, verdicts: Callable[[list[T]], Iterabl
 
     ``seconds``: the parent's limit for one verdict.
     """
-    # the parent kills a worker that takes too long; one that lost its parent is ended by its own alarm
+    # the parent kills a worker that takes too long; the alarm ends one whose parent is gone
     alarm = math.ceil(seconds) + 5
     with Connection(descriptor) as connection:
         parent = os.getppid()
@@ -211,7 +211,7 @@ def serve(descriptor: int, seconds: float, verdicts: Callable[[list[T]], Iterabl
 
 
 def graded(name: str, answer: Answer) -> Reward | Failure:
-    """The slow verdict of a rule; what it raises is a failure of this answer alone."""
+    """The verdict of a rule's ``slow`` function; an exception in it becomes a `Failure` of this answer alone."""
     rule = RULES[name]
     assert rule.slow is not None, f"{name} has no second step"
     slow: Callable[[Answer], Reward] = function(rule.slow)
@@ -222,17 +222,17 @@ def graded(name: str, answer: Answer) -> Reward | Failure:
         finally:
             limit_processor_time(0.0, 0.0)
     except TooCostly as cost:
-        limit_processor_time(0.0, 0.0)  # the exception may have come out of the call above
+        limit_processor_time(0.0, 0.0)  # the exception may have interrupted the call above
         return Failure("costly", str(cost))
     except Exception as error:
         return Failure("exception", f"{type(error).__name__}: {error}", traceback.format_exc())
 
 
 def limit_processor_time(soft: float, hard: float) -> None:
-    """From now on: `TooCostly` after ``soft`` seconds, the end of this process after ``hard`` in user mode; 0: never.
+    """From now on raise `TooCostly` after ``soft`` seconds, and end this process after ``hard`` in user mode; 0: never.
 
-    It is processor time, so that no other load of the machine changes a verdict. The exception comes again and again,
-    for a bare ``except`` may swallow it.
+    Seconds are processor time, so that a busy machine does not change verdicts. The exception is raised repeatedly,
+    because a bare ``except`` may swallow it.
     """
     signal.setitimer(signal.ITIMER_PROF, soft, 0.1 if soft else 0.0)
     signal.setitimer(signal.ITIMER_VIRTUAL, hard)
