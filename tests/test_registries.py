@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from slimelite.algorithms.advantages import group_advantages
+from slimelite.algorithms.advantages import RolloutTokens, group_advantages, token_advantages
 from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.losses import CORRECTIONS, DPO_KINDS, LEVELS, LOSSES, MODES
+from slimelite.algorithms.policy import policy_loss
 from slimelite.arguments import Args
 from slimelite.arguments.flags import ArgumentError, all_flags
 from slimelite.arguments.help import format_help
@@ -111,3 +113,23 @@ def test_an_estimator_is_one_file() -> None:
     rewards, ids = torch.tensor([3.0, 1.0, 2.0, 7.0]), torch.tensor([0, 0, 0, 1])
     advantages, _ = group_advantages(rewards, ids, torch.from_numpy(np.arange(4)), "median")
     assert advantages.tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3), torch.ones(2, 1), None])
+def test_an_estimator_that_returns_another_shape_is_refused(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be indexed or broadcast to advantages of other samples."""
+    ids = torch.tensor([0, 0]), torch.tensor([0, 1])
+    tokens = RolloutTokens(torch.ones(2), torch.zeros(2), torch.ones(2) > 0, ids[1])
+    calls = {
+        "group": lambda: group_advantages(torch.tensor([0.0, 1.0]), *ids, "own"),
+        "token": lambda: token_advantages("own", tokens),
+    }
+    for part, call in calls.items():
+        own = replace(ESTIMATORS["rloo"], name="own", **{part: lambda _: wrong})
+        monkeypatch.setitem(ESTIMATORS._records, "own", own)
+        with pytest.raises(ValueError, match=rf"own: its {part} function returned .*shape \[2\]"):
+            call()
+    own = replace(ESTIMATORS["rloo"], name="own", loss=lambda *_, **__: (wrong, {}))
+    monkeypatch.setitem(ESTIMATORS._records, "own", own)
+    with pytest.raises(ValueError, match=r"own: its loss function returned .*shape \[2\]"):
+        policy_loss(*torch.zeros(3, 2), torch.ones(2) > 0, ids[1], 2, "own", eps_clip=0.2)

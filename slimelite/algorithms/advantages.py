@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slimelite.algorithms.estimators import ESTIMATORS
-from slimelite.algorithms.packed import Metrics, mean_metric, segment_sum, select, upcast
+from slimelite.algorithms.packed import Metrics, checked, mean_metric, segment_sum, select, upcast
 from slimelite.registry import function
 
 
@@ -104,7 +104,8 @@ def group_advantages(
     }
     if not normalize or compare is None:
         return rewards.to(dtype), metrics
-    advantages: Tensor = function(compare)(GroupedRewards(of_rollouts, group, size, centered, std, std_normalization))
+    found = function(compare)(GroupedRewards(of_rollouts, group, size, centered, std, std_normalization))
+    advantages = checked(found, len(rollouts), f"--advantage-estimator {estimator}: its group function")
     return advantages[row_rollout].to(dtype), metrics
 
 
@@ -144,7 +145,9 @@ def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Ten
     """[T] advantages and [T] returns; they are equal unless the estimator's ``token`` function returns both."""
     make = ESTIMATORS[estimator].token
     found = tokens.advantages[tokens.segments] if make is None else function(make)(tokens)
-    return found if isinstance(found, tuple) else (found, found)
+    advantages, returns = found if isinstance(found, tuple) else (found, found)
+    length, what = len(tokens.segments), f"--advantage-estimator {estimator}: its token function"
+    return checked(advantages, length, what), checked(returns, length, what)
 
 
 def reinforce_plus_plus(tokens: RolloutTokens) -> Tensor:

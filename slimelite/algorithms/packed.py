@@ -105,3 +105,15 @@ def constant_divisors(mask_sums: Tensor, rollout_ids: Tensor, max_response_len: 
 def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     """Σ losses·weights over [T], 0-d; a loss whose weight is 0 is not read."""
     return (select(losses, weights != 0) * weights.to(losses.dtype)).sum()
+
+
+def checked(values: object, length: int, what: str) -> Tensor:
+    """``values``, which ``what`` returned, if they are [length].
+
+    Raises:
+        ValueError: they have another shape, which would be broadcast or indexed to a wrong result.
+    """
+    if not isinstance(values, Tensor) or values.shape != (length,):
+        found = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ValueError(f"{what} returned {found}: make it a tensor of shape [{length}]")
+    return values

@@ -7,7 +7,16 @@ from torch import Tensor
 
 from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.losses import KL_KINDS
-from slimelite.algorithms.packed import MAX_LOG_RATIO, Metric, Metrics, bounded_exp, mean_metric, segment_mean, select
+from slimelite.algorithms.packed import (
+    MAX_LOG_RATIO,
+    Metric,
+    Metrics,
+    bounded_exp,
+    checked,
+    mean_metric,
+    segment_mean,
+    select,
+)
 from slimelite.registry import function
 
 
@@ -58,6 +67,7 @@ def policy_loss(
     losses, values = function(record.loss)(
         log_probs, log_ratio, advantages, eps_clip=eps_clip, eps_clip_high=high, eps_clip_c=eps_clip_c
     )
+    losses = checked(losses, len(log_probs), f"--advantage-estimator {estimator}: its loss function")
     now = log_ratio.detach()
     values |= {"ppo_kl": -now, "logprob_abs_diff": now.abs(), "ois": bounded_exp(now)}
     return losses, {name: mean_metric(value, mask) for name, value in values.items()}
