@@ -1,4 +1,4 @@
-"""What the parts of the rollout share, and what plugins meet of it: arguments, data source, what they return."""
+"""State that the parts of a rollout share, and the interface of plugins: arguments, data source, return values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Generated(NamedTuple):
-    """What a rollout added to one response: ``tokens``, those the loss sees, and seconds spent on tools."""
+    """What a rollout added to one response: ``tokens``, how many of them the loss sees, seconds spent on tools."""
 
     tokens: int
     effective: int
@@ -38,10 +38,10 @@ class Generated(NamedTuple):
 
 @dataclass
 class RolloutFnTrainOutput:
-    """Finished, scored groups (fan-out siblings side by side in their group), and metrics by their full names.
+    """Finished, scored groups (fan-out siblings are flat in their group), and metrics by their full names.
 
-    ``generated``: all that this rollout generated, also what was not accepted; None: the samples from end to end, which
-    `train_output` puts there.
+    ``generated``: one entry per response that this rollout generated, accepted or not. If it is None, `train_output`
+    counts every response of ``samples`` in full.
     """
 
     samples: list[list[Sample]]
@@ -56,17 +56,17 @@ class RolloutFnTrainOutput:
 
 @dataclass
 class RolloutFnEvalOutput:
-    """For each dataset its ``samples``, and slime's ``rewards`` and ``truncated`` columns; metrics by full names."""
+    """For each dataset ``samples`` and slime's columns ``rewards`` and ``truncated``; metrics by their full names."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def train_output(value: Any) -> RolloutFnTrainOutput:
-    """What a rollout function returned: an object with ``samples`` and ``metrics``, groups, or samples (regrouped).
+    """Convert the return value of a rollout function: an object with ``samples`` and ``metrics``, groups, or samples.
 
     Raises:
-        ValueError: it is none of these, or empty.
+        ValueError: the value is none of these, or has no samples.
     """
     samples = getattr(value, "samples", value)
     metrics = getattr(value, "metrics", None) or {}
@@ -88,10 +88,10 @@ def train_output(value: Any) -> RolloutFnTrainOutput:
 
 
 def flatten(group: list[Any]) -> list[Sample]:
-    """slime nests the siblings of a fan-out in their group; here they stand side by side, sharing a rollout id.
+    """Flatten a group: slime nests the siblings of a fan-out in a list; here they share a rollout id instead.
 
     Raises:
-        ValueError: something in it is not a sample.
+        ValueError: an element is not a sample.
     """
     flat: list[Sample] = []
     for item in group:
@@ -105,17 +105,17 @@ def flatten(group: list[Any]) -> list[Sample]:
     return flat
 
 
-# done, total, what it is about
+# called with (done, total, note)
 Progress = Callable[[int, int, str], None]
-# a function of the user
+# a function that the user provides
 Plugin = Callable[..., Any]
 
 
 class PluginArgs(argparse.Namespace):
     """The run's arguments as plugins get them.
 
-    A copy they may change (slime's do), with ``sglang_router_ip`` and ``sglang_router_port`` of an engine where one
-    serves HTTP, and ``rollout_context``.
+    Each plugin gets a copy, since slime's plugins change it. The copy also has ``rollout_context`` and, where an engine
+    serves HTTP, its address as ``sglang_router_ip`` and ``sglang_router_port``.
     """
 
     rollout_context: RolloutContext
@@ -123,7 +123,7 @@ class PluginArgs(argparse.Namespace):
     sglang_router_port: int | None
 
     def __getattr__(self, name: str) -> Any:
-        """What follows from the arguments, such as ``args.loss``, the record of ``--loss-type``."""
+        """Properties of `Args`, such as ``args.loss``, the record of ``--loss-type``."""
         if name.startswith("__") or "rollout_context" not in vars(self):
             raise AttributeError(name)
         return getattr(self.rollout_context.args, name)
@@ -139,28 +139,28 @@ class RolloutContext:
     grader: Grader
     thread: LoopThread
     progress: Progress
-    # scores training samples (--opd-type sglang); None: nobody does here
+    # scores training samples (--opd-type sglang); None: there is no teacher server
     teacher: Teacher | None = None
-    # name of an eval dataset -> its prompts, once read
+    # name of an eval dataset -> its prompts, filled when it is first evaluated
     eval_prompts: dict[str, list[Sample]] = field(default_factory=dict)
 
     def version_trained_on(self, rollout_id: int) -> int:
-        """The weight version that rollout ``rollout_id`` meets in training; the engines' own, if none runs ahead."""
+        """The trainer's weight version when it trains on the rollout; engines may differ under --async-rollout."""
         return rollout_id if self.args.async_rollout else self.engines.weight_version
 
     @property
     def eval_reward_key(self) -> str | None:
-        """Which entry of a reward that is a dict counts in an evaluation."""
+        """The entry that evaluations use of a reward that is a dict."""
         return self.args.eval_reward_key or self.args.reward_key
 
     async def each(self, jobs: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """The results of ``jobs``, which go on together, or under ``--deterministic-mode`` one after the other."""
+        """The results of ``jobs``, run concurrently or, under ``--deterministic-mode``, one after the other."""
         if self.args.deterministic_mode:
             return [await job for job in jobs]
         return list(await asyncio.gather(*jobs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RolloutContext:
-        return self  # plugins deep-copy their args; the engines stay the same
+        return self  # plugins deep-copy their args, but the engines must stay the same objects
 
     async def plugin_args(self, engine: int | None = None) -> PluginArgs:
         """A fresh copy of the arguments for a plugin, with the address of ``engine`` (None: of no engine)."""
@@ -173,16 +173,16 @@ class RolloutContext:
 
 
 def load_plugin(path: str | None, flag: str) -> Plugin | None:
-    """The function at ``path``, which ``flag`` names; None if it names none.
+    """The function at ``path``, the value of ``flag``; None if ``path`` is None.
 
     Raises:
-        ValueError: it cannot be loaded.
+        ValueError: the function cannot be loaded.
     """
     return None if path is None else load_function(path, flag)
 
 
 def build_source(args: Args, plugin_args: PluginArgs, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """What ``--data-source-path`` names, called with (args, tokenizer) or slime's (args); else a `DataSource`.
+    """An instance of the ``--data-source-path`` class, built from (args, tokenizer) or (args); else a `DataSource`.
 
     Raises:
         ValueError: the class lacks a method that a rollout calls.
@@ -196,7 +196,7 @@ def build_source(args: Args, plugin_args: PluginArgs, tokenizer: PreTrainedToken
     wants_tokenizer = len(inspect.signature(kind).parameters) > 1
     make = guarded(kind, path, flag)
     source = make(plugin_args, tokenizer) if wants_tokenizer else make(plugin_args)
-    for name in ("get_samples", "add_samples", "state_dict", "load_state_dict"):  # those that a run calls
+    for name in ("get_samples", "add_samples", "state_dict", "load_state_dict"):  # the methods that a run calls
         if hasattr(source, name):
             setattr(source, name, guarded(getattr(source, name), f"{path}.{name}", flag))
     return source

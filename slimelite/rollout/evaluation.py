@@ -1,4 +1,4 @@
-"""Evaluation: every dataset with its own sampling, several responses a prompt, pass@k."""
+"""Evaluation: each dataset has its own sampling parameters and number of responses per prompt."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from slimelite.sample import Sample
 
 
 async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOutput:
-    """All of ``--eval-prompt-data``: concurrently, or one after the other under ``--deterministic-mode``.
+    """Evaluate all of ``--eval-prompt-data``: concurrently, or one by one under ``--deterministic-mode``.
 
-    Seeds depend on dataset, prompt and sample alone, so that evaluations differ by their weights only.
+    Seeds depend only on dataset, prompt and sample, so that two evaluations differ only because of their weights.
 
     Raises:
-        ValueError: a dataset is empty or cannot be read, or none of its prompts got a response; says which and why.
+        ValueError: a dataset is empty or cannot be read, or none of its prompts got a scored response.
     """
     await context.engines.refresh()
     datasets = context.args.eval_datasets
@@ -45,7 +45,7 @@ async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> Rollout
 
 
 def _groups(context: RolloutContext, dataset: EvalDataset) -> list[Group]:
-    """The prompts of a dataset, which are read once in a run, as groups of samples."""
+    """The prompts of a dataset as groups of samples; the file is read once in a run."""
     if dataset.name not in context.eval_prompts:
         try:
             context.eval_prompts[dataset.name] = load_prompts(
@@ -76,7 +76,7 @@ async def _evaluate(
     rollout_id: int,
     count: Callable[[str, int], None],
 ) -> list[list[Sample]]:
-    """The scored groups of one dataset, in its order; failed ones are left out."""
+    """The scored groups of one dataset, in file order; groups that failed are left out."""
     generator = GroupGenerator(
         context,
         f"eval/{dataset.name}",

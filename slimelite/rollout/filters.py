@@ -1,8 +1,8 @@
-"""Dynamic sampling filters: ``fn(args, samples)`` says whether a scored group is worth training on.
+"""Dynamic sampling filters: ``fn(args, samples)`` decides whether a scored group is trained on.
 
-Name one with ``--dynamic-sampling-filter-path slimelite.rollout.filters.<name>``, or write your own that calls these:
-it returns a bool or a `DynamicFilterOutput`, and may be built of several with `all_of`. In a fan-out, siblings share
-their rollout's reward and count once.
+Choose one with ``--dynamic-sampling-filter-path slimelite.rollout.filters.<name>``, or write your own, which may call
+these. A filter returns a bool or a `DynamicFilterOutput`; `all_of` combines several. The siblings of a fan-out share
+the reward of their rollout and count once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from slimelite.table import SampleTable
 
 logger = logging.getLogger(__name__)
 
-# why --reward-error drop leaves nothing of a group
+# the drop reason when --reward-error drop has removed every sample of a group
 NO_REWARD = "no_reward"
-# rewards that differ by less are equal: graders add floats in different orders
+# rewards that differ by no more are equal, because graders may add floats in different orders
 SAME_REWARD = 1e-6
 
 
@@ -34,7 +34,7 @@ SAME_REWARD = 1e-6
 class DynamicFilterOutput:
     """``keep`` the group or drop it for ``reason``.
 
-    ``keep_when_insufficient``: a dropped group is kept after all where dropping it would mean sampling another prompt.
+    ``keep_when_insufficient``: keep a dropped group after all if the batch would otherwise need another prompt.
     """
 
     keep: bool
@@ -46,10 +46,10 @@ Filter = Callable[[PluginArgs, Sequence[Sample]], bool | DynamicFilterOutput]
 
 
 def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> DynamicFilterOutput:
-    """What a filter returned (a bool, also numpy's or torch's, or slime's object) as a `DynamicFilterOutput`.
+    """Convert a filter's return value (a bool of Python, numpy or torch, or slime's object) to a `DynamicFilterOutput`.
 
     Raises:
-        ValueError: it is anything else, such as the text "no", which Python takes for true; ``name`` is in the message.
+        ValueError: the value is anything else, such as the text "no", which is true in Python; names the filter.
     """
     said: Any = getattr(output, "keep", output)
     said = said.item() if getattr(said, "shape", None) == () else said
@@ -64,13 +64,13 @@ def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> Dyn
 
 
 def rollout_rewards(samples: Sequence[Sample], reward_key: str | None) -> list[float]:
-    """One reward for each rollout of the group (the last sibling's, for a fan-out)."""
+    """One reward for each rollout of the group; for a fan-out, that of the last sibling."""
     rewards = {s.index if s.rollout_id is None else s.rollout_id: s.reward_value(reward_key) for s in samples}
     return list(rewards.values())
 
 
 def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
-    """Keep groups whose rewards differ: only they have an advantage (DAPO, arXiv:2503.14476, dynamic sampling)."""
+    """Keep groups whose rewards differ; equal rewards give zero advantages (DAPO, arXiv:2503.14476)."""
     rewards = rollout_rewards(samples, args.reward_key)
     if max(rewards) - min(rewards) > SAME_REWARD:
         return DynamicFilterOutput(True)
@@ -80,7 +80,7 @@ def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: A
 def check_reward_nonzero_std_with_fallback(
     args: PluginArgs, samples: Sequence[Sample], **_: Any
 ) -> DynamicFilterOutput:
-    """Prefer groups whose rewards differ, without sampling another prompt for their sake."""
+    """Prefer groups whose rewards differ, but keep the others rather than sample another prompt."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
@@ -108,7 +108,7 @@ def check_response_diversity(
 def check_reasonable_length(
     _args: PluginArgs, samples: Sequence[Sample], *, shortest: int = 1, cut: float = 0.5, **_: Any
 ) -> DynamicFilterOutput:
-    """Keep groups without a response below ``shortest`` tokens, and with at most ``cut`` of them at the limit."""
+    """Keep groups whose responses have at least ``shortest`` tokens and are truncated in a share of at most ``cut``."""
     if min(s.effective_response_length for s in samples) < shortest:
         return DynamicFilterOutput(False, "too_short")
     truncated = sum(s.status == Sample.Status.TRUNCATED for s in samples)
@@ -116,7 +116,7 @@ def check_reasonable_length(
 
 
 def all_of(*filters: Filter) -> Filter:
-    """A filter that keeps what every one of ``filters`` keeps; the first that does not gives the reason."""
+    """A filter that keeps a group if all ``filters`` keep it; the first one that drops it gives the reason."""
 
     def combined(args: PluginArgs, samples: Sequence[Sample]) -> DynamicFilterOutput:
         outputs = (verdict(f(args, samples), f"the filter {getattr(f, '__name__', f)}") for f in filters)
@@ -126,36 +126,36 @@ def all_of(*filters: Filter) -> Filter:
 
 
 def check_all(args: PluginArgs, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
-    """Rewards differ, lengths are reasonable and responses diverse."""
+    """Keep groups whose rewards differ, whose lengths are reasonable and whose responses are diverse."""
     return verdict(all_of(check_reward_nonzero_std, check_reasonable_length, check_response_diversity)(args, samples))
 
 
 class DroppedGroups:
-    """What a rollout does not train on: a few groups are kept for a person to read, and too many in a row end it.
+    """The groups that a rollout does not train on: saves a few to be read, and ends the run after too many in a row.
 
-    At most ``--keep-dropped`` are kept, in ``dropped/`` of the run folder. The first ones stay, but a new reason takes
-    the place of the last group of the commonest one.
+    At most ``--keep-dropped`` groups are saved in ``dropped/`` of the run folder. The first ones stay, except that a
+    group with a new reason replaces the last group of the most common reason.
     """
 
     def __init__(self, args: Args, rollout_id: int) -> None:
         self._args = args
         self._limit = args.keep_dropped if args.run_dir else 0
         self._path = Path(args.run_dir or "") / "dropped" / f"{rollout_id:07d}.parquet"
-        self._kept: list[tuple[str, list[Sample]]] = []  # kind of reason, samples
+        self._kept: list[tuple[str, list[Sample]]] = []  # (kind of reason, samples)
         self._most_drops = max(16 * args.rollout_batch_size, 128)
         self._most_failures = max(args.rollout_batch_size, 4)
         self._warned = False
         self.accepted()
 
     def accepted(self) -> None:
-        """A group was accepted: those in a row are counted anew."""
+        """Restart the counts of groups in a row, because a group was accepted."""
         self._failures = 0
         self._reasons: Counter[str] = Counter()
         self._rewards: list[float] = []
         self._lengths: list[int] = []
 
     def keep(self, samples: list[Sample], kind: str, detail: str = "") -> None:
-        """Keep the group, if there is room: ``metadata["dropped"]`` of its samples is ``kind`` and ``detail``."""
+        """Save the group if there is room; ``metadata["dropped"]`` of its samples becomes ``kind + detail``."""
         kinds = Counter(kind for kind, _ in self._kept)
         if len(self._kept) >= self._limit:
             commonest = max(kinds, key=kinds.__getitem__, default=kind)
@@ -168,12 +168,12 @@ class DroppedGroups:
         try:
             sample.reward_value(self._args.reward_key)
             reward = sample.reward
-        except ValueError:  # it failed, or was never scored
+        except ValueError:  # the reward failed, or the sample was never scored
             reward = math.nan
         return replace(sample, reward=reward, metadata={**sample.metadata, "dropped": reason})
 
     def save(self) -> str:
-        """Write what was kept; how many there are and where, as the end of a sentence ("" where there are none)."""
+        """Write the saved groups; returns a clause with their number and file for a message, "" if there are none."""
         if not self._kept:
             return ""
         SampleTable.from_samples([samples for _, samples in self._kept], self._args.reward_key).to_parquet(self._path)
@@ -183,7 +183,7 @@ class DroppedGroups:
         """Count a group that could not be generated.
 
         Raises:
-            ValueError: nothing else happened for too long.
+            ValueError: too many groups failed in a row.
         """
         self._failures += 1
         if self._failures >= self._most_failures:
@@ -198,7 +198,7 @@ class DroppedGroups:
         """Count a group that the filter dropped.
 
         Raises:
-            ValueError: nothing was accepted for too long; says what is known about why.
+            ValueError: too many groups were dropped in a row; the message has reasons, rewards and lengths.
         """
         self._failures = 0
         self._reasons[reason] += 1

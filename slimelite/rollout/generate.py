@@ -1,13 +1,13 @@
 """One training rollout: prompts in, ``--rollout-batch-size`` scored groups out.
 
 Groups are generated concurrently and judged as they finish; a group that is dropped or fails is replaced by one new
-prompt. Nothing generated is thrown away without being counted: what finishes beyond the batch (surplus) goes back to
-the data source and comes first in the next rollout; what is unfinished when the batch is full goes back as a prompt,
-or under ``--partial-rollout`` with the tokens it has.
+prompt. Metrics count every group that is not used. Groups that finish after the batch is full (surplus) go back to the
+data source and come first in the next rollout. Groups that are unfinished then go back as prompts, or, under
+``--partial-rollout``, with the tokens they have.
 
-With ``--deterministic-mode`` groups go out in waves, one list of requests an engine (group i to engine i mod n), and
-are judged in the order of submission after the whole wave is done, so that the same weights and seeds give the same
-rollout to the bit.
+With ``--deterministic-mode`` groups are sent in waves, one list of requests per engine (group i to engine i mod n), and
+are judged in submission order after the whole wave is done, so that the same weights and seeds give a bit-identical
+rollout.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from slimelite.sample import Sample
 
 logger = logging.getLogger(__name__)
 
-# what is in flight when the batch is full has this long to end [s]
+# time for requests in flight to end after the batch is full [s]
 STOP_SECONDS = 600.0
-# logged by every rollout, as rollout/<name>
+# counters that every rollout logs as rollout/<name>
 COUNTS = (
     "submitted_groups",
     "dropped_groups",
@@ -49,7 +49,7 @@ COUNTS = (
 def generate_rollout(
     args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """The default ``--rollout-function-path``; a custom one may call it and change what comes back."""
+    """The default ``--rollout-function-path``; a custom function may call it and change its result."""
     context = args.rollout_context
     if evaluation:
         return context.thread.run(evaluate_datasets(context, rollout_id))
@@ -59,12 +59,12 @@ def generate_rollout(
 def offline_rollout(
     args: PluginArgs, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """``--rollout-batch-size`` conversations (SFT) or pairs of them (DPO) out of the data; no engine is needed.
+    """Read ``--rollout-batch-size`` conversations (SFT) or pairs of them (DPO) from the data, without an engine.
 
-    Evaluation is that of RL.
+    Evaluation is the same as in RL.
 
     Raises:
-        ValueError: a prompt is no conversation, there are no pairs, or the chat template does not fit.
+        ValueError: a prompt is not a conversation, a sample has no pair, or the chat template does not fit.
     """
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
@@ -112,7 +112,7 @@ class Collection:
         )
         self.accepted: list[list[Sample]] = []
         self.surplus: list[list[Sample]] = []
-        self.finished: list[list[Sample]] = []  # by this rollout, dropped ones too
+        self.finished: list[list[Sample]] = []  # all groups that this rollout finished, including dropped ones
         self.tasks: dict[asyncio.Task[list[Group]], list[Group]] = {}
         self.in_flight = 0
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
@@ -120,15 +120,15 @@ class Collection:
         self._orders = count()
 
     async def collect(self) -> RolloutFnTrainOutput:
-        """Fill the batch, then give everything else back.
+        """Fill the batch, then return all other groups to the data source.
 
         Raises:
-            ValueError: the filter drops everything, every group fails, or the data source has nothing to give.
+            ValueError: too many groups are dropped or fail in a row, or the data source has no prompts.
         """
         await self.context.engines.refresh()
         try:
             fresh = self._take(self.target)
-            # over-sample in proportion to what is still missing, or every other rollout would be surplus alone
+            # over-sample only what is missing; otherwise every second rollout would consist of surplus groups alone
             wanted = math.ceil((self.target - len(self.accepted)) * self.args.over_sampling_batch_size / self.target)
             self._start(fresh + self._take(wanted - len(fresh)))
             while (missing := self.target - len(self.accepted)) > 0:
@@ -149,7 +149,7 @@ class Collection:
         return self._output()
 
     def _take(self, number: int) -> list[list[Sample]]:
-        """Up to ``number`` groups that need generating; finished ones from an earlier rollout are judged at once."""
+        """Take up to ``number`` groups to generate; groups that an earlier rollout finished are judged at once."""
         if number <= 0:
             return []
         groups = self.source.get_samples(number)
@@ -163,7 +163,7 @@ class Collection:
             if limit is not None and age > limit:
                 self.counts["stale_groups"] += 1
                 self.dropped.keep(samples, "stale", f": {age} weight updates old")
-                if len({s.index for s in samples}) < len(samples):  # a fan-out does not tell its prompt any more
+                if len({s.index for s in samples}) < len(samples):  # a fan-out does not contain its prompt any more
                     logger.warning(
                         "dropped the fan-out of prompt %s: older than --max-weight-staleness", samples[0].group_index
                     )
@@ -185,9 +185,9 @@ class Collection:
             self.tasks[asyncio.create_task(self.generator.generate(part, engine))] = part
 
     async def _done(self, when: str, timeout: float | None = None) -> list[Group]:
-        """Groups that came back since, in the order of submission."""
+        """Wait, then return the groups that are done, in submission order."""
         done, pending = await asyncio.wait(self.tasks, timeout=timeout, return_when=when)
-        # an error of one leaves all of them to _cancel
+        # if result() raises, self.tasks still has every task, so that _cancel ends them all
         groups = sorted((group for task in done for group in task.result()), key=lambda group: group.order)
         self.tasks = {task: self.tasks[task] for task in pending}
         return groups
@@ -206,7 +206,7 @@ class Collection:
             self.dropped.failed(group.error)
 
     def _judge(self, group: Group) -> None:
-        """Into the batch, to the surplus, or out."""
+        """Put the group into the batch or the surplus, or drop it."""
         full = len(self.accepted) == self.target
         graded, group.samples = group.samples, without_dropped(group.samples, self.args)
         output = self._filter(group.samples)
@@ -236,15 +236,15 @@ class Collection:
         self.context.progress(len(self.accepted), self.target, note)
 
     async def _stop(self) -> list[list[Sample]]:
-        """End what is in flight: finished groups are judged like any other, the rest is returned.
+        """End the groups in flight: finished ones are judged like any other, unfinished ones are returned.
 
-        What has not ended after ``STOP_SECONDS`` is cancelled and returned as it was submitted.
+        Groups that have not ended after ``STOP_SECONDS`` are cancelled and returned as they were submitted.
         """
         self.generator.stopping = True
         unfinished = []
         deadline = time.monotonic() + STOP_SECONDS
         while self.tasks and time.monotonic() < deadline:
-            # again and again: a request may reach its engine only after an abort
+            # abort in every turn, since a request may reach its engine only after an earlier abort
             await self.context.engines.abort()
             for group in await self._done(asyncio.ALL_COMPLETED, timeout=min(1.0, STOP_SECONDS)):
                 if is_finished(group.samples):
@@ -267,7 +267,7 @@ class Collection:
         return unfinished
 
     async def _cancel(self) -> None:
-        """Leave nothing running behind an error."""
+        """Cancel everything in flight after an error."""
         self.generator.stopping = True
         for task in self.tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Groups of samples through generation, sample hooks and grading, with retries."""
+"""Takes groups of samples through generation (with retries), sample hooks and grading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 
 
 def rollout_params(args: RolloutArgs) -> SamplingParams:
-    """How training samples are drawn."""
+    """Sampling parameters of training rollouts."""
     return SamplingParams(
         max_new_tokens=args.rollout_max_response_len,
         temperature=args.rollout_temperature,
@@ -41,7 +41,7 @@ def rollout_params(args: RolloutArgs) -> SamplingParams:
 
 
 def eval_params(dataset: EvalDataset) -> SamplingParams:
-    """How the responses to an evaluation dataset are drawn."""
+    """Sampling parameters of an evaluation dataset."""
     return SamplingParams(
         max_new_tokens=dataset.max_response_len,
         temperature=dataset.temperature,
@@ -55,29 +55,29 @@ def eval_params(dataset: EvalDataset) -> SamplingParams:
 
 
 def slime_params(params: SamplingParams, seed: int | None) -> dict[str, Any]:
-    """The dict that custom generate functions get, in SGLang's words."""
+    """The sampling parameters as the dict that custom generate functions get, under SGLang's names."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
-    for unknown in ("seed", "ignore_eos"):  # the first by another name, the second not at all
+    for unknown in ("seed", "ignore_eos"):  # slime names the seed sampling_seed and passes no ignore_eos
         del values[unknown]
     given = {} if seed is None else {"sampling_seed": seed}
     return {**values, "no_stop_trim": True, "spaces_between_special_tokens": False, **given}
 
 
 def sample_seed(seed: int, stream: str, index: int) -> int:
-    """A 31-bit seed of one sample's random stream; unrelated for every (seed, stream, index)."""
+    """A 31-bit seed of one sample's random stream: a hash of (seed, stream, index)."""
     digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int) -> SamplingParams:
-    """``params`` with what is left for this response [tokens], which is 0 or less when nothing is."""
+    """``params`` with the tokens left for this response as max_new_tokens; 0 or less if there are none."""
     left = min(params.max_new_tokens - sample.response_length, max_context_len - len(sample.tokens))
     fewest = max(0, params.min_new_tokens - sample.response_length)
     return replace(params, max_new_tokens=left, min_new_tokens=min(fewest, max(left, 0)))
 
 
 def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> None:
-    """Append an engine's tokens; the text is decoded from all response tokens, for a token may be half a character."""
+    """Append an engine's tokens; decode the whole response again, because a token may be half a character."""
     sample.append_response_tokens(result.output_ids, result.log_probs, weight_versions=result.weight_versions)
     response = sample.tokens[sample.prompt_length :]
     sample.response = str(tokenizer.decode(response, skip_special_tokens=skip_special))
@@ -85,10 +85,10 @@ def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedToke
 
 
 def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -> None:
-    """Give the tokens without a weight version that of the engine, ``version``.
+    """Set the weight version of response tokens that have none to ``version``, the engines' current one.
 
-    A generate function may have kept none, or one a call as slime's do; ``before``: the sample that it went on with,
-    whose tokens keep theirs.
+    A generate function may record no versions, or one per call as slime's do. ``before``: the sample that the function
+    continued; the tokens of ``before`` keep their versions.
     """
     stamps = sample.weight_versions
     if len(stamps) != sample.response_length:
@@ -99,20 +99,20 @@ def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -
 
 
 def is_finished(samples: Sequence[Sample]) -> bool:
-    """Whether every sample of a group has its whole response."""
+    """Whether every sample of a group has its complete response."""
     return all(s.status in FINISHED for s in samples)
 
 
 def without_dropped(samples: Sequence[Sample], args: RewardArgs) -> list[Sample]:
-    """The samples less those whose reward failed, under ``--reward-error drop``."""
+    """The samples; under ``--reward-error drop`` without those whose reward failed."""
     return [s for s in samples if args.reward_error != "drop" or "reward_error" not in s.metadata]
 
 
 def check_scored(samples: Sequence[Sample], what: str) -> None:
-    """Whatever --reward-error says, a mean over failed rewards alone says nothing, and trains nothing.
+    """Refuse samples without a single valid reward, whatever --reward-error is: there is nothing to train on.
 
     Raises:
-        ValueError: the reward of every sample failed.
+        ValueError: the reward of every sample failed; ``what`` names the samples.
     """
     errors = [s.metadata["reward_error"] for s in samples if "reward_error" in s.metadata]
     if len(errors) == len(samples):
@@ -139,7 +139,7 @@ def restart(sample: Sample) -> Sample:
 
 @dataclass(slots=True)
 class Group:
-    """The samples of one prompt; ``order``: when it was submitted; ``error``: why it has no responses."""
+    """The samples of one prompt; ``order``: its submission number; ``error``: why its generation failed."""
 
     samples: list[Sample]
     order: int
@@ -154,18 +154,18 @@ class Group:
 class GroupGenerator:
     """Turns groups of unfinished samples into finished, scored ones, for a training rollout or an evaluation.
 
-    A group of which a response was aborted comes back untouched, or with what it has under ``--partial-rollout``.
+    If a response was aborted, its group is returned unchanged, or under ``--partial-rollout`` with the tokens so far.
 
     Args:
         stream: name of the random streams.
-        params: how responses are drawn.
-        max_context_len: prompt and response [tokens]; None: what the engine holds.
-        generate_path, rm_type: of samples that name none of their own.
+        params: sampling parameters.
+        max_context_len: most tokens of prompt and response together; None: the engine's limit.
+        generate_path, rm_type: used for samples that name none themselves.
 
     Attributes:
         stopping: set it, and abort the engines, to get groups back as they are.
-        requests, prompt_tokens, cached_tokens: what the engines report; the last: prompt tokens that need no prefill.
-        generated: what came back for each response, kept or not.
+        requests, prompt_tokens, cached_tokens: totals over the engine's requests; cached tokens need no prefill.
+        generated: one entry for each response that was generated, kept or not.
     """
 
     context: RolloutContext
@@ -191,12 +191,12 @@ class GroupGenerator:
         self._hooks = load_hooks(self.context.args)
 
     async def generate(self, batch: list[Group], engine: int | None = None) -> list[Group]:
-        """Generate and grade a batch of groups together, on one engine; ``engine`` None: on the least loaded.
+        """Generate and grade a batch of groups together, on one engine; if ``engine`` is None, on the least loaded one.
 
-        A group that fails ``ATTEMPTS`` times carries its last ``error``.
+        A group that fails ``ATTEMPTS`` times keeps its last ``error``.
 
         Raises:
-            ValueError: the engine refused a request (trying again would not help), or a reward did.
+            ValueError: the engine refused a request (a retry would not help), or grading raised.
         """
         used = None
         for attempt in range(1, ATTEMPTS + 1):
@@ -222,14 +222,14 @@ class GroupGenerator:
         return batch
 
     def parts(self, batch: list[Group]) -> list[tuple[list[Group], int | None]]:
-        """What `generate` takes: a group each, or under ``--deterministic-mode`` group i on engine i mod n."""
+        """Arguments for `generate`: one call per group, or under ``--deterministic-mode`` group i on engine i mod n."""
         if not self.context.args.deterministic_mode:
             return [([group], None) for group in batch]
         count = len(self.context.engines.engines)
         return [(batch[engine::count], engine) for engine in range(min(count, len(batch)))]
 
     def _tell(self, group: Group, what: str) -> None:
-        """The first error of a kind is a warning, with the lines of the plugin that raised it; others go to the log."""
+        """Log an error, with the traceback of the plugin if one raised it; only the first of its type is a warning."""
         error = group.error
         assert error is not None
         level = logging.INFO if type(error) in self._told else logging.WARNING
@@ -245,7 +245,7 @@ class GroupGenerator:
             await self._ask_engine(built_in, engine)
         except ValueError:
             raise
-        except Exception as error:  # whatever broke, another attempt or another engine may do better
+        except Exception as error:  # retried, since another attempt or another engine may succeed
             for group in built_in:
                 group.error = error
         await self.context.each(self._ask_plugin(group, function, engine) for group, function in by_plugin)
@@ -290,7 +290,7 @@ class GroupGenerator:
         return sample_seed(self.context.args.rollout_seed, f"{self.stream}/{sample.group_index}", sample.index)
 
     async def _ask_plugin(self, group: Group, function: Plugin, engine: int) -> None:
-        """Each unfinished sample becomes what the plugin makes of it; one that it fails on stays as it was."""
+        """Replace each unfinished sample by the plugin's result; a sample that the plugin fails on is not changed."""
         args = await self.context.plugin_args(engine)
         pending = [s for s in group.samples if s.status not in FINISHED]
         answers = await self.context.each(self._attempt(function, args, s) for s in pending)
@@ -302,14 +302,14 @@ class GroupGenerator:
         try:
             return await self._call(function, args, sample)
         except PluginError:
-            raise  # it meant to end the run
+            raise  # a PluginError ends the run
         except Exception as error:
             return error
 
     async def _call(self, function: Plugin, args: PluginArgs, sample: Sample) -> list[Sample]:
-        # several requests of one seed would draw the same numbers, so plugins get one only where slime gives one
+        # several requests with one seed draw the same numbers: only deterministic mode passes a seed, as in slime
         seed = self._seed(sample) if self.context.args.deterministic_mode else None
-        given = Sample.from_dict(sample.to_dict())  # a plugin that fails half-way leaves the original as it was
+        given = Sample.from_dict(sample.to_dict())  # a failing plugin must not change the original
         given.session_id = given.session_id or f"{self.stream}-{sample.index}"
         extra = {"evaluation": self.evaluation} if "evaluation" in inspect.signature(function).parameters else {}
         answer = function(args, given, slime_params(self.params, seed), **extra)
@@ -325,7 +325,7 @@ class GroupGenerator:
             s.check_aligned()
         self.generated += [_added(sample, s) for s in made]
         if any(s.status == Status.ABORTED for s in made):
-            # one unfinished response can go on; of a fan-out there is no telling where it was
+            # a single unfinished response can be resumed, but a fan-out does not tell where it was interrupted
             return made if self.context.args.partial_rollout and isinstance(returned, Sample) else [sample]
         return made
 
@@ -348,7 +348,7 @@ class GroupGenerator:
         for sample in group.samples:
             if sample.reward is None:
                 families.setdefault(sample.index if sample.rollout_id is None else sample.rollout_id, []).append(sample)
-        # siblings of a fan-out are scored together, all others on their own but at the same time
+        # siblings of a fan-out are graded as a group; all other samples are graded one by one, concurrently
         parts = [([f[0] for f in families.values() if len(f) == 1], False)]
         parts += [(family, True) for family in families.values() if len(family) > 1]
         for part, together in parts:
@@ -361,10 +361,10 @@ def load_hooks(args: Args | PluginArgs) -> list[Plugin]:
 
 
 async def hooked(hooks: Iterable[Plugin], args: PluginArgs, sample: Sample, **offered: Any) -> Sample:
-    """``sample`` after ``hooks``, which get of what is ``offered`` the parameters that they have.
+    """``sample`` after all ``hooks``; each hook gets those of the ``offered`` values that it has parameters for.
 
     Raises:
-        ValueError: one of them returned neither a sample nor None.
+        ValueError: a hook returned neither a sample nor None.
     """
     for hook in hooks:
         known = inspect.signature(hook).parameters
@@ -385,12 +385,12 @@ def _added(before: Sample, after: Sample) -> Generated:
 
 
 async def _within(seconds: float, answer: Awaitable[Any]) -> Any:
-    """The answer, or TimeoutError; unlike `asyncio.wait_for`, also where a coroutine ignores being cancelled."""
+    """The answer, or TimeoutError; unlike `asyncio.wait_for` it returns even if the coroutine ignores cancellation."""
     task = asyncio.ensure_future(answer)
     try:
         done, _ = await asyncio.wait([task], timeout=seconds)
     finally:
-        task.cancel()  # nothing, if it is done
+        task.cancel()  # does nothing if the task is done
     if not done:
         raise TimeoutError(f"the custom generate function took longer than --generate-timeout {seconds:g} s")
     return task.result()

@@ -1,4 +1,4 @@
-"""The rollout side of a run behind plain, blocking methods: generate, evaluate, and the state between them."""
+"""The rollout side of a run as plain, blocking methods: generate, evaluate, save and load the state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-# for cancelled requests to end
+# time for cancelled tasks to end
 CANCEL_S = 5.0
 
 
@@ -62,7 +62,7 @@ class EvalOutput:
 
 
 class RolloutManager:
-    """Owns the data source, the grader and one thread with an event loop on which everything asynchronous runs.
+    """Owns the data source, the grader, and one thread whose event loop runs all coroutines of the rollout.
 
     ``engines`` may be empty where nothing is generated: SFT, DPO, and training on saved rollouts.
     """
@@ -77,7 +77,7 @@ class RolloutManager:
         """Read the prompts and load every plugin.
 
         Args:
-            progress: called with (done, total, note) while a rollout or an evaluation goes on, from its thread.
+            progress: called with (done, total, note) during a rollout or an evaluation, from the manager's thread.
 
         Raises:
             ValueError: a plugin cannot be loaded, or the prompts cannot be read.
@@ -110,7 +110,7 @@ class RolloutManager:
         self._warned_of_old_weights = False
 
     def complete_args(self, start_rollout_id: int, num_rollout: int) -> None:
-        """What only start-up knows, for plugins that read it."""
+        """Set arguments that are known only after start-up, for plugins that read them."""
         self.args = replace(self.args, start_rollout_id=start_rollout_id, num_rollout=num_rollout)
         self._context.args = self.args
         self._context.grader.plugin_args = self._plugin_args()
@@ -119,8 +119,8 @@ class RolloutManager:
         """One rollout's table, advantages included, and its metrics.
 
         Raises:
-            ValueError: the rollout cannot succeed (see `generate.Collection`), every reward failed, or the saved one is
-                not there.
+            ValueError: the rollout failed (see `generate.Collection`), every reward failed, or the file of a saved
+                rollout does not exist.
         """
         started = time.monotonic()
         if self.args.load_debug_rollout_data is None:
@@ -143,11 +143,11 @@ class RolloutManager:
         return RolloutOutput(table, {**found, **table_metrics(table), **metrics})
 
     def _generated(self, rollout_id: int) -> RolloutFnTrainOutput:
-        """What the rollout function makes, at least one of it with a reward, and each token with a weight version."""
+        """The rollout function's result; checks that a sample has a reward, and gives each token a weight version."""
         function, engines = self._rollout_function, self._context.engines
         with self._watched():
             if function not in BUILT_IN and engines.engines:
-                self._thread.run(engines.refresh())  # ours do so themselves
+                self._thread.run(engines.refresh())  # built-in functions refresh the engines themselves
             output = train_output(function(self._plugin_args(function), rollout_id, self.source))
         if engines.infos and not self.args.supervised:
             for sample in output.flat:
@@ -156,7 +156,7 @@ class RolloutManager:
         return output
 
     def evaluate(self, rollout_id: int) -> EvalOutput:
-        """Every eval dataset under the engines' weights.
+        """Evaluate every eval dataset with the engines' current weights.
 
         Raises:
             ValueError: a dataset is empty, or none of its prompts got a scored response.
@@ -183,7 +183,7 @@ class RolloutManager:
         return EvalOutput(metrics, tables)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data source stands, with the groups that were given back to it; plain JSON values."""
+        """The position of the data source and the groups that were returned to it, as plain JSON values."""
         if self.source is None:
             return {}
         if not hasattr(self.source, "state_dict"):
@@ -192,10 +192,10 @@ class RolloutManager:
         return {"data_source": self.source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`.
+        """Restore the result of `state_dict`.
 
         Raises:
-            ValueError: it has no position in the data, or one in other data.
+            ValueError: the state has no position in the data, or a position in different data.
         """
         if self.source is None or not hasattr(self.source, "load_state_dict"):
             return
@@ -207,17 +207,17 @@ class RolloutManager:
         self.source.load_state_dict(state["data_source"])
 
     def num_prompts(self) -> int:
-        """Prompts in the data source; 0 without one."""
+        """Number of prompts in the data source; 0 without a data source."""
         return 0 if self.source is None else len(self.source)
 
     def cancel(self) -> None:
-        """End what is being generated, at the engines too; who waits for it gets a ``CancelledError``."""
+        """Cancel all running generation, which ends it on the engines too; waiting callers get a ``CancelledError``."""
 
         async def cancel() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
                 task.cancel()
-            if tasks:  # a plugin's may not obey
+            if tasks:  # with a timeout, since a task of a plugin may ignore the cancellation
                 await asyncio.wait(tasks, timeout=CANCEL_S)
 
         self._thread.run(cancel())
@@ -228,11 +228,11 @@ class RolloutManager:
         self._thread.close()
 
     def release_memory(self, tags: Sequence[str] = MEMORY_TAGS) -> None:
-        """Every engine gives back the memory of ``tags``, as soon as each of them answers."""
+        """Wait until every engine answers, then release the memory of ``tags`` on all of them."""
         self._thread.run(self._on_each_engine(lambda engine: engine.release_memory(tags)))
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Every engine takes the memory of ``tags`` again."""
+        """Wait until every engine answers, then resume the memory of ``tags`` on all of them."""
         self._thread.run(self._on_each_engine(lambda engine: engine.resume_memory(tags)))
 
     async def _on_each_engine(self, ask: Callable[[Engine], Awaitable[None]]) -> None:
@@ -240,20 +240,20 @@ class RolloutManager:
         await asyncio.gather(*(ask(engine) for engine in self._context.engines.engines))
 
     def settle_engines(self) -> None:
-        """Wait until every engine answers; dead ones are started anew.
+        """Wait until every engine answers; dead engines are started again.
 
         Raises:
-            ValueError: one is gone for good.
+            ValueError: an engine cannot be started again.
         """
         self._thread.run(self._context.engines.settle())
 
     def needs_weights(self) -> bool:
-        """Whether a rollout waits for the current weights, since every engine had to start anew."""
+        """Whether a rollout waits for a weight sync, because every engine was restarted and has old weights."""
         return self._context.engines.needs_weights
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Engines are looked after while something is generated."""
+        """Check the health of the engines periodically inside this context."""
         self._thread.run(self._context.engines.watch())
         try:
             yield
@@ -261,12 +261,12 @@ class RolloutManager:
             self._thread.run(self._context.engines.rest())
 
     def _plugin_args(self, function: Plugin | None = None) -> PluginArgs:
-        # a rollout function of the user may post to an engine; ours do not
+        # only a user's rollout function may need an engine's HTTP address; the built-in ones do not
         http = function is not None and function not in BUILT_IN and self._context.engines.engines
         return self._thread.run(self._context.plugin_args(0 if http else None))
 
     def _saved(self, rollout_id: int) -> SampleTable:
-        """A rollout from ``--load-debug-rollout-data``, or whole groups from its beginning."""
+        """The rollout saved at ``--load-debug-rollout-data``; with a subsample, only its first groups."""
         template, share = self.args.load_debug_rollout_data, self.args.load_debug_rollout_data_subsample
         assert template is not None
         table = SampleTable.from_parquet(template.format(rollout_id=rollout_id))
@@ -274,12 +274,12 @@ class RolloutManager:
             groups = list(dict.fromkeys(table.group_id.tolist()))
             kept = groups[: max(1, round(share * len(groups)))]
             table = table.select(np.flatnonzero(np.isin(table.group_id, kept)))
-        if table.advantages is not None:  # what the run trained that saved it; this one makes its own
+        if table.advantages is not None:  # from the run that saved it; this run computes its own
             table.advantages, table.advantage = None, np.zeros(len(table))
         return table
 
     def _shape(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
-        """Add to the table's rewards; the samples, and so filters, pass rates and raw_reward, keep what they were."""
+        """Add shaping terms to the table's rewards; the samples, and so pass rates and raw_reward, are not changed."""
         if self.args.supervised:
             return {}
         grader = self._context.grader
@@ -307,7 +307,7 @@ class RolloutManager:
         return prefixed("rollout/", {name: float(total / weight) for name, (total, weight) in metrics.items()})
 
     def _warn_of_old_weights(self, table: SampleTable, version: int | None) -> None:
-        """Say once that tokens of older weights are trained on as if they were of the current ones."""
+        """Warn once if tokens from older weights are trained on without a correction."""
         args = self.args
         corrected = args.correction != "none" or args.use_opsm or args.use_rollout_logprobs
         trained = args.loss.policy and not args.debug_rollout_only
@@ -337,10 +337,10 @@ class RolloutManager:
 
     def _save(self, table: SampleTable, rollout_id: int | str) -> None:
         template = self.args.save_debug_rollout_data
-        # one file for all rollouts is not for evaluations as well
+        # a path without {rollout_id} is one file for all rollouts, which evaluations must not overwrite
         if template is not None and ("{rollout_id" in template or isinstance(rollout_id, int)):
             table.to_parquet(template.format(rollout_id=rollout_id))
 
 
 def _silent(_done: int, _total: int, _note: str) -> None:
-    """Nobody watches."""
+    """Ignore progress."""

@@ -1,4 +1,4 @@
-"""Metrics of a rollout and of an evaluation, under the names slime's users plot."""
+"""Metrics of a rollout and of an evaluation, under slime's names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """``rollout/*`` and ``passrate/*`` of a training batch.
 
-    ``version``: of the weights that are trained on it, None without engines.
+    ``version``: weight version of the trainer when it trains on this batch; None without engines.
     """
     samples = [s for group in groups for s in group]
     metrics = prefixed("rollout/", sample_metrics(samples))
@@ -53,10 +53,10 @@ def rollout_metrics(
 def eval_metrics(
     name: str, results: Mapping[str, Any], reward_key: str | None, table: SampleTable | None
 ) -> dict[str, float]:
-    """``eval/{name}`` is the mean reward; lengths are below it, pass@k and the truncated share beside it.
+    """Metrics of an eval dataset: mean reward ``eval/{name}``, ``eval/{name}/response_len/…``, ``eval/{name}-pass@k``.
 
-    ``results``: ``rewards``, and where the evaluation function gives them ``truncated`` and ``samples``; ``table``: of
-    the samples, if there are any.
+    ``results``: ``rewards``, and ``truncated`` and ``samples`` if the evaluation function provides them; ``table``: the
+    samples as a table, if there are any.
     """
     samples: list[Sample] | None = results.get("samples")
     if not samples or table is None:
@@ -80,7 +80,7 @@ def eval_metrics(
 
 
 def table_metrics(table: SampleTable) -> dict[str, float]:
-    """Means over the samples: what slime's trainer logs of its batch, and the components of the reward."""
+    """Means over the samples that slime's trainer logs for its batch, and means of the reward components."""
     if not len(table):
         return {}
     return {
@@ -93,7 +93,7 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def component_means(table: SampleTable) -> dict[str, float]:
-    """``reward/{component}``: mean of each number in rewards that are dicts, over the samples that have it."""
+    """``reward/{component}``: for rewards that are dicts, the mean of each number over the samples that have it."""
     values: dict[str, list[float]] = {}
     for row in table.numeric_components():
         for name, value in row.items():
@@ -102,7 +102,7 @@ def component_means(table: SampleTable) -> dict[str, float]:
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Lengths (of what the loss sees), truncation and repetition."""
+    """Lengths (counting only tokens that the loss sees), truncated share and repetitive share."""
     return {
         **prefixed("response_len/", summary([s.effective_response_length for s in samples])),
         "truncated_ratio": sum(s.status == Status.TRUNCATED for s in samples) / len(samples),
@@ -111,10 +111,10 @@ def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def perf_metrics(args: Args, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
-    """``perf/*``: tokens per second, of the whole rollout on each GPU (engine, on a CPU) and of the longest response.
+    """``perf/*``: tokens per second per GPU (on a CPU: per engine) of the rollout, and those of the longest response.
 
-    ``generated``: by this rollout, which took ``seconds``; without any there is no speed. ``effective``: of the tokens
-    the loss sees.
+    ``generated``: the responses of this rollout, which took ``seconds``; if there are none, speeds are left out.
+    Metrics with ``effective`` count only the tokens that the loss sees.
     """
     metrics = {"rollout_time": seconds, "generated_tokens": float(sum(g.tokens for g in generated))}
     waits = [g.waited for g in generated]
@@ -135,7 +135,7 @@ def pass_at_k(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     """``pass@1, 2, 4 …`` from the rewards of each prompt's responses; a reward of exactly 1 is a success.
 
     Unbiased: 1 − C(n − c, k) / C(n, k) for c successes of n responses (Chen et al., arXiv:2107.03374), averaged over
-    the prompts with at least k responses. Nothing for one response a prompt.
+    the prompts with at least k responses. Empty if no prompt has more than one response.
     """
     most = max((len(r) for r in rewards), default=0)
     metrics = {}
@@ -146,7 +146,7 @@ def pass_at_k(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the end of a long text compresses too well to say much."""
+    """Whether the end of a long text compresses so well that it must repeat itself."""
     if len(text) <= REPETITION_TAIL:
         return False
     tail = text[-REPETITION_TAIL:].encode()
@@ -164,7 +164,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics under longer names."""
+    """The metrics with ``prefix`` in front of their names."""
     return {prefix + name: value for name, value in metrics.items()}
 
 
@@ -179,7 +179,7 @@ def _staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
 
 
 def _multi_turn(samples: Sequence[Sample]) -> dict[str, float]:
-    """A turn is an unbroken run of the model's own tokens."""
+    """Turns and environment tokens per sample; a turn is an unbroken run of the model's own tokens."""
     turns = []
     for sample in samples:
         mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length

@@ -1,4 +1,4 @@
-"""The engines of a run behind one door: which of them can be used, who is free, who has which address and weights."""
+"""All engines of a run: which ones can be used, how loaded they are, their addresses and their weight versions."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from slimelite.engines.protocol import Engine, EngineInfo, GenerateRequest, Gene
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
-# deaths of one engine in a run that end it: there is something wrong with more than a machine
+# an engine that dies more often than this ends the run: the cause is then not a single machine failure
 MOST_DEATHS = 5
 
 
 class EnginePool:
-    """Engines by their number, the requests in flight on each, and the way back of those that died.
+    """Distributes requests over engines, which are known by their index, and restarts engines that died.
 
-    A restarted engine has the weights it began with, so it serves nothing until a weight sync has stamped it: the next
-    one, or, when no other engine is left, one that the driver makes on purpose (`needs_weights`).
+    A restarted engine has its initial weights, so it gets no requests until a weight sync has reached it. That is the
+    next regular sync or, if no other engine is left, an extra one that the driver starts (`needs_weights`).
 
     Args:
-        concurrency: requests in flight for each engine, on average.
+        concurrency: most requests in flight per engine, on average.
         restarts: ``--use-fault-tolerance``; without it a dead engine ends the run.
-        interval, timeout: between two checks of an engine, and for its answer to one [s].
+        interval, timeout: time between two health checks, and for the answer to one [s].
         syncs: whether the run has weight syncs at all.
     """
 
@@ -42,7 +42,7 @@ class EnginePool:
         syncs: bool = True,
     ) -> None:
         self.engines = list(engines)
-        self.infos: dict[int, EngineInfo] = {}  # what each engine last said of itself
+        self.infos: dict[int, EngineInfo] = {}  # the last answer of each engine
         self.deaths: Counter[int] = Counter()
         self.load = [0] * len(self.engines)
         self._concurrency = concurrency
@@ -52,37 +52,37 @@ class EnginePool:
         self._calls: list[set[asyncio.Future[list[GenerateResult]]]] = [set() for _ in self.engines]
         self._urls: dict[int, asyncio.Task[str]] = {}
         self._down: set[int] = set()
-        self._unsynced: set[int] = set()  # of those that are down: alive again, without weights
+        self._unsynced: set[int] = set()  # the part of _down that was restarted and waits for a weight sync
         self._revivals: dict[int, asyncio.Task[None]] = {}
-        self._started: dict[int, asyncio.Event] = {}  # of every engine that died: whether it runs again
+        self._started: dict[int, asyncio.Event] = {}  # one event per engine that died, set when it runs again
         self._broken: ValueError | None = None
         self._watch: asyncio.Task[None] | None = None
 
     @property
     def up(self) -> list[int]:
-        """Engines that can be used."""
+        """Indices of the engines that can be used."""
         return [i for i in range(len(self.engines)) if i not in self._down]
 
     @property
     def capacity(self) -> int:
-        """Requests in flight on all engines together."""
+        """Most requests in flight on all usable engines together."""
         return self._concurrency * len(self.up)
 
     @property
     def weight_version(self) -> int:
-        """The newest weights any engine holds."""
+        """The newest weight version that an engine has."""
         return max(info.weight_version for info in self.infos.values())
 
     @property
     def needs_weights(self) -> bool:
-        """Whether nothing can go on before somebody sends the current weights."""
+        """Whether no engine can be used, and a restarted one waits for a weight sync."""
         return not self.up and bool(self._unsynced)
 
     async def refresh(self) -> None:
         """Ask every engine for its limits and its weight version.
 
         Raises:
-            ValueError: there is no engine, or one is gone for good.
+            ValueError: there is no engine, or one is dead and restarts are off.
         """
         if not self.engines:
             raise ValueError(
@@ -92,13 +92,13 @@ class EnginePool:
 
     @asynccontextmanager
     async def lease(self, requests: int, engine: int | None = None, avoid: int | None = None) -> AsyncIterator[int]:
-        """Wait until there is room for ``requests`` together and hold it; yields the engine that takes them.
+        """Wait until there is room for all ``requests`` and reserve it; yields the index of the engine to use.
 
-        That is the one with the least to do, and not ``avoid`` if there is another. A given ``engine`` is taken at
-        once, whatever its load, unless it is out of use. While all are, it waits for one.
+        The least loaded engine is chosen, and ``avoid`` only if there is no other. A given ``engine`` is taken at once,
+        whatever its load, unless it is down. While all engines are down, this waits for one.
 
         Raises:
-            ValueError: an engine is gone for good.
+            ValueError: an engine could not be restarted.
         """
         if engine is None or engine in self._down:
             async with self._room:
@@ -118,10 +118,10 @@ class EnginePool:
         return bool(self.up) and (not any(self.load) or sum(self.load) + requests <= self.capacity)
 
     async def generate(self, engine: int, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """The requests, in order, on one engine.
+        """Generate on one engine; results come in the order of the requests.
 
         Raises:
-            ConnectionError: the engine is gone.
+            ConnectionError: the engine died.
         """
         if not requests:
             return []
@@ -138,7 +138,7 @@ class EnginePool:
             self._calls[engine].discard(call)
 
     async def abort(self) -> None:
-        """End everything in flight."""
+        """Abort all requests in flight on all usable engines."""
 
         async def abort(engine: int) -> None:
             try:
@@ -160,17 +160,17 @@ class EnginePool:
         return await self._urls[engine]
 
     async def check(self, engine: int) -> None:
-        """Ask for its info; without an answer it is out of use and started anew, with weights again it takes part.
+        """Ask an engine for its info. Without an answer it is down and restarted; after a weight sync it is used again.
 
         Raises:
-            ValueError: it is dead, and nothing is restarted in this run.
+            ValueError: the engine is dead and ``restarts`` is off.
         """
         if engine in self._unsynced:
-            with suppress(ConnectionError, TimeoutError):  # its revival notices too
+            with suppress(ConnectionError, TimeoutError):  # `_revive` handles the error
                 await self._take_back(engine)
         if engine in self._down:
             return
-        # a slow answer is a death only where a restart can mend it
+        # a slow answer counts as a death only if the engine can be restarted
         limit = self._timeout if self._restarts else None
         try:
             self.infos[engine] = await asyncio.wait_for(self.engines[engine].info(), limit)
@@ -178,7 +178,7 @@ class EnginePool:
             self._lost(engine, f"{error or f'no answer within {self._timeout:g} s'}")
 
     async def watch(self) -> None:
-        """Check every engine now and then, until `rest`."""
+        """Start to check every engine each ``interval`` seconds, until `rest`; does nothing if restarts are off."""
 
         async def check_now_and_then() -> None:
             while True:
@@ -189,7 +189,7 @@ class EnginePool:
             self._watch = asyncio.create_task(check_now_and_then())
 
     async def rest(self) -> None:
-        """No more checks."""
+        """Stop the checks that `watch` started."""
         if self._watch is not None:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
@@ -197,10 +197,10 @@ class EnginePool:
             self._watch = None
 
     async def settle(self) -> None:
-        """Every engine answers: the dead are found, and waited for until they have started.
+        """Check every engine and wait until those that are down have been restarted.
 
         Raises:
-            ValueError: an engine does not start again.
+            ValueError: an engine cannot be restarted.
         """
         await asyncio.gather(*(self.check(engine) for engine in self.up))
         await asyncio.gather(*(event.wait() for event in self._started.values()))
@@ -215,7 +215,7 @@ class EnginePool:
         logger.error("engine %d is gone: %s; its requests go to others until it runs again", engine, why)
         self._down.add(engine)
         self.deaths[engine] += 1
-        if engine not in self._started or self._started[engine].is_set():  # else somebody may wait for it
+        if engine not in self._started or self._started[engine].is_set():  # `settle` may wait for the old one
             self._started[engine] = asyncio.Event()
         earlier = self._revivals.get(engine)
         if earlier is not None and earlier is not asyncio.current_task():
@@ -248,7 +248,7 @@ class EnginePool:
             self._wake()
 
     async def _take_back(self, engine: int) -> bool:
-        """Whether an engine that was out of use serves again: it must have got weights since it was started anew."""
+        """Whether an engine has received weights since its restart; if so, it is used again."""
         info = await asyncio.wait_for(self.engines[engine].info(), self._timeout)
         if self._syncs and info.weight_version < 0:
             return False
@@ -261,7 +261,7 @@ class EnginePool:
         return True
 
     def _wake(self) -> None:
-        """Whoever waits for an engine looks again."""
+        """Wake the callers that wait in `lease`, so that they check for room again."""
 
         async def wake() -> None:
             async with self._room:

@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation behind SGLang's /generate: prompt log-probs of finished responses."""
+"""The teacher server of on-policy distillation: scores finished responses through SGLang's /generate."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ REQUEST_SECONDS = 300.0
 
 
 class Teacher:
-    """Fills ``sample.teacher_log_probs`` at ``temperature``, the one that the student samples at.
+    """Fills ``sample.teacher_log_probs`` at ``temperature``, the temperature of the student's sampling.
 
-    SGLang ignores the sampling temperature for prompts: its prompt log-probs are those of temperature 1. Another one is
-    asked for as ``input_logprob_temperature``, which servers that know it repeat in their answer.
+    SGLang ignores the sampling temperature for prompts: its prompt log-probs are at temperature 1. Any other is
+    requested as ``input_logprob_temperature``; a server that supports it repeats it in its answer.
 
     Args:
-        url: of the server, with or without ``/generate``.
+        url: address of the server, with or without ``/generate``.
     """
 
     def __init__(self, url: str, temperature: float) -> None:
@@ -33,7 +33,7 @@ class Teacher:
 
     @classmethod
     def of(cls, args: Args) -> Teacher | None:
-        """The teacher that the arguments name, if it is a server."""
+        """The teacher of --rm-url under --opd-type sglang, or None."""
         is_server = args.use_opd and args.opd_type == "sglang" and args.rm_url is not None
         return cls(str(args.rm_url), args.rollout_temperature) if is_server else None
 
@@ -41,17 +41,17 @@ class Teacher:
         """Score every response that has no teacher log-probs yet.
 
         Raises:
-            ValueError: the server is not there, refuses, or scored other tokens or at another temperature.
+            ValueError: the server does not answer or refuses, or it scored other tokens or at another temperature.
         """
         todo = [s for s in samples if s.response_length and s.teacher_log_probs is None]
         async with Client(Retry(ATTEMPTS, first_s=0.25, refused=True), REQUEST_SECONDS) as client:
             await asyncio.gather(*(self._score(client, s) for s in todo))
 
     def ask_once(self) -> None:
-        """Have a token scored: a small one, for a token outside its vocabulary ends an SGLang server.
+        """Test the server with tokens 0 and 1, since SGLang dies of a token outside its vocabulary.
 
         Raises:
-            ValueError: what `score` raises.
+            ValueError: as `score` does.
         """
         asyncio.run(self.score([Sample(tokens=[0, 1], response_length=1)]))
 
@@ -70,7 +70,7 @@ class Teacher:
         async with self._room:
             meta = (await self._post(client, request))["meta_info"]
         scored = meta["input_token_logprobs"][-sample.response_length :]
-        # SGLang repeats the last token of its vocabulary as 0, with the right log-prob
+        # SGLang returns id 0 in place of the last token of its vocabulary, with the right log-prob
         repeated = [got in (sent, 0) for (_, got, *_), sent in zip(scored, sample.tokens[-len(scored) :], strict=True)]
         if len(repeated) != sample.response_length or not all(repeated):
             raise ValueError(
