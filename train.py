@@ -33,7 +33,7 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
             rollout = cluster.generate(rollout_id).result(progress=phase.update)
         tracker.log_rollout(rollout_id, rollout.table, rollout.metrics)
         if args.async_rollout and rollout_id + 1 < args.num_rollout:
-            cluster.generate(rollout_id + 1)  # with the weights of now, while this rollout is trained on
+            cluster.generate(rollout_id + 1)  # with the current weights, while this rollout trains
 
         if not args.debug_rollout_only:
             if args.offload_rollout:
@@ -59,8 +59,8 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
 
 
 def sync(cluster: Cluster, tracker: Tracker, version: int) -> None:
-    """Trainers' weights into the engines. Where they take turns on the GPUs, the trainers' memory is given back before
-    the engines take theirs, and their KV cache comes last, when no bucket of weights is in its way (slime's order)."""
+    """Send the trainers' weights to the engines. If both take turns on the GPUs, trainers release their memory before
+    the engines allocate weights; the KV cache comes last, when no bucket of weights takes its room (slime's order)."""
     args = cluster.args
     if args.debug_rollout_only:
         return
@@ -75,7 +75,7 @@ def sync(cluster: Cluster, tracker: Tracker, version: int) -> None:
 
 
 def evaluate(cluster: Cluster, tracker: Tracker, rollout_id: int) -> None:
-    """All eval datasets; ``rollout_id`` -1 is before training."""
+    """Evaluate all eval datasets; ``rollout_id`` -1 is before training."""
     with tracker.phase("eval") as phase:
         result = cluster.evaluate(rollout_id).result(progress=phase.update)
     tracker.log_eval(rollout_id, result.metrics, result.tables)
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
             with hold(folders), Watchdog(args.run_dir), Tracker(args) as tracker, ExitStack() as stack:
                 with tracker.phase("start") as phase:
                     cluster = stack.enter_context(launch(args, phase.update))
-                stack.push(tracker.record_failure)  # at once: the workers take a while to end
+                stack.push(tracker.record_failure)  # records the failure before the workers end, which takes a while
                 tracker.banner(cluster.args)
                 train(cluster, tracker)
         except (ValueError, ClusterError, FloatingPointError, AssertionError, OSError) as error:

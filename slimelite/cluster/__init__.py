@@ -1,4 +1,4 @@
-"""Where a run's objects are (in this process or in Ray's actors), and one handle for all of them."""
+"""Starts a run's workers, in this process or in Ray actors, and gives one handle for all of them."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["Cluster", "ClusterError", "launch"]
 def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -> Iterator[Cluster]:
     """Start the workers for ``args`` and yield the cluster; everything started is stopped at the end.
 
-    ``progress``: called with (workers that are up, of how many, what the start waits for).
+    ``progress``: called with (number of workers that are up, number of workers, what the start waits for).
 
     Raises:
         ClusterError: the machines cannot hold the job.
         ValueError: what a worker refused at construction.
     """
     if args.model_config is not None:
-        # a model that the architecture flags define: a folder with its config, like any model without weights
+        # workers find a model that the architecture flags define as a folder with a config and no weights
         folder = Path(args.run_dir).absolute() / "new_model"
         folder.mkdir(parents=True, exist_ok=True)
         with whole(folder / "config.json") as partial:
@@ -48,15 +48,15 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
 
 
 def _close_ray_to_others() -> None:
-    """The Ray that this process starts listens to this machine alone, and asks for a token that nobody else has.
+    """Make the Ray that this process starts listen to this machine only, and ask for a token that nobody else has.
 
-    Ray reads this when it is imported. Its switch is named after Windows and macOS, where it is the default: nodes
-    have the address 127.0.0.1, and no other. Ray's processes get the token from their environment, which other users
-    cannot read. Without one, Ray would make one and leave it in ~/.ray/auth_token, which they can.
+    Ray reads these variables when it is imported. The switch is named after Windows and macOS, where nodes have only
+    the address 127.0.0.1 by default. Ray's processes get the token from their environment, which other users
+    cannot read. Without a token, Ray would write one to ~/.ray/auth_token, which others may be able to read.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     if "ray" in sys.modules:
-        os.environ.pop("RAY_AUTH_MODE", None)  # then `ray.init` asks for tokens, and sets it
+        os.environ.pop("RAY_AUTH_MODE", None)  # `ray.init` sets it again when it turns tokens on
     else:
         os.environ["RAY_AUTH_MODE"] = "token"

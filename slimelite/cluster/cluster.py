@@ -1,4 +1,4 @@
-"""The handle of a run: its verbs, over objects that may be anywhere."""
+"""`Cluster`: the handle of a run, with a verb for each thing that trainers and engines do."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ MOVED_ON = (
     "every engine died while a rollout was generated ahead of training, whose weights have moved on: go on from the "
     "last checkpoint with --load"
 )
-# in a checkpoint: the table of the rollout that was generated ahead
+# file in a checkpoint: the table of a rollout that was generated ahead
 AHEAD = "ahead.parquet"
 
 
 class TrainOutput(NamedTuple):
-    """What training on a rollout gave.
+    """The result of training on a rollout.
 
-    ``metrics``: of the rollout, reduced over ranks; ``steps``: ``train/*`` of each optimizer step; ``advantages``: of
-    tokens, see `Trainer.own_advantages`.
+    ``metrics``: of the rollout, reduced over ranks; ``steps``: the ``train/*`` metrics of each optimizer step;
+    ``advantages``: of each response token, see `Trainer.own_advantages`.
     """
 
     metrics: dict[str, float]
@@ -51,7 +51,7 @@ class TrainOutput(NamedTuple):
 
 
 class Cluster:
-    """The verbs of a run. Each returns a future at once; what they do is as if each had waited for the one before::
+    """The verbs of a run. Each returns a future at once; results are as if each verb had waited for the one before::
 
         with launch(parse_args()) as cluster:
             cluster.sync(0)
@@ -59,13 +59,13 @@ class Cluster:
             cluster.train(0, rollout.table)
             cluster.sync(1)
 
-    Verbs that need the trainers run one after the other, on a thread of the handle; with ``--launcher local`` in the
-    caller's thread, where a debugger is. `generate` and `evaluate` run beside them: they begin at once, unless a verb
-    before them still uses the engines (`sync`, `save`, another `generate`), and such a verb waits for them in turn.
+    Verbs that need the trainers run one after the other on a thread of the handle; with ``--launcher local`` they run
+    in the caller's thread, for debuggers. `generate` and `evaluate` run beside them: they begin at once, unless an
+    earlier verb still uses the engines (`sync`, `save`, another `generate`); later ones that use engines wait for them.
 
-    After an error nothing is done any more: queued verbs have the same error, new ones raise it, and so does leaving
-    the ``with``, until `Pending.result` has raised it to somebody. ``args``: complete, with ``start_rollout_id`` and
-    ``num_rollout``. The other arguments are those of `Workers`.
+    After an error no verb runs until a `Pending.result` has raised the error to the caller: queued verbs fail with it,
+    and new verbs and the end of the ``with`` raise it. After `complete_args`, ``args`` has ``start_rollout_id``
+    and ``num_rollout``. The other arguments are those of `Workers`.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class Cluster:
         self.args = args
         self._rollout, self._trainers, self._engines, self._others = rollout, trainers, engines, others
         self._turns = Turns(inline=args.launcher == "local")
-        # by id, those that may be asked for once more, or be in a checkpoint
+        # by id: rollouts that `generate` may return again or that a checkpoint may hold
         self._rollouts: dict[int, Pending[RolloutOutput]] = {}
         self._ahead: dict[int, RolloutOutput] = {}  # of the checkpoint that was loaded, until it is asked for
-        self._last_use: Future[Any] | None = None  # of the engines
+        self._last_use: Future[Any] | None = None  # the last verb that uses the engines
         self._version = 0  # of the engines' weights
         self._moved = False  # whether the trainers' weights are newer
-        self._order = threading.RLock()  # of what trainers are asked, the same for every rank
+        self._order = threading.RLock()  # keeps the order of calls the same on every rank
         self._memory: dict[str, Future[float]] = {}
 
     def __enter__(self) -> Cluster:
@@ -101,14 +101,14 @@ class Cluster:
                 whole = True
         finally:
             self._turns.close()
-            # what nobody waits for; workers of their own processes end with these
+            # cancel a rollout that nobody waits for; after an error, worker processes are killed anyway
             if self._last_use is not None and not self._last_use.done() and (whole or self._turns.inline):
                 self._rollout.ask(RolloutWorker.cancel)
                 wait([self._last_use], CANCEL_S)
 
     def generate(self, rollout_id: int) -> Pending[RolloutOutput]:
-        """Begin a rollout: its scored table of samples and its metrics. One that has begun, and whose result nobody
-        has, is not begun again.
+        """Begin a rollout, which gives its scored table of samples and its metrics. If the rollout has begun, and
+        its result has not been taken yet, the same future is returned.
         """
         begun = self._rollouts.get(rollout_id)
         if begun is not None and not begun.taken:
@@ -126,7 +126,7 @@ class Cluster:
         return pending
 
     def evaluate(self, rollout_id: int) -> Pending[EvalOutput]:
-        """All eval datasets under the engines' weights."""
+        """Evaluate all eval datasets with the engines' weights."""
         return self._begin(lambda: self._rollout.ask(RolloutWorker.evaluate, rollout_id))
 
     def train(self, rollout_id: int, table: SampleTable) -> Pending[TrainOutput]:
@@ -141,15 +141,15 @@ class Cluster:
         return self._take(work)
 
     def forward_backward(self, table: SampleTable) -> Pending[dict[str, float]]:
-        """Add the gradient of one optimizer step's ``table`` to that of earlier calls; its metrics."""
+        """Add the gradient of ``table``, one optimizer step, to that of earlier calls; returns the metrics."""
         return self._take(lambda: self._all(TrainerWorker.forward_backward, self._shared(table))[0])
 
     def optim_step(self) -> Pending[dict[str, float]]:
-        """Update the weights with the gradient; its norm and the learning rates."""
+        """Update the weights with the gradient; returns the gradient norm and the learning rates."""
         return self._take(lambda: self._change(TrainerWorker.optim_step))
 
     def sync(self, version: int) -> Pending[dict[str, float]]:
-        """Trainers' weights into every engine, stamped ``version``; metrics of the way there."""
+        """Send the trainers' weights to every engine as weight version ``version``; returns the transport's metrics."""
 
         def work() -> dict[str, float]:
             if not self._engines:
@@ -163,8 +163,8 @@ class Cluster:
         return self._take(work, engines=True)
 
     def save(self, rollout_id: int) -> Pending[Path]:
-        """A checkpoint after ``rollout_id``, in `checkpoints.folder_of` ``--save``: the trainers, where the rollout's
-        side stands, and the rollout that was generated ahead, if there is one.
+        """Save a checkpoint after ``rollout_id`` in `checkpoints.folder_of` ``--save``: the state of trainers and of
+        the rollout side, and the rollout that was generated ahead, if there is one.
         """
         # those of now: one that begins later waits for this
         begun = {later: rollout for later, rollout in self._rollouts.items() if later > rollout_id}
@@ -190,7 +190,7 @@ class Cluster:
         return self._take(work, engines=True)
 
     def load(self, folder: str | Path, step: int | None = None) -> Pending[int]:
-        """Go on from the newest checkpoint in ``folder``, or from that of rollout ``step``; the next rollout's id.
+        """Load the newest checkpoint in ``folder``, or that of rollout ``step``; returns the next rollout's id.
 
         The engines have its weights after the next `sync`.
         """
@@ -206,7 +206,7 @@ class Cluster:
         return self._take(work, engines=True)
 
     def save_hf(self, rollout_id: int) -> Pending[Path]:
-        """A Hugging Face folder at the ``--save-hf`` template."""
+        """Save the model as a Hugging Face folder, at the path that the ``--save-hf`` template gives."""
 
         def work() -> Path:
             if self.args.save_hf is None:
@@ -222,26 +222,26 @@ class Cluster:
         return self._take(lambda: self._all(TrainerWorker.get_weights)[0])
 
     def offload_trainers(self) -> Pending[None]:
-        """Trainers give their device memory back."""
+        """Move the trainers' state off their devices."""
         return self._move(TrainerWorker.offload, "sleep")
 
     def onload_trainers(self) -> Pending[None]:
-        """Trainers take their device memory again."""
+        """Move the trainers' state back to their devices."""
         return self._move(TrainerWorker.onload, "wake_up")
 
     def release_engines(self) -> Pending[None]:
-        """Engines give back all the device memory that they can."""
+        """Let the engines release all the device memory that they can."""
         return self._take(lambda: self._rollout.ask(RolloutWorker.release_memory), engines=True)
 
     def resume_engines(self, *tags: str) -> Pending[None]:
-        """Engines take the memory of ``tags`` again; see `slimelite.engines.protocol.MEMORY_TAGS`."""
+        """Let the engines allocate the memory of ``tags`` again; see `slimelite.engines.protocol.MEMORY_TAGS`."""
         return self._take(lambda: self._rollout.ask(RolloutWorker.resume_memory, tags), engines=True)
 
     def resources(self) -> Pending[dict[str, float]]:
-        """What the run has used.
+        """CPU time and memory that the run has used.
 
-        ``perf/cpu_seconds``: CPU time of this process and of all workers since they began [s]; Ray's own daemons are
-        not in it. ``perf/memory_{phase}_{before,after}``: of rank 0 around the last of each phase [GB].
+        ``perf/cpu_seconds``: CPU time of this process and all workers since they began, without Ray's daemons [s].
+        ``perf/memory_{phase}_{before,after}``: device memory of rank 0 around the last run of each phase [GB].
         """
 
         def work() -> dict[str, float]:
@@ -253,7 +253,7 @@ class Cluster:
         return self._take(work)
 
     def complete_args(self) -> None:
-        """Fill in what only start-up can know: the first rollout id and the number of rollouts. Loads ``--load``."""
+        """Load the checkpoint of ``--load``, and fill in the first rollout id and the number of rollouts."""
         args = self.args
         resumed = self._load(Path(args.resume_directory)) if args.resume_directory else 0
         start = resumed if args.start_rollout_id is None else args.start_rollout_id
@@ -267,7 +267,7 @@ class Cluster:
         self._rollout.ask(RolloutWorker.complete_args, start, num_rollout)
 
     def _begin(self, work: Callable[[], R]) -> Pending[R]:
-        """Start a verb on a thread of its own, when nothing else uses the engines."""
+        """Start a verb on a thread of its own; it waits until no earlier verb uses the engines."""
         self._turns.check()
         pending: Pending[R] = Pending(self._turns, self._attend)
         before, self._last_use = self._last_use, pending
@@ -282,7 +282,7 @@ class Cluster:
         return pending
 
     def _take(self, work: Callable[[], R], *, engines: bool = False) -> Pending[R]:
-        """Let a verb have its turn; one that uses the ``engines`` waits for those before it, which may be running."""
+        """Run a verb in turn; one that uses the ``engines`` waits for earlier ones, which may have own threads."""
         self._turns.check()
         pending: Pending[R] = Pending(self._turns)
         if not engines:
@@ -311,7 +311,7 @@ class Cluster:
         self._keep_weights()
 
     def _keep_weights(self) -> None:
-        """When every engine died and was started anew, generation waits for the weights that it began with."""
+        """Send the current weights again if every engine died and was restarted: generation waits for them."""
         if not self.args.use_fault_tolerance:
             return
         with self._order:
@@ -323,7 +323,7 @@ class Cluster:
             self._push(self._version)
 
     def _push(self, version: int) -> dict[str, float]:
-        """Weights into every engine; once more when one died of it and has started anew."""
+        """Send the weights to every engine; once more if an engine died and --use-fault-tolerance is on."""
         self._version, self._moved = version, False
         if not ENGINES[self.args.rollout_backend].server:
             return self._all(TrainerWorker.push_to, self._engines, version)[0]
@@ -373,7 +373,7 @@ class Cluster:
         return saved + 1
 
     def _change(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What rank 0 returns; the trainers' weights are newer than the engines' from now on."""
+        """Call ``method`` on every rank and return rank 0's result; notes that the engines' weights are out of date."""
         with self._order:
             self._moved = True
         return self._all(method, *args, **kwargs)[0]
@@ -383,7 +383,7 @@ class Cluster:
             raise ValueError(f"{method.__name__}: there is no trainer; leave --debug-rollout-only out")
         with self._order:
             futures = [trainer.submit(method, *args, **kwargs) for trainer in self._trainers]
-        # one that fails leaves the others waiting in a collective: its error is the one to show
+        # if one rank fails, the others hang in a collective, so do not wait for them: raise its error
         finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in finished:
             future.result()

@@ -1,4 +1,4 @@
-"""`--launcher ray`: one actor for each trainer rank, one for each engine, one for the rollout's side."""
+"""`--launcher ray`: one actor for each trainer rank, one for each engine, one for the rollout side."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ WAIT_REPORT_S, WAIT_LIMIT_S = 10, 300
 
 
 class Host:
-    """An actor around an object of any of our classes, which may be made after it.
+    """An actor that holds an object of any class; the object may be made later than the actor.
 
     Args:
-        folder: of the driver, where relative paths mean the same.
-        log: what the process prints goes there.
+        folder: working directory of the driver, so that relative paths mean the same here.
+        log: file for all output of the process.
         make: makes the object from ``args``.
     """
 
@@ -70,19 +70,19 @@ class Host:
         self.listener: socket.socket | None = None
 
     def rendezvous(self, host: str) -> str:
-        """Where others meet the object: host:port of this process, listened on from now on, so that nobody else gets
-        it; `make` hands the socket on.
+        """host:port where other ranks reach the object. The socket listens from now on, so that no other process takes
+        the port; `make` passes it to the object.
         """
         self.listener = socket.create_server((host, 0))
         return f"{host}:{self.listener.getsockname()[1]}"
 
     def make(self, make: Callable[..., Any], secrets: dict[str, str], *args: Any) -> None:
-        """Make the object; ``secrets``: for the environment, which Ray would write to its logs and command lines."""
+        """Make the object; ``secrets``: environment variables that Ray must not write to logs or command lines."""
         os.environ.update(secrets)
         self.target = make(*args, **({"listener": self.listener} if self.listener else {}))
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """A method of the object."""
+        """Call a method of the object."""
         return getattr(self.target, method)(*args, **kwargs)
 
     def cpu_seconds(self) -> float:
@@ -94,18 +94,18 @@ class AsyncHost(Host):
     """An actor around an object whose methods are coroutines; they run on the actor's event loop."""
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """A method of the object."""
+        """Call a method of the object."""
         return await getattr(self.target, method)(*args, **kwargs)
 
 
 class RayRemote(Remote[T]):
-    """An object in a `Host`; errors come back as it raised them. ``host``: the address of its machine."""
+    """An object in a `Host`; its errors are raised here unchanged. ``host``: the address of its machine."""
 
     def __init__(self, handle: Any, name: str, log: Path, host: str) -> None:
         self.handle, self.name, self.log, self.host = handle, name, log, host
 
     def make(self, make: Callable[..., T], secrets: dict[str, str], *args: Any) -> Future[None]:
-        """Make the object, where the actor was started without; see `Host.make`."""
+        """Make the object in an actor that was started without one; see `Host.make`."""
         return self.future(self.handle.make.remote(make, secrets, *args))
 
     def rendezvous(self) -> Future[str]:
@@ -126,9 +126,9 @@ class RayRemote(Remote[T]):
         return cast(V, shared)
 
     def future(self, ref: Any) -> Future[Any]:
-        """Of what an actor's method returns."""
+        """A future for the object that ``ref`` refers to."""
         outer: Future[Any] = Future()
-        outer.set_running_or_notify_cancel()  # it cannot be taken back
+        outer.set_running_or_notify_cancel()  # the call cannot be cancelled
         ref.future().add_done_callback(lambda done: self._hand_over(done, outer))
         return outer
 
@@ -140,11 +140,11 @@ class RayRemote(Remote[T]):
             outer.set_exception(self._explained(error))
 
     def _explained(self, error: BaseException) -> BaseException:
-        """What the object raised, with its traceback as a note; `ClusterError` when its process died."""
+        """The error that the object raised, with its traceback as a note; a `ClusterError` if its process died."""
         if isinstance(error, RayTaskError):
-            # Ray raises a class that is both its own and the object's; the object's own error is its cause
+            # Ray raises a class derived from its own and the object's error; the original error is the cause
             cause = error.cause if isinstance(error.cause, Exception) else ClusterError(last_line(error))
-            if not isinstance(cause, RayError):  # else of an object that this one asked
+            if not isinstance(cause, RayError):  # else it comes from another object, which this one called
                 cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error}")
                 return cause
             error = cause
@@ -153,7 +153,7 @@ class RayRemote(Remote[T]):
 
 @contextmanager
 def _one_message() -> Iterator[None]:
-    """Errors of Ray that no worker is to blame for."""
+    """Turn errors of Ray that belong to no worker into a `ClusterError`."""
     try:
         yield
     except RayError as error:
@@ -163,7 +163,7 @@ def _one_message() -> Iterator[None]:
 class Actors:
     """The actors of a run on its placement group.
 
-    Colocated engines sit on the trainers' devices, others behind them. ``kept``: every actor that was started.
+    Colocated engines share the trainers' devices; others get the devices after those. ``started``: all actors so far.
     """
 
     def __init__(self, args: Args, group: PlacementGroup, world: int) -> None:
@@ -174,7 +174,7 @@ class Actors:
         self._hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
     def trainers(self) -> list[RayRemote[TrainerWorker]]:
-        """One for each rank; `start_workers` makes what they hold."""
+        """One actor for each rank; `start_workers` makes the trainers in them."""
         shown = public_part(self.args.train_env_vars)[0]
         return [
             self._start(Host, f"trainer_{n}", bundle, _options(self.args, self.group, bundle, TRAINER_SHARE, shown))
@@ -182,17 +182,17 @@ class Actors:
         ]
 
     def engines(self, count: int) -> list[RayRemote[Any]]:
-        """Engines, or the processes of servers."""
+        """Actors for ``count`` engines, or for the processes of servers."""
         args, found = self.args, []
         first = 0 if args.colocate else self.world
         for n in range(count):
             place = args.engine_place(n)
             own = self._bundles[first + place.first_gpu :][: place.width]
             options = _options(args, self.group, own[0], ENGINE_SHARE, _gpus_of(args, self.group, own))
-            # on one node alone nothing listens to others
+            # on a single node, engines listen on the loopback address only
             host = self._host(own[0]) if len(set(self._hosts.values())) > 1 else LOCAL_HOST
             if server_parts(args):
-                # a server that starts anew does not keep others from asking
+                # other calls must be answered while a server restarts
                 options |= {"max_concurrency": 4}
                 found.append(self._start(Host, f"engine_{n}", own[0], options, build_server, args, n, host))
             else:
@@ -200,13 +200,13 @@ class Actors:
         return found
 
     def rollout(self, make: Callable[..., RolloutWorker], *engines: Any) -> RayRemote[RolloutWorker]:
-        """The rollout's side, on the driver's node."""
+        """The actor of the rollout side, on the driver's node."""
         options = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
         return self._start(Host, "rollout", self._bundles[0], options, make, self.args, *engines)
 
     def _start(self, kind: type[Host], name: str, bundle: int, options: dict[str, Any], *make: Any) -> RayRemote[Any]:
         log = Path(self.args.run_dir).absolute() / "logs" / f"{name}.log"
-        # by the name of its class it is seen in `ps`: ray::trainer
+        # `ps` shows the name of the class: ray::trainer
         actor = ray.remote(type(name.rstrip("_0123456789"), (kind,), {})).options(**options)
         handle = actor.remote(os.getcwd(), str(log), *make)
         self.started.append(RayRemote(handle, name, log, self._host(bundle)))
@@ -218,13 +218,13 @@ class Actors:
 
 @contextmanager
 def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
-    """``--launcher ray``: on the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or one started here, an actor for each
-    trainer rank, each engine and the rollout's side.
+    """``--launcher ray``: starts an actor for each trainer rank, each engine and the rollout side, on the Ray of
+    ``RAY_ADDRESS`` (a `ray job` sets it) or on a Ray of this run's own.
 
-    ``progress`` is told what the start waits for.
+    ``progress`` reports what the start waits for.
 
     Raises:
-        ClusterError: not enough devices in the Ray cluster, or they do not become free.
+        ClusterError: the Ray cluster has too few devices, or they do not become free in time.
     """
     progress(0, 0, "waiting for Ray")
     world = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
@@ -265,10 +265,10 @@ def start_workers(
     engines: Sequence[Remote[Any]],
     progress: Progress,
 ) -> None:
-    """Let every worker load, side by side.
+    """Load all workers in parallel.
 
-    Only engines and trainers on the same GPUs load in turn, engines first: SGLang sizes its KV cache by what is free.
-    Before the trainers load, engines that take turns with them (``--offload-rollout``) give their memory back.
+    Only engines and trainers on the same GPUs load in turn, engines first: SGLang sizes its KV cache by free memory.
+    With ``--offload-rollout`` such engines release their memory before the trainers load.
     """
     first = ServerProcess.start if server_parts(args) else Engine.info
     loading: dict[Future[Any], str] = {engine.submit(first): engine.name for engine in engines}
@@ -287,7 +287,7 @@ def start_workers(
 
 
 def _wait_until_up(starting: dict[Future[Any], str], progress: Progress) -> None:
-    """``starting``: what ends when a worker is up -> the worker."""
+    """Wait for all workers. ``starting``: a future that is done when a worker is up -> the worker's name."""
     waiting = set(starting)
     while waiting:
         names = sorted(starting[future] for future in waiting)
@@ -319,7 +319,7 @@ def _reserved(args: Args, bundles: int, progress: Progress, kept: bool) -> Itera
         _wait_for(group, device, total, f"{bundles} x {bundle}")
         yield group
     finally:
-        # schedulers send SIGTERM to all of a job: Ray's daemons may be gone, and this would wait for them for a minute
+        # a scheduler's SIGTERM may have ended this run's own Ray daemons; removal would then wait a minute for them
         if kept:
             remove_placement_group(group)
 
@@ -338,22 +338,22 @@ def _wait_for(group: PlacementGroup, device: str, total: int, wanted: str) -> No
 
 
 def bundles_by_node(nodes: dict[int, str], first: str) -> list[int]:
-    """Bundle indices with those of one node side by side, node ``first`` in front: neighbouring ranks share a node.
+    """Bundle indices grouped by node, node ``first`` in front, so that neighbouring ranks share a node.
 
-    ``nodes``: bundle index -> node id; Ray promises no order of its own.
+    ``nodes``: bundle index -> node id; Ray guarantees no order of bundles.
     """
     return sorted(nodes, key=lambda bundle: (nodes[bundle] != first, nodes[bundle], bundle))
 
 
 def _env(threads: int) -> dict[str, str]:
-    # glibc would keep gigabytes of freed activations; blocks of this size go back at once (a tiny model has none)
+    # glibc would keep gigabytes of freed activations; above this size, freed blocks go back to the system at once
     block = str(4 << 20)
     memory = {"MALLOC_MMAP_THRESHOLD_": block, "MALLOC_TRIM_THRESHOLD_": block}
     return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory}
 
 
 def _gpus_of(args: Args, group: PlacementGroup, bundles: list[int]) -> dict[str, str]:
-    """Environment of an engine that spans several bundles: the GPUs of all of them, where Ray shows those of one."""
+    """Environment of an engine that spans several bundles: makes the GPUs of all visible, not only the first's."""
     if args.device != "cuda" or len(bundles) == 1:
         return {}
     probe = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()))

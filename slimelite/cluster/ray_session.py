@@ -1,5 +1,5 @@
-"""The Ray of a run: one of its own on this machine, closed to everyone else, or the one that ``RAY_ADDRESS`` names; and
-what went wrong in it, in one sentence, with what to do about it."""
+"""The Ray of a run: one of its own on this machine, closed to everyone else, or the cluster that ``RAY_ADDRESS`` names.
+Errors of Ray become one sentence each, with a remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from slimelite.cluster.remote import ClusterError
 logger = logging.getLogger(__name__)
 
 TRIES = 2
-# Ray begins with less, and then fails in ways that do not name the disk [bytes]
+# free disk space for a start [bytes]; with less, Ray starts and then fails with errors that do not name the disk
 ROOM = 100 << 20
 ANSWER_S = 10.0
 LOCAL = "--launcher local needs no Ray (one rank, one engine)"
@@ -46,13 +46,13 @@ ENDED = "Worker unexpectedly exits"
 
 @contextmanager
 def connected(bundles: int) -> Iterator[bool]:
-    """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or start one for ``bundles`` devices, and leave it.
+    """Connect to the Ray of ``RAY_ADDRESS`` (a `ray job` sets it), or start one for ``bundles`` devices.
 
     Yields:
-        whether it outlives the run, so that what the run took has to be given back.
+        whether the Ray cluster outlives the run, so that the run must release what it reserved.
 
     Raises:
-        ClusterError: there is none, it refuses us, or it does not start.
+        ClusterError: there is no cluster at the address, it refuses the token, or Ray does not start.
     """
     if ray.is_initialized():
         yield True
@@ -88,7 +88,7 @@ def _join(address: str) -> None:
 
 def _start(bundles: int) -> None:
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    # a CPU "device" is a process of ours: more of them than cores is slow, not impossible
+    # a CPU "device" is one of our processes: more of them than cores are slow, but work
     cpus = max(os.cpu_count() or 1, bundles)
     for left in reversed(range(TRIES)):
         try:
@@ -114,13 +114,13 @@ def _start(bundles: int) -> None:
 
 
 def _init(**options: Any) -> None:
-    """`ray.init`, which sets a SIGTERM handler of its own and leaves it there; ours is put back."""
-    # it prints what it knows of a dead worker, beside the message that we make of it
+    """`ray.init`; it replaces the SIGTERM handler, so ours is set again afterwards."""
+    # Ray would print its own message about a dead worker besides ours
     ray._private.worker._worker_logs_enabled = False
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
-    except SystemExit:  # that is what its handler raises
+    except SystemExit:  # raised by Ray's SIGTERM handler
         if callable(handler):
             handler(signal.SIGTERM, None)
         raise
@@ -160,6 +160,6 @@ def explained(error: RayError, worker: str, log: Path | None = None) -> ClusterE
 
 
 def last_line(error: BaseException) -> str:
-    """Of an actor that failed in its constructor the last line is the error itself."""
+    """The last line of Ray's message: for an actor that failed in its constructor, the error itself."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

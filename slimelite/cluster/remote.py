@@ -1,6 +1,6 @@
-"""Objects that may be in another process, and futures for what they are asked.
+"""Calls to objects that may be in another process; each returns a future.
 
-A method is named by itself, so that its arguments and its result are checked::
+The method itself is passed, not its name, so that type checkers see its arguments and its result::
 
     trainer: Remote[Trainer]
     written = trainer.submit(Trainer.save, folder, rollout_id)  # a Future[Checksums]
@@ -23,18 +23,18 @@ T = TypeVar("T")
 R = TypeVar("R")
 V = TypeVar("V")
 P = ParamSpec("P")
-# between two looks at what is waited for [s]
+# interval between two polls of a future [s]
 POLL_S = 0.5
-# told (what is done, of how much, a note)
+# called with (amount done, total, note)
 Progress = Callable[[int, int, str], None]
 
 
 class ClusterError(RuntimeError):
-    """A worker died or the machines cannot hold the job; the message says which and where its log is."""
+    """A worker died, or the machines cannot hold the job; the message names the worker and its log."""
 
 
 class Remote(ABC, Generic[T]):
-    """An object of class ``T``, wherever it is; ``name``: what messages call it."""
+    """An object of class ``T`` in this or another process; ``name``: how messages refer to it."""
 
     name: str
 
@@ -52,21 +52,21 @@ class Remote(ABC, Generic[T]):
         return self.start(method.__name__, *args, **kwargs)
 
     def ask(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """What ``method`` returns, when it has."""
+        """Call ``method`` and wait for its result."""
         return self.submit(method, *args, **kwargs).result()
 
     @abstractmethod
     def start(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """What `submit` does, by the method's name."""
+        """Same as `submit`, with the method's name."""
         ...
 
     @abstractmethod
     def cpu_seconds(self) -> Future[float]:
-        """CPU time of its process since that began; 0 where that is the caller's."""
+        """CPU time of the object's process since it began [s]; 0 if that is the caller's process."""
         ...
 
     def share(self, value: V) -> V:
-        """``value``, or what stands for it: an argument that is cheap to submit to several such objects."""
+        """``value`` or a reference to it, which is cheap to submit as an argument to several remote objects."""
         return value
 
 
@@ -96,7 +96,7 @@ class LocalRemote(Remote[T]):
 
 
 class _RemoteEngine:
-    """The methods of `Engine`, each of which calls that of a remote one."""
+    """The methods of `Engine`; each calls the same method of a remote engine."""
 
     def __init__(self, engine: Remote[Engine]) -> None:
         self._engine = engine
@@ -112,28 +112,28 @@ class _RemoteEngine:
 
 
 def remote_engine(engine: Remote[Engine]) -> Engine:
-    """The engine protocol, spoken to a remote engine."""
+    """An `Engine` whose methods call the remote ``engine``."""
     return cast(Engine, _RemoteEngine(engine))
 
 
 class Pending(Future[R]):
-    """The result of a verb of `Cluster`: a future whose `result` looks after the run while it waits.
+    """The result of a verb of `Cluster`: a future whose `result` also takes care of the run while it waits.
 
-    ``attend``: called now and then with what `result` was given.
+    ``attend``: called every ``POLL_S`` seconds of that wait with the ``progress`` that `result` was given.
     """
 
     def __init__(self, turns: Turns, attend: Callable[[Progress | None], None] | None = None) -> None:
         super().__init__()
-        self.taken = False  # whether somebody has the result
+        self.taken = False  # whether `result` has returned or raised
         self.errors_before = turns.errors  # how many there had been when it was asked for
         self.left_out = False  # for an error before it
         self._turns, self._attend = turns, attend
 
     def result(self, timeout: float | None = None, progress: Progress | None = None) -> R:
-        """Wait for what the verb returns, and show ``progress`` meanwhile.
+        """Wait for the verb's result, and report ``progress`` meanwhile.
 
         Raises:
-            Exception: what went wrong; later verbs then go on.
+            Exception: the verb's error; later verbs run again after that.
         """
         while timeout is None and not self.done():
             wait([self], POLL_S)
@@ -147,9 +147,9 @@ class Pending(Future[R]):
 
 
 class Turns:
-    """One thing after the other, in the order in which they were asked for, on a thread; ``inline``: in the caller's.
+    """Runs jobs one after the other, in the order of the calls, on a thread; ``inline``: in the caller's thread.
 
-    After an error nothing is done any more until somebody was told of it, by the `Pending.result` that raises it.
+    After an error no job runs until a `Pending.result` has raised that error to the caller.
     """
 
     def __init__(self, *, inline: bool) -> None:
@@ -164,7 +164,7 @@ class Turns:
             self._thread.start()
 
     def take(self, pending: Pending[R], work: Callable[[], R]) -> Pending[R]:
-        """Let ``work`` have its turn; ``pending`` is its result."""
+        """Queue ``work``; ``pending`` gets its result."""
         job = partial(self.run, pending, work)
         if self.inline:
             job()
@@ -191,12 +191,12 @@ class Turns:
             raise ValueError("the run has ended with its `with launch(...)`: call verbs inside the block")
 
     def told(self, pending: Future[Any]) -> None:
-        """Somebody has seen the error of ``pending``."""
+        """The caller has seen the error of ``pending``: jobs may run again."""
         if pending.done() and not pending.cancelled() and pending.exception() is self.failed:
             self.failed = None
 
     def finish(self) -> None:
-        """Wait until everything had its turn.
+        """Wait until every job has run.
 
         Raises:
             Exception: see `check`.
@@ -207,7 +207,7 @@ class Turns:
         self.check()
 
     def stop(self) -> None:
-        """What has not begun is left out."""
+        """Cancel all jobs that have not begun."""
         self._over = True
         self._jobs.put(None)
 
@@ -220,7 +220,7 @@ class Turns:
             job()
 
     def run(self, pending: Pending[R], work: Callable[[], R]) -> None:
-        """Do it now, unless something went wrong or it is over."""
+        """Run ``work`` now, unless an earlier job failed or `stop` was called."""
         if self._over:
             pending.cancel()
         if not pending.set_running_or_notify_cancel():

@@ -1,4 +1,4 @@
-"""The plain objects of a run that a launcher places: engines, servers, the rollout's and the trainer's side."""
+"""The plain objects that a launcher places in processes: engines, servers, the rollout worker and trainers."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from slimelite.training.trainer import Trainer
 from slimelite.training.weights import buckets
 
 LOCAL_HOST = "127.0.0.1"
-# of a probe
+# numbers of a probe: see `RolloutWorker.probe`
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
 
 
 def server_parts(args: Args) -> ServerParts | None:
-    """What the run's engines consist of when they are servers; None: they are built in our own processes."""
+    """The parts of the run's engines if these are servers; None if engines are built in our own processes."""
     return ENGINES[args.rollout_backend].server
 
 
 def engine_setup(args: Args, index: int, host: str = LOCAL_HOST) -> EngineSetup:
-    """What engine number ``index`` is built with."""
+    """The settings that engine number ``index`` is built with."""
     place = args.engine_place(index)
     return EngineSetup(
         model_path=str(args.hf_checkpoint),
@@ -67,7 +67,7 @@ def engine_setup(args: Args, index: int, host: str = LOCAL_HOST) -> EngineSetup:
 
 
 def build_engine(args: Args, index: int, host: str = LOCAL_HOST) -> Engine:
-    """Engine number ``index`` in this process; ``host``: where its HTTP front would listen."""
+    """Engine number ``index`` in this process; ``host``: the address for its HTTP front, if it starts one."""
     build = ENGINES[args.rollout_backend].build
     assert build is not None, "an engine that is a server has a process of its own"
     engine: Engine = function(build)(engine_setup(args, index, host), _codec(args))
@@ -81,19 +81,19 @@ def build_server(args: Args, index: int, host: str = LOCAL_HOST) -> ServerProces
 
 
 def connect(args: Args, server: Any, owner: Any) -> Engine:
-    """The engine behind a server; ``owner`` can start it anew (None: someone else's server)."""
+    """The engine behind a server; ``owner`` can restart it (None: the server is external)."""
     engine: Engine = function(_parts(args).connect)(engine_setup(args, 0), _codec(args), server, owner)
     return engine
 
 
 def external_servers(args: Args) -> list[Any]:
-    """The servers that someone else runs."""
+    """The servers of ``--rollout-external-engine-addrs``."""
     found: list[Any] = function(_parts(args).external)(args.rollout_external_engine_addrs, str(args.hf_checkpoint))
     return found
 
 
 def server_sync(args: Args, device: torch.device, host: str = LOCAL_HOST) -> Any:
-    """The way of weights on ``device`` to the servers; ``host``: a name of this machine that they can reach."""
+    """The transport of weights on ``device`` to the servers; ``host``: this machine's address for them."""
     setup = SyncSetup(
         model_path=str(args.hf_checkpoint),
         transport=str(args.update_weight_transport),
@@ -122,18 +122,18 @@ def _codec(args: Args) -> Codec:
 
 
 class RemoteOwner:
-    """Starts a server anew, wherever its process is."""
+    """Restarts a server, in whichever process it runs."""
 
     def __init__(self, process: Remote[ServerProcess]) -> None:
         self.process = process
 
     async def restart(self) -> None:
-        """Returns when it answers again."""
+        """Restart the server; returns when it answers again."""
         await asyncio.to_thread(self.process.ask, ServerProcess.restart)
 
 
 class RemoteSink:
-    """Weights into engines that are remote: each bucket is shared once, and all engines read it."""
+    """Sends weights to remote engines: each bucket is shared once, and all engines read it."""
 
     every_rank = False
 
@@ -145,12 +145,12 @@ class RemoteSink:
         _results([engine.submit(Engine.begin_weight_update, version) for engine in self.engines])
 
     def send(self, bucket: WeightBucket) -> None:
-        """One bucket into every engine."""
+        """Load one bucket into every engine."""
         shared = self.engines[0].share(bucket)
         _results([engine.submit(Engine.load_weights, shared) for engine in self.engines])
 
     def end(self) -> None:
-        """Every engine decodes again."""
+        """Let every engine decode again."""
         _results([engine.submit(Engine.end_weight_update) for engine in self.engines])
 
 
@@ -160,13 +160,13 @@ def _results(futures: Sequence[Future[None]]) -> None:
 
 
 class TrainerWorker(Trainer):
-    """A `Trainer` that knows the way to the engines.
+    """A `Trainer` that can send its weights to the engines.
 
     Args:
         args: resolved arguments.
-        rank, world_size: of this trainer among the training ranks.
-        address: where the ranks meet, host:port; None: there is one.
-        host: a name of this machine that engines can reach.
+        rank, world_size: rank of this trainer, and number of training ranks.
+        address: host:port where the ranks meet; None if there is only one rank.
+        host: an address of this machine that engines can reach.
         listener: a socket at ``address``, for rank 0.
     """
 
@@ -184,12 +184,12 @@ class TrainerWorker(Trainer):
         self._servers = server_sync(args, self.world.device, host) if server_parts(args) else None
 
     def push_to(self, engines: Sequence[Any], version: int) -> dict[str, float]:
-        """Weights into ``engines``, which are remote ones or servers; see `Trainer.push_weights`."""
+        """Send the weights to ``engines``, remote engines or servers; see `Trainer.push_weights`."""
         sink: WeightSink = RemoteSink(engines) if self._servers is None else self._servers.to(engines)
         return self.push_weights(sink, version)
 
     def get_weights(self) -> dict[str, Tensor]:
-        """All weights by Hugging Face name on the CPU, in the dtype that the optimizer keeps; empty beside rank 0."""
+        """All weights by Hugging Face name on the CPU, in the optimizer's dtype; empty on ranks other than 0."""
         found: dict[str, Tensor] = {}
         size = self.args.update_weight_buffer_size
         for bucket in buckets(self.model.named_weights(), size, memory=self.memory):
@@ -205,7 +205,7 @@ class TrainerWorker(Trainer):
 
 
 class RolloutWorker(RolloutManager):
-    """A `RolloutManager` that can be asked, from another thread, how far it is."""
+    """A `RolloutManager` that reports its progress to other threads."""
 
     def __init__(self, args: Args, engines: Sequence[Engine]) -> None:
         self._done = (0, 0, "")
@@ -232,9 +232,9 @@ class RolloutWorker(RolloutManager):
         return super().evaluate(rollout_id)
 
     def probe(self) -> SampleTable:
-        """``PROMPTS`` responses of each engine, one row each, to fixed tokens; ``group_id`` is the engine's number.
+        """``PROMPTS`` responses of each engine to fixed tokens, one row each; ``group_id`` is the engine's number.
 
-        Engines and trainer give them the same log-probs right after a sync (``--check-weight-update-equal``).
+        Right after a sync, engines and trainer compute the same log-probs for them (``--check-weight-update-equal``).
         """
         prompts = [
             [(7919 * (p * PROMPT_TOKENS + i + 1)) % self._vocab_size for i in range(PROMPT_TOKENS)]
@@ -245,14 +245,14 @@ class RolloutWorker(RolloutManager):
 
 
 def rollout_worker(args: Args, engines: Sequence[Remote[Engine]]) -> RolloutWorker:
-    """The rollout's side, with engines that are elsewhere."""
+    """The rollout worker, with engines in other processes."""
     return RolloutWorker(args, [remote_engine(engine) for engine in engines])
 
 
 def rollout_worker_over(
     args: Args, servers: Sequence[Any], processes: Sequence[Remote[ServerProcess] | None]
 ) -> RolloutWorker:
-    """The rollout's side, with engines behind ``servers``; ``processes``: of each, None where it is someone else's."""
+    """The rollout worker, with engines behind ``servers``; ``processes``: one for each, None for an external server."""
     owners = [process and RemoteOwner(process) for process in processes]
     return RolloutWorker(args, [connect(args, *each) for each in zip(servers, owners, strict=True)])
 
@@ -271,7 +271,8 @@ async def _probe(engines: Sequence[Engine], prompts: list[list[int]], params: Sa
 
 
 def disagreement(table: SampleTable, log_probs: np.ndarray, version: int) -> np.ndarray:
-    """[engines] mean |engine − trainer log-prob| over the rows of a `probe`, in nats; inf under another version.
+    """[engines] mean |engine − trainer log-prob| over the rows of a `probe`, in nats; inf if a token has another weight
+    version than ``version``.
 
     ``log_probs``: [response tokens of the table] the trainer's.
     """
@@ -281,10 +282,10 @@ def disagreement(table: SampleTable, log_probs: np.ndarray, version: int) -> np.
 
 
 class Workers(NamedTuple):
-    """What a launcher has started: `Cluster` takes it.
+    """The workers that a launcher has started, for `Cluster`.
 
-    ``trainers``: one for each rank, rank 0 first; ``engines``: what `TrainerWorker.push_to` takes; ``others``: further
-    objects in processes of their own.
+    ``trainers``: one for each rank, rank 0 first; ``engines``: argument of `TrainerWorker.push_to`; ``others``: more
+    workers in processes of their own, whose CPU time counts.
     """
 
     rollout: Remote[RolloutWorker]
@@ -295,7 +296,7 @@ class Workers(NamedTuple):
 
 @contextmanager
 def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
-    """``--launcher local``: one rank, one engine and the rollout's side, all in this process.
+    """``--launcher local``: one rank, one engine and the rollout worker, all in this process.
 
     The engine loads first, as in `ray_cluster.start_workers`.
     """

@@ -1,4 +1,4 @@
-"""What can be checked before anything expensive starts: files, columns, labels, one reward, lengths, devices.
+"""Checks before anything expensive starts: files, columns, labels, one reward, lengths, devices.
 
 A real start and ``--dry-run`` run the same checks; the dry run reads all rows and reports too few GPUs as a warning.
 """
@@ -20,7 +20,7 @@ from slimelite.registry import function
 
 
 def preflight(args: Args) -> int:
-    """Check ``args`` against the world; print the dry run's report, or warnings and problems; the exit status."""
+    """Run all checks of ``args`` and print the dry run's report, or warnings and problems; returns the exit status."""
     findings = inspect(args, this_machine())
     if args.dry_run:
         print(format_report(args, findings))
@@ -32,7 +32,7 @@ def preflight(args: Args) -> int:
 
 
 def problems(args: Args) -> list[str]:
-    """What the checks find wrong with ``args`` on this machine."""
+    """The problems that the checks find with ``args`` on this machine."""
     return inspect(args, this_machine()).problems
 
 
@@ -47,7 +47,7 @@ def inspect(args: Args, machine: Machine) -> Findings:
         _check_run_folder(args, findings)
         findings.problems += output_problems(args)
         InputChecks(args, findings).run()
-    except OSError as error:  # a folder of the user's that cannot be read, say: the text names it
+    except OSError as error:  # such as a folder that cannot be read; the text names it
         findings.problems.append(str(error))
     return findings
 
@@ -93,13 +93,13 @@ def _check_packages(args: Args, findings: Findings) -> None:
 
 
 def _check_run_folder(args: Args, findings: Findings) -> None:
-    """Two runs in one folder would be read as one; with --load it is the same run, even before its first checkpoint."""
+    """Refuse a folder that holds another run's metrics; with --load it is the same run, even without a checkpoint."""
     from slimelite.tracking.metrics_file import FILE_NAME
 
     metrics = Path(args.run_dir) / FILE_NAME
     if (args.load and not args.finetune) or not metrics.is_file():
         return
-    # one that failed before its first rollout left nothing to mix with
+    # a run that failed before its first rollout left no metrics that could be mixed up
     if any('"kind": "start"' not in line for line in metrics.read_text(encoding="utf-8").splitlines() if line):
         findings.problems.append(
             f"--run-dir {args.run_dir} holds another run: name a new folder, or, if that run is over, remove this one; "
@@ -108,7 +108,7 @@ def _check_run_folder(args: Args, findings: Findings) -> None:
 
 
 def output_problems(args: Args) -> Iterator[str]:
-    """Every place that cannot be written to; nothing is left behind there."""
+    """A message for each place that cannot be written to; a test folder is made and removed again."""
     folders = {
         "--run-dir": args.run_dir,
         "--save": args.save,
@@ -143,7 +143,7 @@ def output_problems(args: Args) -> Iterator[str]:
 
 
 def _in_the_way(args: Args, target: Path) -> Iterator[str]:
-    """What ``--save-hf`` would have to replace."""
+    """Problems where ``--save-hf`` would replace a file, or a model that the run reads."""
     if target.exists() and not target.is_dir():
         yield f"--save-hf: {target} is a file; name a folder"
     for option, model in (("--hf-checkpoint", args.hf_checkpoint), ("--tokenizer", args.tokenizer)):

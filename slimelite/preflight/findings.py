@@ -1,4 +1,4 @@
-"""What the checks found, and the report that ``--dry-run`` prints: the arguments with their reasons, then that."""
+"""What the checks found, and the report of ``--dry-run``: the arguments with their reasons, then the findings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Findings:
 
     @contextmanager
     def blaming(self, where: str) -> Iterator[None]:
-        """An error that the block raises over a file or a value of the user's becomes a problem of ``where``."""
+        """Turn an OSError or ValueError of the block into a problem of ``where``."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -31,7 +31,7 @@ class Findings:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks or traceback, and its kind where it is not a message to a user."""
+    """The message of an error on one line; its class is named unless it is a ValueError or OSError."""
     text = " ".join(str(error).partition("Traceback (most")[0].split()) or type(error).__name__
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
@@ -40,7 +40,7 @@ def fill(option: str, template: str, rollout_id: int | str) -> Path:
     """The path that ``template``, the value of ``option``, stands for in a rollout.
 
     Raises:
-        ValueError: it asks for more than ``{rollout_id}``.
+        ValueError: ``template`` has a field other than ``{rollout_id}``.
     """
     try:
         return Path(template.format(rollout_id=rollout_id))

@@ -1,4 +1,4 @@
-"""The part of the pre-flight check that reads what a run is given: plugins, models, tokenizers, rows, one reward."""
+"""The pre-flight checks that read the inputs of a run: plugins, models, tokenizers, rows, one reward."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from slimelite.training.loading import inspect_model
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# rows of each file that a real start looks at; its data source reads the rest
+# a real start checks this many rows of each file; the data source then reads all of them
 ROWS_AT_START = 64
 
 
 class Rows(NamedTuple):
-    """Files of prompts, of training or of one evaluation ``dataset``; ``name``: what messages call them."""
+    """Prompt files of training or of one evaluation ``dataset``; ``name``: how messages refer to them."""
 
     name: str
     paths: list[str]
@@ -46,31 +46,31 @@ class Rows(NamedTuple):
 
 
 class InputChecks:
-    """The checks of what one run is given; those that `run` makes later read what earlier ones found."""
+    """The checks of one run's inputs; later ones in `run` use what earlier ones found."""
 
     def __init__(self, args: Args, findings: Findings) -> None:
         self.args = args
         self.findings = findings
-        # plugins and rules that are not tried again
+        # plugins and rules that failed a check, so that they are not called
         self.broken: set[str] = set()
-        # of the model; empty when there is none to be had
+        # config of the model; empty if it cannot be read
         self.config: dict[str, Any] = {}
         self.tokenizer: PreTrainedTokenizerBase | None = None
 
     def run(self) -> None:
-        """Everything that the arguments name, as far as it can be read without loading a model."""
+        """Check everything that the arguments name, as far as that is possible without loading a model."""
         self.load_plugins()
         self.read_models()
         self.read_saved_rollout()
         self.read_tokenizer()
         self.ask_teacher()
-        if not (self.args.rollout_function_path or self.args.debug_train_only):  # else rewards come from elsewhere
+        if not (self.args.rollout_function_path or self.args.debug_train_only):  # else no rule is called
             self.find_rules()
         for rows in self.rows():
             self.check_rows(rows)
 
     def load_plugins(self) -> None:
-        """Whether every plugin can be loaded."""
+        """Check that every plugin can be loaded."""
         for flag, path in plugin_paths(self.args):
             try:
                 if isinstance(load_function(path), type) and flag != "--data-source-path":
@@ -80,7 +80,7 @@ class InputChecks:
                 self.findings.problems.append(f"{flag}: {one_line(error)}")
 
     def find_rules(self) -> None:
-        """Whether every reward rule exists."""
+        """Check that every reward rule exists."""
         args = self.args
         named = [(args.rm_type, args.custom_rm_path), *((d.rm_type, d.custom_rm_path) for d in args.eval_datasets)]
         for rule in dict.fromkeys(rule for rule, plugin in named if rule and not plugin):
@@ -91,7 +91,7 @@ class InputChecks:
                 self.findings.problems.append(one_line(error))
 
     def read_models(self) -> None:
-        """The configs of policy, critic and reference, and whether the policy's has the shape that flags say."""
+        """Check the configs of policy, critic and reference, and the policy's against the architecture flags."""
         args, findings, path = self.args, self.findings, self.args.hf_checkpoint
         if args.model_config is not None:
             self.config = args.model_config
@@ -121,7 +121,7 @@ class InputChecks:
                 findings.warnings.append(f"--ref-load {reference} holds no weights: the reference is random")
 
     def _read_model(self, option: str, path: str) -> dict[str, Any]:
-        """The config of the model at ``path`` that ``option`` names; a problem, and empty, when it makes no model."""
+        """The config of the model at ``path`` that ``option`` names; {} and a problem if it makes no model."""
         args = self.args
         with self.findings.blaming(f"{option} {path}"):
             config = _read_config(path)
@@ -140,7 +140,7 @@ class InputChecks:
         return {}
 
     def read_saved_rollout(self) -> None:
-        """The first rollout that ``--load-debug-rollout-data`` replays."""
+        """Check the first rollout that ``--load-debug-rollout-data`` replays."""
         option, template = "--load-debug-rollout-data", self.args.load_debug_rollout_data
         if template is None:
             return
@@ -153,10 +153,10 @@ class InputChecks:
             SampleTable.from_parquet(path)
 
     def read_tokenizer(self) -> None:
-        """The tokenizer, and whether every token that it or a flag names is one of the model's."""
+        """Check the tokenizer, and that the model's vocabulary has all its tokens and all stop tokens."""
         args, findings = self.args, self.findings
         if args.tokenizer is None or (args.tokenizer == args.hf_checkpoint and not self.config):
-            return  # what is wrong with the model is wrong with its tokenizer
+            return  # the model's problem is reported already
         with findings.blaming("--hf-checkpoint" if args.tokenizer == args.hf_checkpoint else "--tokenizer"):
             tokenizer = load_tokenizer(args.tokenizer)
             ends = [] if args.debug_train_only else stop_token_ids(args.tokenizer, tokenizer)
@@ -165,7 +165,7 @@ class InputChecks:
             return
         known, rows = len(tokenizer), text_config(self.config).get("vocab_size")
         if args.use_reference and args.ref_load and args.ref_load != args.hf_checkpoint:
-            with suppress(OSError, ValueError):  # said above
+            with suppress(OSError, ValueError):  # `read_models` reports it
                 theirs = text_config(_read_config(args.ref_load)).get("vocab_size")
                 if theirs is not None and theirs < known:
                     findings.problems.append(
@@ -183,7 +183,7 @@ class InputChecks:
                 findings.problems.append(f"{name} {outside}: token ids are 0 to {size - 1}, by the model's vocabulary")
 
     def ask_teacher(self) -> None:
-        """Whether the teacher of distillation is there and reads the student's tokens."""
+        """Check that the teacher's server answers, or that the teacher's model has the student's vocabulary."""
         args, server = self.args, Teacher.of(self.args)
         with self.findings.blaming("--rm-url" if server else f"--opd-teacher-load {args.opd_teacher_load}"):
             if server is not None and not args.debug_train_only:
@@ -225,7 +225,7 @@ class InputChecks:
         return found
 
     def check_rows(self, rows: Rows) -> None:
-        """Prompts, pairs or conversations, and their rewards; without a tokenizer, all but their lengths."""
+        """Check prompts, pairs or conversations and one reward; without a tokenizer, lengths are not checked."""
         name, findings = rows.name, self.findings
         prompts = self._load(rows)
         if not prompts or not self._are_text(rows, prompts):
@@ -245,7 +245,7 @@ class InputChecks:
         return rows.dataset is None and self.args.loss.paired
 
     def _load(self, rows: Rows) -> list[Sample]:
-        """A prompt for each row, at least one; none where that is a problem."""
+        """The prompts of the rows; none if they cannot be read, which becomes a problem."""
         args, left_out = self.args, list[str]()
         paths = [path if args.dry_run or "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in rows.paths]
         with self.findings.blaming(rows.name):
@@ -265,7 +265,7 @@ class InputChecks:
         return []
 
     def _are_text(self, rows: Rows, prompts: list[Sample]) -> bool:
-        """Whether the prompts are what our own loop can send to an engine; the code of others may want anything."""
+        """Whether our own loop can send the prompts to an engine; code of the user's may take prompts of any form."""
         args, dataset = self.args, rows.dataset
         own = [args.rollout_function_path, args.custom_generate_function_path, args.debug_train_only]
         if dataset is not None:
@@ -288,7 +288,7 @@ class InputChecks:
         return True
 
     def _make_samples(self, rows: Rows, prompts: list[Sample]) -> None:
-        """The two samples of the first pair, or those of some conversations."""
+        """Make the two samples of the first pair, or the samples of some conversations."""
         args, findings, name = self.args, self.findings, rows.name
         ours = str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite."))
         if self.tokenizer is None or not (ours or args.loss.paired):
@@ -316,7 +316,7 @@ class InputChecks:
                 findings.warnings.append(what)
 
     def _check_lengths(self, rows: Rows, longest: int) -> None:
-        """Whether prompt and response fit the context and the micro-batch."""
+        """Check that prompt and response fit the model's context and a micro-batch."""
         args, dataset, name = self.args, rows.dataset, rows.name
         response = (args.rollout_max_response_len if dataset is None else dataset.max_response_len) or 0
         context = args.rollout_max_context_len if dataset is None else dataset.max_context_len
@@ -335,7 +335,7 @@ class InputChecks:
             )
 
     def _check_reward(self, rows: Rows, prompt: Sample) -> None:
-        """Score one real row, with the right answer where the rule knows what that looks like."""
+        """Score the first row, with a right answer as the response if the rule can make one from the label."""
         args, dataset = self.args, rows.dataset
         settings, group_size, own_rollout = args, args.n_samples_per_prompt, args.rollout_function_path
         if dataset is not None:
@@ -344,13 +344,13 @@ class InputChecks:
             settings = replace(args, rm_type=rule, custom_rm_path=path, reward_key=args.eval_reward_key)
         scored = settings.custom_rm_path or settings.rm_type or prompt.metadata.get("rm_type")
         if own_rollout or args.debug_train_only or (args.custom_generate_function_path and not scored):
-            return  # that code brings rewards of its own
+            return  # the user's code sets the rewards
         sample = deal(prompt, 0, 0)
         if settings.reward_model_path is None:
             sample.metadata.pop("messages", None)
         sample.status = Sample.Status.COMPLETED
         log = logging.getLogger("slimelite.rewards")
-        if settings.custom_rm_path is None:  # the author of a plugin wants the lines as well
+        if settings.custom_rm_path is None:  # the author of a reward plugin wants its log lines as well
             log.setLevel(logging.CRITICAL)
         try:
             with self.findings.blaming(rows.name):
