@@ -1,6 +1,6 @@
-"""A folder of checkpoints, without torch: which one to resume from, whether its files are whole, how one gets there.
+"""Folders of checkpoints, without torch: find the one to resume from, verify its files, and write a new one.
 
-Sizes and CRC-32 are written with a checkpoint and compared before it is read.
+File sizes and CRC-32 are saved with a checkpoint and compared before it is loaded.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from typing import Any
 
 from slimelite.files import free_space, in_units, whole
 
-# written last, names the newest complete checkpoint (slime's and Megatron's name for it)
+# file that names the newest complete checkpoint, written last (slime and Megatron use the same name)
 MARKER = "latest_checkpointed_iteration.txt"
 ROLLOUT_STATE = "rollout_state.json"
-# of the trainer, beside its tensors
+# file with the trainer's state other than tensors
 STATE_FILE = "trainer.json"
-# beside the checkpoints, and in a run folder: which run writes there, see `locks.hold`
+# file in a checkpoint folder or run folder that names the run which writes there: see `locks.hold`
 LOCK = "run.lock"
 # in a checkpoint: {"files": {"__0_0.distcp": {"bytes": 4096, "crc32": "89abcdef"}, ...}}; written last
 CHECKSUMS = "checksums.json"
 BLOCK = 1 << 24
-# bytes that take a while
+# above this size, comparing checksums is announced [bytes]
 SAID_ABOVE = 10**10
 Checksums = dict[str, dict[str, Any]]
 REMEDY = "go on from an earlier checkpoint with --ckpt-step"
 
 
 def holds_model(folder: str | Path) -> bool:
-    """Whether ``folder`` is a Hugging Face model's, and no folder of checkpoints."""
+    """Whether ``folder`` holds a Hugging Face model and is not a folder of checkpoints."""
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / MARKER).is_file()
 
 
 def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool = False) -> tuple[Path | None, str]:
-    """The checkpoint under ``load`` to resume from: that of rollout ``step``, or the newest; its files are whole.
+    """The checkpoint under ``load`` to resume from: that of rollout ``step``, or the newest; its files are verified.
 
-    ``fallback``: take the newest whole one before it where they are not.
+    ``fallback``: if it is damaged, take the newest undamaged checkpoint before it.
 
     Returns:
-        its folder, or None when ``load`` is absent or empty (the first run of a script that resumes); and what the user
-        should know of it, or nothing.
+        its folder, or None if ``load`` is absent or empty (the first run of a script that resumes); and a note for the
+        user, which may be empty.
 
     Raises:
-        ValueError: ``load`` holds something else, or the checkpoint is not there or damaged.
+        ValueError: ``load`` holds something else, or the checkpoint is missing or damaged.
     """
     root = Path(load)
     marker = root / MARKER
@@ -86,26 +86,26 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
 
 
 def folder_of(save: str | Path, rollout_id: int) -> Path:
-    """Where the checkpoint after rollout ``rollout_id`` is, under the folder of ``--save``."""
+    """The folder of the checkpoint after rollout ``rollout_id``, under the folder of ``--save``."""
     return Path(save).absolute() / f"iter_{rollout_id:07d}"
 
 
 @contextmanager
 def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, Checksums]]:
-    """In the block, a checkpoint is written; after it, it is in ``final``, of `folder_of`, and the newest.
+    """Write a checkpoint in the block; after the block it is in ``final`` (see `folder_of`) and the newest.
 
-    It gets its name when it is whole: one of an earlier run under that name is good until then. ``size``: the bytes
-    that it takes; ``retain``: see ``--save-retain-interval``.
+    It is renamed to ``final`` only when complete, so a checkpoint of an earlier run there stays valid until then.
+    ``size``: its approximate size [bytes]; ``retain``: see ``--save-retain-interval``.
 
     Yields:
-        the folder to write it in, and the checksums of files that are known already, to be added to.
+        the folder to write to, and an empty dict for checksums that the block knows; the rest is computed.
 
     Raises:
-        OSError: it cannot be written; nothing of it is left, and the message has what it needs and what is free.
+        OSError: it cannot be written; its files are removed, and the message has the needed and the free space.
     """
     root, rollout_id = final.parent, int(final.name.removeprefix("iter_"))
     directory, replaced = (final.with_name(final.name + end) for end in (".partial", ".replaced"))
-    # a save that was cut short leaves the first, and just before its end also the second
+    # an interrupted save leaves .partial, and if it was interrupted near its end also .replaced
     if replaced.is_dir() and not final.is_dir():
         replaced.rename(final)
     for left in (*root.glob("iter_*.partial"), replaced):
@@ -119,8 +119,8 @@ def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, 
         written |= checksums(directory, (path for path in rest if str(path.relative_to(directory)) not in written))
         with whole(directory / CHECKSUMS) as partial:
             partial.write_text(json.dumps({"files": written}, indent=1))
-    except BaseException as error:  # also when the run is ended meanwhile
-        # it would fill the disk for whoever comes next
+    except BaseException as error:  # also when the run is interrupted
+        # incomplete files would only fill the disk
         shutil.rmtree(directory, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
@@ -144,7 +144,7 @@ def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, 
 def _directory(root: Path, word: str) -> Path:
     """The folder of the checkpoint of rollout ``word``.
 
-    A save that was cut short while it took the place of an earlier one leaves that under the second name.
+    A save that is interrupted while it replaces an earlier checkpoint leaves that one as ``.replaced``.
     """
     directory = root.absolute() / f"iter_{word:0>7}"
     replaced = directory.with_name(directory.name + ".replaced")
@@ -152,7 +152,7 @@ def _directory(root: Path, word: str) -> Path:
 
 
 def _whats_wrong(directory: Path) -> str | None:
-    """Which file of a checkpoint is missing or damaged, as far as can be told without torch; None: none is."""
+    """A message about the first missing or damaged file of a checkpoint, found without torch; None if there is none."""
     if not directory.is_dir():
         return f"{directory}: is not there"
     try:
@@ -167,7 +167,7 @@ def _whats_wrong(directory: Path) -> str | None:
 
 
 def _refuse_what_is_no_checkpoint(root: Path) -> None:
-    """Raise ValueError unless ``root`` is absent, empty, or all it holds is a first save that was cut short."""
+    """Raise ValueError unless ``root`` is absent, empty, or holds ``iter_*`` folders of an interrupted first save."""
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root}: is a file; --load takes the folder that --save wrote")
     if not root.is_dir() or any(root.glob("iter_*")) or all(path.name == LOCK for path in root.iterdir()):
@@ -179,7 +179,7 @@ def _refuse_what_is_no_checkpoint(root: Path) -> None:
 def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
     """Size and CRC-32 of ``files``, by their paths relative to ``folder``.
 
-    About 4 GB/s a file, where the disk is as fast; files are read side by side.
+    Files are read in parallel, each at up to about 4 GB/s on a fast disk.
     """
     paths = sorted(files)
     with ThreadPoolExecutor(8, "checksum") as threads:
@@ -188,10 +188,10 @@ def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with the files of the checkpoint at ``folder``; None: nothing.
+    """A message about the first damaged file of the checkpoint at ``folder``; None if there is none.
 
-    A part of a checkpoint, such as its critic, is looked up among the checksums of the whole one. Without any
-    (older checkpoints have none) nothing is known, and nothing is wrong.
+    For a part of a checkpoint, such as its critic, the checksums of the whole checkpoint are used. A checkpoint
+    without checksums (older ones have none) cannot be checked and counts as undamaged.
     """
     root = next((place for place in (folder, folder.parent) if (place / CHECKSUMS).is_file()), None)
     if root is None:
@@ -222,7 +222,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a checkpoint or a model.
 
     Raises:
-        ValueError: it is not there, cut short, or something else.
+        ValueError: the file is missing or cut short, or holds no JSON object.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

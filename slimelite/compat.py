@@ -1,8 +1,8 @@
-"""slime's names for what we have: its plugin paths work here, and its plugins import ours.
+"""slime's names for our functions and classes: slime's plugin paths and the imports of its plugins work here.
 
 A slime plugin says ``from slime.utils.types import Sample``. Where slime is not installed, loading a plugin adds an
 import finder (last in line) that serves the modules of ``MODULES``, and nothing else, under the name ``slime``; and
-likewise under ``miles``. What a name stands for is imported when it is first used.
+likewise under ``miles``. The object behind a name is imported when the name is first used.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ MODULES: dict[str, dict[str, str]] = {
         name: f"{FILTERS}.{name}" for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
     },
 }
-# the whole name, as slime and as miles spell it -> our object
+# full name in slime or in miles -> our object
 SLIME_NAMES = {
     f"{root}{module.removeprefix('slime')}.{name}": ours
     for root in ("slime", "miles")
@@ -115,18 +115,18 @@ def install_finder() -> None:
     served = {f.root for f in sys.meta_path if isinstance(f, SlimeFinder)}
     for root in {"slime", "miles"} - served:
         found = importlib.util.find_spec(root)
-        if found is None or found.origin is None:  # a mere folder of that name is not slime
+        if found is None or found.origin is None:  # a folder of that name without code is not slime
             sys.meta_path.append(SlimeFinder(root))
 
 
 class SlimeFinder(MetaPathFinder, Loader):
-    """Finds and makes the modules that ``SLIME_NAMES`` speaks of, of one ``root``: slime or miles."""
+    """Finds and creates the modules of ``SLIME_NAMES`` under one ``root``: slime or miles."""
 
     def __init__(self, root: str) -> None:
         self.root = root
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        """A package for every prefix of a known name; other slime modules are answered with what there is."""
+        """A package for each prefix of a known name; for other modules of ``root`` an error with all known ones."""
         if fullname != self.root and not fullname.startswith(self.root + "."):
             return None
         if not any(name.startswith(fullname + ".") for name in SLIME_NAMES):
@@ -137,7 +137,7 @@ class SlimeFinder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Attributes resolve when they are asked for, so that a module costs nothing until used."""
+        """Look up attributes only when they are read, so that an import of the module imports nothing else."""
         prefix = module.__name__ + "."
 
         def lookup(attribute: str) -> Any:

@@ -1,4 +1,4 @@
-"""Model families, what is known beforehand of a Hugging Face ``model_type``, and the ways to find a loss mask.
+"""Model families (facts about each Hugging Face ``model_type``), and the ways to find a loss mask.
 
 ::
 
@@ -7,8 +7,8 @@
     FAMILIES.add(Family("mistral", "MistralForCausalLM", embedded=True))
 
 in a file that ``--import-file`` names makes the embedded engine compute Mistral models, and lets the flags of a model's
-shape be checked against them. Training needs no record: whether a model's sequences may be packed, need eager attention
-or cannot be trained is seen on a small copy of it (`slimelite.training.packing`), whatever its family. The loss mask of
+shape be checked against them. Training needs no record: whether a model can be trained, packed or with eager attention
+only, is tested on a small copy of it (`slimelite.training.packing`), whatever its family. The loss mask of
 a conversation needs none either: ``auto`` fits every chat template.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from slimelite.registry import Function, Registry
 
-# fields of a config that count the experts of a mixture, of which a token meets a part
+# config fields with the number of experts of a mixture-of-experts model
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -27,16 +27,16 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 class Family:
     """The models of one ``model_type``.
 
-    A bias is there (True), is not (False), or is there where the config field of this name is true.
+    A bias is True or False for all models of the family, or names the config field that says whether it exists.
 
     Args:
         name: the ``model_type`` of config.json.
         architecture: the class of transformers that a new model, defined by flags alone, belongs to.
-        qkv_bias: of the projections to queries, keys and values; ``out_bias``: of the one behind attention;
-            ``mlp_bias``: of the three of the MLP.
-        qk_norm: whether the queries and keys of each head are normed.
-        embedded: whether the embedded engine computes it: a dense decoder with norms before attention and MLP, rotary
-            positions and a gated MLP, whose weights are called as Llama's are.
+        qkv_bias: of the projections to queries, keys and values; ``out_bias``: of the attention's output projection;
+            ``mlp_bias``: of the MLP's three projections.
+        qk_norm: whether the queries and keys of each head are normalized.
+        embedded: whether the embedded engine can run it: a dense decoder with norms before attention and MLP, rotary
+            positions and a gated MLP, with Llama's weight names.
     """
 
     name: str
@@ -78,14 +78,14 @@ def is_true(fact: bool | str, config: Mapping[str, object]) -> bool:
 
 
 def family_of(model_type: str) -> Family | None:
-    """The family of that name, or else the one whose name begins it: a ``qwen3_moe`` has the attention of a Qwen3."""
+    """The family of that name, or else the one whose name is its prefix: ``qwen3_moe`` has Qwen3's attention."""
     kin = [family for name, family in FAMILIES.items() if model_type == name or model_type.startswith(f"{name}_")]
     return max(kin, key=lambda family: len(family.name), default=None)
 
 
 @dataclass(frozen=True)
 class LossMask:
-    """A way to find what an assistant says in a conversation.
+    """A way to find the tokens of the assistant in a conversation.
 
     Args:
         name: what ``--loss-mask-type`` takes.
@@ -99,6 +99,6 @@ class LossMask:
 
 LOSS_MASKS = Registry[LossMask]("loss mask", "--loss-mask-type")
 LOSS_MASKS.add(LossMask("auto", "slimelite.data.conversations:auto_mask"))
-# slime's, each for the chat template of the model that it is called after
+# slime's masks, each for the chat template of the model that it is named after
 for _name in ("qwen", "qwen3", "qwen3_5", "distill_qwen"):
     LOSS_MASKS.add(LossMask(_name, f"slimelite.data.conversations:{_name}_mask"))

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and what is said when the disk is full."""
+"""Files that are written completely or not at all, and the message when the disk is full."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# no space left, no quota left, larger than a file may be
+# errors for: no space left, no quota left, file too large for the file system
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write the contents of ``path``, which has them when the block ends; after an error nothing is left.
+    """A temporary path to write to, renamed to ``path`` when the block ends; after an error it is removed.
 
     Raises:
         OSError: the disk is full; the message has path and free space.
@@ -32,7 +32,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """A full disk is reported with ``path``, which is written in the block, and with the free space there."""
+    """Add ``path``, which the block writes, and the free space to the error of a full disk."""
     try:
         yield
     except OSError as error:
@@ -43,7 +43,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def free_space(folder: Path) -> str:
-    """Of the disk that ``folder`` is on."""
+    """The free space of the disk that ``folder`` is on, as text."""
     return in_units(shutil.disk_usage(folder).free)
 
 

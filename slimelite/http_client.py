@@ -1,6 +1,6 @@
-"""The HTTP client of everything here that asks a server: JSON there and back, tried again where that can help.
+"""The HTTP client of all requests to servers: JSON requests and answers, with retries.
 
-Proxies of the environment are left aside: what is asked are servers that the user, or the run, names.
+Proxies of the environment are not used, since the servers are the run's own or named by the user.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
-# below the 5 s after which uvicorn closes a connection: a request never meets one that is just being closed
+# below the 5 s after which uvicorn closes an idle connection, so that no request is sent on a closing one
 KEEP_ALIVE_S = 3.0
-# refusals, besides 500 and above, after which the same request may be served
+# statuses below 500 after which the same request may succeed
 TRANSIENT = (408, 425, 429)
-# of a server's words in a message
+# length limit for a server's text in a message
 CHARACTERS = 500
-# waits are spread by chance, without touching the random numbers that a run is repeated with
+# random numbers for waits; the global generator stays untouched, so that runs repeat
 _chance = random.Random()
 
 
 class HttpError(Exception):
-    """A server did not do what it was asked; the message names the address and has the server's words."""
+    """A request failed; the message has the address and the server's text."""
 
 
 class NoAnswer(HttpError, ConnectionError):
@@ -40,7 +40,7 @@ class NoAnswer(HttpError, ConnectionError):
 
 
 class Refused(HttpError, RuntimeError):
-    """The server answered with an error, or with what is not JSON."""
+    """The server answered with an error, or with text that is not JSON."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -48,16 +48,16 @@ class Refused(HttpError, RuntimeError):
 
     @property
     def is_transient(self) -> bool:
-        """Whether another attempt may end better."""
+        """Whether another attempt may succeed."""
         return self.status in TRANSIENT or not 400 <= self.status < 500
 
 
 @dataclass(frozen=True)
 class Retry:
-    """How often a request is sent: again after a lost connection, so that it must be one that may come twice.
+    """How often a request is sent. It is repeated after a lost connection, so the server may receive it twice.
 
-    ``first_s``: wait before the second attempt, then twice as long each time, at most ``most_s``; up to half as long
-    again by chance. ``refused``: also after an answer that says that the server is busy or broken.
+    ``first_s``: wait before the second attempt; it doubles each time up to ``most_s``, and a random 0 to 50 % is
+    added. ``refused``: retry also after an answer with a transient error, such as a busy server.
     """
 
     attempts: int = 1
@@ -66,20 +66,20 @@ class Retry:
     refused: bool = False
 
     def again(self, error: HttpError, attempt: int) -> bool:
-        """Whether ``error``, of attempt number ``attempt`` (from 1 on), is not the last word."""
+        """Whether to try again after ``error`` in attempt number ``attempt`` (from 1 on)."""
         may = isinstance(error, NoAnswer) or (self.refused and isinstance(error, Refused) and error.is_transient)
         return may and attempt < self.attempts
 
     def wait_s(self, attempt: int) -> float:
-        """Seconds after attempt number ``attempt``."""
+        """Seconds to wait after attempt number ``attempt``."""
         return min(self.first_s * 2.0 ** (attempt - 1), self.most_s) * _chance.uniform(1.0, 1.5)
 
 
 class Client:
-    """Requests on the event loop that asks first, over connections that are kept for the next one.
+    """Sends requests from the event loop of its first request, over connections that are kept open.
 
-    ``timeout_s``: of one attempt; None: generation takes as long as it takes. ``connections``: at once; 0: any number.
-    ``texts``: an answer that is not JSON is given as it is, instead of being an error.
+    ``timeout_s``: limit of one attempt; None: no limit, as for generation. ``connections``: at most so many at once;
+    0: any number. ``texts``: return an answer that is not JSON as text, instead of raising an error.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Client:
                 connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=CONNECT_S),
             )
-        # as a file: a large body is sent piece by piece
+        # a file object, so that a large body is sent in pieces
         body = None if data is None else io.BytesIO(data)
         try:
             async with self._session.request(method, url, data=body, headers=headers) as answer:
@@ -155,7 +155,7 @@ class Client:
 
 
 def ask(method: str, url: str, body: Any = None, retry: Retry | None = None, timeout_s: float | None = None) -> Any:
-    """One request of a caller without an event loop, who waits for the answer, JSON or text; see `Client.ask`."""
+    """Send one request from code without an event loop, and wait for the answer, JSON or text; see `Client.ask`."""
 
     async def once() -> Any:
         async with Client(retry, timeout_s, texts=True) as client:
@@ -165,7 +165,7 @@ def ask(method: str, url: str, body: Any = None, retry: Retry | None = None, tim
 
 
 def shown(url: str) -> str:
-    """``url`` as a message may have it: without the user, the password and the query."""
+    """``url`` for messages: without user, password and query."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 

@@ -1,4 +1,4 @@
-"""How a run ends before its time: by Ctrl-C, by SIGTERM, or without a word (SIGKILL, no memory left).
+"""How a run ends early: by Ctrl-C, by SIGTERM, or without a chance to react (SIGKILL, out of memory).
 
 This file is also the program of the watchdog, so it imports the standard library alone.
 """
@@ -21,12 +21,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-# what a child process of a run has in its environment; the other is read by setproctitle, with which Ray names its
-# processes: without it a long name is written over the environment that /proc shows
+# environment variables of a run's child processes. The first marks them. The second is for setproctitle, with which
+# Ray names its processes: it stops a long name from overwriting the environment in /proc
 MARK, KEEP = "SLIMELITE_RUN", "SPT_NOENV"
 WITHOUT_A_WORD = "stopped without a word"
 KILLED = "train.py was killed (SIGKILL), by hand, by a job scheduler, or because the machine ran out of memory"
-# launchers send a signal to a process and to its group: within this time both are one [s]
+# launchers may send a signal to a process and again to its group: within this time both count as one [s]
 SAME_SIGNAL_S = 1.0
 SWEEP_S = 10.0
 ALL_IS_WELL = b"."
@@ -36,7 +36,7 @@ class Stopped(KeyboardInterrupt):
     """Ctrl-C or SIGTERM, raised in the main thread; ``status``: the exit status, 128 + the signal's number."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(number)  # torch's checkpoints pickle it, and make it anew from this
+        super().__init__(number)  # torch's checkpointing pickles it and rebuilds it from these arguments
         self._name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         self.status = 128 + number
 
@@ -47,7 +47,7 @@ class Stopped(KeyboardInterrupt):
 class StopSignals:
     """While this context lasts, the first Ctrl-C or SIGTERM raises `Stopped`; a later one ends the process at once.
 
-    `Stopped` ends here: ``status`` is then the exit status.
+    The context catches `Stopped`; ``status`` is then the exit status.
     """
 
     status = 0
@@ -59,7 +59,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and & ignore Ctrl-C, and so do we
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and & start us with Ctrl-C ignored
                     self._before[number] = signal.signal(number, self) or signal.SIG_DFL
         return self
 
@@ -81,17 +81,17 @@ class StopSignals:
 
 
 def _say(text: str) -> None:
-    # not by print: the main thread may be in the middle of one; on a terminal the cursor may be behind a progress bar
+    # not print: the main thread may be inside a print; the newline is for a progress bar on a terminal
     with suppress(OSError):
         os.write(1, ("\n" * os.isatty(1) + text + "\n").encode())
 
 
 class Watchdog:
-    """A small process that outlives this one, and ends what this one has started and could not end.
+    """A small process that outlives this one and kills the processes that this one started and could not end.
 
-    It acts when this process is gone or leaves the block with an error: every process with our mark in its environment
-    (Ray's daemons, actors, servers) is killed, and a run that could not say how it ended gets a status. ``folder``:
-    the run folder.
+    It acts when this process dies or leaves the block with an error: it kills every process with our mark in its
+    environment (Ray's daemons, actors, servers), and writes the status of a run that could not write it itself.
+    ``folder``: the run folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -120,18 +120,18 @@ class Watchdog:
 
 
 def this_process() -> dict[str, Any]:
-    """What tells this process from every other: host, process id, and when the process began, in ticks since boot."""
+    """A unique description of this process: host, process id, and start time in ticks since boot."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def is_gone(process: Mapping[str, Any]) -> bool:
-    """Whether the process that `this_process` described is dead; False when it ran on another host: nobody knows."""
+    """Whether the process that `this_process` described is dead; False for one of another host, which is unknown."""
     return process.get("host") == socket.gethostname() and process.get("started") != _started(process["pid"])
 
 
 def _started(pid: int) -> int | None:
     try:
-        # after the name, which may hold anything, fields 3 and up
+        # fields 3 and up, after the process name, which may contain spaces and brackets
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -139,10 +139,10 @@ def _started(pid: int) -> int | None:
 
 
 def read_status(folder: str | Path) -> dict[str, Any]:
-    """status.json of a run folder, empty if there is none.
+    """The content of status.json in a run folder, empty if there is none.
 
-    A run that is "running" there, and whose process is gone, stopped without a word: its watchdog was killed with it,
-    by a scheduler that ends a job as a whole, or because the machine went down.
+    If it says "running" but the process is gone, the status becomes "stopped without a word": the watchdog died with
+    the run, because a scheduler killed the whole job or the machine went down.
     """
     try:
         status: dict[str, Any] = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))
@@ -159,7 +159,7 @@ def _watch(pid: int, mark: str, folder: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
     waiting = select.poll()
     waiting.register(0, select.POLLIN)
-    with suppress(OSError):  # an old kernel; the pipe tells as well, unless a fork of the run holds it open
+    with suppress(OSError):  # an old kernel; the pipe's end shows it too, unless a child holds the pipe open
         waiting.register(os.pidfd_open(pid), select.POLLIN)
     waiting.poll()
     os.set_blocking(0, False)

@@ -1,8 +1,8 @@
-"""Two runs never write into one folder: `hold` marks a folder with a file that says whose it is.
+"""Two runs never write into one folder: `hold` puts a lock file into it that names the run.
 
-The file names host, process and start time. A run that was killed leaves it behind: on the same machine that is seen at
-once, for the process is gone. On another machine, or in another container, it is seen by its age: a run that lives
-touches its file every minute.
+The file has host, process and start time. A run that was killed leaves its file behind. On the same machine it is stale
+if that process is gone; on another machine, or in another container, if it is old, because a live run touches its file
+every minute.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ STALE_S = 600
 
 @contextmanager
 def hold(folders: dict[str, str | None]) -> Iterator[None]:
-    """Hold ``folders``, {flag: folder}, made where they are not there, until the block ends.
+    """Lock ``folders``, {flag: folder}, until the block ends; missing folders are created.
 
     Raises:
-        ValueError: a run that may still live holds one of them.
+        ValueError: a run that may still be alive has locked one of them.
     """
     places = {Path(folder).resolve(): flag for flag, folder in folders.items() if folder is not None}
     over = threading.Event()
@@ -51,7 +51,7 @@ def _held(folder: Path, flag: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     while not _create(path, mine):
         holder, age = _read(path)
         if holder is None:
-            continue  # it was removed meanwhile
+            continue  # another run has removed it meanwhile
         if not _is_stale(holder, mine, age):
             raise ValueError(
                 f"{flag} {folder}: another run writes there{_whose(holder)}, last seen {age:.0f} s ago. Name another "
@@ -65,7 +65,7 @@ def _held(folder: Path, flag: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _create(path: Path, mine: dict[str, Any]) -> bool:
-    """Whether the file was not there, and is ours now."""
+    """Create the lock file; False if it exists already."""
     try:
         file = path.open("x", encoding="utf-8")
     except FileExistsError:
@@ -73,14 +73,14 @@ def _create(path: Path, mine: dict[str, Any]) -> bool:
     try:
         with named(path), file:
             json.dump(mine, file)
-    except BaseException:  # also when the run is ended meanwhile
+    except BaseException:  # also when the run is interrupted
         path.unlink()
         raise
     return True
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, float]:
-    """Who holds the lock, None if nobody does, and how many seconds ago it was last seen, by the disk's clock."""
+    """The run that holds the lock, or None, and the age of the lock file by the disk's clock [s]."""
     try:
         seen = path.stat().st_mtime
         text = path.read_text()
@@ -107,7 +107,7 @@ def _is_stale(holder: dict[str, Any], mine: dict[str, Any], age: float) -> bool:
 
 
 def _remove(path: Path, holder: dict[str, Any]) -> None:
-    """Remove the lock of ``holder``, and nobody else's: two runs may find the same stale one."""
+    """Remove the lock only if it is that of ``holder``: two runs may find the same stale lock."""
     aside = path.with_name(f"{LOCK}.{os.getpid()}")
     try:
         path.rename(aside)
@@ -120,7 +120,7 @@ def _remove(path: Path, holder: dict[str, Any]) -> None:
 
 
 def _this_run() -> dict[str, Any]:
-    """This process, and where its number means something: each boot and each container counts its own."""
+    """This process, with boot and process namespace: a process id is unique only within these."""
     boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
     place = {
         "boot": boot.read_text().strip() if boot.exists() else "",
@@ -132,7 +132,7 @@ def _this_run() -> dict[str, Any]:
 def _beat(held: list[tuple[Path, dict[str, Any]]], over: threading.Event) -> None:
     while not over.wait(BEAT_S):
         for path, mine in held:
-            with suppress(OSError):  # what is wrong with the disk is said by whoever writes to it
+            with suppress(OSError):  # whatever writes to the disk reports its errors
                 if _read(path)[0] == mine:
                     os.utime(path)
                 elif not over.is_set():

@@ -1,6 +1,6 @@
-"""A Hugging Face folder: whether its config makes a model, whether it has weights, whole and its model's.
+"""Checks of a Hugging Face folder: a model can be built from its config, and its weights are complete and match it.
 
-A weight that is missing would be left at random values by transformers, which says so in a table and goes on.
+For a missing weight, transformers would only print a warning and keep random values.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from slimelite.families import FAMILIES, family_of, is_true
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# what transformers opens, the first that is there
+# files that transformers opens: the first that exists
 ENTRIES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-# what else looks like a part of a model
+# other files that look like parts of a model
 PARTS = ("*.safetensors", "pytorch_model*.bin")
 REMEDY = "copy or save the model anew"
-# `from_pretrained`, asked what it found
+# `from_pretrained` with ``output_loading_info``: (model, info)
 Loader = Callable[..., tuple[PreTrainedModel, Any]]
 
 
@@ -43,7 +43,7 @@ def has_weights(path: str | Path) -> bool:
 
 
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
-    """A safetensors file of ``weights`` with the mode that the umask gives; the library's own is the owner's alone."""
+    """Write ``weights`` as a safetensors file with the umask's mode; the library itself makes it private."""
     file.unlink(missing_ok=True)
     file.touch()
     mode = file.stat().st_mode
@@ -52,8 +52,8 @@ def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """Name -> shape of each weight, from the headers of the safetensors files alone; None: the weights are of an older
-    format, whose files do not tell.
+    """Name -> shape of each weight, from the headers of the safetensors files; None if the weights are in
+    an older format.
 
     Raises:
         ValueError: a file is missing, empty, cut short or no safetensors file; the message names it.
@@ -79,7 +79,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the weights in a safetensors file: 8 bytes, the length of a JSON text, then it, then data."""
+    """Name -> shape of the weights in a safetensors file: 8 bytes with the length of a JSON header, header, data."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
@@ -99,7 +99,7 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = ()) -> None:
-    """Whether the weights at ``path`` are those of ``empty``, as far as the headers of the files tell.
+    """Check that the weights at ``path`` fit the model ``empty``, as far as the headers of the files show.
 
     ``unread``: see `load_weights`.
 
@@ -112,24 +112,24 @@ def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = 
         # transformers' own matching of names, on tensors without data
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         options = {"config": copy.deepcopy(empty.config), "state_dict": tensors, "device_map": "meta"}
-        # a progress bar would say that weights are loaded
+        # no progress bar: no weights are loaded here
         _load(path, unread, partial(type(empty).from_pretrained, None, **options), bar=False)
 
 
 def load_weights(
     kind: type[Any], path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: object
 ) -> PreTrainedModel:
-    """``from_pretrained`` of ``kind``, an auto class of transformers, which leaves nothing at random values.
+    """``from_pretrained`` of ``kind``, an auto class of transformers, which leaves no weight at random values.
 
     Args:
         path: a folder with weights, or a hub id.
-        unread: weights that may be missing, for they will be replaced.
+        unread: weights that may be missing, because the caller replaces them.
 
     Raises:
         ValueError: a weight is missing or of another shape, or a file cannot be read.
     """
     if Path(path).is_dir():
-        weight_shapes(Path(path))  # names the file that is damaged
+        weight_shapes(Path(path))  # raises an error that names a damaged file
     load = partial(kind.from_pretrained, path, config=config, trust_remote_code=False, **options)
     return _load(path, unread, load, bar=True)
 
@@ -155,7 +155,7 @@ def _load(path: str, unread: Iterable[str], load: Loader, *, bar: bool) -> PreTr
 
 @contextmanager
 def _quiet(*, bar: bool) -> Iterator[None]:
-    """transformers prints a table of what does not fit; here it is an error. ``bar``: it may show its progress."""
+    """Silence transformers: `_load` raises an error for weights that do not fit. ``bar``: progress may be shown."""
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     if not bar:
@@ -174,7 +174,7 @@ def _some(names: list[str]) -> str:
 
 
 def shape_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Sizes with which a model can be built, and cannot compute anything."""
+    """Problems of sizes with which a model can be built but not run."""
     config = text_config(config)
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     if wrong := [f"{name} {config[name]}" for name in sizes if isinstance(config.get(name), int) and config[name] < 1]:
@@ -221,7 +221,7 @@ def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[s
 
 
 def _switches(args: ArchitectureArgs, config: dict[str, Any], rope: dict[str, Any]) -> list[tuple[str, bool]]:
-    """(switch, what the config says of it); only those given, unless a whole model is described."""
+    """(switch, its value by the config), of given switches; of some others too if flags describe a whole model."""
     family = family_of(str(config.get("model_type")))
     truth = {
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),

@@ -1,4 +1,4 @@
-"""Functions of the user, by path: ``pkg.module.fn``, ``path/to/file.py:fn``, or slime's name of one that we have."""
+"""Functions of the user, by path: ``pkg.module.fn``, ``path/to/file.py:fn``, or slime's name of a function here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 from slimelite import compat
 
 PACKAGE = Path(compat.__file__).parent
-# files that `run_file` has run in this process; those that it starts run them too
+# files that `run_file` has run in this process; its child processes run them too
 files_run: list[str] = []
 
 
@@ -31,16 +31,16 @@ class PluginError(ValueError):
 def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
     """The function (or class) at ``path``.
 
-    Wherever it is called, ``sys.exit`` in it becomes a `PluginError`, for else the run would end as if it were done.
-    With ``flag``, the option that named it, so does every error; without, errors pass as they are, for the caller to
-    count or to try again.
+    ``sys.exit`` in the function becomes a `PluginError`, because it would end the run as if it had succeeded. With
+    ``flag``, the option that named the function, every error becomes a `PluginError`; without it, errors are raised
+    unchanged, so that the caller can count them or retry.
 
-    ``slime.…`` names of what we provide are ours, and a plugin that imports them gets ours too (see `compat`).
+    Known ``slime.…`` names give our own functions, also in the imports of a plugin (see `compat`).
     A file is loaded once however often it is named; its folder is appended to ``sys.path``, so that it can import
     its neighbours.
 
     Raises:
-        ValueError: there is no such file, module or function, or it could not be imported; says what comes nearest.
+        ValueError: there is no such file, module or function (the nearest name is given), or its import fails.
     """
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not module_name or not name:
@@ -64,7 +64,7 @@ def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
 
 
 def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callable[..., Any]:
-    """``function`` with the errors that `load_function` promises."""
+    """``function``, with errors converted as `load_function` describes."""
     guard = _Guard(function, path, flag)
 
     async def awaited(coroutine: Any) -> Any:
@@ -87,7 +87,7 @@ def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callab
 
 
 class _Guard:
-    """Turns errors inside the block into `PluginError`."""
+    """Turns errors of the block into `PluginError`, as `load_function` describes."""
 
     def __init__(self, function: Callable[..., Any], path: str, flag: str | None) -> None:
         self._file = getattr(inspect.unwrap(function), "__code__", None) and inspect.getsourcefile(function)
@@ -111,7 +111,7 @@ class _Guard:
 
 
 def _says_enough(error: Exception, frames: traceback.StackSummary) -> bool:
-    """Whether it is one of our own messages, out of something that the plugin called."""
+    """Whether ``error`` is one of our own messages, raised by our code that the plugin called."""
     return isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(PACKAGE)
 
 
@@ -120,9 +120,9 @@ def _named(error: BaseException) -> str:
 
 
 def own_traceback(error: BaseException) -> str:
-    """The traceback of what a plugin raised, from the plugin's first line on: how we came to call it is left out.
+    """The traceback of a plugin's error from the plugin's first line on, without our own calls above it.
 
-    Whole, if none of its lines is in it: asyncio loses that of a TimeoutError from another thread.
+    It is complete if it has no line of the plugin: asyncio loses those of a TimeoutError from another thread.
     """
     first = error.__traceback__
     while first is not None and Path(first.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
@@ -138,10 +138,10 @@ def raised_at(error: BaseException) -> str:
 
 
 def run_file(path: str, option: str) -> None:
-    """Run the user's file at ``path``, which ``option`` names; once in a process, however often it is named.
+    """Run the user's file at ``path``, which ``option`` names; only once in a process, even if it is named again.
 
     Raises:
-        ValueError: it is not there, or fails; one message, with its line.
+        ValueError: the file is missing or fails; one message, with the line in the file.
     """
     compat.install_finder()
     try:
@@ -153,7 +153,7 @@ def run_file(path: str, option: str) -> None:
 
 
 def import_failure(option: str, path: str, error: BaseException) -> str:
-    """What to say of the user's file at ``path``, which ``option`` names, when it raised ``error`` while it was run."""
+    """The message for ``error``, raised when the user's file at ``path``, which ``option`` names, was run."""
     file = str(Path(path).resolve())
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     what = " ".join((str(error) if isinstance(error, ValueError) else _named(error)).split())
@@ -162,7 +162,7 @@ def import_failure(option: str, path: str, error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``"; did you mean …?"``, or nothing when no known name is like it."""
+    """``"; did you mean …?"``, or "" if no known name is similar."""
     close = get_close_matches(name, [k for k in known if not k.startswith("__")], n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -181,7 +181,7 @@ def _load_file(path: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs, as Python does: dataclasses and pickle look it up
+    sys.modules[name] = module  # before it runs, as Python's import does: dataclasses and pickle look the module up
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Registries: what there are several of, such as advantage estimators, with one record an entry.
+"""Registries: tables of records by name, such as one record for each advantage estimator.
 
 ::
 
@@ -27,7 +27,7 @@ class Record(Protocol):
 
     @property
     def name(self) -> str:
-        """What the option takes."""
+        """The value of the option that selects the record."""
         ...
 
 
@@ -38,8 +38,8 @@ class Registry(Mapping[str, R], Generic[R]):
     """Records by name, in the order in which they were added."""
 
     def __init__(self, what: str, option: str, records: Iterable[R] = ()) -> None:
-        """``what``: one entry in words, such as "advantage estimator"; ``option``: the flag that takes the name;
-        ``records``: the first ones.
+        """``what``: name of an entry in messages, as "advantage estimator"; ``option``: the flag that takes the name;
+        ``records``: initial records.
         """
         self.what = what
         self.option = option
@@ -62,7 +62,7 @@ class Registry(Mapping[str, R], Generic[R]):
         """The record called ``name``.
 
         Raises:
-            ValueError: there is none; the message has the nearest name.
+            ValueError: no record has this name; the message has the nearest one.
         """
         try:
             return self._records[name]
@@ -82,7 +82,7 @@ class Registry(Mapping[str, R], Generic[R]):
 
 
 def function(reference: Function) -> Callable[..., Any]:
-    """The function that a record names: ``reference`` itself, or what ``"package.module:function"`` says."""
+    """The function that a record names: ``reference`` itself, or the import of ``"package.module:function"``."""
     if not isinstance(reference, str):
         return reference
     module, _, name = reference.partition(":")

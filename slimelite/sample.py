@@ -1,4 +1,4 @@
-"""One sample while it is being generated, and which of it becomes a column of the table of samples."""
+"""One sample while it is being generated, and the columns that the table of samples takes from it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Status(StrEnum):
     FAILED = "failed"
 
 
-_Status = Status  # inside `Sample` the name is its attribute
+_Status = Status  # in the body of `Sample`, ``Status`` is its attribute
 
-# weight version of a token until somebody says it; -1 is that of the weights that an engine was started with
+# weight version of a token before it is known; -1 is the version of the weights that an engine starts with
 UNSTAMPED = -2
 
 # finish reason of an engine -> status of the sample
 FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 
-# fields of slime's Sample that are not here -> what they would carry; None and what is empty is taken without a word
+# fields of slime's Sample that are not supported -> their contents; None and empty values are accepted
 NOT_HERE = {
     "multimodal_inputs": "images, video or audio",
     "multimodal_train_inputs": "images, video or audio",
@@ -59,15 +59,15 @@ class Sample:
 
     group_index: int | None = None
     index: int | None = None
-    # siblings of one fan-out share it; None: the sample is a rollout of its own
+    # shared by the samples of one fan-out; None: the sample is a rollout of its own
     rollout_id: int | None = None
-    # samples that must not be trained apart (the two of a preference pair) share it; None: it stands alone
+    # shared by samples that must be trained together (the two of a preference pair); None: no such sample
     unit_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
     response: str = ""
     response_length: int = 0
-    # the right answer as the data has it: any value that JSON knows
+    # the right answer from the data: any JSON value
     label: Any = None
     reward: float | dict[str, Any] | None = None
     loss_mask: list[int] | None = None
@@ -95,7 +95,7 @@ class Sample:
     mopd_teacher_log_probs: InitVar[Any] = None
 
     def __post_init__(self, *not_here: Any) -> None:
-        """Refuse what slime's constructor takes and nothing here would use."""
+        """Refuse values of slime's constructor that are not supported here."""
         _refuse(dict(zip(NOT_HERE, not_here, strict=True)))
 
     @property
@@ -123,13 +123,13 @@ class Sample:
     ) -> None:
         """Append tokens to the response and keep every per-token list aligned.
 
-        Called as ``(tokens, log_probs)``, or as slime does it: ``(args, tokens=…, log_probs=…, meta_info=…)``.
+        It is called as ``(tokens, log_probs)``, or as in slime: ``(args, tokens=…, log_probs=…, meta_info=…)``.
 
-        ``log_probs``: the engine's, one a token; tokens of a tool or environment (``trainable=False``)
-        get mask 0 and log-prob 0. ``weight_version``: of the weights that wrote the tokens (``weight_versions``: one
-        a token); without either they get the version that the engine had when the generate function was called.
-        ``meta_info``: the engine's answer, which has the weight versions and the reason it finished; the status
-        follows from it unless ``update_terminal_info`` is False.
+        ``log_probs``: the engine's, one for each token; tokens of a tool or environment (``trainable=False``) get mask
+        0 and log-prob 0. ``weight_version``: of the weights that sampled the tokens (``weight_versions``: one for
+        each token); without either, the version that the engine had when the generate function was called.
+        ``meta_info``: from the engine's answer, with weight versions and finish reason; the status is set from it
+        unless ``update_terminal_info`` is False.
 
         Raises:
             ValueError: trainable tokens without log-probs, or lists of different lengths.
@@ -152,7 +152,7 @@ class Sample:
             self.loss_mask = [1] * self.response_length
         self.check_aligned()
         self.tokens = [*self.tokens, *added]
-        # in place, as slime does it: its retool example keeps the list, and sets it again at the end
+        # in place, as in slime: its retool example keeps a reference to the list and assigns it again at the end
         self.loss_mask += [int(trainable)] * count
         self.rollout_log_probs = [*(self.rollout_log_probs or []), *log_probs]
         self.weight_versions = [*self.weight_versions, *versions]
@@ -162,17 +162,17 @@ class Sample:
             self.update_from_meta_info(None, meta_info)
 
     def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:  # noqa: ARG002
-        """Take the status from the reason that an engine finished for; slime's signature."""
+        """Set the status from the engine's finish reason; the signature is slime's."""
         self.status = FINISH_STATUS.get(meta_info["finish_reason"]["type"], Status.COMPLETED)
 
     @property
     def trained_versions(self) -> list[int]:
-        """Weight versions of the response tokens that the loss sees; those of a tool have no age."""
+        """Weight versions of the response tokens in the loss; a tool's tokens were not sampled from any weights."""
         mask = self.loss_mask if self.loss_mask is not None else [1] * len(self.weight_versions)
         return [version for version, kept in zip(self.weight_versions, mask, strict=False) if kept]
 
     def check_aligned(self) -> None:
-        """Raise ValueError unless every per-token list has ``response_length`` entries, and all it carries is used."""
+        """Raise ValueError unless every per-token list has ``response_length`` entries and ``NOT_HERE`` fields none."""
         _refuse({name: getattr(self, name) for name in NOT_HERE})
         if self.response_length > len(self.tokens):
             raise ValueError(
@@ -181,7 +181,7 @@ class Sample:
         for column in COLUMNS.values():
             values = column.read(self) if column.per == "token" else None
             count = None if values is None else len(values)
-            # an empty mask would mask nothing in particular; the other lists are absent when empty
+            # an empty mask is an error, since its meaning is unclear; other lists may be empty, which means absent
             if count != self.response_length and (count or (count == 0 and column.name == "loss_mask")):
                 raise ValueError(
                     f"sample {self.index}: {column.name} has {count} entries but the response has "
@@ -210,12 +210,12 @@ class Sample:
         return self.reward_value(args.reward_key)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as plain values, copied; what plugins set beside them is given as it is."""
+        """All fields as plain values, copied, and attributes that plugins have set, not copied."""
         return {**vars(self), **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
-        """The inverse of `to_dict`; what is no field becomes an attribute, as a plugin set it."""
+        """The inverse of `to_dict`; keys that are no fields become attributes, as plugins set them."""
         given = {f.name for f in fields(cls)} & values.keys()
         sample = cls(**{name: values[name] for name in given})
         sample.status = _Status(sample.status)
@@ -225,25 +225,26 @@ class Sample:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table of samples: it is in saved rollouts, and a trainer and its loss have it.
+    """A column of the table of samples, which saved rollouts contain and a loss can read.
 
     ::
 
         COLUMNS.add(Column("difficulty", "float32", per="token"))
 
     in a file that ``--import-file`` names adds one. A generate function gives ``sample.difficulty`` a list with a value
-    for each response token, and a loss reads ``inputs.column("difficulty")``. A table lacks what no sample has.
+    for each response token, and a loss reads ``inputs.column("difficulty")``. A table has no
+    column that no sample has.
     """
 
     name: str
     dtype: str  # numpy's, or "str"
-    per: Literal["sample", "prompt", "token"] = "sample"  # a value a sample, a token of its prompt, or of its response
-    of: Callable[[Sample], Any] | None = None  # how it is read from a sample; None: its attribute of this name
-    absent: Any = math.nan  # stands in a table for a sample that lacks it, which for tokens is an empty list too
-    required: bool = False  # every table and every file has it
+    per: Literal["sample", "prompt", "token"] = "sample"  # one value for each sample, prompt token or response token
+    of: Callable[[Sample], Any] | None = None  # reads it from a sample; None: the attribute ``name``
+    absent: Any = math.nan  # value for a sample without it; per-token: also for an empty list
+    required: bool = False  # every table and file has this column
 
     def read(self, sample: Sample) -> Any:
-        """What ``sample`` has of it, None if it lacks it."""
+        """The value or values of ``sample``, or None if it has none."""
         return getattr(sample, self.name, None) if self.of is None else self.of(sample)
 
 
@@ -253,7 +254,7 @@ COLUMNS = Registry(
     "column",
     (
         _every("sample_id", "int64", of=lambda s: s.index),
-        # fan-out siblings share it
+        # shared by the samples of one fan-out
         _every("rollout_id", "int64", of=lambda s: s.index if s.rollout_id is None else s.rollout_id),
         _every("group_id", "int64", of=lambda s: s.group_index),  # samples of one prompt
         # rows that must never be split over micro-batches or ranks (a DPO pair)
@@ -269,22 +270,22 @@ COLUMNS = Registry(
         _every("weight_versions", "int32", "token", absent=0),
         _every("teacher_log_probs", "float32", "token"),  # NaN where no teacher scored the token
         _every("status", "str", of=lambda s: str(s.status)),
-        _every("label", "str", of=lambda s: plain(s.label)),  # any value that JSON knows
+        _every("label", "str", of=lambda s: plain(s.label)),  # any JSON value
         _every("prompt", "str", of=lambda s: s.prompt if isinstance(s.prompt, str) else json.dumps(s.prompt)),
         _every("response", "str"),
         _every("metadata", "str", of=lambda s: json.dumps(plain(s.metadata))),
-        # JSON: a reward that is a dict, of which ``reward`` has one entry
+        # JSON of a dict reward; column ``reward`` has one of its entries
         Column(
             "reward_components", "str", of=lambda s: json.dumps(plain(s.reward) if isinstance(s.reward, dict) else {})
         ),
-        # what trained a rollout whose tokens had advantages of their own, instead of ``advantage``
+        # the trained advantages if they were per token; ``advantage`` is then not used
         Column("advantages", "float32", "token", of=lambda _: None),
     ),
 )
 
 
 def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
-    """The weight version of each of ``count`` tokens, the first ones of the answer that has this ``meta_info``."""
+    """The weight version of each of the first ``count`` tokens of the answer with this ``meta_info``."""
     spans = meta_info.get("weight_versions") or [{"version": meta_info.get("weight_version", ""), "start": 0}]
     ends = [*(span["start"] for span in spans[1:]), count]
     versions: list[int] = []
@@ -292,11 +293,11 @@ def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
         # SGLang says "default" until the first update
         version = int(span["version"]) if str(span["version"]).isdecimal() else UNSTAMPED
         versions += [version] * (end - span["start"])
-    return versions[:count]  # a plugin may have cut the answer
+    return versions[:count]  # a plugin may have shortened the response
 
 
 def label_text(label: Any) -> str:
-    """A label as rules compare it: text as it is, numbers as written, lists and dicts as JSON, "" for none."""
+    """A label as text for reward rules: numbers as written, lists and dicts as JSON, "" for no label."""
     if isinstance(label, list | dict):
         return json.dumps(plain(label), ensure_ascii=False)
     return "" if label is None else str(label)
@@ -310,7 +311,7 @@ def _refuse(values: dict[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """``value`` with nothing in it that JSON does not know: numpy's values are numbers and lists, others their text."""
+    """``value`` as JSON values: numpy values become numbers and lists, other objects become text."""
     if isinstance(value, dict):
         return {str(plain(key)): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

@@ -1,9 +1,9 @@
-"""The one currency: a rollout as a table of samples, one row a sample.
+"""A rollout as a table of samples: the one data format of all parts of a run, with one row for each sample.
 
-It travels from the rollout side to the trainers, is what debug dumps and the run folder hold, and is what
-offline training (SFT, offline RL, preference pairs) reads. Ragged columns are one flat array each, cut by
-``prompt_offsets`` or ``response_offsets``; nothing per token is a Python list. Which columns there are stands in
-`slimelite.sample.COLUMNS`.
+The rollout side sends it to the trainers, debug dumps and the run folder contain it, and offline training (SFT,
+offline RL, preference pairs) reads it. Each ragged column is one flat array, split into rows by
+``prompt_offsets`` or ``response_offsets``; per-token data is never a Python list. `slimelite.sample.COLUMNS` lists
+the columns.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from slimelite.sample import COLUMNS, Column, Sample, Status, label_text
 
 SCHEMA_VERSION = "1"
 
-# what cuts a ragged column into rows
+# the offsets that split a ragged column into rows
 OFFSETS = {"prompt": "prompt_offsets", "token": "response_offsets"}
 
 
 class SampleTable:
-    """A rollout: an attribute for each of ``COLUMNS``, None for one that the rollout lacks, and the ``OFFSETS``.
+    """A rollout: an attribute for each of ``COLUMNS`` (None if the rollout lacks it) and for each of ``OFFSETS``.
 
     Numbers are arrays of the column's dtype: [rows], or [prompt tokens] or [response tokens] of all rows together.
-    Texts are lists. ``*_offsets``: [rows + 1], int64. A file has ``label_value`` (JSON) beside the text of labels that
-    are no text; with ``advantages``, of tokens, it has no ``advantage``, which reads as NaN.
+    Texts are lists. ``*_offsets``: [rows + 1], int64. If labels are not text, a file has a column ``label_value``
+    (JSON) besides ``label``. A file with per-token ``advantages`` has no ``advantage``, which is read as NaN.
     """
 
     sample_id: np.ndarray
@@ -58,13 +58,13 @@ class SampleTable:
     reward_components: list[str]
 
     def __init__(self, **columns: Any) -> None:
-        """``columns``: by name, and the offsets."""
+        """``columns``: values by column name, and the offsets."""
         vars(self).update(columns)
 
-    if not TYPE_CHECKING:  # a type checker would then take every misspelt name for a column
+    if not TYPE_CHECKING:  # hidden, because with it a type checker accepts every misspelt name
 
         def __getattr__(self, name: str) -> None:
-            """A column that the rollout lacks."""
+            """None for a column that the rollout lacks."""
             if name not in COLUMNS:
                 raise AttributeError(f"a table of samples has no {name}")
 
@@ -137,7 +137,7 @@ class SampleTable:
         return cls(**values)
 
     def to_samples(self) -> list[list[Sample]]:
-        """Groups of samples again, in table order (per-token columns as lists)."""
+        """The groups of samples, in table order; per-token columns become lists."""
         groups: dict[int, list[Sample]] = {}
         direct, lengths = [column for column in self.columns() if column.of is None], self.response_lengths.tolist()
         for row in range(len(self)):
@@ -163,7 +163,7 @@ class SampleTable:
         return list(groups.values())
 
     def _value(self, column: Column, row: int) -> Any:
-        """What a sample has of ``column``: None where a token has no value."""
+        """The value of ``column`` for the sample of ``row``; None if it is NaN for any token."""
         if column.per == "sample":
             value = getattr(self, column.name)[row]
             return value if column.dtype == "str" else value.item()
@@ -185,7 +185,7 @@ class SampleTable:
         return SampleTable(**values)
 
     def without_text(self) -> SampleTable:
-        """The same rows with empty text columns: what trainers need on the wire."""
+        """The same rows with empty text columns, because trainers need no text."""
         blank = {column.name: [""] * len(self) for column in self.columns() if column.dtype == "str"}
         return SampleTable(**{**vars(self), **blank})
 

@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own: what runs there goes on whatever loop, or none, its callers have."""
+"""An event loop on a thread of its own: its tasks run independently of the callers' threads and event loops."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def result(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` gives, for a caller on another event loop."""
+        """Run ``work`` there and await its result on the caller's event loop."""
         return await asyncio.wrap_future(self.submit(work))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What ``work`` gives, for a caller that waits; an exception in the wait, such as Ctrl-C, cancels it."""
+        """Run ``work`` there and block until it is done; an exception in the wait, such as Ctrl-C, cancels it."""
         assert threading.current_thread() is not self._thread, f"the thread {self._thread.name} cannot wait for itself"
         future = self.submit(work)
         try:
@@ -40,7 +40,7 @@ class LoopThread:
             raise
 
     def abandon(self) -> None:
-        """Have the loop end when it next can, and wait for nothing: what blocks it may never end."""
+        """Ask the loop to stop, without waiting for it, since a task that blocks it may never end."""
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def close(self) -> None:
@@ -55,5 +55,5 @@ class LoopThread:
             try:
                 self.loop.run_forever()
                 stopped = True
-            except SystemExit:  # of a task that a plugin started: asyncio hands it to who awaits the task, and here
+            except SystemExit:  # of a plugin's task: asyncio raises it in whoever awaits the task, and here too
                 logger.warning("a plugin called sys.exit in a task of its own")

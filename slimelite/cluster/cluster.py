@@ -81,7 +81,7 @@ class Cluster:
         self._turns = Turns(inline=args.launcher == "local")
         # by id: rollouts that `generate` may return again or that a checkpoint may hold
         self._rollouts: dict[int, Pending[RolloutOutput]] = {}
-        self._ahead: dict[int, RolloutOutput] = {}  # of the checkpoint that was loaded, until it is asked for
+        self._ahead: dict[int, RolloutOutput] = {}  # from the loaded checkpoint, until `generate` takes it
         self._last_use: Future[Any] | None = None  # the last verb that uses the engines
         self._version = 0  # of the engines' weights
         self._moved = False  # whether the trainers' weights are newer
@@ -166,7 +166,7 @@ class Cluster:
         """Save a checkpoint after ``rollout_id`` in `checkpoints.folder_of` ``--save``: the state of trainers and of
         the rollout side, and the rollout that was generated ahead, if there is one.
         """
-        # those of now: one that begins later waits for this
+        # read here, since a rollout that begins later must wait for this save
         begun = {later: rollout for later, rollout in self._rollouts.items() if later > rollout_id}
 
         def work() -> Path:

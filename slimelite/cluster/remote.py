@@ -125,8 +125,8 @@ class Pending(Future[R]):
     def __init__(self, turns: Turns, attend: Callable[[Progress | None], None] | None = None) -> None:
         super().__init__()
         self.taken = False  # whether `result` has returned or raised
-        self.errors_before = turns.errors  # how many there had been when it was asked for
-        self.left_out = False  # for an error before it
+        self.errors_before = turns.errors  # number of errors when the verb was called
+        self.left_out = False  # whether the verb did not run because of an earlier error
         self._turns, self._attend = turns, attend
 
     def result(self, timeout: float | None = None, progress: Progress | None = None) -> R:
@@ -149,7 +149,8 @@ class Pending(Future[R]):
 class Turns:
     """Runs jobs one after the other, in the order of the calls, on a thread; ``inline``: in the caller's thread.
 
-    After an error no job runs until a `Pending.result` has raised that error to the caller.
+    After an error no job runs until a `Pending.result` has raised that error to the caller. Jobs that were queued
+    before the error fail with it even then.
     """
 
     def __init__(self, *, inline: bool) -> None:
@@ -173,12 +174,12 @@ class Turns:
         return pending
 
     def check(self, pending: Pending[Any] | None = None) -> None:
-        """Raise the error that nobody was told of, if there is one; for ``pending`` also one that somebody was told of
-        after it was asked for.
+        """Raise the error that no `Pending.result` has raised yet; for ``pending`` also any error since its verb was
+        called, and then ``pending.left_out`` is set.
 
         Raises:
             Exception: that error.
-            ValueError: the block of `launch` was left.
+            ValueError: the block of `launch` has ended.
         """
         error = self.failed
         if error is None and pending is not None and pending.errors_before != self.errors:
@@ -212,7 +213,7 @@ class Turns:
         self._jobs.put(None)
 
     def close(self) -> None:
-        """Nothing can be asked for any more."""
+        """Refuse all further verbs."""
         self._closed = True
 
     def _work(self) -> None:
