@@ -1,1 +1,1 @@
-"""Prompts in: files, chat templates, loss masks, and the data source that deals them out."""
+"""Reads prompts: files, chat templates, loss masks, and the data source that hands out groups of samples."""

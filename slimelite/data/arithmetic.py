@@ -1,8 +1,8 @@
 """A task small enough to learn on a laptop: add four digits, with a tokenizer and a model shape made for it.
 
 The prompt ``3+5+2+9=?`` can be answered with the working, ``3+5=8 8+2=10 10+9=19`` and ``#### 19``, or with a bare
-guess, ``#### 17``. A model started on a mix of both mostly guesses; reinforcement learning discovers that the working
-pays. Numbers, chat headers and the answer mark are one token each, so an example is about forty tokens.
+guess, ``#### 17``. A model trained first on a mix of both mostly guesses; reinforcement learning then teaches it to
+show the working. Numbers, chat headers and the answer mark are one token each, so an example has about forty tokens.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Numbers = tuple[int, ...]
 
 
 def all_questions() -> list[Numbers]:
-    """Every question there is, four digits each: 10,000."""
+    """All 10,000 questions, of four digits each."""
     return list(itertools.product(range(10), repeat=TERMS))
 
 
 def question(numbers: Numbers) -> str:
-    """``3+5+2+9=?``."""
+    """The text of a question, such as ``3+5+2+9=?``."""
     return "+".join(map(str, numbers)) + "=?"
 
 
@@ -48,7 +48,7 @@ def worked_answer(numbers: Numbers) -> str:
 
 
 def guessed_answer(numbers: Numbers, rng: random.Random) -> str:
-    """A bare total that is off by at most 5, and right one time in eleven."""
+    """A bare total that is off by at most 5; about one in eleven is right."""
     return f"#### {abs(sum(numbers) + rng.randint(-5, 5))}"
 
 
@@ -76,7 +76,7 @@ def pair_row(numbers: Numbers, rng: random.Random) -> Row:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Numbers 0 to 99, the chat words and the operators, a token each; text of the task survives a round trip."""
+    """A tokenizer with one token for each number 0 to 99, chat word and operator; decoding restores the task's text."""
     vocabulary = [*SPECIALS, *WORDS, *map(str, range(100))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<|unk|>"))
     pattern = Regex(r"(?:system|user|assistant)\n|#### |[0-9]{1,2}|[\s\S]")

@@ -1,13 +1,13 @@
-"""Conversations as training samples: nothing is generated, the assistant's own words are the response.
+"""Conversations as training samples: nothing is generated, the assistant's messages are the response.
 
-The model is trained on what it would have written itself. ``auto`` finds these tokens with any chat template. Where the
-template marks its replies with ``{% generation %}``, the marks are taken; elsewhere each reply is found by rendering
-the conversation with the reply replaced and comparing. A reply runs from the end of the generation prompt to the end of
-the turn, its end-of-turn token included. An assistant message with ``step_loss_mask: 0`` is not trained on.
+The loss covers the tokens that the model itself would generate. ``auto`` finds them with any chat template: it uses the
+template's ``{% generation %}`` marks if there are any; otherwise it renders the conversation again with one reply
+replaced, and compares both texts. A reply runs from the end of the generation prompt to the end of the turn, including
+the end-of-turn token. An assistant message with ``step_loss_mask: 0`` is not trained on.
 
-The other kinds of mask are slime's, token for token; they suit the ChatML templates of the models that they are called
-after. ``qwen`` and ``qwen3`` render each message by itself, so what a template does across messages
-(history without thinking, tool answers in one turn) is not what a rollout sees; ``auto`` has no such limits.
+The other kinds of mask are slime's, token for token; they fit the ChatML templates of the models that they are named
+after. ``qwen`` and ``qwen3`` render each message by itself, so they differ from a rollout where a template changes
+messages by their context (history without thinking, tool answers in one turn); ``auto`` has no such limits.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Tools = list[dict[str, Any]] | None
 # characters [start, end)
 Span = tuple[int, int]
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
-# stands in for what an assistant says; private-use characters, which no trim, split or escape touches
+# replaces an assistant's reply; private-use characters, because templates neither trim, split nor escape them
 PROBE = "\ue0f0\ue0f1\ue0f2"
 # label and reward of the two samples of a pair, in this order
 SIDES = (("chosen", 1.0), ("rejected", 0.0))
 
 
 class Piece(NamedTuple):
-    """A stretch of text that is tokenized by itself, and the spans of it that are trained on."""
+    """A text that is tokenized by itself, and the spans of it that are trained on."""
 
     text: str
     trained: list[Span]
@@ -50,12 +50,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatReader:
-    """How conversations become token ids and loss masks.
+    """Converts conversations to token ids and loss masks.
 
     Args:
-        loss_mask_type: which of `LOSS_MASKS` finds the tokens to train on.
-        template_kwargs: the chat template's own settings.
-        max_context_len: a longer conversation loses its end [tokens].
+        loss_mask_type: the name in `LOSS_MASKS` of the function that finds the tokens to train on.
+        template_kwargs: extra variables for the chat template.
+        max_context_len: a longer conversation is cut off at this length [tokens].
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -69,13 +69,13 @@ class ChatReader:
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **settings)
 
     def tokens(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
-        """(token ids, loss mask) of a whole conversation, one mask entry (0 or 1) a token.
+        """(token ids, loss mask) of a whole conversation; the mask has one entry (0 or 1) per token.
 
-        A token that is partly inside a trained stretch of text is trained on.
+        A token that is partly inside a trained span of text is trained on.
 
         Raises:
-            ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or it
-                does not show what an assistant message says.
+            ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or
+                the rendered text does not contain the content of an assistant message.
         """
         tokenizer = self.tokenizer
         if not tokenizer.is_fast or not tokenizer.chat_template:
@@ -95,15 +95,15 @@ class ChatReader:
         return token_ids, loss_mask
 
     def fill(self, sample: Sample) -> None:
-        """Turn a sample whose ``prompt`` is a conversation (messages) into one to train on, in place.
+        """Turn a sample whose ``prompt`` is a conversation (messages) into a training sample, in place.
 
-        An answer that brings its end token along, as the responses of saved rollouts do, does not get it twice. The
-        prompt becomes the text before the first trained token, the response all that follows, with its loss mask; the
-        reward is 0. A conversation that is cut has the status TRUNCATED. One in which no token is left to train on
-        keeps ``response_length`` 0 and is marked ``remove_sample``.
+        An answer that already has its end token, as the responses of saved rollouts do, does not get a second one. The
+        prompt becomes the text before the first trained token; the response is everything after it, with a loss mask;
+        the reward is 0. A conversation that was cut off has the status TRUNCATED. A conversation without a token to
+        train on gets ``response_length`` 0 and ``remove_sample``.
 
         Raises:
-            ValueError: the prompt is not a list of messages, or what `tokens` raises.
+            ValueError: the prompt is not a list of messages, or `tokens` raises.
         """
         if isinstance(sample.prompt, str):
             raise ValueError(
@@ -121,13 +121,13 @@ class ChatReader:
         sample.reward = 0.0
 
     def pair(self, sample: Sample) -> list[Sample]:
-        """The samples [chosen, rejected] of one with a `PAIR` in its metadata: one unit and rollout, rewards 1 and 0.
+        """Samples [chosen, rejected] of a sample with a `PAIR` in its metadata: one unit and rollout, rewards 1 and 0.
 
-        The messages that both conversations start with are their prompt, and what the assistant says there is not
-        trained on. Where a cut leaves a reply no token to train on, both samples are marked ``remove_sample``.
+        The messages that both conversations start with are the prompt; assistant messages in the prompt are not trained
+        on. If a reply has no token left to train on after a cut, both samples are marked ``remove_sample``.
 
         Raises:
-            ValueError: there is no pair, or what `fill` raises.
+            ValueError: there is no pair, or `fill` raises.
         """
         if PAIR not in sample.metadata or sample.index is None:
             raise ValueError(
@@ -152,9 +152,9 @@ class ChatReader:
         return sides
 
     def _fill_text(self, side: Sample, prompt: Sample, reply: str) -> None:
-        """Prompt ids as generation has them, the reply's, and the end-of-sequence token that the model is to write.
+        """Join the prompt's ids, as in generation, the reply's ids and the end-of-sequence token.
 
-        A reply that has its end token already, as the responses of saved rollouts do, gets no other.
+        A reply that already ends with an end token, as the responses of saved rollouts do, gets no second one.
         """
         ids = self.tokenizer(reply, add_special_tokens=False)["input_ids"]
         ended = reply.endswith(self._turn_ends)
@@ -164,7 +164,7 @@ class ChatReader:
         side.prompt = prompt.prompt
 
     def _put(self, sample: Sample, ids: list[int], mask: list[int], kept: int = 0) -> None:
-        """The response starts at the first token that is trained on; the first ``kept`` tokens are never cut off."""
+        """Fill ``sample``: the response starts at the first trained token; the first ``kept`` tokens are never cut."""
         room = len(ids) if self.max_context_len is None else max(self.max_context_len, kept)
         sample.status = Status.TRUNCATED if room < len(ids) else Status.COMPLETED
         ids, mask = ids[:room], mask[:room]
@@ -175,12 +175,12 @@ class ChatReader:
 
     @cached_property
     def _turn_ends(self) -> tuple[str, ...]:
-        """Tokens that end an answer: the end of sequence, and the one that the chat template writes after an answer."""
+        """Tokens that end an answer: the end-of-sequence token and the one that the chat template puts after it."""
         ends = {str(self.tokenizer.eos_token)} if self.tokenizer.eos_token else set()
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
         try:
             after = str(self.tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(PROBE)[2].strip()
-        except (TemplateError, ValueError, TypeError):  # no template, or one for other conversations
+        except (TemplateError, ValueError, TypeError):  # no chat template, or one that refuses this conversation
             after = ""
         return tuple(ends | ({after} & self.tokenizer.get_added_vocab().keys()))
 
@@ -200,7 +200,7 @@ def is_trained(message: Message) -> bool:
 
 
 def _shared(chosen: Messages, rejected: Messages) -> int:
-    """How many messages both start with; each keeps at least its last."""
+    """Number of equal messages at the start of both; the last message of each never counts."""
     both = zip(chosen[:-1], rejected[:-1], strict=False)
     return sum(1 for _ in takewhile(lambda messages: messages[0] == messages[1], both))
 
@@ -217,7 +217,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, piece: Piece) -> tuple[list[in
     start, end = next(spans, (len(piece.text), len(piece.text)))
     mask, last = [], 0
     for left, right in encoded["offset_mapping"]:
-        # tokens tile the text: what a tokenizer trims off an offset (a leading space) belongs to the token all the same
+        # characters that a tokenizer trims off an offset (such as a leading space) belong to the token nevertheless
         left = min(left, last)
         while end <= left and end < len(piece.text):
             start, end = next(spans, (len(piece.text), len(piece.text)))
@@ -227,7 +227,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, piece: Piece) -> tuple[list[in
 
 
 def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """The template's own marks, or else what comparing renderings shows."""
+    """The pieces by the template's ``{% generation %}`` marks if it has any, else by comparing renderings."""
     marked = MARKS.search(chat.tokenizer.get_chat_template(None, tools))
     return [_marked(chat, messages, tools) if marked else _compared(chat, messages, tools)]
 
@@ -255,19 +255,19 @@ def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
 
 
 def _compared(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
-    """Spans found by comparing renderings; exact for every template that shows a reply's content as it is."""
+    """Spans found by comparing renderings; exact for every template that copies a reply's content unchanged."""
     text = chat.render(messages, tools)
     chosen = [i for i, m in enumerate(messages) if m["role"] == "assistant" and is_trained(m)]
     return Piece(text, [_reply_span(chat, messages, tools, i, text) for i in chosen])
 
 
 def _reply_span(chat: ChatReader, messages: Messages, tools: Tools, i: int, text: str) -> Span:
-    """Where the reply ``messages[i]`` stands in ``text``, the rendering of all messages.
+    """The span of the reply ``messages[i]`` in ``text``, the rendering of all messages.
 
     The conversation is rendered again with a probe in place of the reply. The text before the probe then ends with the
-    header of the turn, and with whatever the template puts in front of a reply, such as an empty thinking block. To
-    tell the header from that, the question alone is rendered twice: answered by the probe, and with its generation
-    prompt. The first of these also shows how a turn ends.
+    header of the turn, and possibly with text that the template puts before a reply, such as an empty thinking block.
+    To separate these two, the messages before the reply are rendered twice: answered by the probe, and with the
+    generation prompt. The rendering with the probe also shows how a turn ends.
     """
     probe, before, after = _probed(chat, messages, tools, i)
     shared = _common(before, text)
@@ -296,7 +296,7 @@ def _probed(chat: ChatReader, messages: Messages, tools: Tools, i: int) -> tuple
         try:
             before, found, after = chat.render([*messages[:i], probe, *messages[i + 1 :]], tools).partition(PROBE)
         except TemplateError:
-            continue  # some templates insist that a tool's answer follows a call: the next probe is one
+            continue  # some templates require a call before a tool's answer: the next probe has one
         if found and PROBE not in after:
             return probe, before, after
     raise _hidden(i)
@@ -320,7 +320,7 @@ def _probes(message: Message) -> Iterator[Message]:
 
 
 def _common(a: str, b: str) -> int:
-    """Length of the longest common prefix, by bisection: comparing slices is faster than comparing characters."""
+    """Length of the longest common prefix; bisection compares slices, which is faster than single characters."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -332,7 +332,7 @@ def _common(a: str, b: str) -> int:
 
 
 def _unit(chat: ChatReader, text: str, message: Message) -> Piece:
-    """A message's own rendering; a reply is trained on from the end of the generation prompt."""
+    """A message rendered by itself; of a reply, everything after the generation prompt is trained on."""
     if message["role"] != "assistant" or not is_trained(message):
         return Piece(text, [])
     user = {"role": "user", "content": "x"}
@@ -341,7 +341,7 @@ def _unit(chat: ChatReader, text: str, message: Message) -> Piece:
 
 
 def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """slime's mask ``qwen``: a message is rendered alone; the system prompt that the template adds to it is cut off."""
+    """slime's mask ``qwen``: renders each message alone and cuts off the system prompt that the template adds."""
     user = {"role": "user", "content": "x"}
     added = 2 * len(chat.render([user])) - len(chat.render([user, user]))
     pieces = [_unit(chat, chat.render(messages[:1], tools), messages[0])]
@@ -352,9 +352,9 @@ def qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
 
 
 def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """A message is rendered after a user's question, so that each reply counts as the last one and keeps its thinking.
+    """slime's mask ``qwen3``: renders each message after a user's question, so that every reply keeps its thinking.
 
-    Answers of several tools in a row are one unit, as the template writes them.
+    Consecutive tool answers are one piece, because the template writes them as one turn.
     """
     question = {"role": "user", "content": "x"}
     length = len(chat.render([question]))
@@ -367,7 +367,7 @@ def qwen3_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece
 
 
 def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """The whole rendering; a reply starts after its header and the ``<think>`` that the generation prompt opens."""
+    """slime's mask ``qwen3_5``: the whole rendering; a reply starts after its header and an opening ``<think>``."""
     text = chat.render(messages, tools)
     replies = re.finditer(r"<\|im_start\|>assistant\n(?:<think>\n)?(.*?<\|im_end\|>\n?)", text, re.DOTALL)
     flags = [is_trained(m) for m in messages if m["role"] == "assistant"]
@@ -381,7 +381,7 @@ def qwen3_5_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Pie
 
 
 def distill_qwen_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """The first message as the prompt and the last one's bare content as the response; nothing in between."""
+    """slime's mask ``distill_qwen``: the first message is the prompt, the last one's content the response."""
     reply = messages[-1]["content"] or ""
     trained = [(0, len(reply))] if is_trained(messages[-1]) else []
     return [Piece(chat.render(messages[:1], tools, generation_prompt=True), []), Piece(reply, trained)]

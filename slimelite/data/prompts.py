@@ -1,4 +1,4 @@
-"""Prompts: rows made into samples that nobody has answered yet, checked and filtered before anything starts."""
+"""Prompts: turns rows of data files into samples without a response, and checks and filters them before a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from slimelite.arguments import DataArgs, EvalDataset
 
-    # where a row keeps what, and whether its messages go through the chat template
+    # the names of a row's columns, and whether its messages go through the chat template
     Columns = DataArgs | EvalDataset
 
 logger = logging.getLogger(__name__)
@@ -25,23 +25,23 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 # rows that the tokenizer encodes in one call
 BATCH = 1024
-# what is nested deeper than this cannot be copied and written everywhere
+# deepest nesting of a value: deeper ones may exceed the recursion limit when they are copied or written
 DEPTH = 100
-# where a prompt's metadata keeps [chosen, rejected]: two whole conversations, or the texts that follow a plain prompt
+# metadata key of a preference pair [chosen, rejected]: two whole conversations, or two texts after a text prompt
 PAIR = "pair"
-# columns that need not be there, unless they are named otherwise
+# columns that may be missing as long as they have these default names
 DEFAULT_COLUMNS = {"metadata_key": "metadata", "tool_key": "tools"}
 
 
 class BadCell(ValueError):
-    """What is wrong in one column of a row."""
+    """A problem in one column of a row."""
 
     def __init__(self, column: str, problem: str) -> None:
         super().__init__(f"column {column!r}: {problem}")
 
 
 def deal(prompt: Sample, group_index: int, index: int) -> Sample:
-    """A copy of ``prompt`` that is to be answered: sample number ``index``, of group number ``group_index``."""
+    """A copy of ``prompt`` for one response: sample number ``index`` in group number ``group_index``."""
     return replace(
         prompt,
         group_index=group_index,
@@ -66,22 +66,22 @@ def load_prompts(
     warn: Callable[[str], None] = logger.warning,
     whole: bool = True,
 ) -> list[Sample]:
-    """The prompts of ``paths`` one after the other, in file order: samples to `deal` copies of.
+    """The prompts of all ``paths``, in file order, as samples to be copied with `deal`.
 
-    A prompt is text with its token ids, or messages that are not templated (as SFT reads them) without any.
+    A prompt is either text with token ids, or (as in SFT) messages without a chat template and without token ids.
 
     ``replies``: the columns of the preferred and of the other reply of a preference pair; both go into
     ``metadata["pair"]``. A reply is text, the turns that follow the prompt, or the whole conversation from the prompt's
-    first message on. Where no column has the prompt alone, ``input_key`` names that of the chosen conversation, and the
-    prompt is what stands before its first answer.
+    first message on. If no column has the prompt alone, ``input_key`` is the column of the chosen conversation, and the
+    prompt is the messages before its first assistant message.
 
     Args:
-        tokenizer: None checks files, without chat template and token ids.
-        max_prompt_len: longer prompts are left out [tokens]; the prompt of messages that end with an answer is what
-            stands before their first answer.
+        tokenizer: None only checks the files, without chat template and token ids.
+        max_prompt_len: longer prompts are left out [tokens]; if messages end with an answer, only the messages before
+            their first answer count.
         keep_messages: put messages into ``metadata["messages"]`` too, for a reward model with a chat template.
-        warn: is told what is left out.
-        whole: False where ``paths`` are the first rows of more, so that a column that none of them has may come later.
+        warn: called with a message about the rows and prompts that are left out.
+        whole: False if ``paths`` select only the first rows, so that a column missing in them may still appear later.
 
     Raises:
         ValueError: files, columns or the chat template are missing, rows are malformed (unless ``skip_bad_rows``), or
@@ -131,7 +131,7 @@ def load_prompts(
 
 
 def _measured(prompt: Sample, row: Row, columns: Columns, tokenizer: PreTrainedTokenizerBase | None) -> str:
-    """The text whose tokens ``max_prompt_len`` limits; of messages nothing without a tokenizer."""
+    """The text whose tokens ``max_prompt_len`` limits; for messages it is empty if ``tokenizer`` is None."""
     if isinstance(prompt.prompt, str):
         return prompt.prompt
     if tokenizer is None:
@@ -142,7 +142,7 @@ def _measured(prompt: Sample, row: Row, columns: Columns, tokenizer: PreTrainedT
 
 
 def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Set the ids of the prompts that are text; returns how many tokens each of ``texts`` has."""
+    """Set the token ids of text prompts; returns the number of tokens of each of ``texts``."""
     lengths = []
     for start in range(0, len(texts), BATCH):
         encoded = tokenizer(texts[start : start + BATCH], add_special_tokens=False)["input_ids"]
@@ -153,7 +153,7 @@ def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokeni
 
 
 def before_answers(messages: Messages) -> Messages:
-    """What a model is asked: all messages, or, when the last one is an answer, those before the first answer."""
+    """The prompt part of messages: all of them, or, if the last is an answer, those before the first answer."""
     if messages[-1]["role"] != "assistant":
         return messages
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]
@@ -167,10 +167,10 @@ def _read_prompt(
     *,
     keep_messages: bool,
 ) -> Sample:
-    """The prompt of one row, its ids still to be filled in; the parameters are those of `load_prompts`.
+    """The prompt of one row, without token ids; the parameters are those of `load_prompts`.
 
     Raises:
-        BadCell: a column does not hold what it should.
+        BadCell: a column has a value of a wrong kind.
     """
     tools = _tools(row, columns)
     metadata = _parsed(row.get(columns.metadata_key), columns.metadata_key, dict) or {}
@@ -200,7 +200,7 @@ def _read_prompt(
 def _add_pair(
     prompt: Sample, messages: Messages | None, row: Row, input_key: str, keys: tuple[str, str]
 ) -> Messages | None:
-    """Put the replies of a row into the metadata; it is a chat as soon as its prompt or one of its replies is."""
+    """Put the replies of a row into the metadata; if the prompt or a reply is messages, all become messages."""
     cells = {key: sound(row[key], key) for key in keys}
     if empty := [key for key, cell in cells.items() if cell is None or cell == ""]:
         raise BadCell(empty[0], "the reply is empty")
@@ -222,7 +222,7 @@ def _add_pair(
 
 
 def _conversation(asked: Messages, cell: object, key: str, input_key: str) -> Messages:
-    """The prompt's messages and the reply's."""
+    """The prompt's messages ``asked``, followed by those of the reply in ``cell``."""
     reply = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else _messages(cell, key)
     whole = reply[: len(asked)] == asked
     if not whole and reply[0]["role"] != "assistant":
@@ -244,7 +244,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list[
         return tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **settings}
         )
-    except Exception as error:  # a template is a program: it may divide by zero, or never end
+    except Exception as error:  # a template is a program and may raise anything, such as ZeroDivisionError
         what = str(error) or type(error).__name__
         raise BadCell(columns.input_key, f"the chat template refuses these messages ({what})") from error
 
@@ -262,7 +262,7 @@ def _messages(content: object, column: str) -> Messages:
 
 
 def sound(value: Any, column: str, depth: int = 0) -> Any:
-    """``value`` if it can be written as text again; `BadCell` otherwise."""
+    """``value`` if all its text can be encoded as UTF-8 and it is not nested too deep; `BadCell` otherwise."""
     if depth > DEPTH:
         raise BadCell(column, f"is nested more than {DEPTH} deep")
     if isinstance(value, str) and not value.isascii():
@@ -282,7 +282,7 @@ def sound(value: Any, column: str, depth: int = 0) -> Any:
 
 
 def _label(value: Any, column: str) -> Any:
-    """A label keeps its type; what JSON does not know (dates, decimals) becomes text."""
+    """The label with its type; values that JSON cannot hold (dates, decimals) become text."""
     sound(value, column)
     if value is None:
         raise BadCell(column, "the label is null")
@@ -290,7 +290,7 @@ def _label(value: Any, column: str) -> Any:
 
 
 def _parsed(value: Any, column: str, kind: type) -> Any:
-    """``value``, or the ``kind`` (list or dict) that its JSON text stands for; None for nothing."""
+    """``value``, parsed from JSON if it is text, as a ``kind`` (list or dict); None if it is null or empty text."""
     if value is None or value == "":
         return None
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Rows of parquet, jsonl and json files and of hub datasets, each with the place it came from."""
+"""Reads rows of parquet, jsonl and json files and of hub datasets, each with its place in the file."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ logger = logging.getLogger(__name__)
 
 # a row of a file: column -> value
 Row = dict[str, Any]
-# where it stands in its file ("row 3 (line 4)", rows counted from 0), and the row, or why it could not be read
+# the place in the file ("row 3 (line 4)", rows counted from 0), and the row or the reason why it cannot be read
 Found = tuple[str, Row | str]
 
-# kinds of malformed rows that are shown of a file
+# most kinds of problems that a message about malformed rows of a file lists
 EXAMPLES = 3
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
 
 
 @dataclass
 class BadRows:
-    """The malformed rows of one file: an error at its end or, when ``skip`` is set, a warning."""
+    """Counts the malformed rows of one file; `close` raises an error or, if ``skip`` is set, warns."""
 
     skip: bool = False
     warn: Callable[[str], None] = logger.warning
-    rows: int = 0  # of the file, good and bad
+    rows: int = 0  # rows of the file, good and bad
     count: int = 0
-    examples: dict[str, str] = field(default_factory=dict)  # what is wrong -> the first place of it, of the first few
+    examples: dict[str, str] = field(default_factory=dict)  # problem -> its first place, for the first few problems
 
     def add(self, place: str, problem: str) -> None:
-        """Take note of a malformed row."""
+        """Count a malformed row."""
         self.count += 1
         if len(self.examples) < EXAMPLES:
             self.examples.setdefault(problem, place)
 
     def close(self, name: str) -> None:
-        """The end of the file.
+        """Report the malformed rows at the end of the file.
 
         Raises:
-            ValueError: some are malformed, and not to be skipped.
+            ValueError: there are malformed rows, and ``skip`` is not set.
         """
         if not self.count:
             return
@@ -57,10 +57,10 @@ class BadRows:
 
 
 def split_path(spec: str) -> tuple[str, slice]:
-    """``path@[a:b]`` -> (path, slice); a, b and a third number, the step, may be left out or negative, as in Python.
+    """``path@[a:b]`` -> (path, slice). As in Python, a, b and an optional step may be negative or left out.
 
     Raises:
-        ValueError: what stands in the brackets is not a slice.
+        ValueError: the text in brackets is not a slice.
     """
     path, bracket, inside = spec.partition("@[")
     if not bracket:
@@ -77,14 +77,14 @@ def split_path(spec: str) -> tuple[str, slice]:
 def read_rows(
     spec: str, required: Sequence[str] = (), optional: Sequence[str] | None = None, bad: BadRows | None = None
 ) -> Iterator[tuple[str, Row]]:
-    """(place, row) for each row of ``spec``, in order, with the named columns; ``optional`` None: with every column.
+    """(place, row) for each row of ``spec``, in order. Columns that are not named may be left out of a row.
 
     ``spec``: a .parquet, .jsonl or .json (one list) file, or a hub dataset ``owner/name[:config][:split]`` (split
-    ``train`` unless named); ``@[a:b]`` after it takes a slice.
+    ``train`` unless named); ``@[a:b]`` after it takes a slice. ``optional`` None: keep all columns.
 
     Raises:
-        ValueError: no such file, a kind that cannot be read, an empty slice, a column that is not there; at the end,
-            malformed rows (unless ``bad`` skips), those that the caller added to ``bad`` among them.
+        ValueError: there is no such file, it is of another kind, the slice is empty, or a required column is missing;
+            at the end, if there are malformed rows (unless ``bad`` skips them), also those that the caller added.
     """
     bad = bad or BadRows()
     name, part = split_path(spec)
@@ -130,8 +130,8 @@ def _parquet_rows(path: str, part: slice, required: Sequence[str], optional: Seq
 
 
 def _without_nulls(value: Any) -> Any:
-    """``value`` without the null fields of its structs: in parquet all rows share one struct type, and a key that a row
-    does not have comes back as null (``tool_calls`` of every plain message, the other tools' arguments)."""
+    """``value`` without the null fields of its structs. In parquet all rows share one struct type, so a key that a row
+    does not have is read back as null (such as ``tool_calls`` of a plain message, or arguments of other tools)."""
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, list):
@@ -162,7 +162,7 @@ def _json_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
-    """A JSON object; of a key that is there twice json would silently take the last."""
+    """A JSON object; refuses a repeated key, because json would silently keep only the last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -203,7 +203,7 @@ def _check_columns(name: str, columns: Sequence[str], required: Sequence[str]) -
         )
 
 
-# kind of file -> what reads it: (file, which rows, columns that are needed, columns that are read if they are there)
+# suffix -> its reader: (path, slice of rows, required columns, optional columns) -> rows
 READERS: dict[str, Callable[[str, slice, Sequence[str], Sequence[str] | None], Iterator[Found]]] = {
     ".parquet": _parquet_rows,
     ".jsonl": _jsonl_rows,

@@ -1,4 +1,4 @@
-"""The data source: deals out groups of samples, epoch after epoch, and can stop and go on exactly where it was."""
+"""The data source: hands out groups of samples, epoch after epoch, and can be saved and resumed at any position."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class DataSource:
-    """Prompts, dealt as groups of ``--n-samples-per-prompt`` samples; returned groups come back first.
+    """Hands out prompts as groups of ``--n-samples-per-prompt`` samples; groups that were returned come first.
 
-    The order of epoch e is the file order, or with ``--rollout-shuffle`` a permutation of it that depends on
-    ``--rollout-seed`` + e alone. Several paths are one dataset; with ``--prompt-data-weights`` each is a stream with
-    epochs of its own, and the next prompt comes from the stream that is furthest behind its share.
+    The order in epoch e is the file order or, with ``--rollout-shuffle``, a permutation that depends only on
+    ``--rollout-seed`` + e. Several paths form one dataset; with ``--prompt-data-weights`` each path is a stream with
+    its own epochs, and the next prompt comes from the stream that is furthest behind its share.
     """
 
     def __init__(self, args: Args, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """``tokenizer`` None: that of ``args``, for subclasses written for slime, which are built from these alone.
+        """``tokenizer`` None: load that of ``args``, since subclasses written for slime are built from ``args`` alone.
 
         Raises:
-            ValueError: no --prompt-data, or what `load_prompts` raises.
+            ValueError: --prompt-data is missing, or `load_prompts` raises.
         """
         self.args = args
         if tokenizer is None:
@@ -68,12 +68,12 @@ class DataSource:
         return sum(len(stream.prompts) for stream in self._streams)
 
     def get_samples(self, n: int) -> list[list[Sample]]:
-        """``n`` groups: returned ones first, then fresh ones with prompt tokens, label, metadata and indices set."""
+        """``n`` groups: returned ones first, then new ones with prompt tokens, label, metadata and indices."""
         groups = self._pick(self.args, None, self._returned, n) if self._returned else []
         return [*groups, *(self._fresh_group() for _ in range(n - len(groups)))]
 
     def add_samples(self, groups: Sequence[list[Sample]]) -> None:
-        """Take groups back, unfinished or surplus; they are dealt first, in the order in which they came."""
+        """Take unfinished or surplus groups back; `get_samples` returns them first (see --buffer-filter-path)."""
         self._returned.extend(groups)
 
     def _fresh_group(self) -> list[Sample]:
@@ -93,9 +93,9 @@ class DataSource:
         return self._streams[behind.index(max(behind))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on, as plain JSON values; the returned groups are in it.
+        """The state needed to resume, including the returned groups, as plain JSON values.
 
-        What plugins put on a sample becomes plain too: numpy values numbers and lists, anything else its text.
+        Values that plugins put on a sample are converted too: numpy values to numbers and lists, others to text.
         """
         return {
             "drawn": [stream.drawn for stream in self._streams],
@@ -106,7 +106,7 @@ class DataSource:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Continue from the position that `state_dict` saved.
 
         Raises:
             ValueError: the prompts, their order or their weights are not those of the saved state.
@@ -124,7 +124,7 @@ class DataSource:
         self._returned = [[Sample.from_dict(values) for values in group] for group in state["returned"]]
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a saved position to mean anything."""
+        """The settings and data that must be unchanged for a saved position to be valid."""
         return {
             "prompts": [len(stream.prompts) for stream in self._streams],
             "contents": [stream.digest for stream in self._streams],
@@ -135,7 +135,7 @@ class DataSource:
 
 
 class _Stream:
-    """Prompts in an endless order; ``drawn`` counts them and is the whole state."""
+    """An endless sequence of prompts; its only state is ``drawn``, the number of prompts drawn so far."""
 
     def __init__(self, prompts: list[Sample], args: Args) -> None:
         self.prompts = prompts
@@ -161,14 +161,14 @@ def _digest(prompts: list[Sample]) -> str:
         text = isinstance(prompt.prompt, str)
         asked = prompt.prompt if text else json.dumps(prompt.prompt, sort_keys=True, default=str)
         replies = [prompt.metadata[PAIR]] if PAIR in prompt.metadata else []
-        # the label as text: so it was when labels were text, and saved positions are to stay valid
+        # the label as text, as in earlier versions, so that positions saved by them stay valid
         label = None if prompt.label is None else label_text(prompt.label)
         state.update(json.dumps([asked, label, *replies], default=str).encode())
     return state.hexdigest()
 
 
 def _first_in_first_out(args: Args, rollout_id: int | None, buffer: list[list[Sample]], n: int) -> list[list[Sample]]:  # noqa: ARG001
-    """slime's buffer filter interface: take at most ``n`` groups out of ``buffer``."""
+    """The default buffer filter, with slime's signature: takes the first ``n`` groups out of ``buffer``."""
     taken = buffer[:n]
     del buffer[:n]
     return taken

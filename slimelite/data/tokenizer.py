@@ -1,4 +1,4 @@
-"""The one way to load a tokenizer, and the ids that end a response."""
+"""Loads tokenizers, and finds the token ids that end a response."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.utils import cached_file
 
 from slimelite.checkpoints import read_json
 
-# between them: digits, operators, newlines, runs of spaces, code, accents, another script, an emoji
+# together they have digits, operators, newlines, runs of spaces, code, accents, another script and an emoji
 PROBES = (
     "3+5+2+9=?\n3+5=8 8+2=10 10+9=19\n#### 19",
     "Hello, world! It's 1,234.50 dollars -- isn't it?",
@@ -24,16 +24,16 @@ PROBES = (
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id; its ids are those of the folder's ``tokenizer.json``.
 
-    `AutoTokenizer` picks a class by ``model_type``, and some of those classes rebuild the tokenizer from its vocabulary
-    and drop the file's own pre-tokenizer and decoder without a word (a Qwen2 model with a word-level tokenizer, say).
-    When its ids differ on the probe texts, the file wins.
+    `AutoTokenizer` picks a class by ``model_type``. Some of these classes rebuild the tokenizer from its vocabulary and
+    silently drop the file's pre-tokenizer and decoder (for example of a Qwen2 model with a word-level tokenizer). If
+    ids differ from the file's on the probe texts, the file is loaded directly.
 
     Raises:
-        ValueError: there is no tokenizer at ``path``, or no class gives the file's ids.
+        ValueError: there is no tokenizer at ``path``, or no class reproduces the file's ids.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # a file of another shape than transformers expects raises anything
+    except Exception as error:  # transformers raises all kinds of errors for malformed files
         raise ValueError(
             f"no tokenizer at {path!r}, which is to be a folder with tokenizer.json or a hub id ({_short(error)})"
         ) from error
@@ -53,12 +53,12 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 
 def _short(error: BaseException) -> str:
-    """The beginning of an error's text; some of transformers' list every model there is."""
+    """The beginning of an error's text, because some messages of transformers list every known model."""
     return f"{' '.join(str(error).split()) or type(error).__name__:.300}"
 
 
 def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Tokenizer) -> bool:
-    """Whether both give the same ids, and the same text back, on every probe."""
+    """Whether both encode every probe to the same ids and decode these to the same text."""
     for probe in PROBES:
         ids = truth.encode(probe, add_special_tokens=False).ids
         if tokenizer(probe, add_special_tokens=False)["input_ids"] != ids:
@@ -70,10 +70,10 @@ def _agrees(tokenizer: PreTrainedTokenizerBase, truth: Tokenizer) -> bool:
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a response: ``eos_token_id`` of generation config, config and tokenizer together, sorted.
+    """Ids that end a response: the ``eos_token_id`` of generation config, config and tokenizer together, sorted.
 
     Raises:
-        ValueError: none of the three names one.
+        ValueError: none of the three has one, or a value is not a token id.
     """
     found = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):

@@ -1,4 +1,4 @@
-"""What people see and keep of a run: console, run folder, metrics, plots."""
+"""The output of a run: console, run folder, metrics, plots."""
 
 from slimelite.tracking.tracker import Tracker
 

@@ -11,14 +11,14 @@ from slimelite.arguments import DebugArgs
 from slimelite.checkpoints import read_json
 from slimelite.files import whole
 
-# slime's: runs of other layouts must have the gradient norms of the recorded one
+# slime's tolerance: runs with another parallel layout must reproduce the recorded gradient norms
 GRAD_NORM_TOLERANCE = 0.03
 
 
 class RunChecks:
-    """Collects what the checks need while a run goes on.
+    """Collects the values that the checks need during a run.
 
-    A grad-norm file is a JSON object, ``{"rollout/step": norm}``, steps counted within their rollout.
+    A grad-norm file is a JSON object ``{"rollout/step": norm}``; the step counts from 0 within its rollout.
     """
 
     def __init__(self, args: DebugArgs) -> None:
@@ -31,15 +31,15 @@ class RunChecks:
             self._expected = read_json(Path(args.ci_load_grad_norm))
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Look for the checked metric among ``metrics``."""
+        """Remember the best value of the checked metric, if it is among ``metrics``."""
         if self._key is not None and self._key in metrics:
             self._best = max(metrics[self._key], -math.inf if self._best is None else self._best)
 
     def note_grad_norm(self, rollout_id: int, step: int, norm: float) -> None:
-        """Write the gradient norm of an optimizer step down, and compare it with the recorded one.
+        """Record the gradient norm of an optimizer step, and compare it with the one recorded earlier.
 
         Raises:
-            AssertionError: it differs by more than 3 %, or the record lacks the step.
+            AssertionError: the norm differs by more than 3 %, or the record has no such step.
         """
         name = f"{rollout_id}/{step}"
         if self._save is not None:
@@ -57,7 +57,7 @@ class RunChecks:
             )
 
     def finish(self) -> None:
-        """The last rollout is over.
+        """Check the metric after the last rollout.
 
         Raises:
             AssertionError: the checked metric never reached its threshold.

@@ -1,4 +1,4 @@
-"""What the run says: plain aligned text, with colour on a terminal; all of it goes to the log as well."""
+"""Console output of a run: plain aligned text, with colour on a terminal; all lines go to the log as well."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE_WIDTH = 120  # characters of a table where there is no terminal
 
 
 def small(value: float) -> str:
-    """A loss or KL: four decimals, or an exponent where these would show nothing."""
+    """A loss or KL with four decimals; with an exponent if four decimals would show only zeros."""
     if abs(value) >= 100:
         return f"{value:.4g}"
     return f"{value:.0e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
@@ -34,12 +34,12 @@ def count(value: float) -> str:
 
 
 def speed(value: float) -> str:
-    """Tokens a second; ``-`` where none were generated."""
+    """Tokens per second; ``-`` if none were generated."""
     return count(value) if value else "-"
 
 
 def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
-    """``4.5s: gen 3.0s, train 1.5s``, without phases below a hundredth, in at most ``room`` characters."""
+    """``4.5s: gen 3.0s, train 1.5s`` in at most ``room`` characters, without phases below 1 % of ``seconds``."""
     kept = {label: s for label, s in phases.items() if s >= 0.01 * seconds}
     while kept:
         text = f"{duration(seconds)}: " + ", ".join(f"{label} {duration(s)}" for label, s in kept.items())
@@ -51,8 +51,8 @@ def times(seconds: float, phases: Mapping[str, float], room: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the rollout table; ``metrics``: the first that exists is shown; ``keep``: the higher, the later a
-    narrow terminal loses it."""
+    """A column of the rollout table; ``metrics``: the first that exists is shown; ``keep``: a narrow terminal drops
+    the columns with the lowest values first."""
 
     title: str
     width: int
@@ -80,8 +80,8 @@ TIMES = 28  # characters kept free for the times of the phases
 class Console:
     """Prints lines, rows of the rollout table and warnings.
 
-    ``file``: standard output unless given; ``always``: titles of columns that are there from the first row on, others
-    join when they first have a value.
+    ``file``: standard output unless given; ``always``: titles of columns that are shown from the first row on. Other
+    columns are added when they first have a value.
     """
 
     def __init__(self, file: TextIO | None = None, always: Iterable[str] = ()) -> None:
@@ -94,13 +94,13 @@ class Console:
         self._rows_since_header = 0
 
     def line(self, text: str, style: str = "") -> None:
-        """A line of its own."""
+        """Print a line, and log it."""
         self.rich.print(Text(text, style))
         logger.info(text)
 
     @contextmanager
     def warnings(self) -> Iterator[None]:
-        """Print the warnings and errors that slimelite logs while this lasts."""
+        """Print the warnings and errors that slimelite logs inside this context."""
         handler = _WarningHandler(self)
         ours = logging.getLogger("slimelite")
         ours.addHandler(handler)
@@ -110,14 +110,14 @@ class Console:
             ours.removeHandler(handler)
 
     def facts(self, facts: Mapping[str, str]) -> None:
-        """``name  value`` lines, aligned."""
+        """Print ``name  value`` lines, aligned, and log them."""
         width = max(map(len, facts))
         for name, value in facts.items():
             self.rich.print(Text.assemble((f"  {name:<{width}}  ", "dim"), value))
             logger.info("%s: %s", name, value)
 
     def block(self, renderable: rich.console.RenderableType) -> None:
-        """Something of several lines, that the next row needs a header after."""
+        """Print a block of several lines; the next row of the table then gets a new header."""
         self.rich.print(renderable, soft_wrap=isinstance(renderable, Text) and not self.live)
         self._header = ""
 
@@ -130,10 +130,10 @@ class Console:
         *,
         best: bool = False,
     ) -> None:
-        """A line of the rollout table.
+        """Print a line of the rollout table, and log it.
 
-        ``position``: "3/40"; ``metrics``: by the names in ``COLUMNS``; ``phases``: label -> its part of ``seconds``;
-        ``best``: the eval is the best so far.
+        ``position``: such as "3/40"; ``metrics``: by the names in ``COLUMNS``; ``phases``: label -> its part of
+        ``seconds``; ``best``: whether the eval score is the best so far.
         """
         cells = {c.title: c.show(v) for c in COLUMNS if (v := _first(metrics, c.metrics)) is not None}
         self._titles |= cells.keys()
@@ -148,7 +148,7 @@ class Console:
         logger.info(text.plain.strip())
 
     def _fit(self) -> tuple[list[Column], int]:
-        """The columns that this terminal has room for, and the characters left for the times."""
+        """The columns that fit this terminal, and the number of characters left for the times."""
         columns = [c for c in COLUMNS if c.title in self._titles]
         room = self.rich.width if self.live else 10**6
         while True:
@@ -167,7 +167,7 @@ class Console:
 
 
 class _WarningHandler(logging.Handler):
-    """Shows records on a console; where the traceback goes is the log file's business."""
+    """Shows the messages of log records on a console, without tracebacks, which only the log file has."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)

@@ -1,9 +1,9 @@
-"""``metrics.jsonl``: every metric of a run, one JSON object a line, and how it is read back.
+"""Writes and reads ``metrics.jsonl``, which has every metric of a run, one JSON object per line.
 
-A line has ``time`` (seconds since the epoch), ``kind`` and metrics by their full names, its axes among them. Numbers
+A line has ``time`` (seconds since the epoch), ``kind`` and metrics by their full names, including its axes. Numbers
 that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` understands. The file is only
-ever appended to: a line of kind ``start`` says at which rollout the run began or went on, and records that
-an earlier start wrote about this rollout or later ones no longer hold.
+ever appended to. A line of kind ``start`` has the rollout at which the run began or was resumed; earlier lines about
+this rollout or later ones are invalid from then on.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ DEFAULT_AXIS = "rollout/step"
 
 
 def axis_of(metric: str) -> str:
-    """The x-axis of a metric."""
+    """The metric that is the x-axis of ``metric``."""
     return next((axis for prefix, axis in AXES.items() if metric.startswith(prefix)), DEFAULT_AXIS)
 
 
 class MetricsFile:
-    """Appends records; each is in the file when `write` returns."""
+    """Appends records to the file; `write` flushes each of them."""
 
     name = "metrics"
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / FILE_NAME
         self.where = str(path)
-        # a line that a crash cut short must not swallow the next one
+        # if a crash cut the last line short, start a new line, so that the next record can be read
         torn = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
         self._file = path.open("a", encoding="utf-8")
         self._file.write("\n" if torn else "")
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
-        """One line."""
+        """Append one record."""
         record = {"time": round(time.time(), 3), "kind": kind} | {k: _to_json(v) for k, v in metrics.items()}
         with named(Path(self.where)):
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
@@ -58,10 +58,10 @@ class MetricsFile:
 
 
 def read_metrics(run_dir: str | Path) -> list[Record]:
-    """The records that hold, in the order they were written; numbers are floats.
+    """The records that no later resume made invalid, in the order they were written; numbers are floats.
 
     Raises:
-        ValueError: no such file, or a line other than the last of a crashed run is not JSON.
+        ValueError: there is no such file, or a line is not JSON (except a crashed run's last line).
     """
     path = Path(run_dir) / FILE_NAME
     if not path.is_file():
@@ -86,21 +86,21 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
 
 
 def series(records: Iterable[Record], metric: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of a metric on its axis, in order of steps; of several values of a step the last one holds."""
+    """(steps, values) of a metric on its axis, sorted by step; the last value of a step counts."""
     axis = axis_of(metric)
     points = {r[axis]: r[metric] for r in records if metric in r and axis in r}
     return sorted(points), [points[step] for step in sorted(points)]
 
 
 def eval_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Names of the mean scores of eval datasets, in the order they first came."""
+    """Names of the mean scores of eval datasets, in order of first appearance."""
     names = dict.fromkeys(name for r in records for name in r if name.startswith("eval/") and name.count("/") == 1)
     beside = ("eval/step", "eval/reward_errors")
     return [n for n in names if n not in beside and "-pass@" not in n and not n.endswith("-truncated_ratio")]
 
 
 def _precedes(record: Record, start: float) -> bool:
-    """Whether a record is about what came before rollout ``start``. eval/step k: k rollouts were trained by then."""
+    """Whether a record is about a time before rollout ``start``; an eval/step of k means after k trained rollouts."""
     if record["kind"] == "eval":
         return record["eval/step"] <= start and start > 0
     return record[DEFAULT_AXIS] < start

@@ -1,4 +1,4 @@
-"""Keep other people's output off the console: it goes to files of the run folder, none of it is dropped."""
+"""Keeps the output of libraries off the console; it goes to files of the run folder, and nothing is dropped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def redirect_process_output(path: str | Path) -> None:
     """Append everything this process and its children print from now on (file descriptors 1 and 2) to ``path``.
 
-    Line by line, so that the last words of a process that is killed are there.
+    Output is flushed after every line, so that the file has the last lines of a process that is killed.
     """
     _point_at([1, 2], path)
     sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
@@ -24,14 +24,14 @@ def redirect_process_output(path: str | Path) -> None:
 
 @contextmanager
 def stderr_to_file(path: str | Path) -> Iterator[None]:
-    """Append what this process writes to file descriptor 2, C++ libraries included, to ``path`` while this lasts."""
+    """Append what this process writes to file descriptor 2, C++ libraries included, to ``path`` in this context."""
     sys.stderr.flush()
     saved = os.dup(2)
     try:
         _point_at([2], path)
         yield
     finally:
-        with suppress(OSError):  # a full disk has no room for it; what filled it is said elsewhere
+        with suppress(OSError):  # the disk may be full, which another message reports
             sys.stderr.flush()
         os.dup2(saved, 2)
         os.close(saved)
@@ -39,9 +39,9 @@ def stderr_to_file(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def log_to_file(path: str | Path) -> Iterator[None]:
-    """Append log records to ``path`` while this lasts: our own from INFO, other libraries' from WARNING.
+    """Append log records to ``path`` in this context: our own from INFO on, those of libraries from WARNING on.
 
-    Python warnings become records too.
+    Python warnings become log records too.
     """
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))

@@ -1,4 +1,4 @@
-"""Phases of the loop: how long each took, and how far the current one is."""
+"""Phases of the training loop: the time each one took, and the progress of the current one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 BAR_AFTER = 0.5  # seconds; shorter phases draw nothing
 REDRAW_EVERY = 0.2
 LINE_EVERY = 30.0
-# the loop's name of a phase, where slime has another for its seconds: perf/rollout_time
+# phase name -> slime's name in the metric: the seconds of "generate" are perf/rollout_time
 PERF_NAMES = {"generate": "rollout"}
-# perf/{name}_time -> what console and plots call it
+# name in perf/{name}_time -> label on the console and in plots
 LABELS = {"rollout": "gen", "train": "train", "update_weights": "sync", "save_model": "save", "eval": "eval"}
 
 
 def duration(seconds: float) -> str:
-    """``0.35s``, ``7.1s``, ``42s``, ``3m05s``, ``2h07m``."""
+    """A duration as text, such as ``0.35s``, ``7.1s``, ``42s``, ``3m05s`` or ``2h07m``."""
     if seconds < 10:
         return f"{seconds:.2f}s" if seconds < 1 else f"{seconds:.1f}s"
     whole = round(seconds)
@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
 
 
 class Timer:
-    """Adds up the seconds of named phases within a step; a step is one turn of the loop.
+    """Adds up the seconds of named phases within a step, which is one turn of the training loop.
 
     ::
 
@@ -50,7 +50,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a phase; a name that comes again adds up. Phases may overlap or nest: each counts its own seconds."""
+        """Time a phase; the seconds of a repeated name add up. Phases may overlap or nest: each counts in full."""
         began = self._clock()
         try:
             yield
@@ -58,16 +58,16 @@ class Timer:
             self.seconds[name] = self.seconds.get(name, 0.0) + self._clock() - began
 
     def restart(self) -> None:
-        """Begin a step now, and forget what was timed before it."""
+        """Begin a step now, and discard all times before it."""
         self.seconds: dict[str, float] = {}
         self._step_began = self._clock()
 
     def finish_step(self) -> dict[str, float]:
-        """Seconds of the step that ends now; the next one begins.
+        """End the step, return its times and begin the next one.
 
         Returns:
-            ``perf/{phase}_time`` of every phase, ``perf/step_time`` (wall clock of the step), and when there was a
-            phase ``train``: ``perf/train_wait_time`` (all the rest) and ``perf/wait_time_ratio`` (its share).
+            ``perf/{phase}_time`` of every phase, ``perf/step_time`` (wall clock of the step), and if there was a
+            phase ``train``: ``perf/train_wait_time`` (the step without it) and ``perf/wait_time_ratio`` (the share).
         """
         step = self._clock() - self._step_began
         times = {f"perf/{name}_time": seconds for name, seconds in self.seconds.items()} | {"perf/step_time": step}
@@ -79,7 +79,7 @@ class Timer:
 
 
 class Phase:
-    """A phase that is going on. Its own thread draws, so that `update` costs nothing and silence never means a hang."""
+    """A running phase. A separate thread draws its progress, so that `update` is cheap and the display never stops."""
 
     def __init__(self, console: Console, name: str, line_every: float = LINE_EVERY) -> None:
         self._console = console
@@ -92,9 +92,9 @@ class Phase:
         self._thread = threading.Thread(target=self._draw, name=f"progress-{name}", daemon=True)
 
     def update(self, done: int, total: int | None = None, note: str = "") -> None:
-        """``done`` of ``total`` (None: as before) units are finished. May be called from any thread.
+        """Report that ``done`` of ``total`` (None: as before) units are finished. Any thread may call this.
 
-        ``note``: what the units are, or how fast it goes.
+        ``note``: the name of the units, or the speed.
         """
         self._done, self._note = done, note
         self._total = self._total if total is None else total
@@ -108,7 +108,7 @@ class Phase:
         self._thread.join()
 
     def describe(self) -> str:
-        """``12/64 groups, 37s, about 2m40s left``."""
+        """The progress as text, such as ``12/64 groups, 37s, about 2m40s left``."""
         elapsed = time.monotonic() - self._began
         counted = f"{self._done}/{self._total}" if self._total else ""
         parts = [" ".join(filter(None, (counted, self._note))), duration(elapsed)]
@@ -127,7 +127,7 @@ class Phase:
         from rich.progress import BarColumn, Progress, TextColumn
 
         columns = (TextColumn("{task.description:>9}"), BarColumn(30), TextColumn("{task.fields[text]}", style="dim"))
-        # standard error is a file by now (noise.py): leave it alone
+        # rich must not redirect standard error, which goes to a file (noise.py)
         bar = Progress(*columns, console=self._console.rich, transient=True, auto_refresh=False, redirect_stderr=False)
         with bar:
             task = bar.add_task(self._name, total=self._total, text="")

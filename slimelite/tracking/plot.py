@@ -1,4 +1,4 @@
-"""Curves of runs, drawn from their ``metrics.jsonl``.
+"""Draws the curves of runs from their ``metrics.jsonl``.
 
 ::
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# title -> metrics, of which the first that a run has is drawn
+# title -> metrics; the first one that a run has is drawn
 PANELS: dict[str, tuple[str, ...]] = {
     "reward": ("rollout/raw_reward",),
     "response length [tokens]": ("rollout/response_len/mean",),
@@ -46,7 +46,7 @@ Runs = Mapping[str, Sequence[Sequence[Record]]]  # label -> the records of one r
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes; ``lines``: label -> one curve, or several to show as median and band."""
+    """One plot; ``lines``: label -> one curve, or several curves that are drawn as median and band."""
 
     title: str
     metric: str
@@ -54,7 +54,7 @@ class Panel:
 
 
 def draw_run(run_dir: str | Path, out: str | Path) -> None:
-    """The standard panels of one run and its time by phase, as a PNG; panels without data are left out."""
+    """Draw the standard panels of one run and its time per phase as a PNG; panels without data are left out."""
     records = read_metrics(run_dir)
     panels = [p for title, names in PANELS.items() if (p := _panel(title, names, {"": [records]})).lines]
     if scores := eval_metrics(records):
@@ -70,10 +70,10 @@ def draw_run(run_dir: str | Path, out: str | Path) -> None:
 
 
 def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
-    """Runs over one another, a panel for each of ``metrics`` or the standard ones and every eval.
+    """Draw several runs in the same panels: one per metric of ``metrics``, or the standard ones and every eval.
 
     Raises:
-        ValueError: no run has one of ``metrics``, or nothing at all.
+        ValueError: no run has a metric of ``metrics``, or there is nothing to draw.
     """
     everything = [r for group in runs.values() for records in group for r in records]
     standard = {m: (m,) for m in eval_metrics(everything)} | PANELS
@@ -90,7 +90,7 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
 
 
 def median_and_range(curves: Sequence[Points]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """(steps, median, minimum, maximum) over the curves that have a value at each step."""
+    """(steps, median, minimum, maximum); at each step over the curves that have a value there."""
     at: dict[float, list[float]] = {}
     for steps, values in curves:
         for step, value in zip(steps, values, strict=True):
@@ -100,7 +100,7 @@ def median_and_range(curves: Sequence[Points]) -> tuple[list[float], list[float]
 
 
 def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
-    """The first of ``metrics`` that each run has."""
+    """A panel with, for each run, the first of ``metrics`` that it has."""
     lines: dict[str, list[Points]] = {}
     for label, group in runs.items():
         found = [next((p for m in metrics if (p := series(records, m))[0]), None) for records in group]
@@ -110,7 +110,7 @@ def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
 
 
 def _grid(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` axes in a square. Figures, not pyplot: no display, no state."""
+    """A figure with ``count`` axes in a square grid; without pyplot, which needs a display and global state."""
     from matplotlib.figure import Figure
 
     columns = max(ceil(sqrt(count)), 1)
@@ -133,7 +133,7 @@ def _draw(ax: Axes, panel: Panel, *, legend: bool) -> None:
 
 
 def _draw_times(ax: Axes, records: Sequence[Record], whole: Points) -> None:
-    """Seconds by phase, stacked up to the time of the step; "other" is what no phase covers."""
+    """Draw the seconds per phase, stacked up to the time of the step; "other" is time outside all phases."""
     steps, totals = whole
     layers: dict[str, list[float]] = {}
     for phase, label in LABELS.items():
@@ -160,14 +160,14 @@ def _decorate(ax: Axes, title: str, x_label: str) -> None:
 
 
 def _save(figure: Figure, out: str | Path) -> None:
-    """As a PNG that appears whole or not at all."""
+    """Write a PNG; the file appears whole or not at all."""
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     with whole(Path(out)) as partial:
         figure.savefig(partial, dpi=110, format="png")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; see the module's text."""
+    """Run the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="python -m slimelite.tracking.plot", description="Draw the curves of runs.")
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder: a line of its own")
     parser.add_argument(

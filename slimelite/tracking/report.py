@@ -1,4 +1,4 @@
-"""What the console shows of a run besides the table of rollouts: its first lines, evaluations, samples, its summary."""
+"""Text that the console shows besides the table of rollouts: first lines, evaluations, samples and the summary."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SKIPPED_WARNING = (
 
 
 def run_facts(args: Args) -> dict[str, str]:
-    """Name -> value, in the order to show; ``args`` as `complete_args` leaves them."""
+    """Name -> value of the first lines, in order; ``args`` must be complete (see `complete_args`)."""
     facts = {
         "model": args.hf_checkpoint or "new, random weights",
         "data": ", ".join(args.prompt_data) or str(args.load_debug_rollout_data or args.data_source_path or "none"),
@@ -55,7 +55,7 @@ def run_facts(args: Args) -> dict[str, str]:
 
 
 def batch_identity(args: Args) -> str:
-    """``32 prompts x 8 samples = 256 = 2 steps of 100 + 1 of 56``."""
+    """The batch as text, such as ``32 prompts x 8 samples = 256 = 2 steps of 100 + 1 of 56``."""
     total = args.rollout_batch_size * args.n_samples_per_prompt
     full, rest = divmod(total, args.global_batch_size)
     steps = [f"{full} step{'s' if full > 1 else ''} of {args.global_batch_size}"] if full else []
@@ -91,7 +91,7 @@ def _kl(args: Args) -> str:
 
 
 def eval_text(metrics: Mapping[str, float]) -> str:
-    """``gsm8k 0.412 (length 120, truncated 2%, pass@4 0.710), svamp 0.300``."""
+    """Scores as text, such as ``gsm8k 0.412 (length 120, truncated 2%, pass@4 0.710), svamp 0.300``."""
     parts = []
     for name in eval_metrics([metrics]):
         details = []
@@ -108,7 +108,7 @@ def eval_text(metrics: Mapping[str, float]) -> str:
 
 
 def summary(records: Sequence[Record]) -> dict[str, str]:
-    """Eval dataset (the reward, where there is none) -> its first, best and last score in the whole run folder."""
+    """Eval dataset (without any: "reward") -> its first, best and last score among all ``records``."""
     lines = {}
     for name in eval_metrics(records) or ["rollout/raw_reward"]:
         steps, values = series(records, name)
@@ -123,14 +123,14 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
 
 
 def spread(rewards: np.ndarray, count: int) -> list[int]:
-    """Rows from the highest reward to the lowest, evenly over the ranks. ``rewards``: [rows]."""
+    """``count`` row indices from the highest reward to the lowest, evenly spaced by rank. ``rewards``: [rows]."""
     order = np.argsort(-rewards, kind="stable")
     picks = np.linspace(0, len(order) - 1, min(count, len(order)))
     return [int(order[round(p)]) for p in picks]
 
 
 def samples_table(title: str, table: SampleTable, count: int = 4) -> Table:
-    """Prompt (its end), response, reward, its components and label of ``count`` rows; they go to the log too."""
+    """A table of ``count`` rows: reward and components, label, end of the prompt, response. Also logs the rows."""
     shown = Table(title="\n" + title, box=box.SIMPLE, title_justify="left", title_style="bold", show_edge=False)
     shown.add_column("reward", justify="right", no_wrap=True)
     shown.add_column("label", max_width=20)
@@ -148,16 +148,16 @@ def samples_table(title: str, table: SampleTable, count: int = 4) -> Table:
 
 
 def one_line(text: str) -> str:
-    """``text`` with line breaks as ↵ and other control characters, terminal escapes among them, spelled out."""
+    """``text`` with line breaks as ↵ and other control characters, such as terminal escapes, as Python escapes."""
     return "".join(c if c.isprintable() else "↵" if c == "\n" else repr(c)[1:-1] for c in text.strip())
 
 
 def tail(text: str) -> str:
-    """The end of a prompt: the question stands there."""
+    """The end of a prompt, where the question usually is."""
     return text if len(text) <= PROMPT_CHARS else "…" + text[-PROMPT_CHARS:]
 
 
 def middle_out(text: str) -> str:
-    """Beginning and end of a response."""
+    """A response without its middle, if it is long."""
     half = RESPONSE_CHARS // 2
     return text if len(text) <= RESPONSE_CHARS else f"{text[:half]} … {text[-half:]}"

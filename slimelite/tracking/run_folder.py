@@ -1,18 +1,18 @@
-"""The files of a run folder that are written whole: configuration, versions, status, samples.
+"""Writes the files of a run folder that appear whole: configuration, versions, status, samples. The folder has
 
 ::
 
     config.yaml            resolved arguments; --config reads it back
-    config.json            the same with what was derived, and why
+    config.json            the same, with the reasons of derived arguments
     versions.json          packages, commit, hardware
-    status.json            running, finished, failed or interrupted; how far; the error
+    status.json            running, finished, failed or interrupted; rollouts done; the error
     metrics.jsonl          every metric (see metrics_file.py)
     curves.png             the curves of metrics.jsonl
     rollouts/0000012.parquet        the samples of rollout 12
-    dropped/0000012.parquet         some of the groups that were not trained on, and why (rollout/dropped.py)
+    dropped/0000012.parquet         some of the groups that were not trained on, and why (rollout/filters.py)
     eval/gsm8k-0000012.parquet      the answers of an evaluation after 12 rollouts
     log.txt                the console and our log, with times
-    stderr.txt             what libraries print
+    stderr.txt             output that libraries print to standard error
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from slimelite.arguments.secret import HIDDEN, masked
 from slimelite.files import FULL, whole
 from slimelite.table import SampleTable
 
-# what says where arguments come from and results go, not what to compute
+# flags left out of config.yaml: they say where arguments come from and where results go, not what to compute
 SOURCES = ("config", "custom_config_path", "dry_run", "run_dir")
 
 
 class RunFolder:
-    """Owns ``path``; every file appears whole or not at all."""
+    """The run folder at ``path``; every file appears whole or not at all, unless the disk is full."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).absolute()
         self.path.mkdir(parents=True, exist_ok=True)
 
     def save_config(self, args: Args) -> None:
-        """config.yaml and config.json."""
+        """Write config.yaml and config.json."""
         self._write("config.yaml", config_yaml(args))
         self._write("config.json", json.dumps(config_dict(args), indent=1, default=str))
 
     def save_json(self, name: str, values: Mapping[str, Any]) -> None:
-        """A small JSON file."""
+        """Write a small JSON file."""
         self._write(name, json.dumps(values, indent=1))
 
     def save_rollout(self, rollout_id: int, table: SampleTable) -> None:
-        """The samples of a rollout."""
+        """Write the samples of a rollout."""
         table.to_parquet(self.path / "rollouts" / f"{rollout_id:07d}.parquet")
 
     def save_eval(self, name: str, step: int, table: SampleTable) -> None:
-        """The answers to an eval dataset after ``step`` rollouts."""
+        """Write the answers to an eval dataset after ``step`` rollouts."""
         table.to_parquet(self.path / "eval" / f"{name.replace('/', '_')}-{step:07d}.parquet")
 
     def _write(self, name: str, text: str) -> None:
@@ -71,7 +71,7 @@ class RunFolder:
         except OSError as error:
             if error.errno not in FULL or not path.is_file():
                 raise
-            path.write_text(text + "\n", encoding="utf-8")  # what is replaced makes room for it
+            path.write_text(text + "\n", encoding="utf-8")  # full disk: overwriting the old file needs no new space
 
 
 def config_dict(args: Args) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def config_dict(args: Args) -> dict[str, Any]:
 
 
 def config_yaml(args: Args) -> str:
-    """The flags that have a value, by group, as ``--config`` reads them; the reason beside derived ones."""
+    """The flags that have a value, by group, as ``--config`` reads them; derived ones have their reason beside them."""
     import yaml
 
     reasons = {d.name: d.reason for d in args.derivations}
@@ -112,7 +112,7 @@ PACKAGES = ("torch", "transformers", "ray", "sglang", "numpy", "pyarrow", "safet
 def versions(device: str) -> dict[str, Any]:
     """Versions of slimelite, Python and ``PACKAGES`` (None: not installed), the commit, and this machine.
 
-    ``device``: GPUs are looked for when it is ``cuda``.
+    ``device``: GPUs are listed only if it is ``cuda``.
     """
     return {
         "slimelite": slimelite.__version__,
@@ -130,7 +130,7 @@ def versions(device: str) -> dict[str, Any]:
 
 
 def commit(checkout: Path) -> str | None:
-    """The commit of a git checkout, with ``-dirty`` when files were changed; None if ``checkout`` is not one."""
+    """The commit of a git checkout, with ``-dirty`` if files were changed; None if ``checkout`` is no git checkout."""
     if not (checkout / ".git").exists() or shutil.which("git") is None:
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
@@ -139,7 +139,7 @@ def commit(checkout: Path) -> str | None:
 
 
 def gpus() -> list[str]:
-    """Name, memory and driver of each GPU of this machine, as nvidia-smi tells them."""
+    """Name, memory and driver of each GPU of this machine, as nvidia-smi reports them."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]

@@ -1,4 +1,4 @@
-"""The run as people see it: `Tracker` owns the run folder, the console and the metric writers."""
+"""`Tracker` records a run: it owns the run folder, the console and the metric writers."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from slimelite.tracking.writers import Writer, open_writers
 
 logger = logging.getLogger(__name__)
 
-# redrawing the curves may take this share of the run's time
+# drawing the curves during a run takes at most about this share of its time
 DRAWING_SHARE = 0.02
 
 
 @dataclass(slots=True)
 class _Rollout:
-    """What is known of the rollout that is going on."""
+    """The metrics and samples of the current rollout."""
 
     row: dict[str, float] = field(default_factory=dict)  # every metric
-    perf: dict[str, float] = field(default_factory=dict)  # those that are written when it is over
+    perf: dict[str, float] = field(default_factory=dict)  # metrics that are written when the rollout is over
     table: SampleTable | None = None
-    scores: list[str] = field(default_factory=list)  # names of the metrics that a new evaluation brought
+    scores: list[str] = field(default_factory=list)  # names of the scores of a new evaluation
     answers: dict[str, SampleTable] = field(default_factory=dict)
 
 
@@ -67,7 +67,7 @@ class Tracker:
             ...
             tracker.finish_rollout(rollout_id)  # the line on the console
 
-    An error that leaves the block is recorded in status.json and log.txt, and goes on.
+    An error that leaves the block is recorded in status.json and log.txt, and propagates.
     """
 
     def __init__(self, args: Args) -> None:
@@ -78,12 +78,12 @@ class Tracker:
         self._stack = ExitStack()
         self._writers: list[Writer] = []
         self._began = time.time()
-        self._looping = False  # the first rollout has begun
+        self._looping = False  # whether the first rollout has begun
         self._finished: int | None = None  # the last rollout that is over
         self._now = _Rollout()
         self._best = float("-inf")
         self._step_times: deque[float] = deque(maxlen=20)
-        self._mismatch = 0.0  # the largest that was warned about
+        self._mismatch = 0.0  # the difference at the last warning
         self._checks = RunChecks(args)
         self._drawn_at, self._drawing_took = time.monotonic(), 1.0
 
@@ -111,13 +111,13 @@ class Tracker:
     def record_failure(
         self, _kind: type[BaseException] | None, error: BaseException | None, _tb: TracebackType | None
     ) -> None:
-        """Put an error in status.json, before whatever else has to be ended; also a context's ``__exit__``."""
+        """Write an error to status.json before the run is shut down; has the signature of ``__exit__``."""
         if error is not None:
             said = str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}".removesuffix(": ")
             self._save_status(_status_of(error), said)
 
     def banner(self, args: Args) -> None:
-        """Say what this run is; ``args`` are complete now, with the number of rollouts and the first one's id."""
+        """Print the facts of the run; ``args`` now have the number of rollouts and the id of the first one."""
         self.args = args
         self.folder.save_config(args)
         self._write("start", {"rollout/step": args.start_rollout_id or 0})
@@ -135,12 +135,12 @@ class Tracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """A phase of the loop: its seconds go to ``perf/{name}_time``, its progress is shown.
+        """Time a phase of the loop as ``perf/{name}_time`` (generate: ``perf/rollout_time``) and show its progress.
 
-        ``name``: generate, train, update_weights, save_model, eval, or another; `Phase.update` tells how far it is.
+        ``name``: generate, train, update_weights, save_model, eval, or another; `Phase.update` reports the progress.
         """
         if name == "generate" and not self._looping:
-            # what came before the first rollout is no part of it
+            # the metrics and times before the first rollout are not part of it
             self._looping = True
             self._now = _Rollout()
             self.timer.restart()
@@ -148,7 +148,7 @@ class Tracker:
             yield phase
 
     def log_rollout(self, rollout_id: int, table: SampleTable, metrics: Mapping[str, float]) -> None:
-        """The samples of a rollout, and what was measured while they were generated."""
+        """Record the samples of a rollout and the metrics of their generation."""
         self.folder.save_rollout(rollout_id, table)
         self._now.table = table
         from_table = {
@@ -157,7 +157,7 @@ class Tracker:
         }
         found = {"rollout/step": rollout_id, **from_table, **metrics}
         if self.args.supervised:
-            del found["rollout/raw_reward"]  # there is no reward; zeros would look like a bad one
+            del found["rollout/raw_reward"]  # there is no reward, and zeros would look like a bad one
         self._write("rollout", found)
 
     def log_train(
@@ -167,9 +167,9 @@ class Tracker:
         steps: Sequence[Mapping[str, float]] = (),
         advantages: np.ndarray | None = None,
     ) -> None:
-        """What training on a rollout gave; ``steps``: the ``train/`` metrics of each optimizer step, where known.
+        """Record the metrics of training; ``steps``: the ``train/`` metrics of each optimizer step, if known.
 
-        ``advantages``: [response tokens] where tokens had their own; the saved rollout then has these.
+        ``advantages``: [response tokens], if tokens had advantages of their own; they are added to the saved rollout.
         """
         if advantages is not None and self._now.table is not None:
             self._now.table.advantages = advantages
@@ -185,13 +185,13 @@ class Tracker:
         self._now.row |= metrics
 
     def log_perf(self, metrics: Mapping[str, float]) -> None:
-        """Metrics of the current rollout that come from elsewhere: those of a weight sync, for one."""
+        """Record other metrics of the current rollout, such as those of a weight sync."""
         self._now.perf |= metrics
 
     def log_eval(self, rollout_id: int, metrics: Mapping[str, float], tables: Mapping[str, SampleTable]) -> None:
-        """An evaluation after rollout ``rollout_id`` (-1: before training); ``tables``: the answers, by dataset.
+        """Record an evaluation after rollout ``rollout_id`` (-1: before training); ``tables``: the answers, by dataset.
 
-        It is written at ``eval/step`` rollout_id + 1, the number of rollouts trained.
+        Its ``eval/step`` is rollout_id + 1, the number of rollouts trained so far.
         """
         step = rollout_id + 1
         for name, table in tables.items():
@@ -208,7 +208,7 @@ class Tracker:
             self.console.line(f"  eval {when}: {eval_text(metrics)}")
 
     def finish_rollout(self, rollout_id: int) -> None:
-        """A turn of the loop is over: its line on the console, and now and then samples and curves."""
+        """End a turn of the loop: print its line, and at times show samples and redraw the curves."""
         times = self.timer.finish_step()
         perf = {name: value for name, value in (times | self._now.perf).items() if name not in self._now.row}
         self._write("perf", {"rollout/step": rollout_id, **perf})
@@ -254,11 +254,11 @@ class Tracker:
         row, seconds = dict(self._now.row), times["perf/step_time"]
         phases = {label: times[key] for name, label in LABELS.items() if (key := f"perf/{name}_time") in times}
         if not (self.args.supervised or self.args.debug_train_only):
-            # not by the phase: a rollout that ran ahead is only picked up there
+            # divide by rollout_time, since the phase "generate" only waits for a rollout that was generated ahead
             tokens = row.get("perf/generated_tokens", 0.0)
             row["tokens_per_sec"] = tokens / row["perf/rollout_time"] if tokens else 0.0
         if failed := row.get("rollout/reward_errors"):
-            row["errors"] = failed  # the column comes with the first one
+            row["errors"] = failed  # the first error adds the column
         self._step_times.append(seconds)
         count = self.args.num_rollout or rollout_id + 1
         if left := count - rollout_id - 1:
@@ -267,7 +267,7 @@ class Tracker:
         self.console.row(f"{rollout_id + 1}/{count}", row, seconds, phases, best=best)
 
     def _note_score(self, row: dict[str, float]) -> bool:
-        """Put the score of the first eval dataset, if there is a new one, in ``row``; whether it is the best so far."""
+        """Add the first eval dataset's new score, if any, to ``row``; returns whether it is the best so far."""
         if not self._now.scores:
             return False
         row["eval"] = row[self._now.scores[0]]
@@ -275,7 +275,7 @@ class Tracker:
         return best
 
     def _warn_of_mismatch(self, difference: float) -> None:
-        """In full once, briefly each time it has doubled."""
+        """Warn of a difference above the limit: in full the first time, then briefly each time it has doubled."""
         if difference <= max(MISMATCH_LIMIT, 2 * self._mismatch):
             return
         if self._mismatch:
@@ -293,7 +293,7 @@ class Tracker:
             self.console.block(samples_table(title, table))
 
     def _draw(self) -> None:
-        from slimelite.tracking.plot import draw_run  # a program of its own: python -m slimelite.tracking.plot
+        from slimelite.tracking.plot import draw_run  # late, or `python -m slimelite.tracking.plot` would warn
 
         began = time.monotonic()
         try:

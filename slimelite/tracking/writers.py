@@ -1,4 +1,4 @@
-"""Where metrics go besides ``metrics.jsonl``: Weights & Biases and TensorBoard."""
+"""Metric writers besides ``metrics.jsonl``: Weights & Biases and TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFil
 
 
 class Writer(Protocol):
-    """A place for metrics; ``where``: how people find it."""
+    """A destination of metrics; ``where``: its path or URL, for the console."""
 
     name: str
     where: str
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
-        """Metrics of one moment, the steps on their axes among them."""
+        """Write metrics that belong together; their steps (see `AXES`) are among them."""
         ...
 
     def close(self, failed: bool, /) -> None:
-        """The run is over."""
+        """Close the writer at the end of the run."""
         ...
 
 
 def open_writers(args: Args, config: Mapping[str, Any]) -> list[Writer]:
-    """``metrics.jsonl``, and what ``--use-wandb`` and ``--use-tensorboard`` ask for.
+    """The writer of ``metrics.jsonl``, and those for ``--use-wandb`` and ``--use-tensorboard``.
 
-    ``config``: the resolved arguments, to show beside the curves.
+    ``config``: the resolved arguments, which wandb shows beside the curves.
     """
     writers: list[Writer] = [MetricsFile(Path(args.run_dir))]
     if args.use_wandb and args.wandb_mode != "disabled":
@@ -47,14 +47,14 @@ def open_writers(args: Args, config: Mapping[str, Any]) -> list[Writer]:
 
 
 class WandbWriter:
-    """Weights & Biases. A resumed run folder goes on with the wandb run it began."""
+    """Writes to Weights & Biases. A resumed run folder continues its earlier wandb run."""
 
     name = "wandb"
 
     def __init__(self, args: Args, config: Mapping[str, Any]) -> None:
         import wandb
 
-        # the train step at which a rollout begins stands in for its id on every axis
+        # with --wandb-always-use-train-step, a rollout's step is the train step at which it begins, not its id
         self._steps_per_rollout = args.num_steps_per_rollout if args.wandb_always_use_train_step else 1
         identity = _wandb_identity(args)
         directory = Path(args.wandb_dir or args.run_dir)
@@ -81,7 +81,7 @@ class WandbWriter:
             self._run.define_metric(prefix + "*", step_metric=axis_of(prefix))
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
-        """One row of the run's history."""
+        """Log one row of the wandb run's history."""
         if kind == "start":
             return
         axes = [axis for axis in (DEFAULT_AXIS, "eval/step") if axis in metrics]
@@ -93,19 +93,19 @@ class WandbWriter:
 
 
 class TensorboardWriter:
-    """TensorBoard event files: a tag per metric, the step of each on its own axis."""
+    """Writes TensorBoard event files: one tag per metric, with the step on the metric's own axis."""
 
     name = "tensorboard"
 
     def __init__(self, directory: Path) -> None:
-        # the writer that torch.utils.tensorboard wraps, without importing torch
+        # torch.utils.tensorboard wraps this writer; using it directly avoids the import of torch
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self.where = str(directory)
         self._events = EventFileWriter(str(directory))
 
     def write(self, _kind: Kind, metrics: Mapping[str, float], /) -> None:
-        """One event per metric that has a step."""
+        """Write one event for each metric that has a step."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -124,7 +124,7 @@ class TensorboardWriter:
 
 @contextmanager
 def _command_line_masked() -> Iterator[None]:
-    """wandb keeps ``sys.argv`` with the run, and has no setting for it."""
+    """Mask secrets in ``sys.argv``, because wandb saves it with the run and has no setting against that."""
     before = sys.argv
     sys.argv = [before[0], *masked_words(before[1:])]
     try:
@@ -134,13 +134,13 @@ def _command_line_masked() -> Iterator[None]:
 
 
 def tensorboard_directory(args: Args) -> Path:
-    """``--tensorboard-dir``, else slime's ``$TENSORBOARD_DIR``, else in the run folder; then project and experiment."""
+    """``--tensorboard-dir``, else ``$TENSORBOARD_DIR`` (slime's), else the run folder; plus project and experiment."""
     base = args.tensorboard_dir or os.environ.get("TENSORBOARD_DIR") or str(Path(args.run_dir) / "tensorboard")
     return Path(base, *filter(None, (args.tb_project_name, args.tb_experiment_name)))
 
 
 def _wandb_identity(args: Args) -> dict[str, str]:
-    """id, group and name of the wandb run; kept in the run folder for the day it is resumed."""
+    """id, group and name of the wandb run; saved in the run folder, so that a resumed run can continue it."""
     path = Path(args.run_dir) / "wandb_run.json"
     known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     if not known or args.wandb_run_id not in (None, known["id"]):
