@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def train(cluster: Cluster, tracker: Tracker) -> None:
-    """Every rollout from the first to the last, in the order that colocation needs; each verb returns a future."""
+    """Run every rollout from the first to the last; colocation requires this order. Each verb returns a future."""
     args = cluster.args
     if not args.debug_train_only:
         sync(cluster, tracker, version=args.start_rollout_id)

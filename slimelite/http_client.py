@@ -110,7 +110,7 @@ class Client:
         return await self.ask("POST", url, body, headers)
 
     async def ask(self, method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
-        """The answer, parsed; None where it is empty.
+        """Send a request and return the parsed answer, None if it is empty.
 
         Args:
             body: what is sent as JSON; bytes are JSON already.

@@ -61,7 +61,7 @@ class Sample:
     index: int | None = None
     # shared by the samples of one fan-out; None: the sample is a rollout of its own
     rollout_id: int | None = None
-    # shared by samples that must be trained together (the two of a preference pair); None: no such sample
+    # shared by samples that must be trained together (the two of a preference pair); None: no others
     unit_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
     tokens: list[int] = field(default_factory=list)
@@ -172,7 +172,7 @@ class Sample:
         return [version for version, kept in zip(self.weight_versions, mask, strict=False) if kept]
 
     def check_aligned(self) -> None:
-        """Raise ValueError unless every per-token list has ``response_length`` entries and ``NOT_HERE`` fields none."""
+        """Raise ValueError for a per-token list that does not fit the response, or for an unsupported field."""
         _refuse({name: getattr(self, name) for name in NOT_HERE})
         if self.response_length > len(self.tokens):
             raise ValueError(

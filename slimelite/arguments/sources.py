@@ -36,7 +36,7 @@ for _name, _preset in tomllib.loads(recorded("presets.toml")).items():
 
 
 def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
-    """Everything ``argv`` says.
+    """The settings of a command line.
 
     A word that begins with ``--`` is a flag, and the words up to the next one are its values; ``--flag=value`` gives a
     value that begins with ``--`` itself. A flag given twice: the last one wins, so ``script.sh --lr 1e-5`` overrides.
@@ -60,9 +60,9 @@ def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
 
 
 def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: bool = False) -> Settings:
-    """Everything the YAML mapping at ``path`` says, keys with - or _; ``option``: the flag that named the file.
+    """The settings in the YAML mapping at ``path``, with - or _ in keys; ``option``: the flag that named the file.
 
-    With ``own_keys`` a key that is no flag is not a mistake: it goes to the user's plugins as ``args.key``.
+    With ``own_keys`` a key that is no flag is not an error: the user's plugins read it as ``args.key``.
     """
     settings = Settings()
     content = load_yaml(path, option, settings)
@@ -151,7 +151,7 @@ def _read_key(name: str, value: Any, vocabulary: Vocabulary, settings: Settings)
 def read_presets(
     names: Sequence[str], vocabulary: Vocabulary, given: Collection[str]
 ) -> tuple[Settings, dict[str, str]]:
-    """Everything that the presets say, and the preset of each field.
+    """The settings of all presets, and the name of the preset that set each field.
 
     Two presets may not set a field to different values, unless it is in ``given``: other sources override presets.
     """

@@ -27,7 +27,7 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
 
     Raises:
         ClusterError: the machines cannot hold the job.
-        ValueError: what a worker refused at construction.
+        ValueError: a worker refused its arguments when it was built.
     """
     if args.model_config is not None:
         # workers find a model that the architecture flags define as a folder with a config and no weights
