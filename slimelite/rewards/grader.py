@@ -296,7 +296,7 @@ def answer_of(sample: Sample, response: str, settings: Settings) -> Answer:
 
 
 def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
-    """What the rule says in this process; None: its ``slow`` has to be asked."""
+    """The verdict of the rule's ``quick`` in this process; None: its ``slow`` must decide."""
     if rule.quick is None:
         return None
     try:

@@ -68,14 +68,14 @@ def last_boxed_only_string(text: str) -> str | None:
 
 
 def remove_boxed(text: str | None) -> str | None:
-    r"""What stands inside ``\boxed{...}``; None if ``text`` is not exactly one box."""
+    r"""The content of ``\boxed{...}``; None if ``text`` is not exactly one box."""
     if text is None or not text.startswith("\\boxed{") or not text.endswith("}"):
         return None
     return text[len("\\boxed{") : -1]
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    r"""What stands inside the last ``\boxed{...}``."""
+    r"""The content of the last ``\boxed{...}``."""
     return remove_boxed(last_boxed_only_string(text))
 
 
@@ -133,7 +133,7 @@ def slow(answer: Answer) -> float:
 
 
 def unboxed(label: str) -> str | None:
-    r"""The label itself, or what is in its ``\boxed{}``."""
+    r"""The label itself, or the content of its ``\boxed{}``."""
     return extract_boxed_answer(label) if "\\boxed" in label else label
 
 
@@ -256,7 +256,7 @@ def deepscaler_slow(answer: Answer) -> float:
 
 
 def solution(response: str) -> str | None:
-    """What follows the last ``</think>``, or else the first ``###Response``; None without either."""
+    """The text after the last ``</think>``, or else after the first ``###Response``; None without either."""
     if "</think>" in response:
         return response.rpartition("</think>")[2]
     _, marker, tail = response.partition("###Response")

@@ -1,6 +1,6 @@
-"""The reward rules, a record each: what --rm-type takes.
+"""The reward rules, one record for each value of --rm-type.
 
-A rule of your own is one file, which ``--import-file`` names::
+A user's rule is one file, which ``--import-file`` names::
 
     from slimelite.rewards.rules import RULES, Answer, Rule
 
@@ -9,8 +9,8 @@ A rule of your own is one file, which ``--import-file`` names::
 
     RULES.add(Rule("contains", quick))
 
-The command line reads the records, so this module needs the standard library alone: a rule's functions are imported
-when they are first called.
+The command line reads the records, so this module imports no heavy packages: a rule's functions are imported when they
+are first called.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 Reward = float | dict[str, Any]
 
 BOXED = "boxed_"
-# address space of a grading process, which the programs that it tests stay below [MiB]
+# address space of a grading process [MiB]; the programs that it tests must stay below this limit
 GRADER_MEMORY_MB = 4096
 
 
 class TooCostly(BaseException):
     """An answer takes more processor time than its rule allows: it gets the rule's ``zero``, and is counted.
 
-    It is no `Exception`: sympy and math-verify catch those and go on.
+    It is not an `Exception`, because sympy and math-verify catch these and continue.
     """
 
 
@@ -49,9 +49,9 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a rule sees of a sample.
+    """The part of a sample that a rule sees.
 
-    ``label``: the right answer as the data set has it, as text. ``key``: names the sample; the random rule's stream.
+    ``label``: the right answer as text, as in the data set. ``key``: identifies the sample; the rule random hashes it.
     """
 
     response: str
@@ -63,7 +63,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a reward model sees of a sample. ``messages``: the prompt before the policy's chat template, if known."""
+    """What a reward model sees of a sample. ``messages``: the prompt before the chat template is applied, if known."""
 
     prompt: str
     response: str
@@ -72,9 +72,9 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A reward that could not be had: ``kind`` is exception, timeout, crash, nonfinite or invalid.
+    """A reward that could not be computed: ``kind`` is exception, timeout, crash, nonfinite or invalid.
 
-    A worker also says ``costly``: the answer of a bounded rule took too long, and is wrong.
+    A worker may also return ``costly``: an answer of a bounded rule took too long and counts as wrong.
     """
 
     kind: str
@@ -86,14 +86,14 @@ Outcome = Reward | Failure | BaseException
 
 
 class Scorer(Protocol):
-    """Scores samples outside this process, such as by a server: what a rule's ``scorer`` makes of the arguments."""
+    """Scores samples outside this process, for example by a server; a rule's ``scorer`` creates it."""
 
     async def score(self, samples: Sequence[Sample], texts: Sequence[str]) -> Sequence[Outcome]:
-        """A reward for each sample, or how it failed. ``texts``: the responses, or what is in their boxes."""
+        """A reward or a failure for each sample. ``texts``: the responses, or the content of their boxes."""
         ...
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release its resources."""
         ...
 
 
@@ -102,19 +102,19 @@ class Rule:
     r"""A named way to score an answer, in two steps or by a `Scorer`.
 
     Attributes:
-        quick: ``answer -> reward``, string work that is linear in the text, in this process. It returns None where it
-            cannot tell.
-        slow: ``answer -> reward``, asked where quick cannot tell or there is none; it may compute without bound, in a
-            worker process under a time limit.
+        quick: ``answer -> reward``, string processing in linear time, in this process. It returns None if it cannot
+            decide.
+        slow: ``answer -> reward``, called if quick is missing or returns None; it may run for long, in a worker
+            process with a time limit.
         example: ``answer -> response`` that deserves reward 1, for an answer without a response. The dry run grades
             it, so that an unusable label is found at start.
         scorer: ``(args, trial) -> Scorer``, which scores instead of the two steps; ``trial``: for the one row that is
             graded before a run starts.
         zero: the reward of a sample whose grading failed; None: 0, in a dict if there is a --reward-key.
         needs_label: whether a sample without a label is an error.
-        bounded: ``slow`` gets two seconds of processor time, and an answer that takes more is wrong (`TooCostly`).
-        boxable: whether the rule can read what stands inside the last ``\boxed{}`` alone: then there is a second rule,
-            ``boxed_NAME``, that does so (``boxed``). Others look for a marker of their own, which may stand elsewhere.
+        bounded: ``slow`` gets one second of processor time, and an answer that takes more is wrong (`TooCostly`).
+        boxable: whether the rule can score only the content of the last ``\boxed{}``: then a second rule,
+            ``boxed_NAME``, does so (``boxed``). Other rules look for their own marker, which may be outside the box.
         needs: the flag, with underscores, without which the rule cannot work; ``reads``: other flags of its own.
         cautions: ``() -> texts``, logged once when a run uses the rule, behind ``--rm-type NAME``.
     """
@@ -138,23 +138,23 @@ class Rule:
             raise ValueError(f"the rule {self.name!r} scores nothing: give it a quick, a slow or a scorer")
 
     def lacks(self, args: object) -> str | None:
-        """What ``args`` lack for the rule to work, as a message; None where they have all."""
+        """A message if ``args`` lack the flag that the rule needs, else None."""
         if self.needs is None or getattr(args, self.needs):
             return None
         return f"--rm-type {self.name} needs --{self.needs.replace('_', '-')}"
 
 
-# of slime's, with the reason
+# slime's rules that are refused -> the reason
 REFUSED = {
     "opencua_click": "it scores clicks on screenshots, and images are not supported",
 }
 
 
 class Rules(Registry[Rule]):
-    """Rules by name; one that is boxable is there a second time, as ``boxed_NAME``."""
+    """Rules by name; a boxable rule has a second entry, ``boxed_NAME``."""
 
     def add(self, record: Rule) -> Rule:
-        """Register ``record``, and its second form.
+        """Register ``record``, and its boxed form if it is boxable.
 
         Raises:
             ValueError: another rule has its name.

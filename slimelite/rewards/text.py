@@ -50,7 +50,7 @@ def label(answer: Answer) -> str:
 
 
 LETTERS = string.ascii_uppercase[:10]
-# A letter stands alone, unlike the d of "the answer depends". The small a and i, which are words too, must end their
+# A letter is a word of its own, unlike the d of "the answer depends". The small a and i, words too, must end their
 # clause, unlike the a of "the answer is a gas"; "e.g." and "I'd" hold no letters
 LETTER = r"(?!\w(?:\.\w\.|['’]\w))([A-Z]\b|[b-hj-z]\b|[ai](?=[.,;:)\]*]|$))"
 # tried in this order; only the first match of each counts. A letter in brackets or stars is accepted after "answer

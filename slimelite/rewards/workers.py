@@ -40,7 +40,7 @@ RULES_PROGRAM = ("slimelite.rewards.workers",)
 # how often an idle worker checks that its parent lives; a fork of the parent may hold the connection open [s]
 LOOK_SECONDS = 10.0
 # processor time for one answer of a bounded rule [s]. SOFT, user and system time: then an exception is raised, but only
-# after a running C call has returned. HARD, user time alone: then the process ends at once
+# after a running C call has returned. HARD, user time only: then the process ends at once
 SOFT_SECONDS, HARD_SECONDS = 1.0, 1.5
 
 

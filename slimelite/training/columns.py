@@ -1,4 +1,4 @@
-"""What is known of each response token of a rollout before its loss: masks, log-probs, advantages, weights.
+"""Data of each response token of a rollout that its loss needs: masks, log-probs, advantages, weights.
 
 Every rank holds the columns of the whole rollout (a few bytes a token), so that all ranks whiten advantages and find
 rows without a gradient identically, before rows are dealt to ranks.

@@ -48,7 +48,7 @@ def chunked_log_probs(
 
 
 class _Context(FunctionCtx):
-    """What the forward pass leaves to the backward pass."""
+    """The values that the forward pass saves for the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]

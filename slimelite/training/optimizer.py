@@ -66,7 +66,7 @@ class LrSchedule:
         )
 
     def differences(self, other: LrSchedule, flags: Mapping[str, str] = FLAGS) -> list[str]:
-        """What differs from ``other``, as "--lr 0.001 (not 0.005)"."""
+        """The flags that differ from those of ``other``, as "--lr 0.001 (not 0.005)"."""
         return [
             f"{flag} {getattr(self, name)} (not {getattr(other, name)})"
             for name, flag in flags.items()
@@ -198,7 +198,7 @@ class Optimizers:
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 
-# most bytes of matrices that a rank stacks (a larger matrix goes alone); iterating takes about five times as much
+# largest stack of matrices on a rank (a larger matrix is iterated by itself); iterations hold about five times as much
 STACK_BYTES = 2**28
 
 

@@ -63,7 +63,7 @@ def _may_pack(pickled: bytes, attention: str, pairs: bool) -> bool:
 
 def _small_model(config: PretrainedConfig) -> SmallModel:
     problem: Exception | None = None
-    # kernels that are installed for GPUs alone fail on a CPU
+    # kernels that are installed only for GPUs fail on a CPU
     for device in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]:
         try:
             return SmallModel(config, device)

@@ -48,7 +48,7 @@ class MetricSums:
             self.add(name, *pair)
 
     def note(self, name: str, value: float) -> None:
-        """Record a number of the step that is equal on all ranks and not averaged; the last step's stands for all."""
+        """Record a number of the step that is equal on all ranks; `means` takes the last step's instead of a mean."""
         self._notes[self.step][name] = value
 
     def means(self) -> tuple[dict[str, float], list[dict[str, float]]]:
