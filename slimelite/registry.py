@@ -54,7 +54,7 @@ class Registry(Mapping[str, R], Generic[R]):
             ValueError: another record has its name.
         """
         if record.name in self._records:
-            raise ValueError(f"there is a {self.what} called {record.name!r} already; give yours another name")
+            raise ValueError(f"another {self.what} is called {record.name!r} already; give yours another name")
         self._records[record.name] = record
         return record
 
@@ -81,10 +81,31 @@ class Registry(Mapping[str, R], Generic[R]):
         return len(self._records)
 
 
-def function(reference: Function) -> Callable[..., Any]:
-    """The function that a record names: ``reference`` itself, or the import of ``"package.module:function"``."""
-    if not isinstance(reference, str):
-        return reference
-    module, _, name = reference.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return found
+def function(reference: Function, option: str = "", name: str = "") -> Callable[..., Any]:
+    """The function that a record names: ``reference`` itself, or what ``"package.module:function"`` says.
+
+    An error that a user's function raises becomes a `plugins.PluginError` with ``option``, ``name`` and its line, if
+    these are given.
+
+    Raises:
+        ValueError: there is no such module or function.
+    """
+    found: Callable[..., Any] | None
+    if isinstance(reference, str):
+        module, _, attribute = reference.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except ModuleNotFoundError as error:
+            if not module.startswith(error.name or ":"):
+                raise  # something that the module imports is missing
+            found = None
+        if found is None:
+            raise ValueError(f"{reference!r} of a record is no function; write package.module:function")
+    else:
+        found = reference
+    ours = str(getattr(found, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+    if ours or not option:
+        return found
+    from slimelite.plugins import guarded  # parsing the command line does without it
+
+    return guarded(found, name, option)

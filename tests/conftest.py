@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+
+from slimelite.plugins import files_run
 
 ROOT = Path(__file__).parents[1]
 # Ray keeps the token that a process begins with: without one here, the first test that starts Ray would settle on
@@ -28,6 +31,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for package, remedy in REMEDIES.items():
         if item.get_closest_marker(package) and find_spec(package) is None:
             pytest.fail(f"{package} is not installed: {remedy}; -m 'not sglang and not vllm' does without", False)
+
+
+@pytest.fixture(autouse=True)
+def imported_files() -> Iterator[None]:
+    """Processes that a later test starts do not run the files that this one has given to ``--import-file``."""
+    before = list(files_run)
+    yield
+    files_run[:] = before
 
 
 def sglang_variables() -> dict[str, str]:

@@ -21,6 +21,7 @@ from slimelite.arguments import Args
 from slimelite.arguments.flags import ArgumentError, all_flags
 from slimelite.arguments.help import format_help
 from slimelite.arguments.parse import make_args
+from slimelite.plugins import PluginError
 from slimelite.registry import Registry, function
 from slimelite.sample import COLUMNS
 
@@ -133,3 +134,19 @@ def test_an_estimator_that_returns_another_shape_is_refused(wrong: Any, monkeypa
     monkeypatch.setitem(ESTIMATORS._records, "own", own)
     with pytest.raises(ValueError, match=r"own: its loss function returned .*shape \[2\]"):
         policy_loss(*torch.zeros(3, 2), torch.ones(2) > 0, ids[1], 2, "own", eps_clip=0.2)
+    monkeypatch.setitem(ESTIMATORS._records, "own", replace(own, loss=lambda *_, **__: wrong))
+    with pytest.raises(ValueError, match=r"own: its loss function returned a .*a pair of losses and metrics"):
+        policy_loss(*torch.zeros(3, 2), torch.ones(2) > 0, ids[1], 2, "own", eps_clip=0.2)
+
+
+def test_what_a_users_function_raises_names_the_option_and_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(rewards: Any) -> Any:
+        raise RuntimeError("no median")
+
+    monkeypatch.setitem(ESTIMATORS._records, "own", replace(ESTIMATORS["rloo"], name="own", group=broken))
+    place = r"--advantage-estimator own raised RuntimeError: no median \(.*test_registries.py, line \d+, in broken\)"
+    with pytest.raises(PluginError, match=place):
+        group_advantages(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), torch.tensor([0, 1]), "own")
+    for reference in ("no.such.module:fn", "slimelite.registry:no_such_function"):
+        with pytest.raises(ValueError, match=f"'{reference}' of a record is no function"):
+            function(reference)

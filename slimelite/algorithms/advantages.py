@@ -104,7 +104,9 @@ def group_advantages(
     }
     if not normalize or compare is None:
         return rewards.to(dtype), metrics
-    found = function(compare)(GroupedRewards(of_rollouts, group, size, centered, std, std_normalization))
+    found = function(compare, ESTIMATORS.option, estimator)(
+        GroupedRewards(of_rollouts, group, size, centered, std, std_normalization)
+    )
     advantages = checked(found, len(rollouts), f"--advantage-estimator {estimator}: its group function")
     return advantages[row_rollout].to(dtype), metrics
 
@@ -144,7 +146,10 @@ class RolloutTokens:
 def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
     """[T] advantages and [T] returns; they are equal unless the estimator's ``token`` function returns both."""
     make = ESTIMATORS[estimator].token
-    found = tokens.advantages[tokens.segments] if make is None else function(make)(tokens)
+    if make is None:
+        found = tokens.advantages[tokens.segments]
+    else:
+        found = function(make, ESTIMATORS.option, estimator)(tokens)
     advantages, returns = found if isinstance(found, tuple) else (found, found)
     length, what = len(tokens.segments), f"--advantage-estimator {estimator}: its token function"
     return checked(advantages, length, what), checked(returns, length, what)

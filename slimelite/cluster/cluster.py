@@ -167,7 +167,9 @@ class Cluster:
         the rollout side, and the rollout that was generated ahead, if there is one.
         """
         # read here, since a rollout that begins later must wait for this save
-        begun = {later: rollout for later, rollout in self._rollouts.items() if later > rollout_id}
+        begun = {
+            later: r for later, r in self._rollouts.items() if later > rollout_id and not (r.taken and r.exception())
+        }
 
         def work() -> Path:
             if self.args.save is None:

@@ -171,6 +171,16 @@ def test_a_checkpoint_holds_what_was_ahead_when_it_was_asked_for(side: Side, tmp
     assert later.done()
 
 
+def test_a_rollout_that_failed_is_in_no_checkpoint(side: Side, tmp_path: Path) -> None:
+    side.let("generate 1")
+    side.errors["generate 1"] = ValueError("no prompt fits")
+    with suppress(Exception), handle(side, save=str(tmp_path)) as cluster:
+        with pytest.raises(ValueError, match="no prompt fits"):
+            cluster.generate(1).result()
+        error = cluster.save(0).exception(timeout=5)  # this side has no trainer's files
+    assert "no prompt fits" not in str(error)
+
+
 def test_an_interrupted_verb_of_one_process_keeps_nothing_waiting(side: Side) -> None:
     class Interrupted(Side):
         def start(self, method: str, /, *args: Any, **named: Any) -> Future[Any]:

@@ -16,7 +16,6 @@ import train
 from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.cluster.workers import RemoteSink
 from slimelite.engines.protocol import WeightBucket
-from slimelite.plugins import files_run
 from slimelite.rewards.rules import RULES
 from slimelite.table import SampleTable
 
@@ -245,7 +244,6 @@ def test_an_imported_file_runs_once_in_each_process(local_run: Run, tmp_path: Pa
     finally:
         for registry, name in ((RULES, "half"), (ESTIMATORS, "flat")):
             registry._records.pop(name, None)
-        files_run.clear()
     assert metrics(run, "rollout/raw_reward") == [0.5]
     processes = (tmp_path / "processes.txt").read_text().split()
     assert processes.count(str(os.getpid())) == 1
