@@ -3,15 +3,16 @@
 Only the standard library is imported here, so that ``train.py --help`` is instant.
 """
 
-from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs
+from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
 from slimelite.arguments.args import Args, Derivation
-from slimelite.arguments.evaluation import EvalDataset
+from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
+from slimelite.arguments.evaluation import EvalArgs, EvalDataset
 from slimelite.arguments.flags import ArgumentError, flag, plugin, resolved
-from slimelite.arguments.model import ArchitectureArgs, CheckpointArgs, model_config_from_flags
+from slimelite.arguments.model import ArchitectureArgs, CheckpointArgs, ClusterArgs, ModelArgs, model_config_from_flags
 from slimelite.arguments.parse import make_args, parse_args
 from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
-from slimelite.arguments.tracking import DebugArgs
-from slimelite.arguments.training import OptimizerArgs
+from slimelite.arguments.tracking import DebugArgs, TrackingArgs
+from slimelite.arguments.training import OptimizerArgs, PerfArgs
 
 __all__ = [
     "AlgorithmArgs",
@@ -19,14 +20,24 @@ __all__ = [
     "Args",
     "ArgumentError",
     "CheckpointArgs",
+    "ClusterArgs",
     "CorrectionArgs",
+    "CriticArgs",
     "DataArgs",
     "DebugArgs",
     "Derivation",
+    "DistillationArgs",
+    "EvalArgs",
     "EvalDataset",
+    "ModelArgs",
     "OptimizerArgs",
+    "PerfArgs",
+    "PreferenceArgs",
     "RewardArgs",
     "RolloutArgs",
+    "SglangArgs",
+    "TrackingArgs",
+    "WeightSyncArgs",
     "flag",
     "make_args",
     "model_config_from_flags",

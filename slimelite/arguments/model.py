@@ -189,13 +189,16 @@ class CheckpointArgs:
     save: str | None = flag(
         None,
         "checkpoints are written to this folder",
-        TRAINING & when("--save-interval", lambda a: a.save_interval).strictly(),
+        TRAINING
+        & when(
+            "--save-interval", lambda a: a.save_interval, ": after how many rollouts? The last is saved too"
+        ).strictly(),
         metavar="DIR",
     )
     save_interval: int | None = flag(
         None,
         "a checkpoint is saved every this many rollouts, and after the last one",
-        TRAINING & when("--save", lambda a: a.save).strictly(),
+        TRAINING & when("--save", lambda a: a.save, ": in which folder?").strictly(),
         at_least=1,
     )
     save_retain_interval: int | None = flag(
