@@ -248,10 +248,10 @@ def test_the_checks_are_linear_in_whatever_a_model_writes(piece: str) -> None:
     """They run without a time limit: a quadratic one would take minutes."""
     for instruction, arguments, _, _ in IFEVAL + IFBENCH:
         text = piece * (50_000 // len(piece))
-        start = time.perf_counter()
+        start = time.process_time()
         follows(instruction, text, arguments)
         follows(instruction, f"a{text}a", arguments)
-        assert time.perf_counter() - start < 1.0, instruction
+        assert time.process_time() - start < 1.0, instruction
 
 
 def test_the_language_is_langdetects_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

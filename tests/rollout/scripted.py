@@ -56,11 +56,13 @@ class ScriptedEngine:
                 raise error
         self.in_flight += len(requests)
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        await asyncio.sleep(self.delay(requests))
-        results = [self._result(r) for r in requests]
-        if any(r.finish_reason == "abort" for r in results):
-            await self._aborted.wait()
-        self.in_flight -= len(requests)
+        try:
+            await asyncio.sleep(self.delay(requests))
+            results = [self._result(r) for r in requests]
+            if any(r.finish_reason == "abort" for r in results):
+                await self._aborted.wait()
+        finally:  # a call that is cancelled is over too
+            self.in_flight -= len(requests)
         return results
 
     def _result(self, request: GenerateRequest) -> GenerateResult:
