@@ -132,7 +132,11 @@ class SlimeFinder(MetaPathFinder, Loader):
         self.root = root
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        """A package for each prefix of a known name; for other modules of ``root`` an error with all known ones."""
+        """The spec of a package if ``fullname`` is a known name or a prefix of one.
+
+        Raises:
+            ModuleNotFoundError: another module of ``root``; the message lists the known ones.
+        """
         if fullname != self.root and not fullname.startswith(self.root + "."):
             return None
         if not any(name.startswith(fullname + ".") for name in SLIME_NAMES):

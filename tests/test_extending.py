@@ -145,11 +145,13 @@ def test_rewards(runs: dict[str, Path]) -> None:
     right = [float(part["right"]) for part in brief.numeric_components()]
     np.testing.assert_allclose(brief.reward, right - 0.001 * np.array([len(r) for r in brief.response]), atol=1e-6)
     expected = [float(str(label) in text) for label, text in zip(contains.label, contains.response, strict=True)]
+    assert any(expected)
     np.testing.assert_array_equal(contains.reward, expected)
 
 
 def test_a_filter(runs: dict[str, Path]) -> None:
     table = samples(runs["A filter 0"])
+    assert metrics(runs["A filter 0"])["rollout/dynamic_filter/drop_all_cut_off"] > 0
     for group in np.unique(table.group_id):
         lengths = table.response_lengths[table.group_id == group]
         assert lengths.min() < 12, "a group of responses that were all cut off would have been dropped"

@@ -41,7 +41,7 @@ class Shapes:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shapes | None:
-        """Sizes from the content of a config.json; None if some are missing or the layers are of another kind."""
+        """Sizes from the content of a config.json; None if one is missing, or if the model has ``OTHER_LAYERS``."""
         config = text_config(config)
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         sizes = [int(config.get(name) or 0) for name in names]

@@ -106,13 +106,20 @@ def test_it_runs_as_it_is_and_ends_nothing_of_others(grpo_args: list[str], task:
     command = [*wrapper, str(place / "run-tiny.sh"), "--num-rollout", "1", "--run-dir", str(tmp_path / "run")]
     command += ["--args-group", "own_args.py:NoteArgs", "--note-bonus", "7"]
     command += ["--import-file", "own_entries.py", "--rm-type", "quarter", "--advantage-estimator", "flat"]
-    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # if the wrapper let a command through, it would come to these, and kill nothing
+    stubs, reached = tmp_path / "stubs", tmp_path / "reached"
+    stubs.mkdir()
+    for name in ("pkill", "killall", "ray"):
+        (stubs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> "{reached}"\n')
+        (stubs / name).chmod(0o755)
+    env = {"PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
     others = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", "sglang"])
     try:
         done = run_process(*command, env=env, cwd=tmp_path)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert not reached.exists(), reached.read_text()
         assert bystander.poll() is None
         assert others.head_node.dead_processes() == []
     finally:
