@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from slimelite.tracking.metrics_file import read_metrics
-from slimelite.tracking.plot import main as plot
+from slimelite.view.plot import main as plot
 
 GOOD = 0.90  # greedy accuracy that counts as having learnt the task
 

@@ -58,6 +58,14 @@ def test_ray_is_imported_in_cluster_alone() -> None:
         ("rewards", ("slimelite.rollout", "slimelite.training", "slimelite.engines")),
         ("data", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.rewards")),
         ("tracking", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.cluster")),
+        (
+            "view",
+            (
+                *("torch", "ray", "transformers"),
+                *("slimelite.data", "slimelite.rewards", "slimelite.rollout", "slimelite.engines"),
+                *("slimelite.algorithms", "slimelite.training", "slimelite.cluster"),
+            ),
+        ),
     ],
 )
 def test_rooms_do_not_know_each_other(room: str, forbidden: tuple[str, ...]) -> None:
@@ -89,6 +97,11 @@ def test_arguments_know_records_and_no_room() -> None:
 
 def test_only_train_py_asks_the_pre_flight() -> None:
     assert {o for o in offenders(None, ("slimelite.preflight",)) if not o.startswith("slimelite/preflight/")} == set()
+
+
+def test_nothing_that_trains_looks_at_runs() -> None:
+    assert {o for o in offenders(None, ("slimelite.view",)) if not o.startswith("slimelite/view/")} == set()
+    assert "slimelite.view" not in set(imports(ROOT / "train.py"))
 
 
 def test_there_is_one_http_client() -> None:

@@ -1,16 +1,7 @@
-"""Draws the curves of runs from their ``metrics.jsonl``.
-
-::
-
-    python -m slimelite.tracking.plot runs/a runs/b --out curves.png                  # a line for each run
-    python -m slimelite.tracking.plot --band "10 seeds" runs/seed-* --out curves.png  # median, and minimum to maximum
-    python -m slimelite.tracking.plot runs/a --metric eval/gsm8k --metric train/loss --out two.png
-"""
+"""Draws the curves of runs from the records of their ``metrics.jsonl``; ``slimelite plot`` is its command."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt
@@ -19,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slimelite.files import whole
-from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series
+from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, series
 from slimelite.tracking.phases import LABELS
 
 if TYPE_CHECKING:
@@ -53,9 +44,8 @@ class Panel:
     lines: dict[str, list[Points]]
 
 
-def draw_run(run_dir: str | Path, out: str | Path) -> None:
+def draw_run(records: Sequence[Record], out: str | Path) -> None:
     """Draw the standard panels of one run and its time per phase as a PNG; panels without data are left out."""
-    records = read_metrics(run_dir)
     panels = [p for title, names in PANELS.items() if (p := _panel(title, names, {"": [records]})).lines]
     if scores := eval_metrics(records):
         lines = {name.removeprefix("eval/"): [series(records, name)] for name in scores}
@@ -164,40 +154,3 @@ def _save(figure: Figure, out: str | Path) -> None:
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     with whole(Path(out)) as partial:
         figure.savefig(partial, dpi=110, format="png")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(prog="python -m slimelite.tracking.plot", description="Draw the curves of runs.")
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder: a line of its own")
-    parser.add_argument(
-        "--band",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar=("NAME", "RUN"),
-        help="several runs under one name: their median, and from minimum to maximum",
-    )
-    parser.add_argument("--metric", action="append", default=[], help="draw this metric; may be given several times")
-    parser.add_argument("--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")
-    args = parser.parse_args(argv)
-    if not args.runs and not args.band:
-        parser.error("name a run folder, or --band NAME RUN...")
-    if alone := [name for name, *folders in args.band if not folders]:
-        parser.error(f"--band {alone[0]}: no run folder given")
-    groups = {run: [run] for run in args.runs} | {name: folders for name, *folders in args.band}
-    try:
-        if len(args.runs) == 1 and not args.band and not args.metric:
-            draw_run(args.runs[0], args.out)
-        else:
-            runs = {label: [read_metrics(run) for run in group] for label, group in groups.items()}
-            draw_runs(runs, args.out, args.metric)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(args.out)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

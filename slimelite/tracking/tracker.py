@@ -24,6 +24,7 @@ from slimelite.tracking.console import Console
 from slimelite.tracking.metrics_file import Kind, axis_of, eval_metrics, read_metrics
 from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
 from slimelite.tracking.phases import LABELS, PERF_NAMES, Phase, Timer, duration
+from slimelite.tracking.plot import draw_run
 from slimelite.tracking.report import (
     MISMATCH,
     MISMATCH_LIMIT,
@@ -293,11 +294,9 @@ class Tracker:
             self.console.block(samples_table(title, table))
 
     def _draw(self) -> None:
-        from slimelite.tracking.plot import draw_run  # late, or `python -m slimelite.tracking.plot` would warn
-
         began = time.monotonic()
         try:
-            draw_run(self.folder.path, self.folder.path / "curves.png")
+            draw_run(read_metrics(self.folder.path), self.folder.path / "curves.png")
         except OSError as error:
             logger.warning("the curves are not drawn: %s", error)
         self._drawn_at = time.monotonic()

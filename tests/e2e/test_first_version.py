@@ -55,7 +55,7 @@ def test_its_checkpoint_goes_on_to_the_bit(old: Path) -> None:
 
 def test_its_run_folder_opens(old: Path, tmp_path: Path) -> None:
     run = old / "run"
-    draw_run(run, tmp_path / "curves.png")
+    draw_run(read_metrics(run), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     tables = [SampleTable.from_parquet(path) for path in sorted(run.glob("*/*.parquet"))]
     assert [len(table) for table in tables] == [3] * 3 + [12] * 4

@@ -231,7 +231,7 @@ def test_importing_it_loads_nothing_that_only_some_runs_use() -> None:
 
 def test_the_curves_are_not_redrawn_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = []
-    monkeypatch.setattr("slimelite.tracking.plot.draw_run", lambda run_dir, out: drawn.append(out))
+    monkeypatch.setattr("slimelite.tracking.tracker.draw_run", lambda records, out: drawn.append(out))
     args = replace(make_args(tmp_path), num_rollout=4)
     play(args, range(4))
     assert len(drawn) == 1, "at the end; two evaluations within a second of the start draw nothing"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slimelite.tracking.metrics_file import MetricsFile, eval_metrics
-from slimelite.tracking.plot import main, median_and_range
+from slimelite.tracking.plot import median_and_range
+from slimelite.view.command import main
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -48,9 +49,9 @@ def test_scores_are_told_from_what_stands_beside_them() -> None:
 
 def test_one_run_gets_every_panel_it_has_data_for(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a", 1.0)
-    assert main([str(run), "--out", str(tmp_path / "new" / "a.png")]) == 0
+    assert main(["plot", str(run), "--out", str(tmp_path / "new" / "a.png")]) == 0
     few = write_run(tmp_path / "b", 1.0, evals=False)
-    assert main([str(few), "--out", str(tmp_path / "b.png")]) == 0
+    assert main(["plot", str(few), "--out", str(tmp_path / "b.png")]) == 0
     # reward, evaluation, length, loss (not a number anywhere) and times: 3 x 2; without the evaluation 2 x 2
     wide, narrow = width_and_height(tmp_path / "new" / "a.png"), width_and_height(tmp_path / "b.png")
     assert wide[0] == pytest.approx(1.5 * narrow[0], rel=0.02)
@@ -60,33 +61,27 @@ def test_one_run_gets_every_panel_it_has_data_for(tmp_path: Path) -> None:
 def test_runs_and_bands_over_one_another(tmp_path: Path) -> None:
     runs = [str(write_run(tmp_path / f"seed-{i}", i)) for i in range(4)]
     out = tmp_path / "x.png"
-    assert main([runs[0], "--band", "three seeds", *runs[1:], "--metric", "eval/sums", "--out", str(out)]) == 0
+    assert main(["plot", runs[0], "--band", "three seeds", *runs[1:], "--metric", "eval/sums", "--out", str(out)]) == 0
     assert width_and_height(out)[0] < 500, "one panel"
-    assert main([*runs, "--out", str(out)]) == 0
+    assert main(["plot", *runs, "--out", str(out)]) == 0
     assert width_and_height(out)[0] > 500
 
 
 def test_what_cannot_be_drawn_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(write_run(tmp_path / "a", 1.0))
-    assert main([run, "--metric", "eval/smus", "--out", str(tmp_path / "x.png")]) == 1
+    assert main(["plot", run, "--metric", "eval/smus", "--out", str(tmp_path / "x.png")]) == 1
     assert "no run has eval/smus; there are: eval/sums, " in capsys.readouterr().err
-    assert main([str(tmp_path / "missing")]) == 1
+    assert main(["plot", str(tmp_path / "missing")]) == 1
     assert "missing is not a run folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main([])
+        main(["plot"])
     with pytest.raises(SystemExit):
-        main(["--band", "name"])
+        main(["plot", "--band", "name"])
     assert not (tmp_path / "x.png").exists()
 
 
 def test_it_runs_as_a_program_without_a_word_too_many(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "slimelite.tracking.plot",
-        str(write_run(tmp_path / "a", 1.0)),
-        "--metric",
-        "eval/sums",
-    ]
-    done = subprocess.run([*command, "--out", str(tmp_path / "x.png")], capture_output=True, text=True)
+    command = [sys.executable, "-m", "slimelite.view.command", "plot", str(write_run(tmp_path / "a", 1.0))]
+    command += ["--metric", "eval/sums", "-o", str(tmp_path / "x.png")]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'x.png'}\n", "")

@@ -1,0 +1,58 @@
+"""The program ``slimelite``: it looks at runs, which ``train.py`` makes. Each command is imported when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """One command: what it does and an example for the list of commands; ``run`` takes its arguments."""
+
+    summary: str
+    example: str
+    run: Callable[[Sequence[str]], int]
+
+
+def _plot(argv: Sequence[str]) -> int:
+    from slimelite.view.plot import main
+
+    return main(argv)
+
+
+COMMANDS = {
+    "plot": Command(
+        "draw the curves of runs as a PNG", "slimelite plot runs/a runs/b --metric eval/gsm8k -o two.png", _plot
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 for a run that cannot be read, 2 for a wrong command line."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        print(f"slimelite: there is no command {name}{meant}\n\n{_help()}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[name].run(rest)
+    except (ValueError, OSError) as error:
+        print(f"slimelite {name}: {error}", file=sys.stderr)
+        return 1
+
+
+def _help() -> str:
+    lines = ["usage: slimelite COMMAND ...", "", "Look at runs. A run is a folder that train.py wrote, such as runs/a."]
+    for name, command in COMMANDS.items():
+        lines += ["", f"  {name:<9}{command.summary}", f"           {command.example}"]
+    return "\n".join([*lines, "", "slimelite COMMAND --help says more. Training is `python train.py`."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""``slimelite plot``: the curves of runs as a PNG."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from slimelite.tracking.plot import draw_run, draw_runs
+from slimelite.view.run import Run
+
+EXAMPLES = """examples:
+  slimelite plot runs/a runs/b -o curves.png                     a line for each run
+  slimelite plot --band "10 seeds" runs/seed-* -o curves.png     the median, and from minimum to maximum
+  slimelite plot runs/a --metric eval/gsm8k --metric train/loss  two panels
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        ValueError: a run cannot be read, or has nothing to draw.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slimelite plot",
+        description="Draw the curves of runs as a PNG.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder: a line of its own")
+    parser.add_argument(
+        "--band",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "RUN"),
+        help="several runs under one name: their median, and from minimum to maximum",
+    )
+    parser.add_argument("--metric", action="append", default=[], help="draw this metric; may be given several times")
+    parser.add_argument("-o", "--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if not args.runs and not args.band:
+        parser.error("name a run folder, or --band NAME RUN...")
+    if alone := [name for name, *folders in args.band if not folders]:
+        parser.error(f"--band {alone[0]}: no run folder given")
+    groups = {run: [run] for run in args.runs} | {name: folders for name, *folders in args.band}
+    if len(args.runs) == 1 and not args.band and not args.metric:
+        draw_run(Run.read(args.runs[0]).records, args.out)
+    else:
+        runs = {label: [Run.read(run).records for run in group] for label, group in groups.items()}
+        draw_runs(runs, args.out, args.metric)
+    print(args.out)
+    return 0

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slimelite.view.command import COMMANDS, main
+
+
+def test_help_lists_every_command_with_an_example_and_loads_next_to_nothing() -> None:
+    heavy = {"torch", "numpy", "pyarrow", "rich", "matplotlib", "argparse"}
+    code = f"import sys; from slimelite.view.command import main; main([]); print(sorted({heavy} & set(sys.modules)))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert said.endswith("[]\n")
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in said
+        assert command.example in said
+        assert command.example.startswith(f"slimelite {name} ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: slimelite {name} " in capsys.readouterr().out
+
+
+def test_a_misspelt_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plott", "runs/a"]) == 2
+    assert "there is no command plott; did you mean plot?" in capsys.readouterr().err
+
+
+def test_a_users_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plot", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.err == f"slimelite plot: {tmp_path} is not a run folder: it has no metrics.jsonl\n"
+    assert said.out == ""
