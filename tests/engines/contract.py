@@ -325,9 +325,13 @@ class EngineContract:
             await self.engine.abort([request.request_id for request in long])
             return await running, await keeping
 
-        aborted, kept = self.run(scenario())
-        assert kept[0].output_ids == greedy(self.model, PROMPTS[2], 30)
-        assert all(result.finish_reason == "abort" for result in aborted)
+        # on a busy machine the first of the long ones may end, or not begin, before the abort: then it is tried again
+        for _ in range(20):
+            aborted, kept = self.run(scenario())
+            assert kept[0].output_ids == greedy(self.model, PROMPTS[2], 30)
+            if 0 < len(aborted[0].output_ids) < 240 and not aborted[-1].output_ids:
+                break
+        assert {result.finish_reason for result in aborted} == {"abort"}
         assert not aborted[-1].output_ids, "this one never ran"
         assert 0 < len(aborted[0].output_ids) < 240
         self.check_log_probs(self.request(PROMPTS[0]), aborted[0], self.model)

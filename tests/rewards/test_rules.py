@@ -278,9 +278,9 @@ def test_the_quick_step_is_linear_in_whatever_a_model_writes(name: str) -> None:
     row = {"test_list": ["assert x"], "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     for hostile in HOSTILE:
         for response in (hostile, "</think>" + hostile):
-            start = time.perf_counter()
+            start = time.process_time()
             quick(RULES[name], Answer(response, "7", row))
-            assert time.perf_counter() - start < 2.0, response[:20]
+            assert time.process_time() - start < 2.0, response[:20]
 
 
 def test_gsm8k_numbers_are_bounded() -> None:
