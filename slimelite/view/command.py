@@ -22,7 +22,16 @@ def _plot(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _view(argv: Sequence[str]) -> int:
+    from slimelite.view.page import main
+
+    return main(argv)
+
+
 COMMANDS = {
+    "view": Command(
+        "write one HTML page that shows runs: curves, times, flags", "slimelite view runs/a runs/b -o two.html", _view
+    ),
     "plot": Command(
         "draw the curves of runs as a PNG", "slimelite plot runs/a runs/b --metric eval/gsm8k -o two.png", _plot
     ),

@@ -1,0 +1,164 @@
+"""``slimelite view``: one HTML file that shows runs. It holds its data, style and program, and needs no network."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from base64 import b64encode
+from collections.abc import Sequence
+from hashlib import sha256
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import slimelite
+from slimelite.files import whole
+from slimelite.tracking.metrics_file import DEFAULT_AXIS
+from slimelite.tracking.panels import GROUPS, unit
+from slimelite.view.run import Run, Series, read_runs
+
+# the files of slimelite/view/page that make the program, in the order in which their tabs appear
+SCRIPTS = ("core.js", "chart.js", "overview.js", "curves.js", "time.js", "flags.js")
+STYLES = ("page.css", "charts.css")
+# colours of runs, in order; page.css has a light and a dark one of each
+COLORS = tuple(f"var(--run-{i})" for i in range(8))
+FOLLOW_EVERY = 10  # seconds between two looks at a run that goes on
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>slimelite</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page draws itself with JavaScript, which is switched off.</noscript>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+EXAMPLES = """examples:
+  slimelite view runs/a                       writes runs/a/view.html
+  slimelite view runs/a runs/b -o two.html    both runs in the same panels
+  slimelite view runs/a --follow              writes it again while the run goes on
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        ValueError: a run cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slimelite view",
+        description="Write one HTML file that shows runs: curves, samples, times, flags. It opens without a server.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", help="file to write (default: view.html in the first run folder)"
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help=f"look every {FOLLOW_EVERY} s and write the file again until the runs end"
+    )
+    args = parser.parse_args(argv)
+    out = Path(args.out or Path(args.runs[0]) / "view.html")
+    runs = read_runs(args.runs)
+    write_page(runs, out, live=args.follow)
+    print(out)
+    while args.follow and any(run.status.get("status") == "running" for run in runs):
+        time.sleep(FOLLOW_EVERY)
+        fresh = read_runs(args.runs)
+        ended = all(run.status.get("status") != "running" for run in fresh)
+        if ended or [len(run.records) for run in fresh] != [len(run.records) for run in runs]:
+            write_page(fresh, out, live=not ended)
+        runs = fresh
+    return 0
+
+
+def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:
+    """Write the page about ``runs``; it appears whole. ``live``: the page offers to load itself again."""
+    data = {
+        "slimelite": slimelite.__version__,
+        "written": time.time(),
+        "live": FOLLOW_EVERY if live else 0,
+        "groups": {title: [panel._asdict() for panel in panels] for title, panels in GROUPS.items()},
+        "units": {name: unit(name) for run in runs for name in run.series},
+        "runs": [_run(run, COLORS[i % len(COLORS)]) for i, run in enumerate(runs)],
+    }
+    # "<" begins a tag, and so the end of the script element, only where it stands as itself
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    script, style = (_joined(names) for names in (SCRIPTS, STYLES))
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
+    with whole(out) as partial:
+        partial.write_text(PAGE.format(policy=policy, style=style, script=script, data=text), encoding="utf-8")
+
+
+def _run(run: Run, color: str) -> dict[str, Any]:
+    """What the page knows about a run; ``series``: metric -> [index into ``axes``, values]."""
+    axes: dict[tuple[float, ...], int] = {}
+    placed = _in_rollouts(run)
+    series = {name: [axes.setdefault(tuple(x.tolist()), len(axes)), _numbers(y)] for name, (x, y) in placed.items()}
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "color": color,
+        "status": run.status,
+        "versions": run.versions,
+        # NaN and Infinity are no JSON, although Python writes and reads them
+        "config": json.loads(json.dumps(run.config), parse_constant=str),
+        "derivations": run.derivations,
+        "scores": run.scores,
+        "axes": [_numbers(np.array(x)) for x in axes],
+        "series": series,
+    }
+
+
+def _in_rollouts(run: Run) -> dict[str, Series]:
+    """The series of a run with the rollout as x: optimizer step i of the n of rollout r is at r + i / n."""
+    of_step = {r["train/step"]: r[DEFAULT_AXIS] for r in run.records if "train/step" in r}
+    steps = sorted(of_step)
+    starts = [i for i, step in enumerate(steps) if i == 0 or of_step[step] != of_step[steps[i - 1]]]
+    place = {
+        steps[i]: of_step[steps[i]] + (i - first) / (after - first)
+        for first, after in pairwise([*starts, len(steps)])
+        for i in range(first, after)
+    }
+    found = {}
+    for name, (x, y) in run.series.items():
+        found[name] = (np.array([place[step] for step in x]), y) if name.startswith("train/") else (x, y)
+    return found
+
+
+def _numbers(values: np.ndarray) -> list[float | str]:
+    """Six digits of each number; what JSON cannot hold as text, as in metrics.jsonl."""
+    found: list[float | str] = []
+    for value in values.tolist():
+        short = float(f"{value:.6g}")
+        if short.is_integer() and abs(short) < 1e6:
+            found.append(int(short))
+        elif np.isfinite(short):
+            found.append(short)
+        else:
+            found.append("NaN" if np.isnan(short) else "Infinity" if short > 0 else "-Infinity")
+    return found
+
+
+def _joined(names: Sequence[str]) -> str:
+    folder = files("slimelite.view") / "page"
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def _hash(text: str) -> str:
+    """The source of a content security policy that allows this very text and nothing else."""
+    return "sha256-" + b64encode(sha256(text.encode()).digest()).decode()

@@ -1,0 +1,191 @@
+"use strict";
+// The shell of the page: elements, numbers as text, the payload, tabs and the theme. Every other file is joined to this
+// one into a single script. A tab is one file that calls
+//
+//     tab("name", "Title", render);
+//
+// render(root, data) runs once, when the tab is first opened, and fills the element `root`. If it returns a function,
+// that is called with the URLSearchParams of the address each time the tab is shown: `go("samples", {run: 0, rollout: 12})`
+// leads to #samples?run=0&rollout=12. Text from a run enters the page through `el` alone, which sets textContent.
+
+/** A new element. `attributes`: class, title, onclick, style as an object, and so on; children: elements or text. */
+function el(name, attributes = {}, ...children) {
+  return fill(document.createElement(name), attributes, children);
+}
+
+/** A new SVG element, as `el`. */
+function svg(name, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+}
+
+function fill(node, attributes, children) {
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key === "style") {
+      for (const [property, setting] of Object.entries(value)) node.style.setProperty(property, setting);
+    } else if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (key === "value") node.value = value;
+    else node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+/** A number with about four significant digits: 0.4141, 1,530, 3.0e-7; "NaN" and "∞" as such. */
+function number(value) {
+  if (value === null || value === undefined) return "–";
+  if (!Number.isFinite(value)) return String(value).replace("Infinity", "∞");
+  const size = Math.abs(value);
+  if (size >= 1e7 || (size > 0 && size < 1e-3)) return value.toExponential(2);
+  const digits = size >= 1000 ? 0 : size >= 100 ? 1 : size >= 10 ? 2 : size >= 1 ? 3 : 4;
+  return Number(value.toFixed(digits)).toLocaleString("en-US", { maximumFractionDigits: digits });
+}
+
+/** A duration as on the console: 0.35s, 7.1s, 42s, 3m05s, 2h07m. */
+function duration(seconds) {
+  if (!Number.isFinite(seconds)) return "–";
+  if (seconds < 10) return seconds.toFixed(seconds < 1 ? 2 : 1) + "s";
+  const whole = Math.round(seconds);
+  const two = (n) => String(n).padStart(2, "0");
+  if (whole < 60) return `${whole}s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)}m${two(whole % 60)}s`;
+  return `${Math.floor(whole / 3600)}h${two(Math.floor((whole % 3600) / 60))}m`;
+}
+
+/** What deflate and base64 made of a JSON value, decoded in the background. */
+async function inflate(text) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return JSON.parse(await new Response(stream).text());
+}
+
+/** A dot in the colour of a run, and its name. */
+function runName(run) {
+  return el("span", { class: "run-name" }, el("i", { class: "dot", style: { background: run.color } }), run.name);
+}
+
+const tabs = new Map();
+
+/** Register a tab; see the head of this file. */
+function tab(name, title, render) {
+  const button = el("button", { role: "tab", id: `tab-${name}`, "aria-controls": `panel-${name}`, tabindex: -1 }, title);
+  const panel = el("section", { role: "tabpanel", id: `panel-${name}`, "aria-labelledby": `tab-${name}`, hidden: true });
+  tabs.set(name, { button, panel, render, opened: false, shown: null });
+}
+
+/** The address of a place in the page, for links. */
+function address(name, params = {}) {
+  const query = new URLSearchParams(params).toString();
+  return `#${name}${query ? "?" + query : ""}`;
+}
+
+/** Open a tab, at a place of it. */
+function go(name, params = {}) {
+  location.hash = address(name, params);
+}
+
+function open(data) {
+  const [wanted, query] = location.hash.slice(1).split("?");
+  const name = tabs.has(wanted) ? wanted : tabs.keys().next().value;
+  for (const [other, { button, panel }] of tabs) {
+    button.setAttribute("aria-selected", other === name);
+    button.tabIndex = other === name ? 0 : -1;
+    panel.hidden = other !== name;
+  }
+  const entry = tabs.get(name);
+  if (!entry.opened) {
+    entry.opened = true;
+    entry.shown = entry.render(entry.panel, data) ?? null;
+  }
+  if (entry.shown) entry.shown(new URLSearchParams(query ?? ""));
+}
+
+/** Arrow keys, Home and End move along the tabs. */
+function moveAlong(event) {
+  const names = [...tabs.keys()];
+  const now = names.findIndex((name) => tabs.get(name).button === document.activeElement);
+  const steps = { ArrowRight: now + 1, ArrowLeft: now - 1, Home: 0, End: names.length - 1 };
+  if (now < 0 || !(event.key in steps)) return;
+  event.preventDefault();
+  const next = names[(steps[event.key] + names.length) % names.length];
+  go(next);
+  tabs.get(next).button.focus();
+}
+
+const THEMES = { "light dark": "Auto", light: "Light", dark: "Dark" };
+
+/** The button that goes from the system's theme to light, to dark and back; remembered where the browser allows it. */
+function themeButton() {
+  const remember = (theme) => {
+    try {
+      if (theme) localStorage.setItem("slimelite-theme", theme);
+      return localStorage.getItem("slimelite-theme");
+    } catch {
+      return theme; // a browser may refuse storage to files
+    }
+  };
+  const names = Object.keys(THEMES);
+  const button = el("button", { class: "quiet", title: "Colours: as the system's, light or dark" });
+  const show = (theme) => {
+    document.documentElement.style.colorScheme = theme;
+    button.textContent = THEMES[theme];
+    button.dataset.theme = theme;
+  };
+  button.addEventListener("click", () => {
+    const next = names[(names.indexOf(button.dataset.theme) + 1) % names.length];
+    remember(next);
+    show(next);
+  });
+  const before = remember(null);
+  show(before in THEMES ? before : names[0]);
+  return button;
+}
+
+/** The payload, with every series as {x, y}: the file holds each list of x once. */
+function payload() {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  for (const run of data.runs) {
+    for (const [name, [axis, y]] of Object.entries(run.series)) run.series[name] = { x: run.axes[axis], y };
+  }
+  return data;
+}
+
+function start() {
+  const data = payload();
+  const bar = el("div", { role: "tablist", "aria-label": "Parts of the page", onkeydown: moveAlong });
+  for (const [name, { button }] of tabs) {
+    button.addEventListener("click", () => go(name));
+    bar.append(button);
+  }
+  document.body.append(
+    el("header", {}, el("h1", {}, "slimelite"), bar, el("span", { class: "spring" }), written(data), themeButton()),
+    el("main", {}, ...[...tabs.values()].map((entry) => entry.panel)),
+  );
+  addEventListener("hashchange", () => open(data));
+  open(data);
+}
+
+/** When the file was written; for a page that is rewritten during the run also a switch that loads it again. */
+function written(data) {
+  const when = new Date(data.written * 1000);
+  const text = el("time", { datetime: when.toISOString(), title: when.toISOString() }, `written ${when.toLocaleString()}`);
+  if (!data.live) return text;
+  const box = el("input", { type: "checkbox" });
+  const stored = "slimelite-reload";
+  let timer = null;
+  const set = () => {
+    clearInterval(timer);
+    if (box.checked) timer = setInterval(() => location.reload(), data.live * 1000);
+    try {
+      sessionStorage.setItem(stored, box.checked ? "1" : "");
+    } catch {} // without storage the switch is off again after loading
+  };
+  try {
+    box.checked = Boolean(sessionStorage.getItem(stored));
+  } catch {}
+  box.addEventListener("change", set);
+  set();
+  return el("span", { class: "written" }, text, el("label", {}, box, ` reload every ${data.live}s`));
+}
+
+addEventListener("DOMContentLoaded", start);

@@ -1,0 +1,59 @@
+// The tab "Overview": what each run is, how far it is, what it scored, and its alarms in words.
+{
+  const STATUS = { finished: "good", running: "warn", failed: "bad", interrupted: "bad" };
+
+  /** The first, best and last value of a series, and the rollout of the best. */
+  const scores = (run, name) => {
+    const { x, y } = run.series[name];
+    const best = y.reduce((found, value, i) => (value > y[found] ? i : found), 0);
+    const after = x[best] < 0 ? "before training" : `rollout ${x[best]}`;
+    return el("tr", {},
+      el("td", { class: "mono" }, name),
+      el("td", { class: "number" }, number(y[0])),
+      el("td", { class: "number" }, number(y[best])),
+      el("td", { class: "dim" }, after),
+      el("td", { class: "number" }, number(y[y.length - 1])),
+    );
+  };
+
+  const facts = (run) => {
+    const { status, versions, config } = run;
+    const machine = versions.machine ?? {};
+    const took = status.updated - status.began;
+    const done = `${status.rollouts_done ?? 0} of ${status.num_rollout ?? "?"}`;
+    const hardware = [machine.gpus?.join(", "), machine.cpu && `${machine.cores} × ${machine.cpu}`, machine.memory];
+    const packages = ["python", "torch", "transformers", "ray", "sglang"];
+    return {
+      rollouts: done,
+      took: Number.isFinite(took) ? duration(took) : null,
+      began: status.began ? new Date(status.began * 1000).toLocaleString() : null,
+      model: config.hf_checkpoint,
+      data: [config.prompt_data].flat().filter(Boolean).join(", "),
+      machine: hardware.filter(Boolean).join(", "),
+      versions: packages.filter((name) => versions[name]).map((name) => `${name} ${versions[name]}`).join(", "),
+      slimelite: `${versions.slimelite ?? "?"}, commit ${versions.commit ?? "unknown"}`,
+      folder: run.folder,
+      command: run.command,
+    };
+  };
+
+  const card = (run) => {
+    const status = run.status.status ?? "unknown";
+    const shown = Object.entries(facts(run)).filter(([, value]) => value);
+    const names = [...run.scores, "rollout/raw_reward"].filter((name) => run.series[name]);
+    return el("article", { class: "card run", style: { "--run": run.color } },
+      el("div", { class: "head" }, el("h2", {}, runName(run)), el("span", { class: `badge ${STATUS[status] ?? ""}` }, status)),
+      run.status.message ? el("p", { class: "message mono" }, run.status.message) : null,
+      names.length
+        ? el("div", { class: "scroll" }, el("table", { class: "scores" },
+            el("tr", {}, ...["", "first", "best", "at", "last"].map((name, i) => el("th", { class: i && i !== 3 ? "number" : "" }, name))),
+            ...names.map((name) => scores(run, name))))
+        : null,
+      el("dl", {}, ...shown.flatMap(([name, value]) => [el("dt", {}, name), el("dd", { class: name === "command" ? "mono" : "" }, String(value))])),
+    );
+  };
+
+  tab("overview", "Overview", (root, data) => {
+    root.append(el("div", { class: "runs" }, ...data.runs.map(card)));
+  });
+}
