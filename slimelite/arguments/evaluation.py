@@ -40,6 +40,7 @@ class EvalDataset:
     custom_rm_path: str | None = flag(None, "this plugin makes the reward", ALWAYS)
     custom_generate_function_path: str | None = flag(None, "this plugin makes one response", ALWAYS)
     n_samples_per_eval_prompt: int = flag(1, "each prompt gets this many responses", ALWAYS, at_least=1)
+    pass_at_k: list[int] = flag([], "pass@k is measured for these k, and for 1, 2, 4 and so on", ALWAYS, at_least=1)
     temperature: float = flag(1.0, "responses are sampled at this temperature; 0 is greedy", ALWAYS, at_least=0)
     top_p: float = flag(1.0, "nucleus sampling takes the likeliest tokens up to this share", ALWAYS, above=0, at_most=1)
     top_k: int = flag(-1, "only the k likeliest tokens are sampled; 1 is greedy", ALWAYS, at_least=1, except_for=-1)
@@ -64,6 +65,11 @@ class EvalDataset:
             value = getattr(self, setting.name)
             if wrong := setting.wrong_number(value):
                 yield f"eval dataset {self.name}: {setting.name} {value}: {wrong}"
+        if (most := max(self.pass_at_k, default=0)) > self.n_samples_per_eval_prompt:
+            yield (
+                f"eval dataset {self.name}: pass@{most} needs {most} responses to a prompt, and "
+                f"n_samples_per_eval_prompt is {self.n_samples_per_eval_prompt}: raise it, or lower pass_at_k"
+            )
 
 
 def _setting(name: str, auto: str | None = None) -> Any:
@@ -96,6 +102,7 @@ class EvalArgs:
     )
     skip_eval_before_train: bool = flag(False, "the run does not evaluate before the first rollout", EVALUATION)
     n_samples_per_eval_prompt: int = flag(1, "each prompt gets this many responses, for pass@k", EVALUATION)
+    eval_pass_at_k: list[int] | None = _setting("pass_at_k")
     eval_input_key: str | None = _setting("input_key", auto="--input-key")
     eval_label_key: str | None = _setting("label_key", auto="--label-key")
     eval_tool_key: str | None = _setting("tool_key", auto="--tool-key")
@@ -151,6 +158,7 @@ def _flag_values(args: Args) -> dict[str, Any]:
         "custom_rm_path": args.custom_rm_path,
         "custom_generate_function_path": args.custom_generate_function_path,
         "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
+        "pass_at_k": first(args.eval_pass_at_k, []),
         "temperature": first(args.eval_temperature, args.rollout_temperature),
         "top_p": first(args.eval_top_p, args.rollout_top_p),
         "top_k": first(args.eval_top_k, args.rollout_top_k),

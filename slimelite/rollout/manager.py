@@ -175,8 +175,9 @@ class RolloutManager:
                 self._save(tables[name], f"eval_{rollout_id}_{name}")
         if self._eval_log and self._eval_log(rollout_id, self._plugin_args(), output.data, metrics):
             return EvalOutput({}, tables)
+        more_k = {dataset.name: dataset.pass_at_k for dataset in self.args.eval_datasets}
         for name, results in output.data.items():
-            metrics |= eval_metrics(name, results, key, tables.get(name))
+            metrics |= eval_metrics(name, results, key, tables.get(name), more_k.get(name, ()))
         errors = self._context.grader.metrics()
         metrics |= {name.replace("rollout/", "eval/"): value for name, value in errors.items()}
         metrics["perf/eval_time"] = time.monotonic() - started

@@ -51,12 +51,18 @@ def rollout_metrics(
 
 
 def eval_metrics(
-    name: str, results: Mapping[str, Any], reward_key: str | None, table: SampleTable | None
+    name: str,
+    results: Mapping[str, Any],
+    reward_key: str | None,
+    table: SampleTable | None,
+    more_k: Sequence[int] = (),
 ) -> dict[str, float]:
-    """Metrics of an eval dataset: mean reward ``eval/{name}``, ``eval/{name}/response_len/…``, ``eval/{name}-pass@k``.
+    """Metrics of an eval dataset: mean reward ``eval/{name}``, ``eval/{name}/response_len/…``, ``eval/{name}-pass@k``,
+    and standard errors ``eval/{name}-stderr`` and ``eval/{name}-pass@k-stderr``.
 
     ``results``: ``rewards``, and ``truncated`` and ``samples`` if the evaluation function provides them; ``table``: the
-    samples as a table, if there are any.
+    samples as a table, if there are any; ``more_k``: see `pass_at_k`. Without samples the prompts are unknown, and so
+    are standard errors and pass@k.
     """
     samples: list[Sample] | None = results.get("samples")
     if not samples or table is None:
@@ -71,10 +77,10 @@ def eval_metrics(
     lengths = sample_metrics(samples)
     truncated = lengths.pop("truncated_ratio")
     return {
-        f"eval/{name}": statistics.fmean(r for of_prompt in rewards for r in of_prompt),
+        **prefixed(f"eval/{name}", mean_and_error(rewards)),
         **prefixed(f"eval/{name}/", lengths),
         f"eval/{name}-truncated_ratio": truncated,
-        **prefixed(f"eval/{name}-", pass_at_k(rewards)),
+        **prefixed(f"eval/{name}-", pass_at_k(rewards, more_k)),
         **prefixed(f"eval/{name}/", component_means(table)),
     }
 
@@ -131,18 +137,36 @@ def perf_metrics(args: Args, generated: Sequence[Generated], seconds: float) -> 
     return prefixed("perf/", metrics)
 
 
-def pass_at_k(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """``pass@1, 2, 4 …`` from the rewards of each prompt's responses; a reward of exactly 1 is a success.
+def pass_at_k(rewards: Sequence[Sequence[float]], more_k: Sequence[int] = ()) -> dict[str, float]:
+    """``pass@k`` and ``pass@k-stderr`` from the rewards of each prompt's responses; a reward of exactly 1 is a success.
 
-    Unbiased: 1 − C(n − c, k) / C(n, k) for c successes of n responses (Chen et al., arXiv:2107.03374), averaged over
-    the prompts with at least k responses. Empty if no prompt has more than one response.
+    k is 1, 2, 4 … if a prompt has more than one response, and each of ``more_k``. Unbiased: 1 − C(n − c, k) / C(n, k)
+    for c successes of n responses (Chen et al., arXiv:2107.03374), averaged over the prompts with at least k responses;
+    a k for which there are none is left out.
     """
     most = max((len(r) for r in rewards), default=0)
-    metrics = {}
-    for k in [2**i for i in range(most.bit_length())] if most > 1 else []:
+    powers = [2**i for i in range(most.bit_length())] if most > 1 else []
+    metrics: dict[str, float] = {}
+    for k in sorted({*powers, *more_k}):
         tried = [(len(r), sum(value == 1 for value in r)) for r in rewards if len(r) >= k]
-        metrics[f"pass@{k}"] = statistics.fmean(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in tried)
+        if tried:
+            chances = [[1 - math.comb(n - c, k) / math.comb(n, k)] for n, c in tried]
+            metrics |= prefixed(f"pass@{k}", mean_and_error(chances))
     return metrics
+
+
+def mean_and_error(values: Sequence[Sequence[float]]) -> dict[str, float]:
+    """``""``, the mean of all ``values``, and ``-stderr``, its standard error; each inner sequence is one prompt's.
+
+    It is clustered by prompt (docs/algorithms.md has the formula), as responses to one prompt are alike. One prompt
+    alone has no standard error.
+    """
+    everything = [value for of_prompt in values for value in of_prompt]
+    mean = statistics.fmean(everything)
+    if len(values) < 2:
+        return {"": mean}
+    squares = math.fsum(math.fsum(value - mean for value in of_prompt) ** 2 for of_prompt in values)
+    return {"": mean, "-stderr": math.sqrt(squares * len(values) / (len(values) - 1)) / len(everything)}
 
 
 def is_repetitive(text: str) -> bool:

@@ -65,6 +65,7 @@ COLUMNS = (
     Column("errors", 6, ("errors",), "{:.0f}".format, 10),
     Column("reward", 6, ("rollout/raw_reward",), "{:.3f}".format, 9),
     Column("eval", 5, ("eval",), "{:.3f}".format, 8),
+    Column("±", 5, ("eval-stderr",), "{:.3f}".format, 0),
     Column("length", 6, ("rollout/response_len/mean",), count, 7),
     Column("loss", 7, ("train/loss",), small, 5),
     Column("kl", 6, ("train/kl_loss", "rollout/kl"), small, 4),

@@ -96,7 +96,8 @@ def eval_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """Names of the mean scores of eval datasets, in order of first appearance."""
     names = dict.fromkeys(name for r in records for name in r if name.startswith("eval/") and name.count("/") == 1)
     beside = ("eval/step", "eval/reward_errors")
-    return [n for n in names if n not in beside and "-pass@" not in n and not n.endswith("-truncated_ratio")]
+    endings = ("-truncated_ratio", "-stderr")
+    return [n for n in names if n not in beside and "-pass@" not in n and not n.endswith(endings)]
 
 
 def _precedes(record: Record, start: float) -> bool:

@@ -91,7 +91,7 @@ def _kl(args: Args) -> str:
 
 
 def eval_text(metrics: Mapping[str, float]) -> str:
-    """Scores as text, such as ``gsm8k 0.412 (length 120, truncated 2%, pass@4 0.710), svamp 0.300``."""
+    """Scores as text, such as ``gsm8k 0.412 ±0.014 (length 120, truncated 2%, pass@4 0.710 ±0.012), svamp 0.300``."""
     parts = []
     for name in eval_metrics([metrics]):
         details = []
@@ -99,27 +99,32 @@ def eval_text(metrics: Mapping[str, float]) -> str:
             details.append(f"length {length:.0f}")
         if truncated := metrics.get(f"{name}-truncated_ratio"):
             details.append(f"truncated {truncated:.0%}")
-        if at_k := [key for key in metrics if key.startswith(f"{name}-pass@")]:
-            most = max(at_k, key=lambda key: int(key.rpartition("@")[2]))
-            details.append(f"{most.rpartition('-')[2]} {metrics[most]:.3f}")
-        score = f"{name.removeprefix('eval/')} {metrics[name]:.3f}"
+        if at_k := [int(k) for key in metrics if (k := key.removeprefix(f"{name}-pass@")).isdigit()]:
+            most = f"{name}-pass@{max(at_k)}"
+            details.append(f"pass@{max(at_k)} {_score(metrics[most], metrics.get(f'{most}-stderr'))}")
+        score = f"{name.removeprefix('eval/')} {_score(metrics[name], metrics.get(f'{name}-stderr'))}"
         parts.append(score + (f" ({', '.join(details)})" if details else ""))
     return ", ".join(parts)
 
 
 def summary(records: Sequence[Record]) -> dict[str, str]:
-    """Eval dataset (without any: "reward") -> its first, best and last score among all ``records``."""
+    """Eval dataset (without any: "reward") -> its first, best and last score of all ``records``, ± standard error."""
     lines = {}
     for name in eval_metrics(records) or ["rollout/raw_reward"]:
         steps, values = series(records, name)
+        errors = dict(zip(*series(records, f"{name}-stderr"), strict=True))
+        shown = [_score(value, errors.get(step)) for step, value in zip(steps, values, strict=True)]
         if values:
             best = max(range(len(values)), key=values.__getitem__)
             trained = steps[best] + (not name.startswith("eval/"))
             title = name.replace("rollout/raw_reward", "reward")
-            lines[title] = (
-                f"first {values[0]:.3f}, best {values[best]:.3f} at {trained:.0f} rollouts, last {values[-1]:.3f}"
-            )
+            lines[title] = f"first {shown[0]}, best {shown[best]} at {trained:.0f} rollouts, last {shown[-1]}"
     return lines
+
+
+def _score(value: float, error: float | None) -> str:
+    """``0.412 ±0.014``, with the standard error behind the ± if there is one."""
+    return f"{value:.3f}" + ("" if error is None else f" ±{error:.3f}")
 
 
 def spread(rewards: np.ndarray, count: int) -> list[int]:

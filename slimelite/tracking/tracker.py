@@ -271,7 +271,10 @@ class Tracker:
         """Add the first eval dataset's new score, if any, to ``row``; returns whether it is the best so far."""
         if not self._now.scores:
             return False
-        row["eval"] = row[self._now.scores[0]]
+        name = self._now.scores[0]
+        row["eval"] = row[name]
+        if (error := row.get(f"{name}-stderr")) is not None:
+            row["eval-stderr"] = error
         best, self._best = row["eval"] > self._best, max(row["eval"], self._best)
         return best
 

@@ -123,6 +123,17 @@ def test_values_that_mean_nothing(problems: Problems, config: Any, setting: str,
     assert says in problems(f"{FLAGS} --eval-prompt-data a p {flag}")[0]
 
 
+def test_pass_at_k_needs_as_many_responses(make: Make, problems: Problems, config: Any) -> None:
+    flags = f"{FLAGS} --eval-pass-at-k 3 16 --n-samples-per-eval-prompt"
+    sums, words = make(
+        f"{flags} 16 {config('datasets: {sums: {path: p}, words: {path: p, pass_at_k: [5]}}')}"
+    ).eval_datasets
+    assert (sums.pass_at_k, words.pass_at_k) == ([3, 16], [5])
+    says = "eval dataset a: pass@16 needs 16 responses to a prompt, and n_samples_per_eval_prompt is 8: raise it, or"
+    assert says in problems(f"{flags} 8 --eval-prompt-data a p")[0]
+    assert "pass_at_k [0]: must be at least 1" in problems(f"{FLAGS} --eval-prompt-data a p --eval-pass-at-k 0")[0]
+
+
 def test_odd_number_of_words(problems: Problems) -> None:
     assert "takes pairs of a name and a path, not 3 words" in problems("--eval-interval 1 --eval-prompt-data a b c")[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ def dataset(prompt_file: str) -> EvalDataset:
         label_key="label",
         apply_chat_template=True,
         n_samples_per_eval_prompt=4,
+        pass_at_k=[3],
         max_response_len=8,
         custom_rm_path=plugin("rewards.py:parity"),
     )
@@ -62,6 +64,10 @@ def test_each_dataset_has_its_own_settings(
     rewards = table.reward.reshape(6, 4)
     assert metrics["eval/sums-pass@1"] == pytest.approx(table.reward.mean())
     assert metrics["eval/sums-pass@4"] == pytest.approx(rewards.max(1).mean())
+    draws = np.stack([rewards[:, list(drawn)].max(1) for drawn in itertools.combinations(range(4), 3)])
+    assert metrics["eval/sums-pass@3"] == pytest.approx(draws.mean())
+    assert metrics["eval/sums-stderr"] == pytest.approx(rewards.mean(1).std(ddof=1) / 6**0.5)
+    assert metrics["eval/sums-pass@4-stderr"] == pytest.approx(rewards.max(1).std(ddof=1) / 6**0.5)
     assert metrics["eval/greedy"] == 0
     assert not [name for name in metrics if name.startswith("eval/greedy-pass")]  # one response each
 

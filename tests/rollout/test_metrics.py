@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 
 import pytest
@@ -24,10 +25,9 @@ def sample(index: int, length: int, reward: float, **fields: object) -> Sample:
     return made
 
 
-@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=6), st.integers(0, 2))
-def test_pass_at_k_is_the_share_of_draws_with_a_success(rewards: list[float], power: int) -> None:
-    k = 2**power
-    got = metrics.pass_at_k([rewards])
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6), st.integers(1, 7))
+def test_pass_at_k_is_the_share_of_draws_with_a_success(rewards: list[float], k: int) -> None:
+    got = metrics.pass_at_k([rewards], [k])
     if k > len(rewards):
         assert f"pass@{k}" not in got
         return
@@ -36,11 +36,50 @@ def test_pass_at_k_is_the_share_of_draws_with_a_success(rewards: list[float], po
 
 
 def test_pass_at_k_of_uneven_groups() -> None:
-    got = metrics.pass_at_k([[1, 0, 0, 0], [0, 0], [1, 1]])
-    assert set(got) == {"pass@1", "pass@2", "pass@4"}
+    uneven = [[1, 0, 0, 0], [0, 0], [1, 1]]
+    got = metrics.pass_at_k(uneven)
+    assert {name for name in got if name.startswith("pass@") and "-" not in name} == {"pass@1", "pass@2", "pass@4"}
     assert got["pass@4"] == 1
+    assert "pass@4-stderr" not in got, "one prompt alone has four responses"
     assert got["pass@2"] == pytest.approx(statistics.fmean([1 / 2, 0, 1]))
+    assert got["pass@2-stderr"] == pytest.approx(statistics.stdev([1 / 2, 0, 1]) / 3**0.5)
+    assert metrics.pass_at_k(uneven, [3])["pass@3"] == 3 / 4
     assert metrics.pass_at_k([[1], [0]]) == {}
+    assert metrics.pass_at_k([[1], [0]], [1, 2]) == {"pass@1": 0.5, "pass@1-stderr": 0.5}
+
+
+@given(st.lists(st.lists(st.floats(-2, 2), min_size=1, max_size=4), min_size=2, max_size=5))
+def test_a_standard_error_is_clustered_by_prompt(rewards: list[list[float]]) -> None:
+    """Every pair of responses to one prompt counts, as in eq. 4 of Miller (arXiv:2411.00640), over N²."""
+    flat = [r for of_prompt in rewards for r in of_prompt]
+    mean = sum(flat) / len(flat)
+    pairs = sum((a - mean) * (b - mean) for of_prompt in rewards for a in of_prompt for b in of_prompt)
+    expected = pairs / len(flat) ** 2 * len(rewards) / (len(rewards) - 1)
+    got = metrics.mean_and_error(rewards)
+    assert got[""] == pytest.approx(mean, abs=1e-12)
+    assert got["-stderr"] ** 2 == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("score", ["mean", "pass@2"])
+def test_the_squared_standard_error_is_the_variance_over_all_draws(score: str) -> None:
+    """Unbiased: two prompts drawn from three, three responses to each; every outcome is enumerated."""
+    outcomes: list[tuple[float, float, float]] = []  # probability, estimate, its squared error
+    for chances in itertools.product((0.1, 0.5, 0.8), repeat=2):
+        for answers in itertools.product((0.0, 1.0), repeat=6):
+            rewards = [list(answers[:3]), list(answers[3:])]
+            likely = [p if a else 1 - p for p, of_prompt in zip(chances, rewards, strict=True) for a in of_prompt]
+            got = metrics.mean_and_error(rewards) if score == "mean" else metrics.pass_at_k(rewards)
+            name = score.removeprefix("mean")
+            outcomes.append((math.prod(likely) / 9, got[name], got[f"{name}-stderr"] ** 2))
+    assert sum(p for p, _, _ in outcomes) == pytest.approx(1)
+    mean = sum(p * estimate for p, estimate, _ in outcomes)
+    truth = {
+        "mean": statistics.fmean((0.1, 0.5, 0.8)),
+        "pass@2": statistics.fmean(1 - (1 - p) ** 2 for p in (0.1, 0.5, 0.8)),
+    }
+    assert mean == pytest.approx(truth[score])
+    variance = sum(p * (estimate - mean) ** 2 for p, estimate, _ in outcomes)
+    assert sum(p * squared for p, _, squared in outcomes) == pytest.approx(variance)
 
 
 def test_rollout_metrics(make_args: MakeArgs) -> None:

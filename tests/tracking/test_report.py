@@ -45,19 +45,26 @@ def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
 def test_an_evaluation_in_words() -> None:
     metrics = {
         "eval/gsm8k": 0.4125,
+        "eval/gsm8k-stderr": 0.0136,
         "eval/gsm8k/response_len/mean": 119.6,
         "eval/gsm8k-truncated_ratio": 0.02,
         "eval/gsm8k-pass@2": 0.5,
         "eval/gsm8k-pass@16": 0.75,
+        "eval/gsm8k-pass@16-stderr": 0.0124,
         "eval/svamp": 0.3,
         "eval/reward_errors": 2.0,
     }
-    assert eval_text(metrics) == "gsm8k 0.412 (length 120, truncated 2%, pass@16 0.750), svamp 0.300"
+    shown = "gsm8k 0.412 ±0.014 (length 120, truncated 2%, pass@16 0.750 ±0.012), svamp 0.300"
+    assert eval_text(metrics) == shown
 
 
 def test_the_end_of_a_run_in_words() -> None:
     evals = [{"kind": "eval", "eval/step": s, "eval/sums": v} for s, v in ((0, 0.25), (10, 0.9), (20, 0.875))]
     assert summary(evals) == {"eval/sums": "first 0.250, best 0.900 at 10 rollouts, last 0.875"}
+    with_error = [record | {"eval/sums-stderr": 0.03} for record in evals]
+    assert summary(with_error) == {
+        "eval/sums": "first 0.250 ±0.030, best 0.900 ±0.030 at 10 rollouts, last 0.875 ±0.030"
+    }
     rewards = [{"kind": "rollout", "rollout/step": s, "rollout/raw_reward": v} for s, v in ((0, 0.1), (1, 0.2))]
     assert summary(rewards) == {"reward": "first 0.100, best 0.200 at 2 rollouts, last 0.200"}
     assert summary([]) == {}
