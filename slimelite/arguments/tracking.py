@@ -47,6 +47,12 @@ class TrackingArgs:
     )
     tb_project_name: str | None = flag(None, "metrics go to this subfolder of TensorBoard's folder", TENSORBOARD)
     tb_experiment_name: str | None = flag(None, "metrics go to this subfolder, in that of the project", TENSORBOARD)
+    token_stats: Literal["computed", "all", "none"] = flag(
+        "computed",
+        "token_stats/ of the run folder gets the trainer's log-prob and entropy of each response token: of the rows "
+        "that a forward pass computes anyway, of all rows with one more pass over the others, or no such file",
+        TRAINING,
+    )
     log_multi_turn: bool = flag(False, "the log has metrics of multi-turn responses", POLICY)
     log_passrate: bool = flag(False, "the log has pass@k of the training samples", POLICY)
     log_reward_category: str | None = flag(

@@ -25,6 +25,7 @@ from slimelite.engines.protocol import WeightSyncError
 from slimelite.engines.registry import ENGINES
 from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutOutput
 from slimelite.table import SampleTable
+from slimelite.token_stats import TokenStats
 from slimelite.training.loss import engine_threshold
 
 P = ParamSpec("P")
@@ -42,12 +43,14 @@ class TrainOutput(NamedTuple):
     """The result of training on a rollout.
 
     ``metrics``: of the rollout, reduced over ranks; ``steps``: the ``train/*`` metrics of each optimizer step;
-    ``advantages``: of each response token, see `Trainer.own_advantages`.
+    ``advantages``: of each response token, see `Trainer.own_advantages`; ``token_stats``: log-prob and entropy of each,
+    None with ``--token-stats none``.
     """
 
     metrics: dict[str, float]
     steps: list[dict[str, float]]
     advantages: np.ndarray | None
+    token_stats: TokenStats | None
 
 
 class Cluster:
@@ -136,7 +139,12 @@ class Cluster:
             with self._memory_of("train"):
                 metrics = self._change(TrainerWorker.train, rollout_id, self._shared(table))
             first = self._trainers[0]
-            return TrainOutput(metrics, first.ask(TrainerWorker.step_metrics), first.ask(TrainerWorker.own_advantages))
+            return TrainOutput(
+                metrics,
+                first.ask(TrainerWorker.step_metrics),
+                first.ask(TrainerWorker.own_advantages),
+                first.ask(TrainerWorker.token_stats),
+            )
 
         return self._take(work)
 

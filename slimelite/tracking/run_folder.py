@@ -9,6 +9,7 @@
     metrics.jsonl          every metric (see metrics_file.py)
     curves.png             the curves of metrics.jsonl
     rollouts/0000012.parquet        the samples of rollout 12
+    token_stats/0000012.parquet     the trainer's log-probs and entropies of their tokens (token_stats.py)
     dropped/0000012.parquet         some of the groups that were not trained on, and why (rollout/filters.py)
     eval/gsm8k-0000012.parquet      the answers of an evaluation after 12 rollouts
     log.txt                the console and our log, with times
@@ -34,6 +35,7 @@ from slimelite.arguments.flags import group_flags, group_title, groups_of
 from slimelite.arguments.secret import HIDDEN, masked
 from slimelite.files import FULL, whole
 from slimelite.table import SampleTable
+from slimelite.token_stats import TokenStats
 
 # flags left out of config.yaml: they say where arguments come from and where results go, not what to compute
 SOURCES = ("config", "custom_config_path", "dry_run", "run_dir")
@@ -58,6 +60,10 @@ class RunFolder:
     def save_rollout(self, rollout_id: int, table: SampleTable) -> None:
         """Write the samples of a rollout."""
         table.to_parquet(self.path / "rollouts" / f"{rollout_id:07d}.parquet")
+
+    def save_token_stats(self, rollout_id: int, stats: TokenStats) -> None:
+        """Write the trainer's log-probs and entropies of a rollout's response tokens."""
+        stats.to_parquet(self.path / "token_stats" / f"{rollout_id:07d}.parquet")
 
     def save_eval(self, name: str, step: int, table: SampleTable) -> None:
         """Write the answers to an eval dataset after ``step`` rollouts."""

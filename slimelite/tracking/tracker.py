@@ -19,6 +19,7 @@ import slimelite
 from slimelite.arguments import Args
 from slimelite.lifecycle import WITHOUT_A_WORD, Stopped, read_status, this_process
 from slimelite.table import SampleTable
+from slimelite.token_stats import TokenStats
 from slimelite.tracking.ci import RunChecks
 from slimelite.tracking.console import Console
 from slimelite.tracking.metrics_file import Kind, axis_of, eval_metrics, read_metrics
@@ -167,11 +168,15 @@ class Tracker:
         metrics: Mapping[str, float],
         steps: Sequence[Mapping[str, float]] = (),
         advantages: np.ndarray | None = None,
+        token_stats: TokenStats | None = None,
     ) -> None:
         """Record the metrics of training; ``steps``: the ``train/`` metrics of each optimizer step, if known.
 
         ``advantages``: [response tokens], if tokens had advantages of their own; they are added to the saved rollout.
+        ``token_stats``: of the rollout, for a file of its own.
         """
+        if token_stats is not None:
+            self.folder.save_token_stats(rollout_id, token_stats)
         if advantages is not None and self._now.table is not None:
             self._now.table.advantages = advantages
             self.folder.save_rollout(rollout_id, self._now.table)

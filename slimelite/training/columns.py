@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
 from slimelite.plugins import guarded, load_function
 from slimelite.sample import COLUMNS
 from slimelite.table import SampleTable
+from slimelite.token_stats import TokenStats
 from slimelite.training.batch import pair_weights
 
 # rows, at most, that are computed in a step without a gradient: enough to measure its entropy and mismatch
@@ -54,7 +55,8 @@ class TokenColumns(TokenValues):
     ``segments``: [N] int64 row of each token; ``of_tokens``: whether a token's advantage may differ from its row's in
     the table; ``entropy``: [N], computed with ``old``; ``teacher``: [N] log-probs of the teacher; ``returns``: [N] the
     estimator's returns before distillation and whitening, which a critic learns; ``values``: [N] of the critic before
-    the rollout's first step; ``pair_weights``: see `pair_weights`, for a loss that compares replies.
+    the rollout's first step; ``pair_weights``: see `pair_weights`, for a loss that compares replies; ``measured``: [N]
+    log-probs and entropies of rows that ``old`` lacks, under the same weights, which `token_stats` alone reads.
     """
 
     table: SampleTable
@@ -65,6 +67,7 @@ class TokenColumns(TokenValues):
     teacher: Tensor | None = None
     values: Tensor | None = None
     pair_weights: np.ndarray | None = None
+    measured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -259,6 +262,21 @@ class TokenColumns(TokenValues):
                 of_rows = segment_mean(column, self.mask, self.segments, self.rows)
                 means[name] = float(of_rows[trained].nanmean())
         return {name: value for name, value in means.items() if not math.isnan(value)}
+
+    def unknown_rows(self) -> np.ndarray:
+        """[n] bool: rows with a response whose log-probs under the weights before the first step are not in ``old``."""
+        prompts = np.diff(self.table.prompt_offsets)
+        known = np.zeros(self.rows, bool) if self.old is None else self._rows_with(~self.old.isnan()).numpy()
+        return (self.table.response_lengths > 0) & (prompts > 0) & ~known
+
+    def token_stats(self) -> TokenStats:
+        """Log-probs and entropies under the weights before the first step, as far as passes have computed them."""
+        found = torch.full((2, len(self.mask)), torch.nan)
+        passes = [] if self.old is None or self.entropy is None else [(self.old, self.entropy)]
+        for values in [*passes, *self.measured]:
+            part = torch.stack(values).float()
+            found = torch.where(part.isnan(), found, part)
+        return TokenStats(self.table.sample_id, self.table.response_offsets, *found.numpy())
 
     def _refuse(self, tokens: Tensor, what: str) -> None:
         """Raise ValueError if a trained token is in ``tokens`` [N] bool; ``what``: the problem that its sample has."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from slimelite.arguments import Args
 from slimelite.checkpoints import Checksums
 from slimelite.table import SampleTable
+from slimelite.token_stats import TokenStats
 from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch, PackingLimits, Step, deal, split_steps
 from slimelite.training.columns import TokenColumns
@@ -68,6 +69,7 @@ class Trainer(Learner[PolicyModel]):
         self.timed = PassTimer()
         self._step_metrics: list[dict[str, float]] = []
         self._advantages: np.ndarray | None = None
+        self._token_stats: TokenStats | None = None
         # losses of `forward_backward`, kept until `optim_step`
         self._losses: list[Tensor] = []
         self.temperature = 1.0 if args.supervised else args.rollout_temperature
@@ -109,13 +111,16 @@ class Trainer(Learner[PolicyModel]):
             self.optimizers.reset()
         steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
         columns, sums = self._columns(table, steps), MetricSums(self.world)
-        computed = np.zeros(len(table), bool)
+        trains = self.critic is None or rollout_id >= self.args.num_critic_only_steps
+        computed = self._rows_to_compute(columns, steps) if trains else np.zeros(len(table), bool)
+        if self.args.token_stats == "all":
+            self._measure_rest(table, columns, steps, computed)
         if self.critic is not None:
             trained = columns.trained_rows()
             with self.timed("critic_train", self.critic.model, table, trained):
                 self.critic.train(table, columns, self._schedule(table, steps, trained), sums)
-        if self.critic is None or rollout_id >= self.args.num_critic_only_steps:
-            computed = self._train_policy(table, columns, steps, sums, partial(self.update, sums))
+        if trains:
+            self._train_policy(table, columns, steps, computed, sums, partial(self.update, sums))
         self.progress.rollout_id = rollout_id
         if self._saved_reference is not None and (rollout_id + 1) % (self.args.ref_update_interval or 1) == 0:
             self._saved_reference.copy_from(self.model)
@@ -135,7 +140,8 @@ class Trainer(Learner[PolicyModel]):
         self.timed.restart()
         steps = split_steps(table.rollout_id, table.unit_id, len(table))
         columns, sums = self._columns(table, steps), MetricSums(self.world)
-        computed = self._train_policy(table, columns, steps, sums, self._losses.append)
+        computed = self._rows_to_compute(columns, steps)
+        self._train_policy(table, columns, steps, computed, sums, self._losses.append)
         return self._metrics(table, columns, computed, sums)
 
     def optim_step(self) -> dict[str, float]:
@@ -160,19 +166,15 @@ class Trainer(Learner[PolicyModel]):
         table: SampleTable,
         columns: TokenColumns,
         steps: list[np.ndarray],
+        computed: np.ndarray,
         sums: MetricSums,
         then: Callable[[Tensor], None],
-    ) -> np.ndarray:
-        """Compute the policy's gradient for each of ``steps``, and call ``then`` with each loss (see `gradient`).
-
-        Returns:
-            [n] bool, the rows that were computed.
+    ) -> None:
+        """Compute the policy's gradient for each of ``steps`` from the rows ``computed`` [n] bool, and call ``then``
+        with each loss (see `gradient`).
         """
         args = self.args
-        checked = args.ci_test and self._fresh
-        normalized = args.correction == "mis" and args.mis_batch_normalize  # needs a mean over all trained rows
-        every = checked or normalized
-        computed = columns.trained_rows() if every else columns.rows_to_compute(args, steps)
+        checked, normalized = args.ci_test and self._fresh, self._normalizes
         schedule = self._schedule(table, steps, computed)
         if (columns.old is None or checked) and (normalized or self._needs_old(len(steps))):
             if args.ci_test:  # over training's micro-batches, for bit-identical results
@@ -182,16 +184,43 @@ class Trainer(Learner[PolicyModel]):
             columns.old, columns.entropy = self._pass("log_probs", self.model, table, dealt)
         if normalized:
             columns.normalize_correction(args, steps)
+        # in the first step the weights are those before it: a supervised loss has no other pass that computes `old`
         alone = columns.old is None and len(steps) == 1
-        scores = Scores(len(table.response_tokens), self.world) if alone else None
+        measures = columns.old is None and args.token_stats != "none"
+        scores = Scores(len(table.response_tokens), self.world) if alone or measures else None
         with self.timed("actor_train", self.model, table, computed):
             for sums.step, step in enumerate(schedule):
-                then(self.gradient(table, columns, step, sums, scores, checked=checked and sums.step == 0))
+                first = sums.step == 0
+                then(self.gradient(table, columns, step, sums, scores if first else None, checked=checked and first))
         if scores is not None:
-            columns.old, columns.entropy = scores.gather()
+            log_probs, entropy = scores.gather()
+            if alone:
+                columns.old, columns.entropy = log_probs, entropy
+            else:
+                columns.measured.append((log_probs, entropy))
         # a first step without a trained token had nothing to check, so the next rollout's is checked
         self._fresh = self._fresh and not columns.trained_rows()[steps[0]].any()
-        return computed
+
+    @property
+    def _normalizes(self) -> bool:
+        """Whether the correction divides by a mean over all trained rows."""
+        return self.args.correction == "mis" and self.args.mis_batch_normalize
+
+    def _rows_to_compute(self, columns: TokenColumns, steps: list[np.ndarray]) -> np.ndarray:
+        """[n] bool: the rows that the policy's training computes."""
+        every = (self.args.ci_test and self._fresh) or self._normalizes
+        return columns.trained_rows() if every else columns.rows_to_compute(self.args, steps)
+
+    def _measure_rest(
+        self, table: SampleTable, columns: TokenColumns, steps: list[np.ndarray], computed: np.ndarray
+    ) -> None:
+        """``--token-stats all``: compute the rows that no other pass computes before the weights change."""
+        rest = columns.unknown_rows()
+        soon = steps[0] if self.args.supervised else np.arange(len(table))
+        rest[soon[computed[soon]]] = False
+        if rest.any():
+            dealt = self._deal(table, np.flatnonzero(rest), self.args.log_probs_max_tokens_per_gpu)
+            columns.measured.append(self._pass("token_stats", self.model, table, dealt))
 
     def _check_no_gradient(self, verb: str) -> None:
         if self._losses:
@@ -206,6 +235,12 @@ class Trainer(Learner[PolicyModel]):
         ``advantage`` of its row in the table.
         """
         return self._advantages
+
+    def token_stats(self) -> TokenStats | None:
+        """Log-probs and entropies of the response tokens of the last rollout trained on, the same on every rank; None
+        with ``--token-stats none``.
+        """
+        return self._token_stats
 
     def gradient(
         self,
@@ -361,6 +396,7 @@ class Trainer(Learner[PolicyModel]):
         self, table: SampleTable, columns: TokenColumns, computed: np.ndarray, sums: MetricSums
     ) -> dict[str, float]:
         self._advantages = columns.advantages.float().numpy() if columns.of_tokens else None
+        self._token_stats = None if self.args.token_stats == "none" else columns.token_stats()
         means, of_steps = sums.means()
         metrics, *self._step_metrics = [
             {f"train/{name}": value for name, value in found.items()} for found in (means, *of_steps)

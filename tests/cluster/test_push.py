@@ -97,6 +97,8 @@ class Mortals(Worker):
 
     def own_advantages(self) -> None: ...
 
+    def token_stats(self) -> None: ...
+
     def memory_used(self) -> float:
         return 0.0
 

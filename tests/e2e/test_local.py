@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -181,11 +182,16 @@ def ages(run: Path) -> list[float]:
 
 
 def test_async_rollout_is_one_step_off_and_resumes_bit_for_bit(local_run: Run, tmp_path: Path) -> None:
-    flags = ("--no-colocate", "--async-rollout", "--deterministic-mode", "--use-tis")
+    flags = ("--no-colocate", "--async-rollout", "--deterministic-mode", "--use-tis", "--token-stats", "all")
     straight = local_run("straight", *flags, "--num-rollout", "4")
     assert ages(straight) == [0, 1, 1, 1]
     table = SampleTable.from_parquet(straight / "rollouts" / "0000002.parquet")
     assert set(table.weight_versions) == {1}
+    stats = pq.read_table(straight / "token_stats" / "0000002.parquet").to_pydict()
+    assert stats["sample_id"] == table.sample_id.tolist()
+    assert [len(values) for values in stats["entropy"]] == table.response_lengths.tolist()
+    gap = np.abs(np.concatenate(stats["log_probs"]) - table.rollout_log_probs)
+    assert 1e-3 < gap.mean() < 1, "the weights of version 2, not those that wrote it"
     # a checkpoint has the rollout that was generated ahead
     save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "2")
     local_run("first", *flags, *save, "--num-rollout", "4")

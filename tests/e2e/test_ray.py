@@ -8,9 +8,12 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import train
+from slimelite.table import SampleTable
 
 from .conftest import ROOT, metrics, run_process
 
@@ -78,6 +81,10 @@ def test_two_ranks_are_one(grpo_args: list[str], tmp_path: Path) -> None:
     for name in ("train/loss", "train/kl_loss", "train/grad_norm"):
         assert metrics(two, name) == pytest.approx(metrics(one, name), rel=1e-5, abs=1e-6), name
     assert metrics(one, "train/kl_loss")[-1] > 1e-3
+    for file in sorted(two.glob("rollouts/*")):
+        table, stats = SampleTable.from_parquet(file), pq.read_table(two / "token_stats" / file.name).to_pydict()
+        assert stats["sample_id"] == table.sample_id.tolist()
+        np.testing.assert_allclose(np.concatenate(stats["log_probs"]), table.rollout_log_probs, atol=1e-3)
 
 
 def test_two_nodes_train_together(grpo_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ EVERYTHING = {
     "entropy_coef": 0.01,
     "correction": "tis",
     "rollout_temperature": 0.8,
+    "token_stats": "all",
 }
 # every estimator and every correction once
 CASES = [
@@ -109,7 +110,7 @@ def muon_steps(trainer: Trainer | None) -> tuple[list[torch.Tensor], list[tuple[
 def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> dict[str, Any]:
     """All that is compared with one rank, in one go: starting processes is what takes time."""
     before = trainer.log_probs(table)
-    history = five_steps(trainer, table)
+    history, stats = five_steps(trainer, table), trainer.token_stats()
     sink = Recorder()
     trainer.push_weights(sink, 7)
     trainer.save(f"{folder}/checkpoint", 4)
@@ -128,6 +129,7 @@ def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> di
         "skipped_steps": broken["train/skipped_steps"],
         "log_probs": before,
         "history": history,
+        "token_stats": stats,
         "pushed": sink.tensors,
         "in_half": in_half(trainer),
         "weights": weights_of(trainer),
@@ -167,6 +169,11 @@ def test_ranks_do_not_matter(
             for name in ("train/loss", "train/pg_loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm"):
                 assert theirs[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-5), name
         assert_same_run(many["weights"], weights_of(trainer), start)
+        stats = trainer.token_stats()
+        assert stats is not None
+        for name in ("sample_id", "offsets", "log_probs", "entropy"):
+            mine, theirs = getattr(stats, name), getattr(many["token_stats"], name)
+            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-3, equal_nan=False, err_msg=name)
     with one_rank(tiny_args(model, **given, optimizer="muon")) as trainer:
         for mine, theirs in zip(five_steps(trainer, table), many["muon_history"], strict=True):
             assert theirs["train/loss"] == pytest.approx(mine["train/loss"], rel=1e-4, abs=1e-5)
