@@ -28,9 +28,20 @@ def _view(argv: Sequence[str]) -> int:
     return main(argv)
 
 
+def _compare(argv: Sequence[str]) -> int:
+    from slimelite.view.compare import main
+
+    return main(argv)
+
+
 COMMANDS = {
     "view": Command(
         "write one HTML page that shows runs: curves, times, flags", "slimelite view runs/a runs/b -o two.html", _view
+    ),
+    "compare": Command(
+        "a table of runs: flags that differ, scores with a paired test, tokens, time",
+        "slimelite compare runs/a runs/b",
+        _compare,
     ),
     "plot": Command(
         "draw the curves of runs as a PNG", "slimelite plot runs/a runs/b --metric eval/gsm8k -o two.png", _plot

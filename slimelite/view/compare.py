@@ -1,0 +1,151 @@
+"""``slimelite compare``: a table of runs side by side, for a terminal, as Markdown or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slimelite.tracking.phases import duration
+from slimelite.tracking.report import one_line
+from slimelite.view.comparison import LAST, Facts, comparison
+from slimelite.view.run import read_runs
+
+Row = tuple[str, list[str]]  # what it is, and its text for each run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        ValueError: a run cannot be read.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slimelite compare",
+        description="Compare runs: flags that differ, scores with standard errors and a paired test against the first "
+        "run, rewards, tokens, seconds and hours.",
+        epilog="example: slimelite compare runs/lr-1e-6 runs/lr-1e-5 --markdown > table.md",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; the others are tested against the first")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="every number as JSON")
+    form.add_argument("--markdown", action="store_true", help="the table as Markdown")
+    args = parser.parse_args(argv)
+    found = comparison(read_runs(args.runs))
+    if args.json:
+        # JSON has no NaN and no infinity: they become null
+        print(json.dumps(json.loads(json.dumps(found), parse_constant=lambda _: None), indent=1))
+    elif args.markdown:
+        print(markdown(found))
+    else:
+        show(found)
+    return 0
+
+
+def show(found: Facts) -> None:
+    """Print the table: as wide as the terminal, or as wide as it needs to be where there is none."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10**4
+    table = Table(box=box.SIMPLE, show_edge=False)
+    table.add_column("")
+    for run in found["runs"]:
+        table.add_column(Text(run["name"]), overflow="fold")
+    for rows in _blocks(found):
+        table.add_section()
+        for title, cells in rows:
+            table.add_row(Text(title, "bold"), *map(Text, cells))
+    console.print(table)
+    console.print(Text(_footnote(found), "dim"))
+
+
+def markdown(found: Facts) -> str:
+    """The table as Markdown."""
+    head: Row = ("", [run["name"] for run in found["runs"]])
+    lines = [_line(head), "|---" * (len(head[1]) + 1) + "|"]
+    lines += [_line(row) for rows in _blocks(found) for row in rows]
+    return "\n".join([*lines, "", _footnote(found)])
+
+
+def _line(row: Row) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (row[0], *row[1])) + " |"
+
+
+def _footnote(found: Facts) -> str:
+    return f"±: standard error. at: eval/step. p: {found['test']}." if any(r["evals"] for r in found["runs"]) else ""
+
+
+def _blocks(found: Facts) -> Iterator[list[Row]]:
+    """The rows in blocks that belong together; rows without any value are left out."""
+    runs = found["runs"]
+    for differing in (found["flags"], found["versions"]):
+        yield [(name, [_plain(value) for value in values]) for name, values in differing.items()]
+    yield _filled([("status", [_status(run) for run in runs]), ("rollouts", [_rollouts(run) for run in runs])])
+    yield _filled(list(_scores(runs)))
+    yield _filled([(title, [_shown(run, key, text) for run in runs]) for title, key, text in NUMBERS])
+    phases = dict.fromkeys(phase for run in runs for phase in run["seconds"])
+    seconds = [(f"  of that {phase}", [_shown(run["seconds"], phase, duration) for run in runs]) for phase in phases]
+    yield _filled([("time", [_shown(run, "wall_seconds", duration) for run in runs]), *seconds])
+    hours = [("CPU-hours", "cpu_hours"), ("GPU-hours", "gpu_hours")]
+    yield _filled([(title, [_shown(run, key, "{:.3g}".format) for run in runs]) for title, key in hours])
+
+
+NUMBERS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    (f"reward, mean of the last {LAST} rollouts", "reward", "{:.3f}".format),
+    ("tokens generated", "tokens_generated", "{:,.0f}".format),
+    ("tokens trained, with prompts", "tokens_trained", "{:,.0f}".format),
+)
+
+
+def _filled(rows: list[Row]) -> list[Row]:
+    return [(title, cells) for title, cells in rows if any(cells)]
+
+
+def _scores(runs: Sequence[Facts]) -> Iterator[Row]:
+    for name in dict.fromkeys(name for run in runs for name in run["evals"]):
+        of_runs = [run["evals"].get(name, {}) for run in runs]
+        for which in ("best", "last"):
+            yield f"{name}, {which}", [_score(scores[which]) if scores else "" for scores in of_runs]
+        tests = [_test(scores["against_first"]) if "against_first" in scores else "" for scores in of_runs]
+        yield f"{name}, last − last of {runs[0]['name']}", tests
+
+
+def _score(score: Facts) -> str:
+    at = "start" if score["at"] < 0 else score["at"]
+    return f"{score['value']:.3f}{_error(score['standard_error'])} at {at}"
+
+
+def _test(test: Facts) -> str:
+    if "why_not" in test:
+        return f"unknown: {test['why_not']}"
+    prompts = f"{test['prompts']:,}" + (f" of {test['of_prompts']:,}" if test["prompts"] < test["of_prompts"] else "")
+    return f"{test['difference']:+.3f}{_error(test['standard_error'])}, p {test['p']:.2g}, {prompts} prompts"
+
+
+def _error(standard_error: float | None) -> str:
+    return "" if standard_error is None else f" ±{standard_error:.3f}"
+
+
+def _status(run: Facts) -> str:
+    status = run["status"] or ""
+    return status if status in ("", "finished", "running") else one_line(f"{status}: {run['message']}")[:80]
+
+
+def _rollouts(run: Facts) -> str:
+    of = f" of {run['of_rollouts']}" if run["of_rollouts"] not in (None, run["rollouts"]) else ""
+    return f"{run['rollouts']}{of}"
+
+
+def _shown(values: Facts, key: str, text: Callable[[float], str]) -> str:
+    return "" if values[key] is None else text(values[key])
+
+
+def _plain(value: Any) -> str:
+    """A flag's value as one writes it; "-" for none."""
+    return "-" if value is None else one_line(value) if isinstance(value, str) else json.dumps(value)
