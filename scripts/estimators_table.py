@@ -22,7 +22,8 @@ def main(folder: Path, curves: Path) -> None:
     for estimator in sorted(path for path in folder.iterdir() if path.is_dir()):
         runs = sorted(estimator.glob("seed-*"))
         scores = [
-            {int(r["eval/step"]): r["eval/heldout"] for r in read_metrics(run) if "eval/heldout" in r} for run in runs
+            {int(r["eval/step"]) + 1: r["eval/heldout"] for r in read_metrics(run) if "eval/heldout" in r}
+            for run in runs
         ]
         spent = [max(r["perf/cpu_seconds"] for r in read_metrics(run) if "perf/cpu_seconds" in r) for run in runs]
         reached = [next((str(step) for step, score in of.items() if score >= GOOD), "never") for of in scores]

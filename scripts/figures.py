@@ -19,11 +19,12 @@ MEASURED = ("rollout/raw_reward", "rollout/response_len/mean", "train/loss", "pe
 def rows(run: str, records: list[Record]) -> list[dict[str, float | str]]:
     """The table's rows of one run, from its records."""
     scores, seen, found = eval_metrics(records), dict[str, float](), list[dict[str, float | str]]()
+    kind, axis = ("eval", "eval/step") if scores else ("perf", "rollout/step")
     for record in records:
         seen |= {name: record[name] for name in MEASURED if name in record}
-        done = record.get("eval/step") if scores else (record["rollout/step"] + 1 if record["kind"] == "perf" else None)
-        if done is None:
+        if record["kind"] != kind:
             continue
+        done = record[axis] + 1
         row = {"run": run, "rollouts": done, **{name: record[name] for name in scores if name in record}, **seen}
         if found and found[-1]["rollouts"] == done:
             found[-1] |= row

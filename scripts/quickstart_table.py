@@ -24,7 +24,7 @@ def cpu_seconds(run: Path, rollouts: int | None = None) -> float:
 
 def evaluations(run: Path) -> dict[int, float]:
     """Rollouts trained -> greedy accuracy on the held-out prompts."""
-    return {int(r["eval/step"]): r["eval/heldout"] for r in read_metrics(run) if "eval/heldout" in r}
+    return {int(r["eval/step"]) + 1: r["eval/heldout"] for r in read_metrics(run) if "eval/heldout" in r}
 
 
 def main(folder: Path, curves: Path) -> None:

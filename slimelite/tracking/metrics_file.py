@@ -4,6 +4,9 @@ A line has ``time`` (seconds since the epoch), ``kind`` and metrics by their ful
 that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` understands. The file is only
 ever appended to. A line of kind ``start`` has the rollout at which the run began or was resumed; earlier lines about
 this rollout or later ones are invalid from then on.
+
+``eval/step`` is the rollout that an evaluation followed, -1 before training. The first versions counted the rollouts
+trained by then, which is one more: where the line of kind ``start`` lacks ``eval/step``. `read_metrics` mends that.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +70,7 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
     if not path.is_file():
         raise ValueError(f"{run_dir} is not a run folder: it has no {FILE_NAME}")
     records: list[Record] = []
+    counted = 0  # what eval/step is too high by
     torn: tuple[int, str] | None = None
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line:
@@ -81,8 +85,16 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
         torn = None
         if record["kind"] == "start":
             records = [r for r in records if _precedes(r, record[DEFAULT_AXIS])]
+            counted = int(counts_evals([record]))
+        elif record["kind"] == "eval":
+            record["eval/step"] -= counted
         records.append(record)
     return records
+
+
+def counts_evals(records: Sequence[Record]) -> bool:
+    """Whether a first version wrote last: then files of evaluations, too, are numbered by the rollouts trained."""
+    return any("eval/step" not in r for r in [r for r in records if r["kind"] == "start"][-1:])
 
 
 def series(records: Iterable[Record], metric: str) -> tuple[list[float], list[float]]:
@@ -101,10 +113,8 @@ def eval_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _precedes(record: Record, start: float) -> bool:
-    """Whether a record is about a time before rollout ``start``; an eval/step of k means after k trained rollouts."""
-    if record["kind"] == "eval":
-        return record["eval/step"] <= start and start > 0
-    return record[DEFAULT_AXIS] < start
+    """Whether a record is about a time before rollout ``start``; rollout 0 repeats the evaluation before training."""
+    return start > 0 and record["eval/step" if record["kind"] == "eval" else DEFAULT_AXIS] < start
 
 
 def _to_json(value: float) -> float | str:

@@ -28,7 +28,11 @@ PANELS: dict[str, tuple[str, ...]] = {
     "gradient norm": ("train/grad_norm",),
     "|log-prob of trainer − of engine|": ("train/train_rollout_logprob_abs_diff",),
 }
-AXIS_LABELS = {"rollout/step": "rollout", "train/step": "optimizer step", "eval/step": "rollouts trained"}
+AXIS_LABELS = {
+    "rollout/step": "rollout",
+    "train/step": "optimizer step",
+    "eval/step": "after rollout (−1: at the start)",
+}
 COLORS = ("#3b6fb6", "#d1495b", "#2e8b57", "#e39c37", "#7a5195", "#4fa3a5", "#8c564b", "#9aa0a6")
 
 Points = tuple[list[float], list[float]]  # steps, values

@@ -49,9 +49,27 @@ def run_facts(args: Args) -> dict[str, str]:
         ),
         "device": _device(args),
         "batch": batch_identity(args),
-        "rollouts": f"{args.num_rollout}" + (f", going on at {args.start_rollout_id}" if args.start_rollout_id else ""),
+        "rollouts": numbering(args.num_rollout)
+        + (f", going on at {args.start_rollout_id}" if args.start_rollout_id else ""),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def numbering(num_rollout: int) -> str:
+    """The rollouts of a run by their numbers: ``40, numbered 0 to 39``."""
+    return f"{num_rollout}" + (f", numbered 0 to {num_rollout - 1}" if num_rollout else "")
+
+
+def progress(done: int | None, num_rollout: int | None) -> str:
+    """How far a run came, whose rollouts below ``done`` are done: ``after rollout 6 of 0 to 39``."""
+    if done is None:
+        return "before the end of its first rollout"
+    return f"after rollout {done - 1}" + (f" of 0 to {num_rollout - 1}" if num_rollout else "")
+
+
+def when(rollout_id: float) -> str:
+    """The moment of an evaluation in words."""
+    return "before training" if rollout_id < 0 else f"after rollout {rollout_id:.0f}"
 
 
 def batch_identity(args: Args) -> str:
@@ -116,9 +134,9 @@ def summary(records: Sequence[Record]) -> dict[str, str]:
         shown = [_score(value, errors.get(step)) for step, value in zip(steps, values, strict=True)]
         if values:
             best = max(range(len(values)), key=values.__getitem__)
-            trained = steps[best] + (not name.startswith("eval/"))
+            at = when(steps[best]) if name.startswith("eval/") else f"in rollout {steps[best]:.0f}"
             title = name.replace("rollout/raw_reward", "reward")
-            lines[title] = f"first {shown[0]}, best {shown[best]} at {trained:.0f} rollouts, last {shown[-1]}"
+            lines[title] = f"first {shown[0]}, best {shown[best]} {at}, last {shown[-1]}"
     return lines
 
 

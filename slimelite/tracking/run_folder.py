@@ -11,7 +11,8 @@
     rollouts/0000012.parquet        the samples of rollout 12
     token_stats/0000012.parquet     the trainer's log-probs and entropies of their tokens (token_stats.py)
     dropped/0000012.parquet         some of the groups that were not trained on, and why (rollout/filters.py)
-    eval/gsm8k-0000012.parquet      the answers of an evaluation after 12 rollouts
+    eval/gsm8k-0000012.parquet      the answers of the evaluation after rollout 12
+    eval/gsm8k-start.parquet        those of the evaluation before training
     log.txt                the console and our log, with times
     stderr.txt             output that libraries print to standard error
 """
@@ -65,9 +66,18 @@ class RunFolder:
         """Write the trainer's log-probs and entropies of a rollout's response tokens."""
         stats.to_parquet(self.path / "token_stats" / f"{rollout_id:07d}.parquet")
 
-    def save_eval(self, name: str, step: int, table: SampleTable) -> None:
-        """Write the answers to an eval dataset after ``step`` rollouts."""
-        table.to_parquet(self.path / "eval" / f"{name.replace('/', '_')}-{step:07d}.parquet")
+    def save_eval(self, name: str, rollout_id: int, table: SampleTable) -> None:
+        """Write the answers to an eval dataset after rollout ``rollout_id`` (-1: before training)."""
+        table.to_parquet(self._eval_file(name.replace("/", "_"), rollout_id))
+
+    def renumber_evals(self) -> None:
+        """Give the files of evaluations that an older version wrote, which counted rollouts trained, today's names."""
+        for path in sorted(self.path.glob("eval/*-*.parquet")):  # a name that is taken is free when its turn comes
+            name, _, trained = path.stem.rpartition("-")
+            path.rename(self._eval_file(name, int(trained) - 1))
+
+    def _eval_file(self, name: str, rollout_id: int) -> Path:
+        return self.path / "eval" / f"{name}-{'start' if rollout_id < 0 else f'{rollout_id:07d}'}.parquet"
 
     def _write(self, name: str, text: str) -> None:
         path = self.path / name

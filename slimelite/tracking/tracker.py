@@ -22,7 +22,7 @@ from slimelite.table import SampleTable
 from slimelite.token_stats import TokenStats
 from slimelite.tracking.ci import RunChecks
 from slimelite.tracking.console import Console
-from slimelite.tracking.metrics_file import Kind, axis_of, eval_metrics, read_metrics
+from slimelite.tracking.metrics_file import Kind, axis_of, counts_evals, eval_metrics, read_metrics
 from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
 from slimelite.tracking.phases import LABELS, PERF_NAMES, Phase, Timer, duration
 from slimelite.tracking.plot import draw_run
@@ -32,9 +32,11 @@ from slimelite.tracking.report import (
     MISMATCH_WARNING,
     SKIPPED_WARNING,
     eval_text,
+    progress,
     run_facts,
     samples_table,
     summary,
+    when,
 )
 from slimelite.tracking.run_folder import RunFolder, config_dict, versions
 from slimelite.tracking.writers import Writer, open_writers
@@ -122,7 +124,10 @@ class Tracker:
         """Print the facts of the run; ``args`` now have the number of rollouts and the id of the first one."""
         self.args = args
         self.folder.save_config(args)
-        self._write("start", {"rollout/step": args.start_rollout_id or 0})
+        if counts_evals(read_metrics(self.folder.path)):
+            self.folder.renumber_evals()
+        first = args.start_rollout_id or 0
+        self._write("start", {"rollout/step": first, "eval/step": first - 1})
         if args.num_rollout is not None and args.start_rollout_id >= args.num_rollout:
             done = f"the checkpoint of --load has all {args.num_rollout} rollouts; to go on, raise"
             if args.load is None:
@@ -195,23 +200,18 @@ class Tracker:
         self._now.perf |= metrics
 
     def log_eval(self, rollout_id: int, metrics: Mapping[str, float], tables: Mapping[str, SampleTable]) -> None:
-        """Record an evaluation after rollout ``rollout_id`` (-1: before training); ``tables``: the answers, by dataset.
-
-        Its ``eval/step`` is rollout_id + 1, the number of rollouts trained so far.
-        """
-        step = rollout_id + 1
+        """Record an evaluation after rollout ``rollout_id`` (-1: before training); ``tables``: answers by dataset."""
         for name, table in tables.items():
-            self.folder.save_eval(name, step, table)
+            self.folder.save_eval(name, rollout_id, table)
         perf = {name: value for name, value in metrics.items() if axis_of(name) != "eval/step"}
         self._now.perf |= perf
-        self._write("eval", {"eval/step": step, **{k: v for k, v in metrics.items() if k not in perf}})
+        self._write("eval", {"eval/step": rollout_id, **{k: v for k, v in metrics.items() if k not in perf}})
         self._now.answers = dict(tables)
         self._now.scores = eval_metrics([metrics])
         if not self._looping:
             self._note_score(self._now.row)
         if len(self._now.scores) > self._looping:  # the row of a rollout has room for one score
-            when = f"after {step} rollouts" if step else "before training"
-            self.console.line(f"  eval {when}: {eval_text(metrics)}")
+            self.console.line(f"  eval {when(rollout_id)}: {eval_text(metrics)}")
 
     def finish_rollout(self, rollout_id: int) -> None:
         """End a turn of the loop: print its line, and at times show samples and redraw the curves."""
@@ -224,7 +224,7 @@ class Tracker:
         self._warn_of_mismatch(self._now.row.get(MISMATCH, 0.0))
         for name in ("train/skipped_steps", "train/critic-skipped_steps"):
             if share := self._now.row.get(name):
-                logger.warning(SKIPPED_WARNING.format(rollout_id + 1, share, name))
+                logger.warning(SKIPPED_WARNING.format(rollout_id, share, name))
         if first or self._now.scores:
             self._show_samples(rollout_id)
         if self._now.scores and time.monotonic() - self._drawn_at > self._drawing_took / DRAWING_SHARE:
@@ -241,8 +241,8 @@ class Tracker:
         self._stack.enter_context(self.console.warnings())
         self.console.line(f"slimelite {slimelite.__version__}, run folder {self.args.run_dir}", "bold")
         if before.get("status") == WITHOUT_A_WORD:
-            done = f"{before['rollouts_done'] or 0} of {before['num_rollout']} rollouts"
-            self.console.line(f"  the run before this one {WITHOUT_A_WORD} after {done}: {before['message']}")
+            done = progress(before["rollouts_done"], before["num_rollout"])
+            self.console.line(f"  the run before this one {WITHOUT_A_WORD} {done}: {before['message']}")
         if self.args.launcher == "local" or "transformers" in sys.modules:
             quiet_transformers()
         self.folder.save_config(self.args)
@@ -266,11 +266,11 @@ class Tracker:
         if failed := row.get("rollout/reward_errors"):
             row["errors"] = failed  # the first error adds the column
         self._step_times.append(seconds)
-        count = self.args.num_rollout or rollout_id + 1
-        if left := count - rollout_id - 1:
+        last = rollout_id if self.args.num_rollout is None else self.args.num_rollout - 1
+        if left := last - rollout_id:
             row["eta"] = fmean(self._step_times) * left
         best = self._note_score(row)
-        self.console.row(f"{rollout_id + 1}/{count}", row, seconds, phases, best=best)
+        self.console.row(f"{rollout_id}/{last}", row, seconds, phases, best=best)
 
     def _note_score(self, row: dict[str, float]) -> bool:
         """Add the first eval dataset's new score, if any, to ``row``; returns whether it is the best so far."""
@@ -296,9 +296,7 @@ class Tracker:
     def _show_samples(self, rollout_id: int) -> None:
         name, table = next(iter(self._now.answers.items()), (None, self._now.table))
         if table is not None and len(table):
-            title = (
-                f"answers to {name} after rollout {rollout_id + 1}" if name else f"samples of rollout {rollout_id + 1}"
-            )
+            title = f"answers to {name} after rollout {rollout_id}" if name else f"samples of rollout {rollout_id}"
             self.console.block(samples_table(title, table))
 
     def _draw(self) -> None:
@@ -319,11 +317,11 @@ class Tracker:
     def _explain(self, error: BaseException) -> None:
         logging.getLogger("slimelite.console").info("traceback", exc_info=error)
         status = _status_of(error)
-        done = f"{self._finished + 1} of {self.args.num_rollout}" if self._finished is not None else "0"
+        done = progress(None if self._finished is None else self._finished + 1, self.args.num_rollout)
         took = duration(time.time() - self._began)
         where = f"log.txt and stderr.txt of {self.args.run_dir}"
         apart = "" if status == "interrupted" else "\n"
-        self.console.line(f"{apart}{status} after {done} rollouts and {took}; more in {where}", "bold red")
+        self.console.line(f"{apart}{status} {done}, {took} after the start; more in {where}", "bold red")
 
     def _summarize(self) -> None:
         self._save_status("finished")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slimelite.lifecycle import read_status
-from slimelite.tracking.metrics_file import FILE_NAME, Record, axis_of, eval_metrics, read_metrics, series
+from slimelite.tracking.metrics_file import FILE_NAME, Record, axis_of, counts_evals, eval_metrics, read_metrics, series
 
 # the name of the evaluation before training: eval/gsm8k-start.parquet; its eval/step is -1
 START = "start"
@@ -102,15 +102,13 @@ class Run:
 
     @cached_property
     def evals(self) -> dict[str, dict[int, Path]]:
-        """Dataset -> number of the evaluation, its eval/step (-1: before training) -> the parquet file of its answers.
-
-        In the folder of an older version a number counts the rollouts trained so far, and so does its eval/step.
-        """
+        """Dataset -> the evaluation's eval/step (-1: before training) -> the parquet file of its answers."""
         found: dict[str, dict[int, Path]] = {}
+        counted = counts_evals(self.records)
         for path in sorted((self.folder / "eval").glob("*.parquet")):
             dataset, _, number = path.stem.rpartition("-")
             if dataset and (number == START or number.isdecimal()):
-                found.setdefault(dataset, {})[-1 if number == START else int(number)] = path
+                found.setdefault(dataset, {})[-1 if number == START else int(number) - counted] = path
         return {dataset: dict(sorted(files.items())) for dataset, files in found.items()}
 
     @cached_property

@@ -32,24 +32,24 @@ def test_axes() -> None:
 
 def test_a_resumed_run_takes_back_what_came_after_its_start(tmp_path: Path) -> None:
     first = MetricsFile(tmp_path)
-    first.write("start", {"rollout/step": 0})
-    first.write("eval", {"eval/step": 0, "eval/sums": 0.1})
+    first.write("start", {"rollout/step": 0, "eval/step": -1})
+    first.write("eval", {"eval/step": -1, "eval/sums": 0.1})
     for i in range(4):
         first.write("rollout", {"rollout/step": i, "rollout/raw_reward": i})
         first.write("train", {"rollout/step": i, "train/step": 2 * i + 1, "train/loss": i})
-        first.write("eval", {"eval/step": i + 1, "eval/sums": i})
+        first.write("eval", {"eval/step": i, "eval/sums": i})
     first.close(True)
     second = MetricsFile(tmp_path)
-    second.write("start", {"rollout/step": 2})
+    second.write("start", {"rollout/step": 2, "eval/step": 1})
     second.write("rollout", {"rollout/step": 2, "rollout/raw_reward": 20})
     records = read_metrics(tmp_path)
     assert series(records, "rollout/raw_reward") == ([0, 1, 2], [0, 1, 20])
     assert series(records, "train/loss") == ([1, 3], [0, 1])
-    # the evaluation after 2 rollouts saw the weights that the run went on with
-    assert series(records, "eval/sums") == ([0, 1, 2], [0.1, 0, 1])
+    # the evaluation after rollout 1 saw the weights that the run went on with
+    assert series(records, "eval/sums") == ([-1, 0, 1], [0.1, 0, 1])
 
     third = MetricsFile(tmp_path)
-    third.write("start", {"rollout/step": 0})
+    third.write("start", {"rollout/step": 0, "eval/step": -1})
     assert series(read_metrics(tmp_path), "eval/sums") == ([], [])
     second.close(False)
     third.close(False)

@@ -74,8 +74,10 @@ def test_samples_are_kept_and_names_stay_inside_the_folder(tmp_path: Path) -> No
     folder = RunFolder(tmp_path)
     folder.save_rollout(12, make_table())
     folder.save_eval("math/500", 3, make_table(1.0))
+    folder.save_eval("math/500", -1, make_table(0.0))
     assert SampleTable.from_parquet(tmp_path / "rollouts" / "0000012.parquet").response == make_table().response
     assert SampleTable.from_parquet(tmp_path / "eval" / "math_500-0000003.parquet").reward.tolist() == [1.0] * 8
+    assert SampleTable.from_parquet(tmp_path / "eval" / "math_500-start.parquet").reward.tolist() == [0.0] * 8
 
 
 def test_versions_are_found_without_importing_anything_heavy() -> None:

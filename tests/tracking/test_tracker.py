@@ -27,14 +27,15 @@ def test_a_whole_run_leaves_everything_in_its_folder(tmp_path: Path, capsys: pyt
     assert [r["kind"] for r in records[:6]] == ["start", "eval", "rollout", "train", "perf", "rollout"]
     assert series(records, "rollout/raw_reward") == ([0, 1, 2, 3, 4], [0.25, 0.375, 0.5, 0.75, 0.875])
     assert series(records, "train/loss")[0] == [0, 1, 2, 3, 4]
-    assert series(records, "eval/sums") == ([0, 2, 4], [0.1, 0.35, 0.65])
+    assert series(records, "eval/sums") == ([-1, 1, 3], [0.1, 0.35, 0.65])
     assert series(records, "rollout/response_len/mean")[1] == [5.5] * 5, "from the table: the rollout did not say"
     for name in ("rollout_time", "train_time", "update_weights_time", "wait_time_ratio", "update_weights_bytes"):
         assert series(records, f"perf/{name}")[0] == [0, 1, 2, 3, 4], name
     assert series(records, "perf/eval_time") == ([1, 3], [7.0, 7.0]), "the evaluation before training is in no rollout"
     assert SampleTable.from_parquet(tmp_path / "rollouts" / "0000004.parquet").reward.mean() == 0.875
-    assert SampleTable.from_parquet(tmp_path / "eval" / "sums-0000000.parquet").reward.sum() == 1
-    assert sorted(p.name for p in (tmp_path / "eval").iterdir()) == [f"sums-000000{i}.parquet" for i in (0, 2, 4)]
+    assert SampleTable.from_parquet(tmp_path / "eval" / "sums-start.parquet").reward.sum() == 1
+    evals = [f"sums-{i}.parquet" for i in ("0000001", "0000003", "start")]
+    assert sorted(p.name for p in (tmp_path / "eval").iterdir()) == evals
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (status(tmp_path)["status"], status(tmp_path)["rollouts_done"]) == ("finished", 5)
     assert json.loads((tmp_path / "versions.json").read_text())["python"]
@@ -43,11 +44,12 @@ def test_a_whole_run_leaves_everything_in_its_folder(tmp_path: Path, capsys: pyt
     out = capsys.readouterr().out
     assert "  batch     4 prompts x 2 samples = 8 = 1 step of 8\n" in out
     assert "  eval before training: sums 0.100 (length 6, truncated 5%)\n" in out
-    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("1/5", "2/5", "5/5"))]
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith(("0/4", "1/4", "4/4"))]
     assert [row[1] for row in rows] == ["0.250", "0.375", "0.875"]
     assert rows[1][2] == "0.350", "the row of a rollout that ended with an evaluation shows it"
-    assert out.count("samples of rollout 1") == out.count("answers to sums after rollout 2") == 1
-    assert "eval/sums   first 0.100, best 0.650 at 4 rollouts, last 0.650" in out
+    assert out.count("samples of rollout 0") == out.count("answers to sums after rollout 1") == 1
+    assert "  rollouts  5, numbered 0 to 4\n" in out
+    assert "eval/sums   first 0.100, best 0.650 after rollout 3, last 0.650" in out
     assert "What is 0 + 0?" in (tmp_path / "log.txt").read_text()
 
 
@@ -56,8 +58,8 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path: Path, capsys: pytest
     play(make_args(tmp_path), range(3, 5))
     records = read_metrics(tmp_path)
     assert [r["rollout/step"] for r in records if r["kind"] == "rollout"] == [0, 1, 2, 3, 4]
-    assert series(records, "eval/sums")[0] == [0, 2, 4]
-    assert "going on at 3" in capsys.readouterr().out
+    assert series(records, "eval/sums")[0] == [-1, 1, 3]
+    assert "rollouts  5, numbered 0 to 4, going on at 3" in capsys.readouterr().out
 
 
 def test_a_finished_run_says_that_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,7 +86,7 @@ def test_an_error_is_recorded_and_goes_on(tmp_path: Path, capfd: pytest.CaptureF
     assert "RuntimeError: CUDA is out of memory" in log
     assert (tmp_path / "stderr.txt").read_text() == "[E] from a library\n"
     out, err = capfd.readouterr()
-    assert "failed after 1 of 5 rollouts" in out
+    assert "failed after rollout 0 of 0 to 4, " in out
     assert "from a library" not in out + err
     assert (tmp_path / "curves.png").exists()
 
@@ -157,7 +159,7 @@ def test_skipped_steps_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
             tracker.log_train(i, make_metrics(i) | {"train/skipped_steps": skipped, "train/critic-skipped_steps": 0.0})
             tracker.finish_rollout(i)
     out = capsys.readouterr().out
-    assert "rollout 2: 50% of its optimizer steps changed nothing" in out
+    assert "rollout 1: 50% of its optimizer steps changed nothing" in out
     assert out.count("changed nothing") == 1
 
 
@@ -199,8 +201,8 @@ def test_speed_and_errors_of_a_row(tmp_path: Path, capsys: pytest.CaptureFixture
             tracker.finish_rollout(i)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     header = next(line for line in lines if "tok/s" in line)
-    assert [line[header.index("tok/s")] for line in lines if line and line[0] in ("1/5", "2/5")] == ["300", "-"]
-    assert [line[header.index("errors")] for line in lines if line and line[0] in ("1/5", "2/5")] == ["3", "3"]
+    assert [line[header.index("tok/s")] for line in lines if line and line[0] in ("0/4", "1/4")] == ["300", "-"]
+    assert [line[header.index("errors")] for line in lines if line and line[0] in ("0/4", "1/4")] == ["3", "3"]
 
 
 def test_supervised_training_has_no_reward_and_generates_nothing(
@@ -245,5 +247,5 @@ def test_a_run_says_that_the_one_before_it_was_killed(tmp_path: Path, capsys: py
     left = {**status(tmp_path), "status": "running", "pid": child.pid}
     (tmp_path / "status.json").write_text(json.dumps(left))
     play(make_args(tmp_path), range(3, 5))
-    assert "the run before this one stopped without a word after 3 of 5 rollouts: " in capsys.readouterr().out
+    assert "the run before this one stopped without a word after rollout 2 of 0 to 4: " in capsys.readouterr().out
     assert status(tmp_path)["status"] == "finished"

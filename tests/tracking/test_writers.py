@@ -64,7 +64,7 @@ def test_wandb_offline_holds_every_metric_on_its_axis(tmp_path: Path, monkeypatc
         if r.HasField("history")
     ]
     assert [(h["train/step"], h["train/loss"]) for h in history if "train/loss" in h] == [(0, -0.01), (1, -0.005)]
-    assert [(h["eval/step"], h["eval/sums"]) for h in history if "eval/sums" in h] == [(0, 0.1), (2, 0.35)]
+    assert [(h["eval/step"], h["eval/sums"]) for h in history if "eval/sums" in h] == [(-1, 0.1), (1, 0.35)]
     assert [h["rollout/step"] for h in history if "perf/step_time" in h] == [0, 1]
     assert [r.exit.exit_code for r in records if r.HasField("exit")] == [0]
     environments = [r.environment for r in records if r.HasField("environment")]
@@ -102,7 +102,7 @@ def test_tensorboard_holds_every_metric_at_its_step(tmp_path: Path, monkeypatch:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     values = {tag: [(e.step, round(e.value, 4)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert values["eval/sums"] == [(0, 0.1), (2, 0.35), (4, 0.65)]
+    assert values["eval/sums"] == [(-1, 0.1), (1, 0.35), (3, 0.65)]
     assert [step for step, _ in values["train/loss"]] == [0, 1, 2, 3]
     assert [step for step, _ in values["perf/step_time"]] == [0, 1, 2, 3]
     assert "rollout/step" not in values
