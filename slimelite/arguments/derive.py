@@ -110,6 +110,8 @@ def _modes(draft: Draft) -> None:
         draft.set("debug_train_only", True, "--load-debug-rollout-data needs no engine")
     if args.debug_rollout_only and args.colocate:
         draft.set("colocate", False, "--debug-rollout-only has no trainer to share with")
+    if args.save_rollouts in ("none", "0"):
+        draft.set("token_stats", "none", f"--save-rollouts {args.save_rollouts}: they belong to a rollout's samples")
     if args.dump_details:
         folder = args.dump_details.rstrip("/")
         draft.default("save_debug_rollout_data", f"{folder}/rollout_data/{{rollout_id}}.parquet", "--dump-details")

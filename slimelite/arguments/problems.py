@@ -76,6 +76,8 @@ def _modes(args: Args) -> Iterator[str]:
         )
     if args.debug_rollout_only and args.supervised:
         yield f"--debug-rollout-only with --loss-type {args.loss_type}: it generates nothing"
+    if args.save_rollouts not in ("all", "none") and not re.fullmatch(r"\d{1,9}", args.save_rollouts):
+        yield f"--save-rollouts {args.save_rollouts}: is a number of rollouts, all or none"
     if args.eval_interval is not None and not (args.eval_datasets or args.debug_train_only):
         yield "--eval-interval needs --eval-prompt-data or --eval-config"
 

@@ -20,6 +20,13 @@ class TrackingArgs:
         metavar="DIR",
         auto="runs/<name>-<time>",
     )
+    save_rollouts: str = flag(
+        "all",
+        "the run folder keeps the samples, dropped groups and token stats of this many newest rollouts, of all or of "
+        "none; the answers of evaluations stay",
+        ALWAYS,
+        metavar="N",
+    )
     use_wandb: bool = flag(False, "metrics go to Weights & Biases", ALWAYS)
     wandb_mode: Literal["online", "offline", "disabled"] | None = flag(
         None, "wandb sends the metrics, writes files for a later wandb sync, or does nothing", WANDB
@@ -58,6 +65,12 @@ class TrackingArgs:
     log_reward_category: str | None = flag(
         None, "the log counts the values of this key of a dict reward, as rollout/error_cat/*", POLICY
     )
+
+    @property
+    def rollouts_kept(self) -> int | None:
+        """How many of the newest rollouts the run folder keeps; None: all of them."""
+        words = {"all": None, "none": 0}
+        return words[self.save_rollouts] if self.save_rollouts in words else int(self.save_rollouts)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class DroppedGroups:
 
     def __init__(self, args: Args, rollout_id: int) -> None:
         self._args = args
-        self._limit = args.keep_dropped if args.run_dir else 0
+        self._limit = args.keep_dropped if args.run_dir and args.rollouts_kept != 0 else 0
         self._path = Path(args.run_dir or "") / "dropped" / f"{rollout_id:07d}.parquet"
         self._kept: list[tuple[str, list[Sample]]] = []  # (kind of reason, samples)
         self._most_drops = max(16 * args.rollout_batch_size, 128)

@@ -40,13 +40,19 @@ from slimelite.token_stats import TokenStats
 
 # flags left out of config.yaml: they say where arguments come from and where results go, not what to compute
 SOURCES = ("config", "custom_config_path", "dry_run", "run_dir")
+# folders with a file for each rollout
+OF_ROLLOUTS = ("rollouts", "dropped", "token_stats")
 
 
 class RunFolder:
-    """The run folder at ``path``; every file appears whole or not at all, unless the disk is full."""
+    """The run folder at ``path``; every file appears whole or not at all, unless the disk is full.
 
-    def __init__(self, path: str | Path) -> None:
+    ``rollouts``: how many of the newest rollouts have files; None: all.
+    """
+
+    def __init__(self, path: str | Path, rollouts: int | None = None) -> None:
         self.path = Path(path).absolute()
+        self._rollouts = rollouts
         self.path.mkdir(parents=True, exist_ok=True)
 
     def save_config(self, args: Args) -> None:
@@ -59,12 +65,19 @@ class RunFolder:
         self._write(name, json.dumps(values, indent=1))
 
     def save_rollout(self, rollout_id: int, table: SampleTable) -> None:
-        """Write the samples of a rollout."""
+        """Write the samples of a rollout, and remove the files of rollouts that are too old to keep."""
+        if self._rollouts == 0:
+            return
         table.to_parquet(self.path / "rollouts" / f"{rollout_id:07d}.parquet")
+        if self._rollouts is not None:
+            for path in (file for folder in OF_ROLLOUTS for file in (self.path / folder).glob("*.parquet")):
+                if int(path.stem) <= rollout_id - self._rollouts:
+                    path.unlink()
 
     def save_token_stats(self, rollout_id: int, stats: TokenStats) -> None:
         """Write the trainer's log-probs and entropies of a rollout's response tokens."""
-        stats.to_parquet(self.path / "token_stats" / f"{rollout_id:07d}.parquet")
+        if self._rollouts != 0:
+            stats.to_parquet(self.path / "token_stats" / f"{rollout_id:07d}.parquet")
 
     def save_eval(self, name: str, rollout_id: int, table: SampleTable) -> None:
         """Write the answers to an eval dataset after rollout ``rollout_id`` (-1: before training)."""

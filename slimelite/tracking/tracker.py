@@ -76,7 +76,7 @@ class Tracker:
 
     def __init__(self, args: Args) -> None:
         self.args = args
-        self.folder = RunFolder(args.run_dir)
+        self.folder = RunFolder(args.run_dir, args.rollouts_kept)
         self.console = Console(always=["eval"] if args.eval_interval and args.eval_datasets else [])
         self.timer = Timer()
         self._stack = ExitStack()

@@ -127,6 +127,14 @@ def test_offload_flags(make: Make) -> None:
     assert (args.offload_train, args.offload_rollout) == (False, False)
 
 
+def test_token_stats_belong_to_saved_rollouts(make: Make) -> None:
+    assert make("--token-stats all --save-rollouts 3").token_stats == "all"
+    for none in ("none", "0"):
+        args = make(f"--token-stats all --save-rollouts {none}")
+        assert (args.token_stats, args.rollouts_kept) == ("none", 0)
+        assert f"--save-rollouts {none}" in reason(args, "token_stats")
+
+
 def test_only_train_and_only_rollout(make: Make) -> None:
     train = make("--load-debug-rollout-data d/{rollout_id}.parquet", GPU8)
     assert (train.debug_train_only, train.num_engines, train.rollout_num_gpus) == (True, 0, 0)

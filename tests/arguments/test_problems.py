@@ -16,6 +16,8 @@ RULES = [
     ("--rollout-top-k 0", "--rollout-top-k 0: must be -1 or at least 1", "--rollout-top-k -1"),
     ("--eval-interval 2", "--eval-interval needs --eval-prompt-data", "--eval-prompt-data a a.jsonl"),
     ("--save-interval 2", "--save-interval needs --save: in which folder?", "--save out"),
+    ("--save-rollouts -1", "--save-rollouts -1: is a number of rollouts, all or none", "--save-rollouts 0"),
+    ("--save-rollouts few", "--save-rollouts few: is a number", "--save-rollouts none"),
     ("--save out", "--save needs --save-interval: after how many rollouts?", "--save-interval 1"),
     (
         "--use-kl-loss --kl-loss-coef 0.1 --kl-coef 0.1 --advantage-estimator reinforce_plus_plus",

@@ -132,9 +132,14 @@ def test_what_to_read_when_everything_is_dropped(
     assert str(file) in early[0].message
 
 
-@pytest.mark.parametrize("keep", [0, 1, 2, 5])
-def test_each_reason_has_a_group(make_args: MakeArgs, make_manager: MakeManager, tmp_path: Path, keep: int) -> None:
-    """Groups 0, 2, 4 and 6 are filtered out, 5 fails; 7, which is kept for the next rollout, is too old by then."""
+@pytest.mark.parametrize("keep", [0, 1, 2, 5, None])
+def test_each_reason_has_a_group(
+    make_args: MakeArgs, make_manager: MakeManager, tmp_path: Path, keep: int | None
+) -> None:
+    """Groups 0, 2, 4 and 6 are filtered out, 5 fails; 7, which is kept for the next rollout, is too old by then.
+
+    ``keep`` None: the run saves no rollouts.
+    """
     engine = ScriptedEngine()
     args = make_args(
         rollout_batch_size=2,
@@ -144,7 +149,8 @@ def test_each_reason_has_a_group(make_args: MakeArgs, make_manager: MakeManager,
         deterministic_mode=True,
         max_weight_staleness=1,
         run_dir=str(tmp_path),
-        keep_dropped=keep,
+        keep_dropped=4 if keep is None else keep,
+        save_rollouts="none" if keep is None else "all",
     )
     manager = make_manager(args, [engine])
     manager.generate(0)

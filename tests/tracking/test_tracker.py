@@ -62,6 +62,20 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path: Path, capsys: pytest
     assert "rollouts  5, numbered 0 to 4, going on at 3" in capsys.readouterr().out
 
 
+def test_a_long_run_keeps_its_newest_rollouts(tmp_path: Path) -> None:
+    args = make_args(tmp_path, save_rollouts="2")
+    for folder in ("dropped", "token_stats"):
+        for i in (0, 2, 3):
+            make_table().to_parquet(tmp_path / folder / f"{i:07d}.parquet")
+    play(args, range(4))
+    kept = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.parquet")}
+    of_rollouts = {f"{folder}/{i:07d}.parquet" for folder in ("rollouts", "dropped", "token_stats") for i in (2, 3)}
+    assert kept == of_rollouts | {f"eval/sums-{i}.parquet" for i in ("start", "0000001", "0000003")}
+    play(replace(args, save_rollouts="none"), range(4, 5))
+    assert kept == {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.parquet")}, "nothing new"
+    assert series(read_metrics(tmp_path), "rollout/raw_reward")[0] == [0, 1, 2, 3, 4]
+
+
 def test_a_finished_run_says_that_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     play(make_args(tmp_path, start_rollout_id=4), range(4, 4))
     assert "nothing is left" not in capsys.readouterr().out
