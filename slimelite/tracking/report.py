@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from rich import box
@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from slimelite.arguments import Args
-from slimelite.arguments.user_code import plugin_paths
+from slimelite.arguments.derive import OFFLINE_ROLLOUT
+from slimelite.arguments.user_code import FILE, GROUP, plugin_paths
 from slimelite.sample import label_text
 from slimelite.table import SampleTable
 from slimelite.tracking.metrics_file import Record, eval_metrics, series
@@ -44,9 +45,7 @@ def run_facts(args: Args) -> dict[str, str]:
         "data": ", ".join(args.prompt_data) or str(args.load_debug_rollout_data or args.data_source_path or "none"),
         "eval": ", ".join(f"{d.name} ({d.path})" for d in args.eval_datasets),
         "method": _method(args),
-        "plugins": ", ".join(
-            f"{flag} {path}" for flag, path in plugin_paths(args) if not path.startswith("slimelite.")
-        ),
+        "plugins": ", ".join(_plugins(args)),
         "device": _device(args),
         "batch": batch_identity(args),
         "rollouts": numbering(args.num_rollout)
@@ -92,6 +91,13 @@ def _device(args: Args) -> str:
         parts.append(f"{engines} {args.rollout_backend} engine{'s' if engines > 1 else ''}")
     parts.append("in one process" if args.launcher == "local" else "Ray")
     return ", ".join(parts)
+
+
+def _plugins(args: Args) -> Iterator[str]:
+    """The code that flags name, ours too where the user chose it; not the rollout that a supervised loss implies."""
+    yield from (f"{FILE} {path}" for path in args.import_file)
+    yield from (f"{GROUP} {path}" for path in args.args_group)
+    yield from (f"{flag} {path}" for flag, path in plugin_paths(args) if path != OFFLINE_ROLLOUT)
 
 
 def _method(args: Args) -> str:

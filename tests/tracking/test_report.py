@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fake_run import make_args
 
-from slimelite.arguments import EvalDataset
+from slimelite.arguments import Args, EvalDataset
+from slimelite.arguments.flags import all_flags
 from slimelite.tracking.report import batch_identity, eval_text, run_facts, summary
 
 
@@ -22,14 +24,6 @@ def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
     assert facts["rollouts"] == "5, numbered 0 to 4, going on at 3"
     assert facts["method"] == "grpo, adam lr 1e-06, KL loss 0.001 (low_var_kl)"
     assert "plugins" not in facts
-    plugins = {"custom_rm_path": "my/reward.py:score", "rollout_sample_hook_path": ["a.b", "c.d"]}
-    shown = run_facts(make_args(run, dynamic_sampling_filter_path="filters.keep", **plugins))["plugins"].split(", ")
-    assert sorted(shown) == [
-        "--custom-rm-path my/reward.py:score",
-        "--dynamic-sampling-filter-path filters.keep",
-        "--rollout-sample-hook-path a.b",
-        "--rollout-sample-hook-path c.d",
-    ]
     own = "slimelite.rollout.generate.offline_rollout"
     sft = run_facts(make_args(run, loss_type="sft_loss", rollout_function_path=own, **kl))
     assert sft["method"] == "sft, adam lr 1e-06"
@@ -40,6 +34,29 @@ def test_facts_of_a_resumed_run_and_of_half_a_run() -> None:
     assert "eval" not in run_facts(train_only)
     two = (EvalDataset("a", "a.jsonl"), EvalDataset("b", "b.jsonl"))
     assert run_facts(make_args(run, eval_datasets=two))["eval"] == "a (a.jsonl), b (b.jsonl)"
+
+
+def test_the_banner_names_all_code_of_the_user() -> None:
+    flags = [flag for flag in all_flags(Args).values() if flag.metavar == "PLUGIN"]
+    named = {name for name in all_flags(Args) if name.startswith("custom_") and name.endswith("_path")}
+    assert named - {flag.name for flag in flags} == {"custom_config_path"}, "a YAML"
+    one: dict[str, Any] = {
+        flag.name: [f"{flag.name}.py:f", "a.b"] if flag.many else f"{flag.name}.py:f" for flag in flags
+    }
+    files = {"import_file": ["mine.py", "more.py"], "args_group": ["mine.py:Args"]}
+    evals = (
+        EvalDataset("a", "a.jsonl", custom_rm_path="eval.py:score", custom_generate_function_path="eval.py:answer"),
+        EvalDataset("b", "b.jsonl", custom_rm_path=one["custom_rm_path"]),
+    )
+    shown = run_facts(make_args(Path("runs/x"), eval_datasets=evals, **one, **files))["plugins"].split(", ")
+    assert sorted(shown) == sorted(
+        [
+            *(f"{flag.option} {flag.name}.py:f" for flag in flags),
+            *(f"{flag.option} a.b" for flag in flags if flag.many),
+            *("--import-file mine.py", "--import-file more.py", "--args-group mine.py:Args"),
+            *("eval dataset a eval.py:score", "eval dataset a eval.py:answer"),
+        ]
+    )
 
 
 def test_an_evaluation_in_words() -> None:
