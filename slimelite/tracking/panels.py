@@ -30,16 +30,16 @@ GROUPS: dict[str, tuple[Panel, ...]] = {
     "Policy": (
         Panel("entropy", "nats", ("train/entropy_loss", "rollout/entropy"), 0.01, picture=True),
         Panel("KL to the reference", "nats", ("train/kl_loss", "rollout/kl"), 1e-4, picture=True),
-        Panel("KL to the policy before the rollout", "nats", ("train/ppo_kl",), 1e-4),
+        Panel("KL to the rollout's first policy", "nats", ("train/ppo_kl",), 1e-4),
         Panel("clipped tokens", "share of tokens", ("train/pg_clipfrac",), 0.01),
         Panel(
-            "trainer against engine, |log-prob difference|",
-            "nats",
+            "mismatch of trainer and engine",
+            "|log-prob difference|, nats",
             ("train/train_rollout_logprob_abs_diff",),
             1e-4,
             picture=True,
         ),
-        Panel("age of the weights that wrote a token", "updates", ("rollout/weight_staleness/mean",), 1),
+        Panel("age of the weights of a token", "updates", ("rollout/weight_staleness/mean",), 1),
     ),
     "Length": (
         Panel("response length", "tokens", ("rollout/response_len/mean",), 1, picture=True),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from slimelite.files import whole
 from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, series
+from slimelite.tracking.panels import GROUPS, unit
 from slimelite.tracking.phases import LABELS
 
 if TYPE_CHECKING:
@@ -18,16 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # title -> metrics; the first one that a run has is drawn
-PANELS: dict[str, tuple[str, ...]] = {
-    "reward": ("rollout/raw_reward",),
-    "response length [tokens]": ("rollout/response_len/mean",),
-    "loss": ("train/loss",),
-    "value loss": ("train/critic-value_loss",),
-    "KL to the reference": ("train/kl_loss", "rollout/kl"),
-    "entropy": ("train/entropy_loss", "rollout/entropy"),
-    "gradient norm": ("train/grad_norm",),
-    "|log-prob of trainer − of engine|": ("train/train_rollout_logprob_abs_diff",),
-}
+PANELS = {panel.title: panel.metrics for panels in GROUPS.values() for panel in panels if panel.picture}
 AXIS_LABELS = {
     "rollout/step": "rollout",
     "train/step": "optimizer step",
@@ -122,6 +114,7 @@ def _draw(ax: Axes, panel: Panel, *, legend: bool) -> None:
         if len(curves) > 1:
             ax.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
     _decorate(ax, panel.title, AXIS_LABELS[axis_of(panel.metric)])
+    ax.set_ylabel("score" if panel.metric.startswith("eval/") else unit(panel.metric), fontsize=8)
     if legend:
         ax.legend(fontsize=8, frameon=False)
 

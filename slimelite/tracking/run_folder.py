@@ -23,8 +23,10 @@ import dataclasses
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,7 +35,7 @@ from typing import Any
 import slimelite
 from slimelite.arguments import Args
 from slimelite.arguments.flags import group_flags, group_title, groups_of
-from slimelite.arguments.secret import HIDDEN, masked
+from slimelite.arguments.secret import HIDDEN, masked, masked_words
 from slimelite.files import FULL, whole
 from slimelite.table import SampleTable
 from slimelite.token_stats import TokenStats
@@ -139,13 +141,14 @@ PACKAGES = ("torch", "transformers", "ray", "sglang", "numpy", "pyarrow", "safet
 
 
 def versions(device: str) -> dict[str, Any]:
-    """Versions of slimelite, Python and ``PACKAGES`` (None: not installed), the commit, and this machine.
+    """Versions of slimelite, Python and ``PACKAGES`` (None: not installed), commit, command line, and this machine.
 
     ``device``: GPUs are listed only if it is ``cuda``.
     """
     return {
         "slimelite": slimelite.__version__,
         "commit": commit(Path(slimelite.__file__).resolve().parents[1]),
+        "command": shlex.join([sys.argv[0], *masked_words(sys.argv[1:])]),
         "python": platform.python_version(),
         **{name: _installed(name) for name in PACKAGES},
         "machine": {

@@ -119,6 +119,7 @@ def _run(run: Run, color: str) -> dict[str, Any]:
         "config": json.loads(json.dumps(run.config), parse_constant=str),
         "derivations": run.derivations,
         "scores": run.scores,
+        "alarms": run.alarms,
         "axes": [_numbers(np.array(x)) for x in axes],
         "series": series,
     }

@@ -15,7 +15,7 @@ from slimelite.arguments import Derivation
 from slimelite.arguments import make_args as parse
 from slimelite.arguments.machine import Machine
 from slimelite.table import SampleTable
-from slimelite.tracking.run_folder import RunFolder, commit, gpus
+from slimelite.tracking.run_folder import RunFolder, commit, gpus, versions
 
 COMPLETE = (
     "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
@@ -94,6 +94,13 @@ def test_versions_are_found_without_importing_anything_heavy() -> None:
     assert found["sglang"] is None or found["sglang"][0].isdigit()
     assert found["machine"]["cores"] >= 1
     assert found["python"] == sys.version.split()[0]
+
+
+def test_the_command_line_is_kept_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", "--lr", "1e-3", "--prompt-data", "a b.jsonl", "--wandb-key", "abcdef"]
+    )
+    assert versions("cpu")["command"] == "train.py --lr 1e-3 --prompt-data 'a b.jsonl' --wandb-key '***'"
 
 
 def test_gpus_as_the_driver_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
+from slimelite.lifecycle import this_process
 from slimelite.tracking.metrics_file import MetricsFile
+from slimelite.view.command import main
 from slimelite.view.page import write_page
 from slimelite.view.run import Run
 from tests.tracking.fake_run import make_args, play
 from tests.view.conftest import OpenPage
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
 
 EVIL = "</script><img src=x onerror=\"document.title='owned'\">"
 
@@ -24,7 +32,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     play(make_args(runs / "long", num_rollout=6, lr=1e-3), range(6))
     play(make_args(runs / "short", num_rollout=4, lr=2e-3, hf_checkpoint=EVIL), range(4))
     writer = MetricsFile(runs / "short")
-    writer.write("rollout", {"rollout/step": 3, f"rollout/{EVIL}": 1.25, "rollout/lost": float("nan")})
+    for i, value in enumerate((1.0, float("nan"), float("inf"), 2.0)):
+        writer.write("rollout", {"rollout/step": i, f"rollout/{EVIL}": 1.25, "rollout/lost": value})
     writer.close(False)
     return [runs / "long", runs / "short"]
 
@@ -76,3 +85,159 @@ def test_tabs_follow_the_mouse_the_keyboard_and_the_address(file: Path, open_pag
     assert page.locator("[role=tab][aria-selected=true]").all_inner_texts() == ["Curves"]
     page.go_back()
     assert page.locator("#panel-overview").is_visible()
+
+
+def chart(page: Page, metric: str) -> Locator:
+    """The chart of a metric on the open tab, in sight."""
+    found = page.locator(f".chart:has(.detail[title='{metric}'])")
+    found.scroll_into_view_if_needed()
+    found.locator(".line").first.wait_for()
+    return found
+
+
+def point_at(shown: Locator, across: float) -> list[str]:
+    """The lines of the values under the pointer, at a share of the width of the plot's axes."""
+    box = shown.locator("svg").bounding_box()
+    assert box is not None
+    left, right = 56, 14  # MARGIN in chart.js
+    x = left + across * (box["width"] - left - right)
+    shown.locator("svg").hover(position={"x": x, "y": 60})
+    return [line.strip() for line in shown.locator(".tip").inner_text().splitlines() if line.strip()]
+
+
+@pytest.mark.browser
+def test_the_values_of_all_runs_are_shown_under_the_pointer(
+    file: Path, folders: list[Path], open_page: OpenPage
+) -> None:
+    page = open_page(file, "curves")
+    reward = chart(page, "rollout/raw_reward")
+    _, long = Run.read(folders[0]).series["rollout/raw_reward"]
+    _, short = Run.read(folders[1]).series["rollout/raw_reward"]
+    # rollouts 0 to 5 are a fifth of the width apart; the short run ends at 3
+    said = point_at(reward, 2 / 5)
+    assert said == ["rollout 2", "long", f"{long[2]:.4g}", f"short {EVIL}", f"{short[2]:.4g}"]
+    assert point_at(reward, 5 / 5)[-1] == f"{short[3]:.4g} at 3"
+    # the crosshair stands in the charts beside it, too
+    assert page.locator(".cross[visibility=visible]").count() > 1
+    entropy = chart(page, "train/entropy_loss")
+    assert point_at(entropy, 1 / 5)[:3] == ["rollout 1", "long", "1.4"]
+    entropy.locator("svg").press("ArrowRight")
+    assert entropy.locator(".tip b").inner_text() == "rollout 2"
+
+
+@pytest.mark.browser
+def test_runs_have_one_colour_everywhere_and_can_be_hidden(file: Path, open_page: OpenPage) -> None:
+    page = open_page(file, "curves", color_scheme="light")
+    strokes = "lines => [...new Set(lines.map(line => getComputedStyle(line).stroke))]"
+    reward = chart(page, "rollout/raw_reward").locator(".line")
+    colors = reward.evaluate_all(strokes)
+    assert len(colors) == 2
+    assert page.locator(".line").evaluate_all(strokes) == colors
+    assert page.locator(".legend .dot").evaluate_all("all => all.map(dot => getComputedStyle(dot).background)") != []
+    page.get_by_role("button", name="long").click()
+    assert reward.evaluate_all(strokes) == colors[1:]
+    page.get_by_role("button", name="Auto").click()
+    page.get_by_role("button", name="Light").click()
+    assert reward.evaluate_all(strokes) != colors[1:]
+    assert page.locator("body").evaluate("body => getComputedStyle(body).colorScheme") == "dark"
+
+
+@pytest.mark.browser
+def test_curves_are_smoothed_and_logarithmic_at_choice(file: Path, open_page: OpenPage) -> None:
+    page = open_page(file, "curves")
+    norm = chart(page, "train/grad_norm")
+    page.get_by_label("Smoothing").fill("0.5")
+    assert norm.locator(".line.faint").count() == 2
+    # 0.8, 0.9, 1.0: (0.8 / 4 + 0.9 / 2 + 1.0) / (1 / 4 + 1 / 2 + 1)
+    assert "1 (smoothed 0.9429)" in point_at(norm, 2 / 5)
+    loss = chart(page, "train/loss")
+    assert loss.locator(".line").count() == 4
+    page.get_by_label("log scale").check()
+    assert "nothing to draw on this scale" in (loss.locator("svg").text_content() or "")  # a loss below zero
+    ticks = norm.locator(".tick[text-anchor=end]").all_inner_texts()
+    assert len(ticks) >= 2
+
+
+@pytest.mark.browser
+def test_numbers_that_are_none_are_marked(file: Path, open_page: OpenPage) -> None:
+    page = open_page(file, "curves")
+    page.get_by_role("searchbox").fill("lost")
+    lost = chart(page, "rollout/lost")
+    assert page.locator(".chart:visible").count() == 1
+    assert lost.locator(".lost title").all_text_contents() == ["NaN", "Infinity"]
+    assert [point_at(lost, i / 3)[-1] for i in range(4)] == ["1", "NaN", "∞", "2"]
+    assert (lost.locator(".line").get_attribute("d") or "").count("M") == 2  # the line has a gap there
+
+
+@pytest.mark.browser
+def test_bars_of_phases_are_as_high_as_their_seconds(file: Path, folders: list[Path], open_page: OpenPage) -> None:
+    page = open_page(file, "time")
+    bars = page.locator(".chart").first
+    bars.locator("rect").first.wait_for()
+    run = Run.read(folders[0])
+    for phase in ("rollout", "train"):
+        heights = bars.locator(f"rect.{phase}").evaluate_all(
+            "all => all.map(bar => Number(bar.getAttribute('height')))"
+        )
+        _, seconds = run.series[f"perf/{phase}_time"]
+        np.testing.assert_allclose(np.array(heights) / heights[0], seconds / seconds[0], rtol=1e-3)
+    fills = [bars.locator(f"rect.{name}").first.evaluate("bar => bar.style.fill") for name in ("rollout", "train")]
+    page.get_by_role("button", name="generate").click()
+    assert bars.locator("rect.rollout").count() == 0
+    assert bars.locator("rect.train").first.evaluate("bar => bar.style.fill") == fills[1]
+
+
+@pytest.mark.browser
+def test_flags_that_differ_come_first_and_all_can_be_searched(file: Path, open_page: OpenPage) -> None:
+    page = open_page(file, "flags")
+    rows = page.locator("table.flags tbody tr:visible")
+    assert [row.split("\t") for row in rows.all_inner_texts()] == [
+        ["--hf-checkpoint", "models/tiny", EVIL],
+        ["--lr", "0.001", "0.002"],
+        ["--num-rollout", "6", "4"],
+    ]
+    page.get_by_label("only where the runs differ").uncheck()
+    assert rows.count() > 200
+    page.get_by_role("searchbox").fill("eps-clip")
+    assert 2 <= rows.count() < 10
+    assert all("--eps-clip" in row for row in rows.all_inner_texts())
+
+
+@pytest.mark.browser
+def test_alarms_lead_to_their_rollout(tmp_path: Path, folders: list[Path], open_page: OpenPage) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folders[0], run)
+    alarm = {"kind": "truncation", "rollout_id": 3, "says": f"31 % are cut {EVIL}", "advice": "Raise --max-len."}
+    (run / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    write_page([Run.read(run)], tmp_path / "view.html")
+    page = open_page(tmp_path / "view.html")
+    assert page.locator(".alarms h2").inner_text() == "1 alarm"
+    assert page.locator(".alarms p").all_inner_texts() == [alarm["says"], alarm["advice"]]
+    assert page.get_by_role("link", name="rollout 3").get_attribute("href") == "#curves?run=0&rollout=3"
+
+
+def test_a_run_that_goes_on_is_written_again_until_it_ends(
+    tmp_path: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "view.html"
+    shutil.copytree(folders[0], run)
+    status = json.loads((run / "status.json").read_text()) | this_process()
+    seen = []
+
+    def wait(_seconds: float) -> None:
+        """What happens between two looks: nothing, then a rollout, then the end."""
+        seen.append((out.stat().st_ino, '"live":10' in out.read_text()))
+        if len(seen) == 2:
+            writer = MetricsFile(run)
+            writer.write("rollout", {"rollout/step": 6, "rollout/raw_reward": 0.123})
+            writer.close(False)
+        if len(seen) == 3:
+            (run / "status.json").write_text(json.dumps(status | {"status": "finished"}))
+
+    (run / "status.json").write_text(json.dumps(status | {"status": "running"}))
+    monkeypatch.setattr("slimelite.view.page.time.sleep", wait)
+    assert main(["view", str(run), "-o", str(out), "--follow"]) == 0
+    assert [live for _, live in seen] == [True] * 3
+    assert seen[0][0] == seen[1][0] != seen[2][0]  # written again only with something new, as a new file
+    assert "0.123" in out.read_text()
+    assert '"live":0' in out.read_text()

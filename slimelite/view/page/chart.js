@@ -50,7 +50,7 @@ function range(values, least, log) {
   if (low > high) return null;
   if (log) return high / low < 1.5 ? [low / 1.5, high * 1.5] : [low, high];
   if (low >= 0 && low < high / 2) low = 0;
-  const missing = Math.max(least, Math.abs(high) * 1e-6, 1e-12) - (high - low);
+  const missing = Math.max(least, Math.abs(high) * 0.05, 1e-12) - (high - low);
   if (missing > 0) [low, high] = low >= 0 && high < least ? [0, least] : [low - missing / 2, high + missing / 2];
   const room = (high - low) * 0.04;
   return [low === 0 ? 0 : low - room, high + room];
@@ -84,7 +84,7 @@ function path(xs, ys, across, up) {
     for (const point of low === high ? [low] : low < high ? [low, high] : [high, low]) {
       const height = up(ys[point]);
       if (Number.isFinite(height)) {
-        text += `${pen}${across(xs[point]).toFixed(1)},${height.toFixed(1)}`;
+        text += `${pen}${across(xs[point]).toFixed(1)},${height.toFixed(1)}${pen === "M" ? "h0" : ""}`; // h0: a dot, should it stay alone
         pen = "L";
       } else pen = "M";
     }
@@ -133,7 +133,7 @@ function axes(width, height, across, up, labels) {
 function chart({ title, detail, height, draw }) {
   const picture = svg("svg", { height, tabindex: 0, role: "img", "aria-label": `${title}; arrow keys read its values` });
   const tip = el("div", { class: "tip", hidden: true, role: "status" });
-  const head = el("div", { class: "chart-head" }, el("h3", {}, title), detail ? el("span", { class: "detail mono" }, detail) : null);
+  const head = el("div", { class: "chart-head" }, el("h3", { title }, title), detail ? el("span", { class: "detail mono", title: detail }, detail) : null);
   const card = el("figure", { class: "card chart" }, head, el("div", { class: "plot" }, picture, tip));
   const self = { card, dirty: true, seen: false, drawn: null, line: null, redraw, cross };
 
@@ -209,7 +209,7 @@ function rollouts(xs, width, room = 0) {
   let [low, high] = [xs[0] - room, xs[xs.length - 1] + room];
   if (low === high) [low, high] = [low - 1, high + 1];
   const [from, to] = [MARGIN.left, width - MARGIN.right];
-  const found = scale(low, high, from, to, Math.max(2, width / 90));
+  const found = scale(low, high, from, to, Math.max(2, width / 70));
   found.ticks = found.ticks.filter(([value]) => Number.isInteger(value));
   found.back = (pixel) => low + ((pixel - from) / (to - from)) * (high - low);
   return found;

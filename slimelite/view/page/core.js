@@ -52,6 +52,11 @@ function duration(seconds) {
   return `${Math.floor(whole / 3600)}h${two(Math.floor((whole % 3600) / 60))}m`;
 }
 
+/** A sentence as elements, its flags as code. */
+function prose(text) {
+  return text.split(/(--[a-z][a-z0-9-]*)/).map((part, i) => (i % 2 ? el("code", {}, part) : part));
+}
+
 /** What deflate and base64 made of a JSON value, decoded in the background. */
 async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
@@ -168,7 +173,7 @@ function start() {
 /** When the file was written; for a page that is rewritten during the run also a switch that loads it again. */
 function written(data) {
   const when = new Date(data.written * 1000);
-  const text = el("time", { datetime: when.toISOString(), title: when.toISOString() }, `written ${when.toLocaleString()}`);
+  const text = el("time", { datetime: when.toISOString(), title: when.toISOString() }, `written ${when.toLocaleString([], { dateStyle: "medium", timeStyle: "short" })}`);
   if (!data.live) return text;
   const box = el("input", { type: "checkbox" });
   const stored = "slimelite-reload";

@@ -6,12 +6,12 @@
   const scores = (run, name) => {
     const { x, y } = run.series[name];
     const best = y.reduce((found, value, i) => (value > y[found] ? i : found), 0);
-    const after = x[best] < 0 ? "before training" : `rollout ${x[best]}`;
+    const title = name === "rollout/raw_reward" ? "reward" : name.replace("eval/", "");
     return el("tr", {},
-      el("td", { class: "mono" }, name),
+      el("td", { title: name }, title),
       el("td", { class: "number" }, number(y[0])),
       el("td", { class: "number" }, number(y[best])),
-      el("td", { class: "dim" }, after),
+      el("td", { class: "number dim" }, x[best] < 0 ? "start" : String(x[best])),
       el("td", { class: "number" }, number(y[y.length - 1])),
     );
   };
@@ -21,7 +21,8 @@
     const machine = versions.machine ?? {};
     const took = status.updated - status.began;
     const done = `${status.rollouts_done ?? 0} of ${status.num_rollout ?? "?"}`;
-    const hardware = [machine.gpus?.join(", "), machine.cpu && `${machine.cores} × ${machine.cpu}`, machine.memory];
+    const memory = machine.memory && `${Math.round(parseInt(machine.memory) / 1e6)} GB`; // it is in kB, as in /proc/meminfo
+    const hardware = [machine.gpus?.join(", "), machine.cpu && `${machine.cores} × ${machine.cpu}`, memory];
     const packages = ["python", "torch", "transformers", "ray", "sglang"];
     return {
       rollouts: done,
@@ -33,7 +34,7 @@
       versions: packages.filter((name) => versions[name]).map((name) => `${name} ${versions[name]}`).join(", "),
       slimelite: `${versions.slimelite ?? "?"}, commit ${versions.commit ?? "unknown"}`,
       folder: run.folder,
-      command: run.command,
+      command: versions.command,
     };
   };
 
@@ -46,14 +47,30 @@
       run.status.message ? el("p", { class: "message mono" }, run.status.message) : null,
       names.length
         ? el("div", { class: "scroll" }, el("table", { class: "scores" },
-            el("tr", {}, ...["", "first", "best", "at", "last"].map((name, i) => el("th", { class: i && i !== 3 ? "number" : "" }, name))),
+            el("tr", {}, ...["", "first", "best", "at rollout", "last"].map((name, i) => el("th", { class: i ? "number" : "" }, name))),
             ...names.map((name) => scores(run, name))))
         : null,
       el("dl", {}, ...shown.flatMap(([name, value]) => [el("dt", {}, name), el("dd", { class: name === "command" ? "mono" : "" }, String(value))])),
     );
   };
 
+  /** What went wrong in words, with a link to the samples of the rollout in which it began. */
+  const alarm = (run, index, { kind, rollout_id, says, advice }) => {
+    const place = address(tabs.has("samples") ? "samples" : "curves", { run: index, rollout: rollout_id });
+    return el("li", {},
+      el("div", { class: "alarm-head" }, el("span", { class: "badge warn" }, kind.replaceAll("_", " ")), el("a", { href: place }, `rollout ${rollout_id}`), runName(run)),
+      el("p", {}, ...prose(says)),
+      el("p", { class: "dim" }, ...prose(advice)),
+    );
+  };
+
+  const alarms = (data) => {
+    const found = data.runs.flatMap((run, i) => run.alarms.map((each) => alarm(run, i, each)));
+    const title = found.length === 1 ? "1 alarm" : `${found.length || "No"} alarms`;
+    return el("section", { class: "card alarms" }, el("h2", {}, title), found.length ? el("ul", {}, ...found) : null);
+  };
+
   tab("overview", "Overview", (root, data) => {
-    root.append(el("div", { class: "runs" }, ...data.runs.map(card)));
+    root.append(el("div", { class: "runs" }, ...data.runs.map(card)), alarms(data));
   });
 }

@@ -7,7 +7,7 @@
     update_weights: ["sync", "var(--phase-2)"],
     save_model: ["save", "var(--phase-3)"],
     eval: ["evaluate", "var(--phase-4)"],
-    rest: ["rest of the turn", "var(--phase-5)"],
+    rest: ["the rest", "var(--phase-5)"],
   };
   const TRAINING = {
     log_probs: ["log-probs before the step", "var(--phase-0)"],
@@ -100,7 +100,7 @@
       const sum = values.reduce((total, value) => total + value, 0);
       if (!sum) return [];
       const mark = el("i", { class: "dot", style: { background: phases[phase][1] } });
-      const numbers = [duration(sum), `${((100 * sum) / all).toFixed(1)} %`, duration(values[values.length >> 1]), duration(values.at(-1)), values.length];
+      const numbers = [duration(sum), `${((100 * sum) / all).toFixed(1)}%`, duration(values[values.length >> 1]), duration(values.at(-1)), values.length];
       return [el("tr", {}, el("td", {}, mark, phases[phase][0]), ...numbers.map((each) => el("td", { class: "number" }, String(each))))];
     });
     const head = ["phase", "in all", "share", "median", "longest", "times"];
