@@ -11,7 +11,7 @@ from slimelite.arguments.flags import ArgumentError, flag, plugin, resolved
 from slimelite.arguments.model import ArchitectureArgs, CheckpointArgs, ClusterArgs, ModelArgs, model_config_from_flags
 from slimelite.arguments.parse import make_args, parse_args
 from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
-from slimelite.arguments.tracking import DebugArgs, TrackingArgs
+from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
 from slimelite.arguments.training import OptimizerArgs, PerfArgs
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "OptimizerArgs",
     "PerfArgs",
     "PreferenceArgs",
+    "ProfilingArgs",
     "RewardArgs",
     "RolloutArgs",
     "SglangArgs",

@@ -11,7 +11,7 @@ from slimelite.arguments.evaluation import EvalArgs
 from slimelite.arguments.flags import resolved
 from slimelite.arguments.model import CheckpointArgs, ClusterArgs, ModelArgs
 from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
-from slimelite.arguments.tracking import DebugArgs, TrackingArgs
+from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
 from slimelite.arguments.training import OptimizerArgs, PerfArgs
 
 # fixed values for slime's plugins, of flags that have no field here; the command line cannot change them
@@ -36,6 +36,7 @@ class Derivation(NamedTuple):
 @dataclass(frozen=True)
 class Args(
     DebugArgs,
+    ProfilingArgs,
     TrackingArgs,
     SglangArgs,
     WeightSyncArgs,

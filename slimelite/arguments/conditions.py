@@ -95,4 +95,7 @@ WARMUP = TRAINING & when(
 )
 WANDB = when("--use-wandb", lambda a: a.use_wandb)
 TENSORBOARD = when("--use-tensorboard", lambda a: a.use_tensorboard)
+PROFILER = when("--use-pytorch-profiler", lambda a: a.use_pytorch_profiler)
+PROFILED_STEPS = TRAINING & PROFILER & when("no --profile-rollouts (which wins)", lambda a: not a.profile_rollouts)
+MEMORY_HISTORY = TRAINING & when("--record-memory-history", lambda a: a.record_memory_history)
 CI = TRAINING & when("--ci-test", lambda a: a.ci_test)

@@ -78,6 +78,14 @@ def _modes(args: Args) -> Iterator[str]:
         yield f"--debug-rollout-only with --loss-type {args.loss_type}: it generates nothing"
     if args.save_rollouts not in ("all", "none") and not re.fullmatch(r"\d{1,9}", args.save_rollouts):
         yield f"--save-rollouts {args.save_rollouts}: is a number of rollouts, all or none"
+    if args.use_pytorch_profiler and args.num_rollout is not None:
+        chosen = args.profiled_rollouts
+        if not any(0 <= rollout < args.num_rollout for rollout in chosen):
+            which = ", ".join(map(str, chosen[:4])) + ", …" * (len(chosen) > 4) or "none"
+            yield (
+                f"--use-pytorch-profiler profiles {which} of the rollouts 0 to {args.num_rollout - 1}: say which, as "
+                "in --profile-rollouts 0"
+            )
     if args.eval_interval is not None and not (args.eval_datasets or args.debug_train_only):
         yield "--eval-interval needs --eval-prompt-data or --eval-config"
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from slimelite.arguments.conditions import CI, POLICY, TENSORBOARD, TRAINING, WANDB, when
+from slimelite.arguments.conditions import (
+    CI,
+    MEMORY_HISTORY,
+    POLICY,
+    PROFILED_STEPS,
+    PROFILER,
+    TENSORBOARD,
+    TRAINING,
+    WANDB,
+    when,
+)
 from slimelite.arguments.flags import ALWAYS, flag
 
 
@@ -71,6 +82,55 @@ class TrackingArgs:
         """How many of the newest rollouts the run folder keeps; None: all of them."""
         words = {"all": None, "none": 0}
         return words[self.save_rollouts] if self.save_rollouts in words else int(self.save_rollouts)
+
+
+@dataclass(frozen=True)
+class ProfilingArgs:
+    """Profiling."""
+
+    trace: bool = flag(
+        False,
+        "trace.json of the run folder says what every worker did when: ui.perfetto.dev and chrome://tracing open it",
+        ALWAYS,
+    )
+    use_pytorch_profiler: bool = flag(
+        False, "profile/ of the run folder gets a trace of PyTorch's operations, of each training rank", TRAINING
+    )
+    profile_rollouts: list[int] = flag(
+        [],
+        "training on these rollouts is profiled",
+        TRAINING & PROFILER.strictly(),
+        auto="from --profile-step-start to before --profile-step-end",
+    )
+    profile_step_start: int = flag(10, "this rollout is the first that is profiled", PROFILED_STEPS, at_least=0)
+    profile_step_end: int = flag(12, "this rollout is the first after those", PROFILED_STEPS, at_least=1)
+    profile_target: list[Literal["train_overall", "train_actor", "train_log_probs"]] = flag(
+        ["train_overall"],
+        "this is profiled: all of the training on a rollout, or its forward and backward passes, or its log-probs",
+        TRAINING & PROFILER,
+    )
+    record_memory_history: bool = flag(
+        False,
+        "CUDA's allocator remembers who took memory when, of each training rank, and a file keeps that: when memory "
+        "runs out, after --memory-snapshot-num-steps, and when the run ends",
+        TRAINING
+        & when("GPUs", lambda a: a.device == "cuda", ": PyTorch keeps the history of CUDA's memory alone").strictly(),
+    )
+    memory_snapshot_dir: str | None = flag(
+        None,
+        "the memory's history goes to this folder",
+        MEMORY_HISTORY,
+        metavar="DIR",
+        auto="profile/ of the run folder",
+    )
+    memory_snapshot_num_steps: int | None = flag(
+        None, "the memory's history ends after this many rollouts", MEMORY_HISTORY, at_least=1, auto="all of the run"
+    )
+
+    @property
+    def profiled_rollouts(self) -> Sequence[int]:
+        """The rollouts whose training ``--use-pytorch-profiler`` records."""
+        return self.profile_rollouts or range(self.profile_step_start, self.profile_step_end)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from slimelite import trace
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster
 from slimelite.cluster.remote import ClusterError, Progress
@@ -42,9 +43,14 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
         if "RAY_ADDRESS" not in os.environ:
             _close_ray_to_others()
         from slimelite.cluster.ray_cluster import ray_workers as workers
-    with workers(args, progress) as started, Cluster(args, *started) as cluster:
-        cluster.complete_args()
-        yield cluster
+    if args.trace:
+        trace.begin(Path(args.run_dir).absolute() / trace.FILE, driver=True)
+    try:
+        with workers(args, progress) as started, Cluster(args, *started) as cluster:
+            cluster.complete_args()
+            yield cluster
+    finally:
+        trace.finish()
 
 
 def _close_ray_to_others() -> None:

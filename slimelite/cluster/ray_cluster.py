@@ -22,6 +22,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from slimelite import trace
 from slimelite.arguments import Args
 from slimelite.arguments.secret import public_part
 from slimelite.cluster.ray_session import connected, explained, last_line
@@ -57,11 +58,24 @@ class Host:
     Args:
         folder: working directory of the driver, so that relative paths mean the same here.
         log: file for all output of the process.
+        name: of the worker, in the trace.
+        trace_file: of ``--trace``; None: there is no trace.
         make: makes the object from ``args``.
     """
 
-    def __init__(self, folder: str, log: str, make: Callable[..., Any] | None = None, *args: Any) -> None:
+    def __init__(
+        self,
+        folder: str,
+        log: str,
+        name: str,
+        trace_file: Path | None,
+        make: Callable[..., Any] | None = None,
+        *args: Any,
+    ) -> None:
         redirect_process_output(log)
+        self.name = name
+        if trace_file is not None:
+            trace.begin(trace_file)
         if os.path.isdir(folder):
             os.chdir(folder)
         else:
@@ -83,7 +97,8 @@ class Host:
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the object."""
-        return getattr(self.target, method)(*args, **kwargs)
+        with trace.call(self.name, method, args):
+            return getattr(self.target, method)(*args, **kwargs)
 
     def cpu_seconds(self) -> float:
         """CPU time of this process since it began."""
@@ -95,7 +110,8 @@ class AsyncHost(Host):
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the object."""
-        return await getattr(self.target, method)(*args, **kwargs)
+        with trace.call(self.name, method, args):
+            return await getattr(self.target, method)(*args, **kwargs)
 
 
 class RayRemote(Remote[T]):
@@ -205,10 +221,15 @@ class Actors:
         return self._start(Host, "rollout", self._bundles[0], options, make, self.args, *engines)
 
     def _start(self, kind: type[Host], name: str, bundle: int, options: dict[str, Any], *make: Any) -> RayRemote[Any]:
-        log = Path(self.args.run_dir).absolute() / "logs" / f"{name}.log"
+        folder = Path(self.args.run_dir).absolute()
+        log, trace_file = folder / "logs" / f"{name}.log", None
+        if self.args.trace:
+            # several machines cannot append to one file
+            here = self._nodes[bundle] == str(ray.get_runtime_context().get_node_id())
+            trace_file = folder / trace.FILE if here else folder / f"trace-{self._host(bundle)}.json"
         # `ps` shows the name of the class: ray::trainer
         actor = ray.remote(type(name.rstrip("_0123456789"), (kind,), {})).options(**options)
-        handle = actor.remote(os.getcwd(), str(log), *make)
+        handle = actor.remote(os.getcwd(), str(log), name, trace_file, *make)
         self.started.append(RayRemote(handle, name, log, self._host(bundle)))
         return self.started[-1]
 

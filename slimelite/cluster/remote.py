@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
+from slimelite import trace
 from slimelite.engines.protocol import Engine
 
 T = TypeVar("T")
@@ -80,8 +81,10 @@ class LocalRemote(Remote[T]):
         """See `Remote.start`."""
         future: Future[Any] = Future()
         try:
-            result = getattr(self.target, method)(*args, **kwargs)
-            future.set_result(asyncio.run(result) if asyncio.iscoroutine(result) else result)
+            with trace.call(self.name, method, args):
+                result = getattr(self.target, method)(*args, **kwargs)
+                result = asyncio.run(result) if asyncio.iscoroutine(result) else result
+            future.set_result(result)
         except KeyboardInterrupt:
             raise
         except BaseException as error:

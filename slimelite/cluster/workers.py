@@ -35,6 +35,7 @@ from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
 from slimelite.training.parallel import meeting_store
+from slimelite.training.profiling import Profiler
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import buckets
 
@@ -182,6 +183,13 @@ class TrainerWorker(Trainer):
         store = meeting_store(args, address, rank, world_size, listener) if address else None
         super().__init__(args, rank=rank, world_size=world_size, init_method=store)
         self._servers = server_sync(args, self.world.device, host) if server_parts(args) else None
+        self._profiler = Profiler(args, rank)
+        self.timed.around = self._profiler.of_pass
+
+    def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
+        """See `Trainer.train`."""
+        with self._profiler.rollout(rollout_id):
+            return super().train(rollout_id, table)
 
     def push_to(self, engines: Sequence[Any], version: int) -> dict[str, float]:
         """Send the weights to ``engines``, remote engines or servers; see `Trainer.push_weights`."""
@@ -199,6 +207,7 @@ class TrainerWorker(Trainer):
 
     def close(self) -> None:
         """Leave the process groups."""
+        self._profiler.close()
         if self._servers is not None:
             self._servers.close()
         super().close()
@@ -315,8 +324,8 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
         if trains:
             trainer = TrainerWorker(args)
             stack.callback(trainer.close)
-            trainers.append(LocalRemote(trainer, "trainer"))
-        targets = servers or [LocalRemote(engine, "engine") for engine in engines]
+            trainers.append(LocalRemote(trainer, "trainer_0"))
+        targets = servers or [LocalRemote(engine, "engine_0") for engine in engines]
         yield Workers(LocalRemote(rollout, "rollout"), trainers, targets)
 
 
@@ -335,7 +344,7 @@ def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[Any
         process = build_server(args, 0)
         stack.callback(process.close)
         servers.append(Server(process.start(), args.engine_place(0).width))
-        engines.append(connect(args, servers[0], RemoteOwner(LocalRemote(process, "engine"))))
+        engines.append(connect(args, servers[0], RemoteOwner(LocalRemote(process, "engine_0"))))
     for engine in engines:
         stack.callback(asyncio.run, engine.close())
     return engines, servers

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slimelite import trace
 from slimelite.arguments import RewardArgs
 from slimelite.plugins import PACKAGE, load_function
 from slimelite.registry import function
@@ -126,7 +127,9 @@ class Grader:
         for route in parts:
             _ = self._function(route.name) if route.custom else self._rule(route.name, key)
         jobs = [self._custom(r.name, p, whole) if r.custom else self._ruled(r.name, p) for r, p in parts.items()]
-        for (route, part), outcomes in zip(parts.items(), await asyncio.gather(*jobs), strict=True):
+        with trace.span("rollout", "rewards", ", ".join(route.name for route in parts), samples=len(samples)):
+            found = await asyncio.gather(*jobs)
+        for (route, part), outcomes in zip(parts.items(), found, strict=True):
             for sample, outcome in zip(part, outcomes, strict=True):
                 self._settle(sample, route, outcome, key)
 

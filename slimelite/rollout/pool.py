@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 
+from slimelite import trace
 from slimelite.engines.protocol import Engine, EngineInfo, GenerateRequest, GenerateResult, Restartable
 
 logger = logging.getLogger(__name__)
@@ -128,7 +129,10 @@ class EnginePool:
         call = asyncio.ensure_future(self.engines[engine].generate(requests))
         self._calls[engine].add(call)
         try:
-            return await call
+            with trace.span(f"engine_{engine}", "requests", requests[0].request_id, requests=len(requests)) as facts:
+                results = await call
+                facts["tokens"] = sum(len(result.output_ids) for result in results)
+            return results
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if engine in self._down and not (task and task.cancelling()):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import slimelite
+from slimelite import trace
 from slimelite.arguments import Args
 from slimelite.lifecycle import WITHOUT_A_WORD, Stopped, read_status, this_process
 from slimelite.table import SampleTable
@@ -151,7 +152,8 @@ class Tracker:
             self._looping = True
             self._now = _Rollout()
             self.timer.restart()
-        with self.timer(PERF_NAMES.get(name, name)), Phase(self.console, name.replace("_", " ")) as phase:
+        named = PERF_NAMES.get(name, name), name.replace("_", " ")
+        with trace.span("driver", "phases", name), self.timer(named[0]), Phase(self.console, named[1]) as phase:
             yield phase
 
     def log_rollout(self, rollout_id: int, table: SampleTable, metrics: Mapping[str, float]) -> None:
@@ -236,6 +238,9 @@ class Tracker:
     def _open(self) -> None:
         before = read_status(self.folder.path)
         self._save_status("running")
+        if self.args.trace:
+            trace.begin(self.folder.path / trace.FILE, driver=True)
+            self._stack.callback(trace.finish)
         self._stack.enter_context(log_to_file(self.folder.path / "log.txt"))
         self._stack.enter_context(stderr_to_file(self.folder.path / "stderr.txt"))
         self._stack.enter_context(self.console.warnings())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimelite import trace
 from slimelite.algorithms.corrections import effective_sample_size
 from slimelite.algorithms.packed import Metrics
 from slimelite.table import SampleTable
@@ -133,10 +134,14 @@ def table_scores(
 
 
 class PassTimer:
-    """Seconds and floating-point operations of the passes of a rollout, by name."""
+    """Seconds and floating-point operations of the passes of a rollout, by name.
 
-    def __init__(self) -> None:
-        self._timer = Timer()
+    ``worker``: its name in the trace; ``around``: gives a context for each pass, by its name.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self._worker, self._timer = worker, Timer()
+        self.around: Callable[[str], AbstractContextManager[None]] = lambda _name: nullcontext()
         self._flops: dict[str, float] = {}
 
     def restart(self) -> None:
@@ -157,7 +162,7 @@ class PassTimer:
         if flops is not None and table is not None:
             total = flops.total(table.total_lengths[rows], table.response_lengths[rows])
             self._flops[name] = self._flops.get(name, 0.0) + total
-        with self._timer(name):
+        with trace.span(self._worker, "passes", name), self.around(name), self._timer(name):
             yield
 
     def metrics(self, ranks: int) -> dict[str, float]:

@@ -66,7 +66,7 @@ class Trainer(Learner[PolicyModel]):
         self._saved_reference = self.reference if args.ref_update_interval else None
         if args.num_rollout is not None:
             self.set_num_rollout(args.num_rollout)
-        self.timed = PassTimer()
+        self.timed = PassTimer(f"trainer_{rank}")
         self._step_metrics: list[dict[str, float]] = []
         self._advantages: np.ndarray | None = None
         self._token_stats: TokenStats | None = None

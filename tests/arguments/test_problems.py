@@ -172,6 +172,9 @@ RULES = [
         "grpo compares the responses",
         "--use-opd --opd-type trainer --opd-teacher-load m",
     ),
+    ("--use-pytorch-profiler", "profiles 10, 11 of the rollouts 0 to 1: say which", "--profile-rollouts 1"),
+    ("--profile-rollouts 1", "--profile-rollouts needs --use-pytorch-profiler", "--use-pytorch-profiler"),
+    ("--record-memory-history", "needs GPUs: PyTorch keeps the history of", "--no-record-memory-history"),
     (
         "--custom-pg-loss-reducer-function-path my.reducer --loss-aggregation constant",
         "both reduce the loss; take one",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from slimelite.cluster.workers import RemoteSink
 from slimelite.engines.protocol import WeightBucket
 from slimelite.rewards.rules import RULES
 from slimelite.table import SampleTable
+from tests.traces import assert_laid_out, spans
 
 from .conftest import metrics
 
@@ -54,6 +56,27 @@ def test_memory_is_logged_around_every_phase(local_run: Run) -> None:
     for phase in ("rollout", "train", "update_weights"):
         before, after = (metrics(run, f"perf/memory_{phase}_{when}")[0] for when in ("before", "after"))
         assert 0.05 < min(before, after) <= max(before, after) < psutil.virtual_memory().total / 1e9
+
+
+def test_a_trace_and_a_profile_say_where_the_time_went(local_run: Run) -> None:
+    profiled = ("--use-pytorch-profiler", "--profile-rollouts", "1", "--profile-target", "train_actor")
+    run = local_run("traced", "--num-rollout", "2", "--trace", *profiled)
+    bars = spans((run / "trace.json").read_text())
+    assert_laid_out(bars)
+    seen = {(bar["worker"], bar["track"].split()[0], bar["name"]) for bar in bars}
+    assert {("driver", "phases", name) for name in ("start", "generate", "train", "update_weights")} <= seen
+    assert {("rollout", "calls", "generate"), ("rollout", "rewards", "gsm8k")} <= seen
+    assert {("trainer_0", "calls", name) for name in ("train", "push_to")} <= seen
+    assert ("trainer_0", "passes", "actor_train") in seen
+    assert ("engine_0", "calls", "load_weights") in seen
+    table = SampleTable.from_parquet(run / "rollouts" / "0000000.parquet")
+    requests = [bar["args"] for bar in bars if bar["track"].startswith("requests")]
+    assert sum(each["requests"] for each in requests) >= 2 * len(table)
+    assert sum(each["tokens"] for each in requests) >= len(table.response_tokens)
+    (profile,) = (run / "profile").iterdir()
+    assert profile.name == "actor_train-0000001-rank0.json.gz"
+    operations = {event.get("name") for event in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]}
+    assert {"aten::mm", "aten::embedding"} <= operations
 
 
 def test_resumed_equals_straight_to_the_bit(local_run: Run, tmp_path: Path) -> None:

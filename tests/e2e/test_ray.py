@@ -14,6 +14,7 @@ import pytest
 
 import train
 from slimelite.table import SampleTable
+from tests.traces import assert_laid_out, spans
 
 from .conftest import ROOT, metrics, run_process
 
@@ -41,7 +42,15 @@ def test_grpo_learns(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
         "--eval-top-k",
         "1",
     ]
-    trackers = ["--use-wandb", "--wandb-mode", "offline", "--use-tensorboard", "--run-dir", str(tmp_path / "run")]
+    trackers = [
+        "--trace",
+        "--use-wandb",
+        "--wandb-mode",
+        "offline",
+        "--use-tensorboard",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     done = run_process(sys.executable, "train.py", *grpo_args, *flags, *watched, *trackers)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
@@ -52,6 +61,15 @@ def test_grpo_learns(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
     assert after > before + 0.15
     assert max(metrics(run, "train/train_rollout_logprob_abs_diff")) < 1e-4
     assert list(run.rglob("*.wandb"))
+    bars = spans((run / "trace.json").read_text())
+    assert_laid_out(bars)
+    assert {("engine_0", "generate"), ("trainer_0", "push_to"), ("engine_0", "load_weights")} <= {
+        (bar["worker"], bar["name"]) for bar in bars
+    }
+    # clocks agree: an engine generates within the call that the rollout's side waits for
+    outer = [bar for bar in bars if (bar["worker"], bar["name"]) == ("rollout", "generate")]
+    for inner in (bar for bar in bars if (bar["worker"], bar["name"]) == ("engine_0", "generate")):
+        assert any(o["ts"] < inner["ts"] and inner["ts"] + inner["dur"] < o["ts"] + o["dur"] + 1e4 for o in outer)
     assert list(run.rglob("events.out.tfevents.*"))
     assert (run / "curves.png").stat().st_size > 1000
     assert json.loads((run / "status.json").read_text())["status"] == "finished"

@@ -1,0 +1,143 @@
+"""`--trace`: what every worker of a run did when, as a trace of Chrome's that Perfetto opens too.
+
+The file is a JSON array with an event a line. All processes of a machine append to it, each event with one `write`, so
+nothing is lost when a process is killed, and nothing has to be merged: both viewers open an array without its last
+bracket, which `finish` writes. Format: Chrome's "Trace Event Format", complete events ("X") and names ("M").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+FILE = "trace.json"
+# spans that take less are left out, such as polls of the progress [s]
+SHORTEST = 1e-4
+END = b"\n]\n"
+# from the top of the viewer to the bottom
+ORDER = ("driver", "rollout", "trainer", "engine")
+
+
+class _Writer:
+    """Appends events to the file at ``path``, which other processes append to as well."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append = os.O_WRONLY | os.O_APPEND
+        try:
+            self._file = os.open(path, append | os.O_CREAT | os.O_EXCL, 0o644)
+            os.write(self._file, b"[\n")
+        except FileExistsError:
+            self._file = os.open(path, append)
+        self._lock = threading.Lock()
+        self._busy: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
+        self._named: set[tuple[str, str, int]] = set()
+
+    def take(self, worker: str, track: str) -> int:
+        """The first lane of the track that no span is on: spans of a lane may not overlap."""
+        with self._lock:
+            busy = self._busy[worker, track]
+            lane = next(n for n in range(len(busy) + 1) if n not in busy)
+            busy.add(lane)
+            return lane
+
+    def give_back(self, place: tuple[str, str, int], span: dict[str, Any] | None) -> None:
+        """Free the lane, and write the span that was on it."""
+        worker, track, lane = place
+        with self._lock:
+            self._busy[worker, track].discard(lane)
+            if span is not None:
+                names = [] if place in self._named else _names(*place)
+                self._named.add(place)
+                lines = [json.dumps(event | _ids(*place), default=str) + ",\n" for event in [*names, span]]
+                os.write(self._file, "".join(lines).encode())
+
+    def close(self) -> None:
+        """Write the last bracket."""
+        end = {"name": "the run ends", "ph": "i", "s": "g", "ts": time.time_ns() // 1000, **_ids("driver", "phases", 0)}
+        os.write(self._file, json.dumps(end).encode() + END)
+        os.close(self._file)
+
+
+def _ids(worker: str, track: str, lane: int) -> dict[str, int]:
+    """Numbers that every process gives to a worker, and to a lane of it."""
+    pid, tid = (crc32(name.encode()) >> 1 for name in (worker, f"{worker} {track} {lane}"))  # viewers read int32
+    return {"pid": pid, "tid": tid}
+
+
+def _names(worker: str, track: str, lane: int) -> list[dict[str, Any]]:
+    kind, _, number = worker.partition("_")
+    place = ORDER.index(kind) * 10_000 + int(number or 0)
+    values = {
+        "process_name": {"name": worker},
+        "process_sort_index": {"sort_index": place},
+        "thread_name": {"name": f"{track} {lane + 1}" if lane else track},
+        "thread_sort_index": {"sort_index": lane},
+    }
+    return [{"name": name, "ph": "M", "args": value} for name, value in values.items()]
+
+
+_writer: _Writer | None = None
+
+
+def begin(path: Path, *, driver: bool = False) -> None:
+    """Record the spans of this process in the file at ``path`` from now on. The ``driver`` begins before the others: a
+    file that an earlier run has ended goes on.
+    """
+    global _writer
+    if _writer is not None:
+        return
+    if driver and path.is_file():
+        with path.open("r+b") as file:
+            size = file.seek(-len(END), os.SEEK_END)
+            if file.read() == END:
+                file.truncate(size)
+                file.seek(size)
+                file.write(b",\n")
+    _writer = _Writer(path)
+
+
+def finish() -> None:
+    """Record nothing more, and end the file; the driver calls it when all workers have ended."""
+    global _writer
+    if _writer is not None:
+        _writer.close()
+        _writer = None
+
+
+def call(worker: str, method: str, arguments: Iterable[Any]) -> AbstractContextManager[dict[str, Any]]:
+    """The span of a call of the worker's ``method``, with those of its arguments that are numbers or texts."""
+    return span(worker, "calls", method, arguments=[each for each in arguments if isinstance(each, int | str)])
+
+
+@contextmanager
+def span(worker: str, track: str, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
+    """Record how long the block takes, as a bar called ``name`` on a track of ``worker``; without `begin` it does
+    nothing.
+
+    ``facts``: shown with the bar; the block may add to the dict that it gets.
+    """
+    writer = _writer
+    if writer is None:
+        yield facts
+        return
+    lane = writer.take(worker, track)
+    # durations by the clock that is never set
+    at, began = time.time(), time.perf_counter()
+    event = None
+    try:
+        yield facts
+    finally:
+        took = time.perf_counter() - began
+        if took >= SHORTEST:
+            event = {"name": name, "cat": track, "ph": "X", "ts": round(at * 1e6), "dur": round(took * 1e6)}
+            event["args"] = facts
+        writer.give_back((worker, track, lane), event)
