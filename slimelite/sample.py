@@ -280,6 +280,8 @@ COLUMNS = Registry(
         ),
         # the trained advantages if they were per token; ``advantage`` is then not used
         Column("advantages", "float32", "token", of=lambda _: None),
+        # the weight of each token in the policy loss if flags made it other than the aggregation's; NaN: not computed
+        Column("loss_weights", "float32", "token", of=lambda _: None),
     ),
 )
 

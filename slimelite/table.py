@@ -50,6 +50,7 @@ class SampleTable:
     weight_versions: np.ndarray
     teacher_log_probs: np.ndarray
     advantages: np.ndarray | None
+    loss_weights: np.ndarray | None
     status: list[str]
     label: list[Any]
     prompt: list[str]

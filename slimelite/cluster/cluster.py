@@ -43,13 +43,13 @@ class TrainOutput(NamedTuple):
     """The result of training on a rollout.
 
     ``metrics``: of the rollout, reduced over ranks; ``steps``: the ``train/*`` metrics of each optimizer step;
-    ``advantages``: of each response token, see `Trainer.own_advantages`; ``token_stats``: log-prob and entropy of each,
-    None with ``--token-stats none``.
+    ``columns``: of the table, such as ``advantages`` if each response token has its own, see `TokenColumns.trained`;
+    ``token_stats``: log-prob and entropy of each response token, None with ``--token-stats none``.
     """
 
     metrics: dict[str, float]
     steps: list[dict[str, float]]
-    advantages: np.ndarray | None
+    columns: dict[str, np.ndarray]
     token_stats: TokenStats | None
 
 
@@ -142,7 +142,7 @@ class Cluster:
             return TrainOutput(
                 metrics,
                 first.ask(TrainerWorker.step_metrics),
-                first.ask(TrainerWorker.own_advantages),
+                first.ask(TrainerWorker.trained_columns),
                 first.ask(TrainerWorker.token_stats),
             )
 

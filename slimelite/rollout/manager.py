@@ -275,7 +275,8 @@ class RolloutManager:
             groups = list(dict.fromkeys(table.group_id.tolist()))
             kept = groups[: max(1, round(share * len(groups)))]
             table = table.select(np.flatnonzero(np.isin(table.group_id, kept)))
-        if table.advantages is not None:  # from the run that saved it; this run computes its own
+        table.loss_weights = None  # from the run that saved it; this run computes its own, advantages too
+        if table.advantages is not None:
             table.advantages, table.advantage = None, np.zeros(len(table))
         return table
 

@@ -174,18 +174,18 @@ class Tracker:
         rollout_id: int,
         metrics: Mapping[str, float],
         steps: Sequence[Mapping[str, float]] = (),
-        advantages: np.ndarray | None = None,
+        columns: Mapping[str, np.ndarray] | None = None,
         token_stats: TokenStats | None = None,
     ) -> None:
         """Record the metrics of training; ``steps``: the ``train/`` metrics of each optimizer step, if known.
 
-        ``advantages``: [response tokens], if tokens had advantages of their own; they are added to the saved rollout.
+        ``columns``: of the table, by name, each [response tokens]: what training knows of them, for the saved rollout.
         ``token_stats``: of the rollout, for a file of its own.
         """
         if token_stats is not None:
             self.folder.save_token_stats(rollout_id, token_stats)
-        if advantages is not None and self._now.table is not None:
-            self._now.table.advantages = advantages
+        if columns and self._now.table is not None:
+            vars(self._now.table).update(columns)
             self.folder.save_rollout(rollout_id, self._now.table)
         first = rollout_id * self.args.num_steps_per_rollout
         last = first + (len(steps) or self.args.num_steps_per_rollout) - 1

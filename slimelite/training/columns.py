@@ -56,7 +56,8 @@ class TokenColumns(TokenValues):
     the table; ``entropy``: [N], computed with ``old``; ``teacher``: [N] log-probs of the teacher; ``returns``: [N] the
     estimator's returns before distillation and whitening, which a critic learns; ``values``: [N] of the critic before
     the rollout's first step; ``pair_weights``: see `pair_weights`, for a loss that compares replies; ``measured``: [N]
-    log-probs and entropies of rows that ``old`` lacks, under the same weights, which `token_stats` alone reads.
+    log-probs and entropies of rows that ``old`` lacks, under the same weights, which `token_stats` alone reads;
+    ``loss_weights``: [N] see `slimelite.sample.COLUMNS`.
     """
 
     table: SampleTable
@@ -68,6 +69,7 @@ class TokenColumns(TokenValues):
     values: Tensor | None = None
     pair_weights: np.ndarray | None = None
     measured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    loss_weights: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -262,6 +264,11 @@ class TokenColumns(TokenValues):
                 of_rows = segment_mean(column, self.mask, self.segments, self.rows)
                 means[name] = float(of_rows[trained].nanmean())
         return {name: value for name, value in means.items() if not math.isnan(value)}
+
+    def trained(self) -> dict[str, np.ndarray]:
+        """The columns of the table that training knows better than the rollout, by name; each [N] float32."""
+        found = {"advantages": self.advantages if self.of_tokens else None, "loss_weights": self.loss_weights}
+        return {name: column.float().numpy() for name, column in found.items() if column is not None}
 
     def unknown_rows(self) -> np.ndarray:
         """[n] bool: rows with a response whose log-probs under the weights before the first step are not in ``old``."""

@@ -90,11 +90,13 @@ class Loss:
 
     ``total``: 0-d, its part of the loss of its optimizer step. ``shares``: by name, 0-d, its part of each metric that
     is a sum over the step, such as ``pg_loss``. ``metrics``: by name, the (sum, weight) pair of a mean.
+    ``weights``: [R] of the tokens in the policy loss, if the aggregation alone does not say them.
     """
 
     total: Tensor
     shares: dict[str, Tensor]
     metrics: Metrics = field(default_factory=dict)
+    weights: Tensor | None = None
 
 
 def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
@@ -163,7 +165,7 @@ def policy_gradient(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: 
         eps_clip_high=args.eps_clip_high,
         eps_clip_c=args.eps_clip_c,
     )
-    correction = CORRECTIONS[args.correction]
+    correction, uncorrected = CORRECTIONS[args.correction], losses
     if correction.function is not None:
         losses, found = correction(args, inputs, losses, own)
         metrics |= found
@@ -171,6 +173,11 @@ def policy_gradient(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: 
         keep, found = opsm_keep(log_probs, old, inputs.advantages, *inputs.where, delta=args.opsm_delta)
         losses, metrics = torch.where(keep, losses, 0.0), metrics | found
     pg_loss = weighted_sum(losses, inputs.pg_weights)
+    weights = None
+    if args.use_opsm or args.custom_pg_loss_reducer_function_path or correction.function is not None:
+        # corrections multiply the loss of a token: their factor is its derivative, also where that loss is 0
+        (factors,) = torch.autograd.grad(losses.sum(), uncorrected, retain_graph=True, materialize_grads=True)
+        weights = factors * inputs.pg_weights
     metrics |= mismatch_metrics(
         own, inputs.rollout_log_probs, inputs.mask, clip=args.tis_clip, clip_low=args.tis_clip_low
     )
@@ -184,7 +191,7 @@ def policy_gradient(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: 
         metrics["kl_loss"] = _weighted_mean(kl, inputs)
         if args.use_kl_loss and args.kl_loss_coef:
             total = total + args.kl_loss_coef * weighted_sum(kl, inputs.weights)
-    return Loss(total, {"loss": total, "pg_loss": pg_loss}, metrics)
+    return Loss(total, {"loss": total, "pg_loss": pg_loss}, metrics, weights)
 
 
 def _weighted_mean(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:

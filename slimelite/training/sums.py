@@ -103,6 +103,10 @@ class Scores:
         self._tokens, self._world = tokens, world
         self._parts: list[tuple[Tensor, Tensor]] = []
 
+    def __bool__(self) -> bool:
+        """Whether anything was added."""
+        return bool(self._parts)
+
     def add(self, batch: MicroBatch, *values: Tensor) -> None:
         """Add the model's outputs for one micro-batch; each [R]."""
         self._parts.append((batch.token_index, torch.stack([v.detach() for v in values])))

@@ -68,7 +68,7 @@ class Trainer(Learner[PolicyModel]):
             self.set_num_rollout(args.num_rollout)
         self.timed = PassTimer(f"trainer_{rank}")
         self._step_metrics: list[dict[str, float]] = []
-        self._advantages: np.ndarray | None = None
+        self._trained: dict[str, np.ndarray] = {}
         self._token_stats: TokenStats | None = None
         # losses of `forward_backward`, kept until `optim_step`
         self._losses: list[Tensor] = []
@@ -198,6 +198,8 @@ class Trainer(Learner[PolicyModel]):
                 columns.old, columns.entropy = log_probs, entropy
             else:
                 columns.measured.append((log_probs, entropy))
+        if self._weights:
+            (columns.loss_weights,) = self._weights.gather()
         # a first step without a trained token had nothing to check, so the next rollout's is checked
         self._fresh = self._fresh and not columns.trained_rows()[steps[0]].any()
 
@@ -230,11 +232,9 @@ class Trainer(Learner[PolicyModel]):
         """The ``train/*`` metrics of each optimizer step of the last rollout trained on, the same on every rank."""
         return self._step_metrics
 
-    def own_advantages(self) -> np.ndarray | None:
-        """[response tokens] float32 advantages that the last rollout was trained with; None where every token had the
-        ``advantage`` of its row in the table.
-        """
-        return self._advantages
+    def trained_columns(self) -> dict[str, np.ndarray]:
+        """What the last rollout was trained with, see `TokenColumns.trained`, the same on every rank."""
+        return self._trained
 
     def token_stats(self) -> TokenStats | None:
         """Log-probs and entropies of the response tokens of the last rollout trained on, the same on every rank; None
@@ -266,6 +266,8 @@ class Trainer(Learner[PolicyModel]):
                 scores.add(batch, log_probs, entropy)
             loss = micro_batch_loss(self.args, inputs, log_probs, entropy)
             sums.add_all(loss.metrics)
+            if loss.weights is not None:
+                self._weights.add(batch, loss.weights)
             for name, value in loss.shares.items():
                 sums.add(name, value, 0.0)
             shares.update(loss.shares)
@@ -345,6 +347,7 @@ class Trainer(Learner[PolicyModel]):
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
         """The columns of every token before the first step: weights, reference log-probs, advantages."""
         columns = TokenColumns.from_table(table)
+        self._weights = Scores(len(table.response_tokens), self.world)
         if self.args.use_opd and self.teacher is None:
             columns.teacher = torch.from_numpy(table.teacher_log_probs)
         readers = [part.model for part in (self, self.teacher, self.critic) if part is not None]
@@ -395,7 +398,7 @@ class Trainer(Learner[PolicyModel]):
     def _metrics(
         self, table: SampleTable, columns: TokenColumns, computed: np.ndarray, sums: MetricSums
     ) -> dict[str, float]:
-        self._advantages = columns.advantages.float().numpy() if columns.of_tokens else None
+        self._trained = columns.trained()
         self._token_stats = None if self.args.token_stats == "none" else columns.token_stats()
         means, of_steps = sums.means()
         metrics, *self._step_metrics = [

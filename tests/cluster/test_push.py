@@ -95,7 +95,8 @@ class Mortals(Worker):
     def step_metrics(self) -> list[dict[str, float]]:
         return []
 
-    def own_advantages(self) -> None: ...
+    def trained_columns(self) -> dict[str, Any]:
+        return {}
 
     def token_stats(self) -> None: ...
 

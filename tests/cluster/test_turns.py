@@ -55,7 +55,7 @@ def test_the_trainer_gives_its_memory_back_before_the_engine_takes_any() -> None
         args, Noting("engines", calls, ANSWERS), [Noting("trainer", calls, ANSWERS)], ["an engine"]
     ) as cluster:
         train.train(cluster, Silent())  # type: ignore[arg-type]
-    asked = ("memory_used", "cpu_seconds", "step_metrics", "own_advantages", "token_stats")
+    asked = ("memory_used", "cpu_seconds", "step_metrics", "trained_columns", "token_stats")
     moves = [c for c in calls if c.split()[1] not in asked]
     update = [
         "trainer offload",

@@ -138,17 +138,23 @@ def test_several_optimizer_steps_of_a_rollout(tmp_path: Path) -> None:
     assert series(records, "rollout/log_probs") == ([0, 1], [-1.0, -1.0])
 
 
-def test_the_saved_rollout_has_the_advantages_that_trained(tmp_path: Path) -> None:
+TRAINED = {"advantages": 0.5, "loss_weights": 0.25}
+
+
+def test_the_saved_rollout_has_the_advantages_and_weights_that_trained(tmp_path: Path) -> None:
     table, path = make_table(), tmp_path / "rollouts" / "0000000.parquet"
     with Tracker(make_args(tmp_path)) as tracker:
         tracker.log_rollout(0, table, {})
         assert SampleTable.from_parquet(path).advantages is None
-        tracker.log_train(0, {}, advantages=np.full(len(table.response_tokens), 0.5, np.float32))
+        columns = {name: np.full(len(table.response_tokens), v, np.float32) for name, v in TRAINED.items()}
+        tracker.log_train(0, {}, columns=columns)
         saved = SampleTable.from_parquet(path)
         tracker.log_train(1, {})
         assert not (tmp_path / "rollouts" / "0000001.parquet").exists()
     assert saved.advantages is not None
     assert set(saved.advantages) == {0.5}
+    assert saved.loss_weights is not None
+    assert set(saved.loss_weights) == {0.25}
     assert saved.response == table.response
 
 

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exact import CORRECTIONS, Gradient, assert_same_gradient, awkward_table, exact_step
+from exact import CORRECTIONS, Gradient, assert_same_gradient, awkward_table, exact_step, noise
 from tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
+
+from slimelite.training.columns import TokenColumns
 
 PLUGINS = Path(__file__).parent / "plugins.py"
 
@@ -42,6 +44,45 @@ def test_every_correction_is_another_gradient(model: Path) -> None:
     for i, a in enumerate(flat):
         for b in flat[:i]:
             assert (a - b).norm() / b.norm() > 1e-3
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_the_saved_weights_are_the_correction(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain policy loss with these weights instead of its own has the same gradient."""
+    with one_rank(tiny_args(model, **CORRECTIONS[name])) as trainer:
+        mine, _ = exact_step(trainer, awkward_table())
+        (saved,) = trainer._weights.gather()
+    assert saved.isnan().any(), "a row without a trained token was not computed"
+    set_weights = TokenColumns.set_weights
+
+    def set_saved(columns: TokenColumns, *given: Any) -> None:
+        set_weights(columns, *given)
+        assert (columns.pg_weights - saved).nan_to_num().abs().max() > 1e-4
+        columns.pg_weights = saved.nan_to_num()
+
+    monkeypatch.setattr(TokenColumns, "set_weights", set_saved)
+    assert_same_gradient(step(model)[0], mine)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"correction": "mis", "mis_mode": "truncate", "mis_upper_bound": 1.05, "mis_batch_normalize": True},
+        {"custom_pg_loss_reducer_function_path": f"{PLUGINS}:constant_length_reducer"},
+    ],
+)
+def test_a_rollout_has_the_weights_that_flags_made(model: Path, given: dict[str, Any]) -> None:
+    table = awkward_table()
+    with one_rank(tiny_args(model, global_batch_size=1000)) as trainer:
+        table.rollout_log_probs = (trainer.log_probs(table) + noise(table, 0.1, salt=2).numpy()).astype(np.float32)
+        trainer.train(0, table)
+        assert trainer.trained_columns() == {}, "the aggregation alone says the weights"
+    with one_rank(tiny_args(model, global_batch_size=1000, **given)) as trainer:
+        pg_loss = trainer.train(0, table)["train/pg_loss"]
+        (found,) = trainer.trained_columns().values()
+    # in the only step a token's loss is its advantage, negated
+    assert found.dtype == np.float32
+    assert pg_loss == pytest.approx(-np.nansum(found * table.advantage.repeat(table.response_lengths)), rel=1e-4)
 
 
 def test_what_a_veto_drops_is_as_if_it_were_masked_except_in_the_denominators(model: Path) -> None:

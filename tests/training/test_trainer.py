@@ -373,7 +373,7 @@ def test_plugins(model: Path) -> None:
     )
     with one_rank(tiny_args(model, custom_advantage_function_path=f"{here}:all_ones")) as trainer:
         trainer.train(0, table)
-        assert trainer.own_advantages().tolist() == [1.0] * len(table.response_tokens)
+        assert trainer.trained_columns()["advantages"].tolist() == [1.0] * len(table.response_tokens)
     # with advantages of 1 the policy gradient is that of the likelihood
     ones = {"custom_advantage_function_path": f"{here}:all_ones"}
     assert norm(**ones) == pytest.approx(sft, rel=1e-5)
