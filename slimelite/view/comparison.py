@@ -44,17 +44,21 @@ def comparison(runs: Sequence[Run]) -> Facts:
     return {"flags": differing_flags(runs), "versions": _differing_versions(runs), "test": TEST, "runs": found}
 
 
+def flag_names(runs: Sequence[Run]) -> list[str]:
+    """The fields of the runs' configurations that are flags, those of other versions and of plugins among them."""
+    flags = all_flags(Args)
+    inner = {f.name for f in fields(Args) if f.name not in flags} - {"sglang_overrides", "custom_config"}
+    return list(dict.fromkeys(name for run in runs for name in run.config if name not in inner))
+
+
 def differing_flags(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Flag -> its value in each run (None also where an older version lacks the flag), for flags that differ.
 
     Flags that only say where arguments come from and where the run folder is are left out; so is a value that every
     run derived from others.
     """
-    flags = all_flags(Args)
-    inner = {f.name for f in fields(Args) if f.name not in flags} - {"sglang_overrides", "custom_config"}
-    names = dict.fromkeys(name for run in runs for name in run.config if name not in inner and name not in SOURCES)
     found = {}
-    for name in names:
+    for name in [name for name in flag_names(runs) if name not in SOURCES]:
         there = [run for run in runs if name in run.config]
         derived = all(name in run.derivations for run in there)
         if not derived and any(run.config[name] != there[0].config[name] for run in there[1:]):
@@ -174,7 +178,9 @@ def _gpus(config: Mapping[str, Any]) -> int:
 def _differing_versions(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Package, ``commit`` or part of the machine -> its value in each run, for those that differ."""
     flat = [{**run.versions, **run.versions.get("machine", {})} for run in runs if run.versions]
-    names = dict.fromkeys(name for versions in flat for name in versions if name not in ("machine", "memory"))
+    names = dict.fromkeys(
+        name for versions in flat for name in versions if name not in ("machine", "memory", "command")
+    )
     differing = [name for name in names if any(versions.get(name) != flat[0].get(name) for versions in flat)]
     every = [{**run.versions, **run.versions.get("machine", {})} for run in runs]
     return {name: [versions.get(name) for versions in every] for name in differing}

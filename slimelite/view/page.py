@@ -19,6 +19,7 @@ import slimelite
 from slimelite.files import whole
 from slimelite.tracking.metrics_file import DEFAULT_AXIS
 from slimelite.tracking.panels import GROUPS, unit
+from slimelite.view.comparison import differing_flags, flag_names
 from slimelite.view.run import Run, Series, read_runs
 
 # the files of slimelite/view/page that make the program, in the order in which their tabs appear
@@ -92,6 +93,8 @@ def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:
         "slimelite": slimelite.__version__,
         "written": time.time(),
         "live": FOLLOW_EVERY if live else 0,
+        "flags": flag_names(runs),
+        "differing": list(differing_flags(runs)),
         "groups": {title: [panel._asdict() for panel in panels] for title, panels in GROUPS.items()},
         "units": {name: unit(name) for run in runs for name in run.series},
         "runs": [_run(run, COLORS[i % len(COLORS)]) for i, run in enumerate(runs)],

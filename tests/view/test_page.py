@@ -20,7 +20,7 @@ from tests.tracking.fake_run import make_args, play
 from tests.view.conftest import OpenPage
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Locator, Page
+    from playwright.sync_api import Locator, Page, Position
 
 EVIL = "</script><img src=x onerror=\"document.title='owned'\">"
 
@@ -95,13 +95,17 @@ def chart(page: Page, metric: str) -> Locator:
     return found
 
 
-def point_at(shown: Locator, across: float) -> list[str]:
-    """The lines of the values under the pointer, at a share of the width of the plot's axes."""
+def place(shown: Locator, rollout: float, span: tuple[float, float] = (-1, 5)) -> Position:
+    """Where a rollout is in a chart whose x goes over ``span``: the evaluation at the start to the last rollout."""
     box = shown.locator("svg").bounding_box()
     assert box is not None
     left, right = 56, 14  # MARGIN in chart.js
-    x = left + across * (box["width"] - left - right)
-    shown.locator("svg").hover(position={"x": x, "y": 60})
+    return {"x": left + (rollout - span[0]) / (span[1] - span[0]) * (box["width"] - left - right), "y": 60}
+
+
+def point_at(shown: Locator, rollout: float) -> list[str]:
+    """The lines of the values under the pointer."""
+    shown.locator("svg").hover(position=place(shown, rollout))
     return [line.strip() for line in shown.locator(".tip").inner_text().splitlines() if line.strip()]
 
 
@@ -113,14 +117,13 @@ def test_the_values_of_all_runs_are_shown_under_the_pointer(
     reward = chart(page, "rollout/raw_reward")
     _, long = Run.read(folders[0]).series["rollout/raw_reward"]
     _, short = Run.read(folders[1]).series["rollout/raw_reward"]
-    # rollouts 0 to 5 are a fifth of the width apart; the short run ends at 3
-    said = point_at(reward, 2 / 5)
+    said = point_at(reward, 2)
     assert said == ["rollout 2", "long", f"{long[2]:.4g}", f"short {EVIL}", f"{short[2]:.4g}"]
-    assert point_at(reward, 5 / 5)[-1] == f"{short[3]:.4g} at 3"
+    assert point_at(reward, 5)[-1] == f"{short[3]:.4g} at 3"
     # the crosshair stands in the charts beside it, too
     assert page.locator(".cross[visibility=visible]").count() > 1
     entropy = chart(page, "train/entropy_loss")
-    assert point_at(entropy, 1 / 5)[:3] == ["rollout 1", "long", "1.4"]
+    assert point_at(entropy, 1)[:3] == ["rollout 1", "long", "1.4"]
     entropy.locator("svg").press("ArrowRight")
     assert entropy.locator(".tip b").inner_text() == "rollout 2"
 
@@ -149,7 +152,7 @@ def test_curves_are_smoothed_and_logarithmic_at_choice(file: Path, open_page: Op
     page.get_by_label("Smoothing").fill("0.5")
     assert norm.locator(".line.faint").count() == 2
     # 0.8, 0.9, 1.0: (0.8 / 4 + 0.9 / 2 + 1.0) / (1 / 4 + 1 / 2 + 1)
-    assert "1 (smoothed 0.9429)" in point_at(norm, 2 / 5)
+    assert "1 (smoothed 0.9429)" in point_at(norm, 2)
     loss = chart(page, "train/loss")
     assert loss.locator(".line").count() == 4
     page.get_by_label("log scale").check()
@@ -159,13 +162,33 @@ def test_curves_are_smoothed_and_logarithmic_at_choice(file: Path, open_page: Op
 
 
 @pytest.mark.browser
+def test_drawing_across_a_chart_zooms_all_of_them(file: Path, open_page: OpenPage) -> None:
+    page = open_page(file, "curves")
+    reward, norm = chart(page, "rollout/raw_reward"), chart(page, "train/grad_norm")
+    reward.locator("svg").hover(position=place(reward, 0.8))
+    page.mouse.down()
+    reward.locator("svg").hover(position=place(reward, 3.2))
+    page.mouse.up()
+    from playwright.sync_api import expect
+
+    back = page.get_by_role("button", name="rollouts 1 to 3: show all")
+    for shown in (reward, norm):
+        shown.scroll_into_view_if_needed()  # a chart that is out of sight is drawn when it comes into sight
+        expect(shown.locator(".line").first).to_have_attribute("d", re.compile("^M[^ML]+L[^ML]+L[^ML]+$"))
+        shown.locator("svg").hover(position=place(shown, 1, (0.8, 3.2)))
+        assert shown.locator(".tip b").inner_text() == "rollout 1"
+    back.click()
+    assert point_at(norm, 5)[0] == "rollout 5"
+
+
+@pytest.mark.browser
 def test_numbers_that_are_none_are_marked(file: Path, open_page: OpenPage) -> None:
     page = open_page(file, "curves")
     page.get_by_role("searchbox").fill("lost")
     lost = chart(page, "rollout/lost")
     assert page.locator(".chart:visible").count() == 1
     assert lost.locator(".lost title").all_text_contents() == ["NaN", "Infinity"]
-    assert [point_at(lost, i / 3)[-1] for i in range(4)] == ["1", "NaN", "∞", "2"]
+    assert [point_at(lost, i)[-1] for i in range(4)] == ["1", "NaN", "∞", "2"]
     assert (lost.locator(".line").get_attribute("d") or "").count("M") == 2  # the line has a gap there
 
 

@@ -129,12 +129,15 @@ function axes(width, height, across, up, labels) {
  * A card with a chart that draws itself when it comes into sight and when its size changes.
  * `draw(width, height)` returns {children, across, x, rows(x)}: the SVG elements, the scale of x, the x values in order,
  * and what is said about one of them as {title, rows: [[mark, name, text]], at: x}. Null: there is nothing to draw.
+ * `zoom(first, last)` is called with the part that the pointer was drawn across, without arguments by a double click.
  */
-function chart({ title, detail, height, draw }) {
+function chart({ title, detail, height, draw, zoom }) {
   const picture = svg("svg", { height, tabindex: 0, role: "img", "aria-label": `${title}; arrow keys read its values` });
   const tip = el("div", { class: "tip", hidden: true, role: "status" });
   const head = el("div", { class: "chart-head" }, el("h3", { title }, title), detail ? el("span", { class: "detail mono", title: detail }, detail) : null);
   const card = el("figure", { class: "card chart" }, head, el("div", { class: "plot" }, picture, tip));
+  const area = svg("rect", { class: "area", y: MARGIN.top, height: height - MARGIN.top - MARGIN.bottom });
+  let began = null; // the pixel at which the pointer went down
   const self = { card, dirty: true, seen: false, drawn: null, line: null, redraw, cross };
 
   function redraw() {
@@ -173,6 +176,12 @@ function chart({ title, detail, height, draw }) {
     self.at = said.at;
   }
 
+  function select(from, to) {
+    area.setAttribute("x", Math.min(from, to));
+    area.setAttribute("width", Math.abs(to - from));
+    if (!area.isConnected) picture.append(area);
+  }
+
   function hide() {
     tip.hidden = true;
     for (const other of charts) other.cross(null);
@@ -182,8 +191,22 @@ function chart({ title, detail, height, draw }) {
     if (!self.drawn) return;
     const x = event.clientX - picture.getBoundingClientRect().left;
     show(self.drawn.across.back(x));
+    if (began !== null) select(began, x);
   });
-  picture.addEventListener("pointerleave", hide);
+  picture.addEventListener("pointerdown", (event) => {
+    if (zoom && self.drawn) began = event.clientX - picture.getBoundingClientRect().left;
+  });
+  picture.addEventListener("pointerup", (event) => {
+    const ends = [began, event.clientX - picture.getBoundingClientRect().left].sort((a, b) => a - b);
+    if (began !== null && ends[1] - ends[0] > 8) zoom(...ends.map(self.drawn.across.back));
+    began = null;
+  });
+  if (zoom) picture.addEventListener("dblclick", () => zoom());
+  picture.addEventListener("pointerleave", () => {
+    began = null;
+    area.remove();
+    hide();
+  });
   picture.addEventListener("blur", hide);
   picture.addEventListener("keydown", (event) => {
     const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -204,9 +227,9 @@ function chart({ title, detail, height, draw }) {
   return self;
 }
 
-/** The scale of x over all lines, with the way back from pixels. */
-function rollouts(xs, width, room = 0) {
-  let [low, high] = [xs[0] - room, xs[xs.length - 1] + room];
+/** The scale of x from one rollout to another, with the way back from pixels. */
+function rollouts([first, last], width, room = 0) {
+  let [low, high] = [first - room, last + room];
   if (low === high) [low, high] = [low - 1, high + 1];
   const [from, to] = [MARGIN.left, width - MARGIN.right];
   const found = scale(low, high, from, to, Math.max(2, width / 70));
@@ -215,22 +238,35 @@ function rollouts(xs, width, room = 0) {
   return found;
 }
 
+/** The part of a line whose x are in the span. */
+function within(span, line) {
+  if (!span || (span[0] <= line.x[0] && line.x[line.x.length - 1] <= span[1])) return line;
+  const inside = (values) => values?.filter((_, i) => span[0] <= line.x[i] && line.x[i] <= span[1]);
+  const [x, y, error] = [line.x, line.y, line.error].map(inside);
+  return { ...line, x, y, error, smoothed: line.smoothed === line.y ? y : inside(line.smoothed) };
+}
+
 /**
  * A chart of lines. `lines`: [{run, label, x, y, error, dashed}], sorted by x; `error`: half the height of each bar.
- * `view`: {smoothing, log, hidden: a Set of runs}, shared by all charts of a tab.
+ * `view`: {smoothing, log, hidden: a Set of runs, mark: a rollout, span: first and last rollout that are
+ * shown, zoom(first, last)}, shared by all charts of a tab; without `span` a chart shows all of its own.
  */
 function lineChart({ title, unit, detail, lines, least = 0, points = false, view }) {
   const draw = (width, height) => {
     const shown = lines.filter((line) => !view.hidden.has(line.run) && line.x.length);
-    const drawn = shown.map((line) => ({ ...line, smoothed: smooth(line.y, points ? 0 : view.smoothing) }));
+    const drawn = shown.map((line) => within(view.span, { ...line, smoothed: smooth(line.y, points ? 0 : view.smoothing) }));
     const ends = (line) => (line.error ? line.y.flatMap((y, i) => [y - line.error[i], y + line.error[i]]) : line.y);
     const found = range(drawn.flatMap(ends), least, view.log);
     if (!found) return null;
     const xs = [...new Set(drawn.flatMap((line) => line.x))].sort((a, b) => a - b);
-    const across = rollouts(xs, width);
+    const across = rollouts(view.span ?? [xs[0], xs[xs.length - 1]], width);
     const up = scale(...found, height - MARGIN.bottom, MARGIN.top, 5, view.log);
     const high = (y) => (Number.isFinite(y) && (!view.log || y > 0) ? up.place(y) : NaN);
     const children = axes(width, height, across, up, { x: "rollout", y: unit });
+    const marked = Number.isFinite(view.mark) ? across.place(view.mark) : NaN;
+    if (marked >= MARGIN.left && marked <= width - MARGIN.right) {
+      children.push(svg("line", { class: "mark", x1: marked, x2: marked, y1: MARGIN.top, y2: height - MARGIN.bottom }));
+    }
     for (const line of drawn) children.push(...strokes(line, across.place, high, points || line.x.length === 1));
     return { children, across, x: xs, rows: (x) => said(drawn, x, xs) };
   };
@@ -265,5 +301,5 @@ function lineChart({ title, unit, detail, lines, least = 0, points = false, view
     return { at, title: at < 0 ? "before training" : `rollout ${number(at)}`, rows };
   };
 
-  return chart({ title, detail, height: 200, draw });
+  return chart({ title, detail, height: 200, draw, zoom: view.zoom });
 }

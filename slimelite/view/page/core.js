@@ -97,6 +97,8 @@ function open(data) {
     button.tabIndex = other === name ? 0 : -1;
     panel.hidden = other !== name;
   }
+  if (open.now && open.now !== name) scrollTo(0, 0);
+  open.now = name;
   const entry = tabs.get(name);
   if (!entry.opened) {
     entry.opened = true;

@@ -43,8 +43,8 @@
     });
 
   tab("curves", "Curves", (root, data) => {
-    const view = { smoothing: 0, log: false, hidden: new Set() };
-    const shown = new Set();
+    const view = { smoothing: 0, log: false, hidden: new Set(), mark: NaN, zoom };
+    let part = null; // the rollouts that all panels are zoomed to
     const groups = Object.entries(data.groups).map(([title, specs], i) => {
       const panels = (i ? specs : withOwn(data, specs)).map((spec) => panel(data, spec, view)).filter(Boolean);
       return { title, panels };
@@ -54,7 +54,18 @@
     const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.series)))].filter((name) => !used.has(name) && !isPart(name));
     const others = { title: "All other metrics", panels: [], rest: true };
     groups.push(others);
-    const redraw = () => groups.forEach((group) => group.panels.forEach((each) => each.redraw()));
+    const all = el("button", { class: "quiet", hidden: true, onclick: () => zoom() });
+    function redraw() {
+      const ends = data.runs.filter((run) => !view.hidden.has(run)).flatMap((run) => run.axes.flatMap((axis) => [axis[0], axis.at(-1)]));
+      view.span = part ?? [Math.min(...ends), Math.max(...ends)];
+      groups.forEach((group) => group.panels.forEach((each) => each.redraw()));
+    }
+    function zoom(first, last) {
+      part = first === undefined ? null : [first, last];
+      all.hidden = !part;
+      if (part) all.textContent = `rollouts ${Math.ceil(first)} to ${Math.floor(last)}: show all`;
+      redraw();
+    }
 
     const search = el("input", { type: "search", placeholder: "search metrics", "aria-label": "Search metrics" });
     const slider = el("input", { type: "range", min: 0, max: 0.98, step: 0.01, value: 0, "aria-label": "Smoothing" });
@@ -73,6 +84,7 @@
     root.append(el("div", { class: "controls sticky" },
       ...legend(data, view, redraw),
       el("span", { class: "spring" }),
+      all,
       search,
       el("label", {}, "smoothing", slider, amount),
       el("label", {}, log, "log scale"),
@@ -107,5 +119,9 @@
     });
     search.addEventListener("input", filter);
     filter();
+    return (place) => {
+      view.mark = place.has("rollout") ? Number(place.get("rollout")) : NaN;
+      redraw();
+    };
   });
 }

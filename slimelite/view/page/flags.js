@@ -5,18 +5,16 @@
     const short = JSON.stringify(value);
     return short.length > 60 ? JSON.stringify(value, null, 1) : short;
   };
-  // these say where results go, not what to compute
-  const PLACES = ["run_dir"];
 
   tab("flags", "Flags", (root, data) => {
-    const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.config)))].sort();
-    const rows = names.map((name) => {
+    const rows = data.flags.sort().map((name) => {
+      const option = `--${name.replaceAll("_", "-")}`;
       const values = data.runs.map((run) => text(run.config[name]));
       const reasons = data.runs.map((run) => run.derivations[name]);
-      const differs = !PLACES.includes(name) && new Set(values).size > 1;
+      const differs = data.differing.includes(option);
       const cells = values.map((value, i) => el("td", { class: "mono" }, value, reasons[i] ? el("div", { class: "reason" }, reasons[i]) : null));
-      const row = el("tr", { class: differs && data.runs.length > 1 ? "differs" : "" }, el("td", { class: "mono" }, `--${name.replaceAll("_", "-")}`), ...cells);
-      return { name, values, differs, row, words: `${name} ${name.replaceAll("_", "-")} ${values.join(" ")}`.toLowerCase() };
+      const row = el("tr", { class: differs ? "differs" : "" }, el("td", { class: "mono" }, option), ...cells);
+      return { differs, row, words: `${name} ${option} ${values.join(" ")}`.toLowerCase() };
     });
 
     const many = data.runs.length > 1;

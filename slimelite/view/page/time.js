@@ -134,7 +134,7 @@
   };
 
   const memory = (root, data) => {
-    const view = { smoothing: 0, log: false, hidden: new Set() };
+    const view = { smoothing: 0, log: false, hidden: new Set(), mark: NaN };
     const names = data.runs.flatMap((run) => Object.keys(run.series)).filter((name) => /^perf\/memory_.*_(before|after)$/.test(name));
     const phases = [...new Set(names.map((name) => name.slice(12).replace(/_(before|after)$/, "")))];
     if (!phases.length) return;
