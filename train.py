@@ -2,7 +2,7 @@
 
     python train.py --hf-checkpoint Qwen/Qwen2.5-0.5B-Instruct --prompt-data gsm8k/train.parquet --rm-type math ...
 
-``--help`` lists every flag; ``--dry-run`` checks a command line without starting anything.
+``--help`` lists the flags people use, ``--help-all`` all; ``--dry-run`` checks a command line and starts nothing.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from slimelite.algorithms.losses import CORRECTIONS, DPO_KINDS, LEVELS, LOSSES, 
 from slimelite.algorithms.policy import policy_loss
 from slimelite.arguments import Args
 from slimelite.arguments.flags import ArgumentError, all_flags
-from slimelite.arguments.help import format_help
+from slimelite.arguments.help import help_text
 from slimelite.arguments.parse import make_args
 from slimelite.plugins import PluginError
 from slimelite.registry import Registry, function
@@ -103,7 +103,9 @@ def median(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("median")
 def test_an_estimator_is_one_file() -> None:
-    assert "grpo,gspo,cispo,rloo,reinforce_plus_plus,reinforce_plus_plus_baseline,ppo,median" in format_help(Args)
+    assert "grpo,gspo,cispo,rloo,reinforce_plus_plus,reinforce_plus_plus_baseline,ppo,median" in help_text(
+        Args, ["--help-all"]
+    )
     args = make_args(f"{RUN} --advantage-estimator median --gamma 0.5".split())
     assert args.estimator.name == "median"
     assert dict(args.no_effect)["--gamma"].endswith("--advantage-estimator reinforce_plus_plus or ppo")

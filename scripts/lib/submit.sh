@@ -18,7 +18,7 @@ submit() {
     local argument
     for argument in "$@"; do
         # these start nothing, so they need no cluster
-        if [[ "$argument" == --dry-run || "$argument" == --help ]]; then exec python "$submit_root/train.py" "$@"; fi
+        if [[ "$argument" =~ ^(--dry-run|-h|--help|--help-all)$ ]]; then exec python "$submit_root/train.py" "$@"; fi
     done
     if [[ -z "${RAY_ADDRESS:-}" ]]; then start_head; fi
     # the job starts in the head's folder; relative paths in ARGS are meant from here

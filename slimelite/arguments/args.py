@@ -55,7 +55,7 @@ class Args(
     ModelArgs,
     ClusterArgs,
 ):
-    """Every argument of a run, flat: ``args.rollout_temperature``. ``--help`` lists the bases from right to left."""
+    """Every argument of a run, flat: ``args.rollout_temperature``. ``--help-all`` lists bases from right to left."""
 
     derivations: tuple[Derivation, ...] = resolved(())
     notes: tuple[str, ...] = resolved(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from dataclasses import replace
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.derive import derive
 from slimelite.arguments.flags import ArgumentError
-from slimelite.arguments.help import format_help
+from slimelite.arguments.help import help_text, is_asked
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.arguments.problems import validate, without_effect
 from slimelite.arguments.secret import HIDDEN, is_masked
@@ -30,17 +31,21 @@ def parse_args(
     *,
     inspect: Callable[[Args], list[str]] = lambda _: [],
 ) -> Args:
-    """`make_args` for a command line: prints ``--help``, or every problem on a line of its own, and exits.
+    """`make_args` for a command line: prints the help it asks for, or every problem on a line of its own, and exits.
 
     Args:
         argv: the words of a command line, without the program's name; None: those of this process.
         groups: dataclasses of `flag` fields of your own; the result is an instance of each.
         inspect: finds further problems; called only for a dry run with wrong arguments, so that it lists all problems.
     """
+    own_process = argv is None
     argv = sys.argv[1:] if argv is None else argv
     try:
-        if "--help" in argv or "-h" in argv:
-            print(format_help(_args_type(argv, groups)))
+        if is_asked(argv):
+            text = help_text(_args_type(argv, groups), argv)
+            if own_process:  # `--help | head` ends without a word
+                signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            print(text)
             raise SystemExit(0)
         return make_args(argv, groups)
     except ArgumentError as error:

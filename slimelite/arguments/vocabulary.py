@@ -146,7 +146,7 @@ class Vocabulary:
                 _read_sglang(sglang_options()[name[7:]], words, into)
             else:
                 near = self.nearest(option)
-                hint = f"; did you mean {near}?" if near else "; --help lists them all"
+                hint = f"; did you mean {near}?" if near else "; --help-all lists them all"
                 into.complain(option, "is not a known flag" + hint, *([near] if near else []))
         except ValueError as error:
             into.complain(option, without(words, str(error)) if may_hold_secrets(option) else str(error))

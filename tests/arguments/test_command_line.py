@@ -41,7 +41,7 @@ def test_unknown_flag_names_the_nearest(problems: Problems, typo: str, meant: st
 
 @pytest.mark.parametrize("option", ["--no-such-thing", "--data", "--resume", "--sglang-nonsense", "--router-nonsense"])
 def test_what_is_like_no_flag_gets_no_hint(problems: Problems, option: str) -> None:
-    assert problems(option) == [f"{option} is not a known flag; --help lists them all"]
+    assert problems(option) == [f"{option} is not a known flag; --help-all lists them all"]
 
 
 def test_every_problem_is_reported_at_once(problems: Problems) -> None:
@@ -155,10 +155,10 @@ def test_a_mistake_is_printed_without_a_traceback(capsys: pytest.CaptureFixture[
     assert all(line.startswith("train.py: --") for line in lines)
 
 
-def test_help_is_complete_grouped_and_imports_nothing_heavy() -> None:
+def test_help_all_is_complete_grouped_and_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom slimelite.arguments import parse_args\n"
-        "try: parse_args(['--help'])\nexcept SystemExit: pass\n"
+        "try: parse_args(['--help-all'])\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'ray', 'transformers', 'numpy', 'pyarrow', 'sglang', 'yaml') if m in sys.modules])"
     )
     done = subprocess.run(
