@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -51,6 +52,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 0, 1 for a run that cannot be read, 2 for a wrong command line."""
+    if argv is None:  # a process of its own: `slimelite compare ... | head` ends without a word
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print(_help())
@@ -71,7 +74,9 @@ def _help() -> str:
     lines = ["usage: slimelite COMMAND ...", "", "Look at runs. A run is a folder that train.py wrote, such as runs/a."]
     for name, command in COMMANDS.items():
         lines += ["", f"  {name:<9}{command.summary}", f"           {command.example}"]
-    return "\n".join([*lines, "", "slimelite COMMAND --help says more. Training is `python train.py`."])
+    return "\n".join(
+        [*lines, "", "`slimelite COMMAND --help` says more. `python train.py` makes runs; see its --help."]
+    )
 
 
 if __name__ == "__main__":

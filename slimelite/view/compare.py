@@ -78,7 +78,10 @@ def _line(row: Row) -> str:
 
 
 def _footnote(found: Facts) -> str:
-    return f"±: standard error. at: eval/step. p: {found['test']}." if any(r["evals"] for r in found["runs"]) else ""
+    if not any(run["evals"] for run in found["runs"]):
+        return ""
+    after = "after: the rollout that the evaluation followed, with start for none"
+    return f"±: standard error. {after}. p: {found['test']}."
 
 
 def _blocks(found: Facts) -> Iterator[list[Row]]:
@@ -117,8 +120,8 @@ def _scores(runs: Sequence[Facts]) -> Iterator[Row]:
 
 
 def _score(score: Facts) -> str:
-    at = "start" if score["at"] < 0 else score["at"]
-    return f"{score['value']:.3f}{_error(score['standard_error'])} at {at}"
+    after = "start" if score["at"] < 0 else score["at"]
+    return f"{score['value']:.3f}{_error(score['standard_error'])} after {after}"
 
 
 def _test(test: Facts) -> str:

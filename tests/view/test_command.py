@@ -38,3 +38,10 @@ def test_a_users_mistake_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr()
     assert said.err == f"slimelite plot: {tmp_path} is not a run folder: it has no metrics.jsonl\n"
     assert said.out == ""
+
+
+def test_head_may_close_the_pipe() -> None:
+    command = f"{sys.executable} -m slimelite.view.command plot --help | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: slimelite plot ")
+    assert done.stderr == ""

@@ -41,7 +41,7 @@ def write(folder: Path, scores: dict[int, float], last: Rewards = ()) -> Run:  #
     """A run with an evaluation of ``d`` at each step of ``scores``; the answers of the last one are saved."""
     folder.mkdir()
     file = MetricsFile(folder)
-    file.write("start", {"rollout/step": 0})
+    file.write("start", {"rollout/step": 0, "eval/step": -1})
     for step, score in scores.items():
         file.write("eval", {"eval/step": step, "eval/d": score, "eval/d-stderr": score / 10})
     file.close(False)
