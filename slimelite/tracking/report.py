@@ -44,7 +44,7 @@ def run_facts(args: Args) -> dict[str, str]:
         "model": args.hf_checkpoint or "new, random weights",
         "data": ", ".join(args.prompt_data) or str(args.load_debug_rollout_data or args.data_source_path or "none"),
         "eval": ", ".join(f"{d.name} ({d.path})" for d in args.eval_datasets),
-        "method": _method(args),
+        "method": method(args),
         "plugins": ", ".join(_plugins(args)),
         "device": _device(args),
         "batch": batch_identity(args),
@@ -100,7 +100,8 @@ def _plugins(args: Args) -> Iterator[str]:
     yield from (f"{flag} {path}" for flag, path in plugin_paths(args) if path != OFFLINE_ROLLOUT)
 
 
-def _method(args: Args) -> str:
+def method(args: Args) -> str:
+    """Estimator or loss, optimizer and KL as text, such as ``grpo, adam lr 1e-06, KL loss 0.001 (low_var_kl)``."""
     name = args.loss_type.removesuffix("_loss") if args.supervised else args.advantage_estimator
     critic = f", critic lr {args.critic_lr:g}" if args.use_critic else ""
     return f"{name}, {args.optimizer} lr {args.lr:g}{critic}{_kl(args)}"

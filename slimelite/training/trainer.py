@@ -322,7 +322,8 @@ class Trainer(Learner[PolicyModel]):
 
     def save_hf(self, directory: str) -> None:
         """Write the policy as a Hugging Face folder; see `weights.save_hf`."""
-        weights.save_hf(Path(directory), self.model, self.world, self.args.tokenizer)
+        card = weights.model_card(self.args, self.progress.rollout_id)
+        weights.save_hf(Path(directory), self.model, self.world, self.args.tokenizer, card)
 
     def offload(self) -> dict[str, float]:
         """Move weights and optimizer state to host memory, unless ``--fsdp-cpu-offload`` or a CPU keeps them there."""

@@ -15,9 +15,12 @@ from huggingface_hub import snapshot_download, split_torch_state_dict_into_shard
 from safetensors import SafetensorError
 from torch import Tensor
 
+import slimelite
+from slimelite.arguments import Args
 from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.files import free_space
 from slimelite.model_files import INDEX, write_weights
+from slimelite.tracking.report import method
 from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World, whole
@@ -132,11 +135,11 @@ COMPANIONS = (
 )
 
 
-def save_hf(directory: Path, model: PolicyModel, world: World, tokenizer: str | None) -> None:
-    """Write config, weights and tokenizer files (collective; rank 0 writes).
+def save_hf(directory: Path, model: PolicyModel, world: World, tokenizer: str | None, card: str) -> None:
+    """Write config, weights, tokenizer files and the model card, README.md (collective; rank 0 writes).
 
     The weights have the dtype that the trainer computes in and the engines sample with, so that the saved model is the
-    evaluated one. ``tokenizer``: a folder or hub id whose tokenizer files are copied.
+    evaluated one. ``tokenizer``: a folder or hub id whose tokenizer files are copied; ``card``: see `model_card`.
     """
     weights = full_weights(model, world.compute_dtype, world.device)
     if world.rank > 0:
@@ -150,6 +153,7 @@ def save_hf(directory: Path, model: PolicyModel, world: World, tokenizer: str | 
         config.dtype, config.architectures = world.compute_dtype, [type(model.hf).__name__]
         config.save_pretrained(directory)
         _copy_tokenizer(tokenizer, directory)
+        (directory / "README.md").write_text(card, encoding="utf-8")
     except (SafetensorError, OSError) as error:
         for left in directory.glob("model*.partial"):
             left.unlink()
@@ -157,6 +161,20 @@ def save_hf(directory: Path, model: PolicyModel, world: World, tokenizer: str | 
             f"{directory}: the model cannot be written ({error}); {free_space(directory)} are free there, now that "
             "what was half written is removed: make room or give --save-hf another place"
         ) from error
+
+
+def model_card(args: Args, rollout_id: int) -> str:
+    """The README.md of a model trained up to ``rollout_id``: what it was made from, and how."""
+    base = args.hf_checkpoint
+    named = [] if base is None or Path(base).exists() else [f"base_model: {base}"]
+    facts = {"model": base, "data": ", ".join(args.prompt_data), "method": method(args)}
+    return "\n".join(
+        [
+            *("---", "library_name: transformers", *named, "---", ""),
+            *(f"Trained with slimelite {slimelite.__version__}, up to rollout {rollout_id} (the first is 0).", ""),
+            *("| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items() if value), ""),
+        ]
+    )
 
 
 def _copy_tokenizer(tokenizer: str | None, directory: Path) -> None:

@@ -288,7 +288,7 @@ def test_a_config_without_weights_gives_seeded_random_ones(folder: Path, caplog:
     first, again, other = (serve(folder, requests, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
-    assert "random weights (seed 2)" in caplog.text
+    assert "random weights (seed 2) until those of a trainer come" in caplog.text
     assert not [r for r in caplog.records if r.levelno > logging.INFO], (
         "the trainer's weights take their place in a run"
     )

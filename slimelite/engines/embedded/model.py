@@ -195,7 +195,8 @@ class DecoderWeights:
             model = load_weights(AutoModelForCausalLM, model_path, config, dtype=self._dtype)
         else:
             # no warning: the pre-flight check has given one, and the first weight sync replaces these weights
-            logger.info("no weight files in %s: random weights (seed %d)", model_path, seed)
+            what = "no weight files in %s: random weights (seed %d) until those of a trainer come"
+            logger.info(what, model_path, seed)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(config, dtype=self._dtype)
