@@ -21,10 +21,12 @@ from slimelite.tracking.metrics_file import DEFAULT_AXIS
 from slimelite.tracking.panels import GROUPS, unit
 from slimelite.view.comparison import differing_flags, flag_names
 from slimelite.view.run import Run, Series, read_runs
+from slimelite.view.samples import BUDGET, samples
 
 # the files of slimelite/view/page that make the program, in the order in which their tabs appear
-SCRIPTS = ("core.js", "chart.js", "overview.js", "curves.js", "time.js", "flags.js")
-STYLES = ("page.css", "charts.css")
+SAMPLES = tuple(f"samples{part}.js" for part in ("_data", "_text", "_tokens", "_sample", "_rows", ""))
+SCRIPTS = ("core.js", "chart.js", "overview.js", "curves.js", *SAMPLES, "time.js", "flags.js")
+STYLES = ("page.css", "charts.css", "samples.css")
 # colours of runs, in order; page.css has a light and a dark one of each
 COLORS = tuple(f"var(--run-{i})" for i in range(8))
 FOLLOW_EVERY = 10  # seconds between two looks at a run that goes on
@@ -97,7 +99,7 @@ def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:
         "differing": list(differing_flags(runs)),
         "groups": {title: [panel._asdict() for panel in panels] for title, panels in GROUPS.items()},
         "units": {name: unit(name) for run in runs for name in run.series},
-        "runs": [_run(run, COLORS[i % len(COLORS)]) for i, run in enumerate(runs)],
+        "runs": [_run(run, COLORS[i % len(COLORS)], BUDGET // len(runs)) for i, run in enumerate(runs)],
     }
     # "<" begins a tag, and so the end of the script element, only where it stands as itself
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -107,8 +109,8 @@ def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:
         partial.write_text(PAGE.format(policy=policy, style=style, script=script, data=text), encoding="utf-8")
 
 
-def _run(run: Run, color: str) -> dict[str, Any]:
-    """What the page knows about a run; ``series``: metric -> [index into ``axes``, values]."""
+def _run(run: Run, color: str, budget: int) -> dict[str, Any]:
+    """What the page knows about a run; ``series``: metric -> [index into ``axes``, values]; ``budget``: for samples."""
     axes: dict[tuple[float, ...], int] = {}
     placed = _in_rollouts(run)
     series = {name: [axes.setdefault(tuple(x.tolist()), len(axes)), _numbers(y)] for name, (x, y) in placed.items()}
@@ -125,6 +127,7 @@ def _run(run: Run, color: str) -> dict[str, Any]:
         "alarms": run.alarms,
         "axes": [_numbers(np.array(x)) for x in axes],
         "series": series,
+        "samples": samples(run, budget),
     }
 
 

@@ -236,7 +236,9 @@ def test_alarms_lead_to_their_rollout(tmp_path: Path, folders: list[Path], open_
     page = open_page(tmp_path / "view.html")
     assert page.locator(".alarms h2").inner_text() == "1 alarm"
     assert page.locator(".alarms p").all_inner_texts() == [alarm["says"], alarm["advice"]]
-    assert page.get_by_role("link", name="rollout 3").get_attribute("href") == "#curves?run=0&rollout=3"
+    page.get_by_role("link", name="rollout 3").click()
+    assert page.locator("#panel-samples .chip").inner_text() == "rollout 3\n✕"
+    assert page.locator("#panel-samples .rows .row").count() == 4
 
 
 def test_a_run_that_goes_on_is_written_again_until_it_ends(

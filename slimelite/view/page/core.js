@@ -57,11 +57,11 @@ function prose(text) {
   return text.split(/(--[a-z][a-z0-9-]*)/).map((part, i) => (i % 2 ? el("code", {}, part) : part));
 }
 
-/** What deflate and base64 made of a JSON value, decoded in the background. */
+/** The bytes (an ArrayBuffer) that deflate and base64 were made of, decoded in the background. */
 async function inflate(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return JSON.parse(await new Response(stream).text());
+  return new Response(stream).arrayBuffer();
 }
 
 /** A dot in the colour of a run, and its name. */

@@ -56,7 +56,7 @@
 
   /** What went wrong in words, with a link to the samples of the rollout in which it began. */
   const alarm = (run, index, { kind, rollout_id, says, advice }) => {
-    const place = address(tabs.has("samples") ? "samples" : "curves", { run: index, rollout: rollout_id });
+    const place = address("samples", { run: index, rollout: rollout_id });
     return el("li", {},
       el("div", { class: "alarm-head" }, el("span", { class: "badge warn" }, kind.replaceAll("_", " ")), el("a", { href: place }, `rollout ${rollout_id}`), runName(run)),
       el("p", {}, ...prose(says)),
