@@ -44,6 +44,17 @@ class Stopped(KeyboardInterrupt):
         return self._name
 
 
+class RolloutError(ValueError):
+    """A rollout cannot be finished; ``metrics`` (``rollout/...``) are what it counted until then."""
+
+    def __init__(self, message: str, metrics: Mapping[str, float]) -> None:
+        super().__init__(message, metrics)  # Ray pickles it and rebuilds it from these arguments
+        self.metrics = metrics
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class StopSignals:
     """While this context lasts, the first Ctrl-C or SIGTERM raises `Stopped`; a later one ends the process at once.
 

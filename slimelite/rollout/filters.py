@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from slimelite.arguments import Args
+from slimelite.lifecycle import RolloutError
 from slimelite.plugins import PluginError, raised_at
 from slimelite.rollout.context import PluginArgs
 from slimelite.rollout.groups import check_scored
@@ -137,8 +138,10 @@ class DroppedGroups:
     group with a new reason replaces the last group of the most common reason.
     """
 
-    def __init__(self, args: Args, rollout_id: int) -> None:
+    def __init__(self, args: Args, rollout_id: int, counts: Mapping[str, float]) -> None:
+        """``counts``: those of the rollout so far, which the error has."""
         self._args = args
+        self._rollout_id, self._counts = rollout_id, counts
         self._limit = args.keep_dropped if args.run_dir and args.rollouts_kept != 0 else 0
         self._path = Path(args.run_dir or "") / "dropped" / f"{rollout_id:07d}.parquet"
         self._kept: list[tuple[str, list[Sample]]] = []  # (kind of reason, samples)
@@ -183,14 +186,14 @@ class DroppedGroups:
         """Count a group that could not be generated.
 
         Raises:
-            ValueError: too many groups failed in a row.
+            RolloutError: too many groups failed in a row.
         """
         self._failures += 1
         if self._failures >= self._most_failures:
             path = self._args.custom_generate_function_path
             by = f" by --custom-generate-function-path {path}" if path else ""
             where = raised_at(error) if path and not isinstance(error, PluginError) else ""
-            raise ValueError(
+            raise self._end(
                 f"{self._failures} groups in a row could not be generated{by}; the last one: {error!r}{where}"
             ) from error
 
@@ -198,7 +201,7 @@ class DroppedGroups:
         """Count a group that the filter dropped.
 
         Raises:
-            ValueError: too many groups were dropped in a row; the message has reasons, rewards and lengths.
+            RolloutError: too many groups were dropped in a row; the message has reasons, rewards and lengths.
         """
         self._failures = 0
         self._reasons[reason] += 1
@@ -211,10 +214,14 @@ class DroppedGroups:
             self._warned = True
             logger.warning("%s; the run ends at %d", self._story(), self._most_drops)
         if drops >= self._most_drops:
-            raise ValueError(
+            raise self._end(
                 f"{self._story()}. Is the reward right (--rm-type, --label-key), the task within the model's reach, "
                 "the temperature above 0, --n-samples-per-prompt above 1? Or leave --dynamic-sampling-filter-path out."
             )
+
+    def _end(self, message: str) -> RolloutError:
+        counted = {f"rollout/{name}": float(number) for name, number in self._counts.items()}
+        return RolloutError(message, {"rollout/step": self._rollout_id, **counted})
 
     def _story(self) -> str:
         rewards, lengths = self._rewards, self._lengths

@@ -116,14 +116,15 @@ class Collection:
         self.tasks: dict[asyncio.Task[list[Group]], list[Group]] = {}
         self.in_flight = 0
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        self.dropped = DroppedGroups(args, rollout_id)
+        self.dropped = DroppedGroups(args, rollout_id, self.counts)
         self._orders = count()
 
     async def collect(self) -> RolloutFnTrainOutput:
         """Fill the batch, then return all other groups to the data source.
 
         Raises:
-            ValueError: too many groups are dropped or fail in a row, or the data source has no prompts.
+            RolloutError: too many groups are dropped or fail in a row.
+            ValueError: the data source has no prompts.
         """
         await self.context.engines.refresh()
         try:

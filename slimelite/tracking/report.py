@@ -21,21 +21,6 @@ logger = logging.getLogger("slimelite.console")
 
 PROMPT_CHARS = 160
 RESPONSE_CHARS = 360
-MISMATCH = "train/train_rollout_logprob_abs_diff"
-MISMATCH_LIMIT = 0.02
-MISMATCH_WARNING = (
-    "trainer and engine disagree about the same tokens: mean |log-prob difference| {:.3f}, above {:g}.\n"
-    "  The gradient then belongs to another policy than the one that wrote the samples; training can collapse.\n"
-    "  Usual causes: weights that did not reach the engine; tokens of older weights (partial rollouts, kept surplus);\n"
-    "  lower precision or quantised weights or cache in the engine; top-p, top-k or penalties in sampling; a custom\n"
-    "  generate function that tokenises text again instead of keeping the engine's tokens; experts routed otherwise.\n"
-    "  --correction tis corrects small differences; --check-weight-update-equal tells whether the weights arrived."
-)
-
-SKIPPED_WARNING = (
-    "rollout {}: {:.0%} of its optimizer steps changed nothing, for their loss or gradient was not finite ({}); "
-    "--nonfinite-grad fail stops at the first"
-)
 
 
 def run_facts(args: Args) -> dict[str, str]:

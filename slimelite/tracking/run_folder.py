@@ -7,6 +7,7 @@
     versions.json          packages, commit, hardware
     status.json            running, finished, failed or interrupted; rollouts done; the error
     metrics.jsonl          every metric (see metrics_file.py)
+    alarms.jsonl           what went wrong, one alarm per line (see alarms.py); absent without any
     curves.png             the curves of metrics.jsonl
     rollouts/0000012.parquet        the samples of rollout 12
     token_stats/0000012.parquet     the trainer's log-probs and entropies of their tokens (token_stats.py)
@@ -27,7 +28,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from slimelite.arguments.secret import HIDDEN, masked, masked_words
 from slimelite.files import FULL, whole
 from slimelite.table import SampleTable
 from slimelite.token_stats import TokenStats
+from slimelite.tracking.alarms import Alarm
 
 # flags left out of config.yaml: they say where arguments come from and where results go, not what to compute
 SOURCES = ("config", "custom_config_path", "dry_run", "run_dir")
@@ -93,6 +95,13 @@ class RunFolder:
 
     def _eval_file(self, name: str, rollout_id: int) -> Path:
         return self.path / "eval" / f"{name}-{'start' if rollout_id < 0 else f'{rollout_id:07d}'}.parquet"
+
+    def save_alarms(self, alarms: Sequence[Alarm]) -> None:
+        """Write all alarms of the run, which replaces those of rollouts that a resumed run repeats."""
+        if alarms:
+            self._write("alarms.jsonl", "\n".join(json.dumps(dataclasses.asdict(alarm)) for alarm in alarms))
+        else:
+            (self.path / "alarms.jsonl").unlink(missing_ok=True)
 
     def _write(self, name: str, text: str) -> None:
         path = self.path / name

@@ -18,9 +18,10 @@ import numpy as np
 import slimelite
 from slimelite import trace
 from slimelite.arguments import Args
-from slimelite.lifecycle import WITHOUT_A_WORD, Stopped, read_status, this_process
+from slimelite.lifecycle import WITHOUT_A_WORD, RolloutError, Stopped, read_status, this_process
 from slimelite.table import SampleTable
 from slimelite.token_stats import TokenStats
+from slimelite.tracking.alarms import Alarm, Alarms
 from slimelite.tracking.ci import RunChecks
 from slimelite.tracking.console import Console
 from slimelite.tracking.metrics_file import Kind, axis_of, counts_evals, eval_metrics, read_metrics
@@ -28,10 +29,6 @@ from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_
 from slimelite.tracking.phases import LABELS, PERF_NAMES, Phase, Timer, duration
 from slimelite.tracking.plot import draw_run
 from slimelite.tracking.report import (
-    MISMATCH,
-    MISMATCH_LIMIT,
-    MISMATCH_WARNING,
-    SKIPPED_WARNING,
     eval_text,
     progress,
     run_facts,
@@ -88,7 +85,8 @@ class Tracker:
         self._now = _Rollout()
         self._best = float("-inf")
         self._step_times: deque[float] = deque(maxlen=20)
-        self._mismatch = 0.0  # the difference at the last warning
+        self._alarms = Alarms()
+        self._changed: list[Alarm] = []  # alarms that began or ended in the current rollout
         self._checks = RunChecks(args)
         self._drawn_at, self._drawing_took = time.monotonic(), 1.0
 
@@ -105,6 +103,10 @@ class Tracker:
         with self._stack:
             if failure is not None:
                 self.record_failure(kind, error, tb)
+                if isinstance(failure, RolloutError):
+                    self._write("rollout", failure.metrics)
+                    self._changed += self._alarms.judge()
+                    self._report_alarms()
                 self._explain(failure)
             if self._finished is not None:
                 self._draw()
@@ -129,6 +131,7 @@ class Tracker:
             self.folder.renumber_evals()
         first = args.start_rollout_id or 0
         self._write("start", {"rollout/step": first, "eval/step": first - 1})
+        self._remember_alarms()
         if args.num_rollout is not None and args.start_rollout_id >= args.num_rollout:
             done = f"the checkpoint of --load has all {args.num_rollout} rollouts; to go on, raise"
             if args.load is None:
@@ -223,10 +226,7 @@ class Tracker:
         first, self._finished = self._finished is None, rollout_id
         self._save_status("running")
         self._print_row(rollout_id, times)
-        self._warn_of_mismatch(self._now.row.get(MISMATCH, 0.0))
-        for name in ("train/skipped_steps", "train/critic-skipped_steps"):
-            if share := self._now.row.get(name):
-                logger.warning(SKIPPED_WARNING.format(rollout_id, share, name))
+        self._report_alarms()
         if first or self._now.scores:
             self._show_samples(rollout_id)
         if self._now.scores and time.monotonic() - self._drawn_at > self._drawing_took / DRAWING_SHARE:
@@ -256,6 +256,9 @@ class Tracker:
 
     def _write(self, kind: Kind, metrics: Mapping[str, Any]) -> None:
         numbers = {name: _number(name, value) for name, value in metrics.items()}
+        self._changed += self._alarms.note({"kind": kind, **numbers})
+        if kind == "perf":
+            numbers["alarms/active"] = self._alarms.active
         self._now.row |= numbers
         self._checks.note(numbers)
         for writer in self._writers:
@@ -288,15 +291,24 @@ class Tracker:
         best, self._best = row["eval"] > self._best, max(row["eval"], self._best)
         return best
 
-    def _warn_of_mismatch(self, difference: float) -> None:
-        """Warn of a difference above the limit: in full the first time, then briefly each time it has doubled."""
-        if difference <= max(MISMATCH_LIMIT, 2 * self._mismatch):
-            return
-        if self._mismatch:
-            logger.warning("trainer and engine drift further apart: mean |log-prob difference| is %.3f now", difference)
-        else:
-            logger.warning(MISMATCH_WARNING.format(difference, MISMATCH_LIMIT))
-        self._mismatch = difference
+    def _remember_alarms(self) -> None:
+        """Know the alarms of a run that is resumed, which are not said again."""
+        self._alarms = Alarms()
+        for record in read_metrics(self.folder.path):
+            self._alarms.note(record)
+        self.folder.save_alarms(self._alarms.all)
+
+    def _report_alarms(self) -> None:
+        for alarm in self._changed:
+            if alarm.ended is None:
+                logger.warning("%s:\n  %s", alarm.title, alarm.text)
+            else:
+                self.console.line(f"  {alarm.title}", "dim")
+            for writer in self._writers:
+                writer.write_alarm(alarm.title, alarm.text, alarm.rollout_id if alarm.ended is None else alarm.ended)
+        if self._changed:
+            self.folder.save_alarms(self._alarms.all)
+            self._changed = []
 
     def _show_samples(self, rollout_id: int) -> None:
         name, table = next(iter(self._now.answers.items()), (None, self._now.table))

@@ -28,6 +28,10 @@ class Writer(Protocol):
         """Write metrics that belong together; their steps (see `AXES`) are among them."""
         ...
 
+    def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
+        """Tell of an alarm that began or ended in a rollout."""
+        ...
+
     def close(self, failed: bool, /) -> None:
         """Close the writer at the end of the run."""
         ...
@@ -77,7 +81,7 @@ class WandbWriter:
         self.where = self._run.url or f"offline: wandb sync {Path(self._run.dir).parent}"
         for axis in (DEFAULT_AXIS, *AXES.values()):
             self._run.define_metric(axis)
-        for prefix in ("rollout/", "perf/", "multi_turn/", "passrate/", *AXES):
+        for prefix in ("rollout/", "perf/", "multi_turn/", "passrate/", "alarms/", *AXES):
             self._run.define_metric(prefix + "*", step_metric=axis_of(prefix))
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
@@ -86,6 +90,10 @@ class WandbWriter:
             return
         axes = [axis for axis in (DEFAULT_AXIS, "eval/step") if axis in metrics]
         self._run.log({**metrics, **{axis: metrics[axis] * self._steps_per_rollout for axis in axes}})
+
+    def write_alarm(self, title: str, text: str, _rollout_id: int, /) -> None:
+        """Send an alert, which wandb passes on by mail or Slack, as its user chose."""
+        self._run.alert(title=title, text=text, level="WARN")
 
     def close(self, failed: bool, /) -> None:
         """Upload what is left."""
@@ -115,6 +123,18 @@ class TensorboardWriter:
                 continue
             summary = Summary(value=[Summary.Value(tag=name, simple_value=value)])
             self._events.add_event(Event(wall_time=time.time(), step=int(step), summary=summary))
+        self._events.flush()
+
+    def write_alarm(self, title: str, text: str, rollout_id: int, /) -> None:
+        """Write a text, which TensorBoard shows under Text as ``alarms``."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        tensor = make_tensor_proto(f"**{title}**: {text}")
+        value = Summary.Value(tag="alarms", metadata=create_summary_metadata("alarms", ""), tensor=tensor)
+        self._events.add_event(Event(wall_time=time.time(), step=rollout_id, summary=Summary(value=[value])))
         self._events.flush()
 
     def close(self, _failed: bool, /) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_run import make_args, make_metrics, make_table, play
+from fake_run import make_args, make_table, play
 
 from slimelite.table import SampleTable
 from slimelite.tracking import Tracker
@@ -156,31 +156,6 @@ def test_the_saved_rollout_has_the_advantages_and_weights_that_trained(tmp_path:
     assert saved.loss_weights is not None
     assert set(saved.loss_weights) == {0.25}
     assert saved.response == table.response
-
-
-def test_drift_between_trainer_and_engine_is_explained_once_then_said_when_it_doubles(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Tracker(make_args(tmp_path)) as tracker:
-        for i, difference in enumerate((0.019, 0.03, 0.05, 0.07, 0.09)):
-            tracker.log_train(i, make_metrics(i) | {"train/train_rollout_logprob_abs_diff": difference})
-            tracker.finish_rollout(i)
-    out = capsys.readouterr().out
-    assert out.count("Usual causes: weights that did not reach the engine") == 1
-    assert "log-prob difference| 0.030, above 0.02" in out
-    assert out.count("drift further apart") == 1
-    assert "is 0.070 now" in out
-    assert "drift further apart" in (tmp_path / "log.txt").read_text()
-
-
-def test_skipped_steps_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Tracker(make_args(tmp_path)) as tracker:
-        for i, skipped in enumerate((0.0, 0.5, 0.0)):
-            tracker.log_train(i, make_metrics(i) | {"train/skipped_steps": skipped, "train/critic-skipped_steps": 0.0})
-            tracker.finish_rollout(i)
-    out = capsys.readouterr().out
-    assert "rollout 1: 50% of its optimizer steps changed nothing" in out
-    assert out.count("changed nothing") == 1
 
 
 def test_what_came_before_the_first_rollout_is_not_in_its_times(tmp_path: Path) -> None:
