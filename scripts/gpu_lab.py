@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from arithmetic import write_model_folder
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimelite.arguments import Args
-from slimelite.data.arithmetic import write_model_folder
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.sample import Sample
 from slimelite.table import SampleTable

@@ -160,7 +160,7 @@ def prepare(name: str, source: str, out: Path, shots: int) -> None:
 def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share: float, pairs: int) -> None:
     """The tiny arithmetic task: prompts that do not overlap, conversations and preference pairs on the training
     prompts, an empty model."""
-    from slimelite.data.arithmetic import all_questions, conversation_row, pair_row, prompt_row, write_model_folder
+    from arithmetic import all_questions, conversation_row, pair_row, prompt_row, write_model_folder
 
     rng = random.Random(seed)
     questions = all_questions()

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slimelite.files import free_space, in_units, whole
+from slimelite.files import free_space, in_units, write_text
 
 # file that names the newest complete checkpoint, written last (slime and Megatron use the same name)
 MARKER = "latest_checkpointed_iteration.txt"
@@ -117,8 +117,7 @@ def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, 
         yield directory, written
         rest = (path for path in directory.rglob("*") if path.is_file())
         written |= checksums(directory, (path for path in rest if str(path.relative_to(directory)) not in written))
-        with whole(directory / CHECKSUMS) as partial:
-            partial.write_text(json.dumps({"files": written}, indent=1))
+        write_text(directory / CHECKSUMS, json.dumps({"files": written}, indent=1))
     except BaseException as error:  # also when the run is interrupted
         # incomplete files would only fill the disk
         shutil.rmtree(directory, ignore_errors=True)
@@ -133,8 +132,7 @@ def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, 
         final.rename(replaced)
     directory.rename(final)
     before = (root / MARKER).read_text().strip() if (root / MARKER).is_file() else ""
-    with whole(root / MARKER) as partial:
-        partial.write_text(str(rollout_id))
+    write_text(root / MARKER, str(rollout_id))
     if retain is not None and before.isdigit() and int(before) < rollout_id and (int(before) + 1) % retain:
         shutil.rmtree(folder_of(root, int(before)), ignore_errors=True)
     if replaced.is_dir():

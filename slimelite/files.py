@@ -30,6 +30,12 @@ def whole(path: Path) -> Iterator[Path]:
         raise
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` as `whole` does, in UTF-8."""
+    with whole(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 @contextmanager
 def named(path: Path) -> Iterator[None]:
     """Add ``path``, which the block writes, and the free space to the error of a full disk."""

@@ -37,12 +37,13 @@ R = TypeVar("R", bound=Record)
 class Registry(Mapping[str, R], Generic[R]):
     """Records by name, in the order in which they were added."""
 
-    def __init__(self, what: str, option: str, records: Iterable[R] = ()) -> None:
+    def __init__(self, what: str, option: str, records: Iterable[R] = (), instead: str = "") -> None:
         """``what``: name of an entry in messages, as "advantage estimator"; ``option``: the flag that takes the name;
-        ``records``: initial records.
+        ``records``: initial records; ``instead``: what a name that nothing resembles may have been meant to be.
         """
         self.what = what
         self.option = option
+        self.instead = instead
         self._records: dict[str, R] = {}
         for record in records:
             self.add(record)
@@ -68,7 +69,7 @@ class Registry(Mapping[str, R], Generic[R]):
             return self._records[name]
         except KeyError:
             near = get_close_matches(name, self._records, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(self._records)}"
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(self._records)}{self.instead}"
             raise ValueError(f"{self.option} {name}: there is no such {self.what}; {hint}") from None
 
     def __contains__(self, name: object) -> bool:

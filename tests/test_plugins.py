@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.arithmetic import build_tokenizer
 from slimelite import compat, slime_functions
 from slimelite.compat import SLIME_NAMES
-from slimelite.data.arithmetic import build_tokenizer
 from slimelite.plugins import load_function
 from slimelite.rollout import filters, generate
 from slimelite.sample import UNSTAMPED, Sample, Status

@@ -13,16 +13,24 @@ import numpy as np
 import pytest
 import torch
 
+from scripts.arithmetic import write_model_folder
 from slimelite.algorithms.advantages import RolloutTokens, group_advantages, token_advantages
 from slimelite.algorithms.estimators import ESTIMATORS
-from slimelite.algorithms.losses import CORRECTIONS, DPO_KINDS, LEVELS, LOSSES, MODES
+from slimelite.algorithms.losses import CORRECTIONS, DPO_KINDS, KL_KINDS, LEVELS, LOSSES, MODES
 from slimelite.algorithms.policy import policy_loss
-from slimelite.arguments import Args
+from slimelite.arguments import Args, RewardArgs
 from slimelite.arguments.flags import ArgumentError, all_flags
 from slimelite.arguments.help import help_text
 from slimelite.arguments.parse import make_args
+from slimelite.cluster.workers import build_engine
+from slimelite.data.conversations import ChatReader
+from slimelite.data.tokenizer import load_tokenizer
+from slimelite.engines.registry import ENGINES
+from slimelite.families import LOSS_MASKS
 from slimelite.plugins import PluginError
 from slimelite.registry import Registry, function
+from slimelite.rewards.grader import Grader
+from slimelite.rewards.rules import RULES
 from slimelite.sample import COLUMNS
 
 ROOT = Path(__file__).parent.parent
@@ -141,14 +149,29 @@ def test_an_estimator_that_returns_another_shape_is_refused(wrong: Any, monkeypa
         policy_loss(*torch.zeros(3, 2), torch.ones(2) > 0, ids[1], 2, "own", eps_clip=0.2)
 
 
-def test_what_a_users_function_raises_names_the_option_and_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(rewards: Any) -> Any:
+def test_what_a_users_function_raises_names_the_option_and_the_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def broken(*_: Any) -> Any:
         raise RuntimeError("no median")
 
-    monkeypatch.setitem(ESTIMATORS._records, "own", replace(ESTIMATORS["rloo"], name="own", group=broken))
-    place = r"--advantage-estimator own raised RuntimeError: no median \(.*test_registries.py, line \d+, in broken\)"
-    with pytest.raises(PluginError, match=place):
-        group_advantages(torch.tensor([0.0, 1.0]), torch.tensor([0, 0]), torch.tensor([0, 1]), "own")
+    args = Args(rollout_backend="own", hf_checkpoint=str(tmp_path), tokenizer=str(tmp_path), run_dir=str(tmp_path))
+    write_model_folder(tmp_path)
+    conversations = ChatReader(load_tokenizer(str(tmp_path)), "own")
+    rewards, ids = torch.tensor([0.0, 1.0]), (torch.tensor([0, 0]), torch.tensor([0, 1]))
+    for registry, like, part, call in (
+        (ESTIMATORS, "rloo", "group", lambda: group_advantages(rewards, *ids, "own")),
+        (LOSSES, "custom_loss", "function", lambda: LOSSES["own"](rewards)),
+        (KL_KINDS, "k1", "function", lambda: KL_KINDS["own"](rewards)),
+        (LOSS_MASKS, "auto", "find", lambda: conversations.tokens([])),
+        (RULES, "reward_model", "scorer", lambda: Grader(RewardArgs(rm_type="own", reward_model_path="x"))),
+        (ENGINES, "embedded", "build", lambda: build_engine(args, 0)),
+    ):
+        own = replace(registry[like], name="own", **{part: broken})
+        monkeypatch.setitem(registry._records, "own", own)
+        place = rf"{registry.option} own raised RuntimeError: no median \(.*test_registries.py, line \d+, in broken\)"
+        with pytest.raises(PluginError, match=place):
+            call()
     for reference in ("no.such.module:fn", "slimelite.registry:no_such_function"):
         with pytest.raises(ValueError, match=f"'{reference}' of a record is no function"):
             function(reference)

@@ -21,7 +21,9 @@ class Choice:
     def __call__(self, *inputs: Any) -> Any:
         """The result of the function for ``inputs``."""
         assert self.function is not None, f"{self.name} does nothing"
-        return function(self.function)(*inputs)
+        holders = (LOSSES, CORRECTIONS, KL_KINDS, DPO_KINDS)
+        option = next((holder.option for holder in holders if self in holder.values()), "")
+        return function(self.function, option, self.name)(*inputs)
 
 
 @dataclass(frozen=True)

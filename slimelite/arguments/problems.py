@@ -119,6 +119,11 @@ def _workers(args: Args) -> Iterator[str]:
 
 
 def _engines(args: Args) -> Iterator[str]:
+    if args.rollout_temperature == 0:
+        yield (
+            "--rollout-temperature 0.0: must be above 0: training divides the logits by it, and the responses of a "
+            "group would be all alike; --eval-temperature 0 evaluates greedily"
+        )
     external, engine = args.rollout_external_engine_addrs, ENGINES[args.rollout_backend]
     if external and not engine.server:
         yield f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {engine.name} runs none; take one"

@@ -164,7 +164,7 @@ class RolloutArgs:
         1.0,
         "responses are sampled at this temperature, and training divides the logits by it too",
         POLICY | EVALUATION,
-        above=0,
+        at_least=0,
     )
     rollout_top_p: float = flag(
         1.0,

@@ -15,7 +15,7 @@ from slimelite import trace
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster
 from slimelite.cluster.remote import ClusterError, Progress
-from slimelite.files import whole
+from slimelite.files import write_text
 
 __all__ = ["Cluster", "ClusterError", "launch"]
 
@@ -34,8 +34,7 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
         # workers find a model that the architecture flags define as a folder with a config and no weights
         folder = Path(args.run_dir).absolute() / "new_model"
         folder.mkdir(parents=True, exist_ok=True)
-        with whole(folder / "config.json") as partial:
-            partial.write_text(json.dumps(args.model_config, indent=2))
+        write_text(folder / "config.json", json.dumps(args.model_config, indent=2))
         args = replace(args, hf_checkpoint=str(folder))
     if args.launcher == "local":
         from slimelite.cluster.workers import local_workers as workers

@@ -21,7 +21,7 @@ from slimelite.arguments import Args
 from slimelite.checkpoints import REMEDY, ROLLOUT_STATE, find_checkpoint, folder_of, read_json, writing
 from slimelite.cluster.remote import POLL_S, ClusterError, Pending, Progress, Remote, Turns
 from slimelite.cluster.workers import RolloutWorker, TrainerWorker, disagreement
-from slimelite.engines.protocol import WeightSyncError
+from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
 from slimelite.engines.registry import ENGINES
 from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutOutput
 from slimelite.table import SampleTable
@@ -88,6 +88,7 @@ class Cluster:
         self._last_use: Future[Any] | None = None  # the last verb that uses the engines
         self._version = 0  # of the engines' weights
         self._moved = False  # whether the trainers' weights are newer
+        self._released: set[str] = set()  # memory of the engines that no verb has resumed
         self._order = threading.RLock()  # keeps the order of calls the same on every rank
         self._memory: dict[str, Future[float]] = {}
 
@@ -116,6 +117,7 @@ class Cluster:
         begun = self._rollouts.get(rollout_id)
         if begun is not None and not begun.taken:
             return begun
+        self._need_memory("generate")
 
         def work() -> RolloutOutput:
             if (loaded := self._ahead.pop(rollout_id, None)) is not None:
@@ -130,6 +132,7 @@ class Cluster:
 
     def evaluate(self, rollout_id: int) -> Pending[EvalOutput]:
         """Evaluate all eval datasets with the engines' weights."""
+        self._need_memory("evaluate")
         return self._begin(lambda: self._rollout.ask(RolloutWorker.evaluate, rollout_id))
 
     def train(self, rollout_id: int, table: SampleTable) -> Pending[TrainOutput]:
@@ -240,12 +243,16 @@ class Cluster:
         return self._move(TrainerWorker.onload, "wake_up")
 
     def release_engines(self) -> Pending[None]:
-        """Let the engines release all the device memory that they can."""
-        return self._take(lambda: self._rollout.ask(RolloutWorker.release_memory), engines=True)
+        """Let the engines release all the device memory that they can. They generate again when all is resumed."""
+        pending = self._take(lambda: self._rollout.ask(RolloutWorker.release_memory), engines=True)
+        self._released = set(MEMORY_TAGS)
+        return pending
 
     def resume_engines(self, *tags: str) -> Pending[None]:
         """Let the engines allocate the memory of ``tags`` again; see `slimelite.engines.protocol.MEMORY_TAGS`."""
-        return self._take(lambda: self._rollout.ask(RolloutWorker.resume_memory, tags), engines=True)
+        pending = self._take(lambda: self._rollout.ask(RolloutWorker.resume_memory, tags), engines=True)
+        self._released -= set(tags)
+        return pending
 
     def resources(self) -> Pending[dict[str, float]]:
         """CPU time and memory that the run has used.
@@ -275,6 +282,13 @@ class Cluster:
         if self._trainers:
             self._all(TrainerWorker.set_num_rollout, num_rollout)
         self._rollout.ask(RolloutWorker.complete_args, start, num_rollout)
+
+    def _need_memory(self, verb: str) -> None:
+        if self._released:
+            tags = ", ".join(repr(tag) for tag in MEMORY_TAGS if tag in self._released)
+            raise ValueError(
+                f"{verb}: the engines lack memory since release_engines; resume_engines({tags}) comes first"
+            )
 
     def _begin(self, work: Callable[[], R]) -> Pending[R]:
         """Start a verb on a thread of its own; it waits until no earlier verb uses the engines."""

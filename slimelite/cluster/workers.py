@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,7 +30,7 @@ from slimelite.engines.protocol import (
 )
 from slimelite.engines.registry import ENGINES, ServerParts
 from slimelite.engines.sglang.server import Server
-from slimelite.registry import function
+from slimelite.registry import Function, function
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
@@ -71,25 +71,27 @@ def build_engine(args: Args, index: int, host: str = LOCAL_HOST) -> Engine:
     """Engine number ``index`` in this process; ``host``: the address for its HTTP front, if it starts one."""
     build = ENGINES[args.rollout_backend].build
     assert build is not None, "an engine that is a server has a process of its own"
-    engine: Engine = function(build)(engine_setup(args, index, host), _codec(args))
+    engine: Engine = _function(args, build)(engine_setup(args, index, host), _codec(args))
     return engine
 
 
 def build_server(args: Args, index: int, host: str = LOCAL_HOST) -> ServerProcess:
     """The process of server number ``index``, which listens on ``host``; it is not started yet."""
-    process: ServerProcess = function(_parts(args).process)(engine_setup(args, index, host))
+    process: ServerProcess = _function(args, _parts(args).process)(engine_setup(args, index, host))
     return process
 
 
 def connect(args: Args, server: Any, owner: Any) -> Engine:
     """The engine behind a server; ``owner`` can restart it (None: the server is external)."""
-    engine: Engine = function(_parts(args).connect)(engine_setup(args, 0), _codec(args), server, owner)
+    engine: Engine = _function(args, _parts(args).connect)(engine_setup(args, 0), _codec(args), server, owner)
     return engine
 
 
 def external_servers(args: Args) -> list[Any]:
     """The servers of ``--rollout-external-engine-addrs``."""
-    found: list[Any] = function(_parts(args).external)(args.rollout_external_engine_addrs, str(args.hf_checkpoint))
+    found: list[Any] = _function(args, _parts(args).external)(
+        args.rollout_external_engine_addrs, str(args.hf_checkpoint)
+    )
     return found
 
 
@@ -104,7 +106,12 @@ def server_sync(args: Args, device: torch.device, host: str = LOCAL_HOST) -> Any
         keep_folders=args.update_weight_disk_keep_files,
         timeout_s=60.0 * args.distributed_timeout_minutes,
     )
-    return function(_parts(args).sync)(setup)
+    return _function(args, _parts(args).sync)(setup)
+
+
+def _function(args: Args, reference: Function) -> Callable[..., Any]:
+    """A function of the record of the run's engine."""
+    return function(reference, ENGINES.option, args.rollout_backend)
 
 
 def _parts(args: Args) -> ServerParts:

@@ -83,7 +83,8 @@ class ChatReader:
                 "loss masks need a tokenizer with a chat template and a tokenizer.json in the --hf-checkpoint folder"
             )
         try:
-            pieces = function(LOSS_MASKS[self.loss_mask_type].find)(self, messages, tools)
+            find = function(LOSS_MASKS[self.loss_mask_type].find, LOSS_MASKS.option, self.loss_mask_type)
+            pieces = find(self, messages, tools)
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses this conversation ({error})") from error
         token_ids: list[int] = []

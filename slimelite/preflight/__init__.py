@@ -89,7 +89,7 @@ def _check_packages(args: Args, findings: Findings) -> None:
         if package and needed and importlib.util.find_spec(package) is None:
             findings.problems.append(f"{package} is not installed: {remedy}")
     if runs_engine and engine.lacking and args.device == "cuda":
-        findings.warnings += function(engine.lacking)()
+        findings.warnings += function(engine.lacking, ENGINES.option, engine.name)()
 
 
 def _check_run_folder(args: Args, findings: Findings) -> None:

@@ -135,7 +135,7 @@ class InputChecks:
                         f"{option}: {model.model_type} is trained on one sequence a forward pass"
                     )
                 if option == "--hf-checkpoint" and not args.debug_train_only and check_config:
-                    function(check_config)(model)
+                    function(check_config, ENGINES.option, args.rollout_backend)(model)
             return config
         return {}
 

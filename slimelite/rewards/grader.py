@@ -191,10 +191,10 @@ class Grader:
         if isinstance(rule.zero, dict) and reward_key not in rule.zero:
             raise ValueError(f"--rm-type {rm_type} gives a dict: add --reward-key, one of {', '.join(rule.zero)}")
         if rule.scorer is not None and rule.name not in self._scorers:
-            self._scorers[rule.name] = function(rule.scorer)(self.args, self._trial)
+            self._scorers[rule.name] = function(rule.scorer, RULES.option, rule.name)(self.args, self._trial)
         if rule.cautions is not None and rule.name not in self._cautioned:
             self._cautioned.add(rule.name)
-            for caution in function(rule.cautions)():
+            for caution in function(rule.cautions, RULES.option, rule.name)():
                 logger.warning("--rm-type %s %s", rule.name, caution)
         return rule
 
@@ -354,7 +354,7 @@ def check_reward(args: RewardArgs, sample: Sample, group_size: int = 1) -> Trial
             stood = "the sample's response"
         elif example is not None:
             stood = "the right answer"
-            right = function(example)(answer_of(trial, "", Settings()))
+            right = function(example, RULES.option, route.name)(answer_of(trial, "", Settings()))
             trial.response = f"\\boxed{{{right}}}" if RULES[route.name].boxed else right
         else:
             trial.response = label_text(trial.label)

@@ -182,7 +182,7 @@ class Rules(Registry[Rule]):
         return super().__getitem__(name)
 
 
-RULES = Rules("reward rule", "--rm-type")
+RULES = Rules("reward rule", "--rm-type", instead=", or write a function of your own as --custom-rm-path")
 
 _MATH, _TEXT, _CODE, _IFBENCH, _SCORERS = (
     f"slimelite.rewards.{module}:" for module in ("math", "text", "code", "ifbench", "scorers")

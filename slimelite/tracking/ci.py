@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slimelite.arguments import DebugArgs
 from slimelite.checkpoints import read_json
-from slimelite.files import whole
+from slimelite.files import write_text
 
 # slime's tolerance: runs with another parallel layout must reproduce the recorded gradient norms
 GRAD_NORM_TOLERANCE = 0.03
@@ -45,8 +45,7 @@ class RunChecks:
         if self._save is not None:
             self._norms[name] = norm
             Path(self._save).parent.mkdir(parents=True, exist_ok=True)
-            with whole(Path(self._save)) as partial:
-                partial.write_text(json.dumps(self._norms), encoding="utf-8")
+            write_text(Path(self._save), json.dumps(self._norms))
         if self._expected is None:
             return
         recorded = self._expected.get(name)

@@ -37,7 +37,7 @@ import slimelite
 from slimelite.arguments import Args
 from slimelite.arguments.flags import group_flags, group_title, groups_of
 from slimelite.arguments.secret import HIDDEN, masked, masked_words
-from slimelite.files import FULL, whole
+from slimelite.files import FULL, write_text
 from slimelite.table import SampleTable
 from slimelite.token_stats import TokenStats
 from slimelite.tracking.alarms import Alarm
@@ -106,8 +106,7 @@ class RunFolder:
     def _write(self, name: str, text: str) -> None:
         path = self.path / name
         try:
-            with whole(path) as partial:
-                partial.write_text(text + "\n", encoding="utf-8")
+            write_text(path, text + "\n")
         except OSError as error:
             if error.errno not in FULL or not path.is_file():
                 raise

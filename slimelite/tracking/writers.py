@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from slimelite.arguments import Args
 from slimelite.arguments.secret import masked_words
-from slimelite.files import whole
+from slimelite.files import write_text
 from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFile, axis_of
 
 
@@ -168,6 +168,5 @@ def _wandb_identity(args: Args) -> dict[str, str]:
         if args.wandb_group and args.wandb_random_suffix:
             group += "_" + secrets.token_hex(3)
         known = {"id": args.wandb_run_id or secrets.token_hex(4), "group": group, "name": args.wandb_run_name or group}
-        with whole(path) as partial:
-            partial.write_text(json.dumps(known))
+        write_text(path, json.dumps(known))
     return known

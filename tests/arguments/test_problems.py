@@ -10,7 +10,11 @@ from slimelite.arguments.machine import Machine
 
 RULES = [
     # (words that break the rule, what the line says, words added that mend it)
-    ("--rollout-temperature 0", "--rollout-temperature 0.0: must be above 0", "--rollout-temperature 0.5"),
+    (
+        "--rollout-temperature 0",
+        "--rollout-temperature 0.0: must be above 0: training divides the logits by it",
+        "--rollout-temperature 0.5",
+    ),
     ("--rollout-top-p 0.9", "--rollout-top-p 0.9: log-probs", "--allow-truncated-sampling"),
     ("--rollout-top-k 5", "--rollout-top-k 5: log-probs", "--debug-rollout-only"),
     ("--rollout-top-k 0", "--rollout-top-k 0: must be -1 or at least 1", "--rollout-top-k -1"),

@@ -103,6 +103,19 @@ def test_generation_runs_beside_training_and_never_beside_a_sync(side: Side) -> 
     assert trainers == ["train 0", "push_to 1", "train 1"]
 
 
+def test_engines_without_memory_are_asked_for_nothing(side: Side) -> None:
+    """They would wait for it for ever."""
+    with handle(side) as cluster:
+        cluster.release_engines()
+        with pytest.raises(ValueError, match=r"^generate: .* resume_engines\('kv_cache', 'weights', 'cuda_graph'\)"):
+            cluster.generate(0)
+        cluster.resume_engines("weights", "cuda_graph")
+        with pytest.raises(ValueError, match=r"^evaluate: .* resume_engines\('kv_cache'\) comes first"):
+            cluster.evaluate(0)
+        cluster.resume_engines("kv_cache")
+        assert cluster.generate(0).result().table is TABLE
+
+
 def test_a_rollout_that_has_begun_is_not_begun_again_before_somebody_has_it(side: Side) -> None:
     with handle(side) as cluster:
         ahead = cluster.generate(1)

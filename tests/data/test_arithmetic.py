@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimelite.data.arithmetic import (
+from scripts.arithmetic import (
     all_questions,
     build_tokenizer,
     conversation_row,

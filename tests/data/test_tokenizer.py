@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from slimelite.data.arithmetic import write_model_folder
+from scripts.arithmetic import write_model_folder
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 
 from .tokenizers import byte_tokenizer

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from scripts.arithmetic import conversation_row, pair_row
 from slimelite.arguments import Args
-from slimelite.data.arithmetic import conversation_row, pair_row
 from slimelite.data.conversations import ChatReader
 
 from .conftest import MakeArgs, MakeManager
