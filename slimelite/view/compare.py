@@ -54,7 +54,7 @@ def show(found: Facts) -> None:
     if not console.is_terminal:
         console.width = 10**4
     table = Table(box=box.SIMPLE, show_edge=False)
-    table.add_column("")
+    table.add_column("", overflow="fold", min_width=26)
     for run in found["runs"]:
         table.add_column(Text(run["name"]), overflow="fold")
     for rows in _blocks(found):

@@ -20,6 +20,7 @@ from slimelite.view.comparison import comparison
 from slimelite.view.run import Run, read_runs
 from slimelite.view.statistics import paired_test
 from tests.tracking.fake_run import make_args, play
+from tests.tracking.terminal import terminal
 
 Rewards = list[tuple[str, list[float]]]  # prompt, the rewards of its answers
 
@@ -178,3 +179,14 @@ def test_one_run_alone_is_described(two: list[str], capsys: pytest.CaptureFixtur
     assert "sums, best" in said
     assert main(["compare", two[0], two[0]]) == 1
     assert "is given twice" in capsys.readouterr().err
+
+
+def test_a_narrow_terminal_cuts_nothing_off(two: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [str(shutil.copytree(two[1], tmp_path / f"a-run-with-a-long-name-{i}")) for i in range(3)]
+    monkeypatch.setenv("COLUMNS", "80")
+    with terminal() as screen:
+        monkeypatch.setattr("sys.stdout", screen.stream)
+        assert main(["compare", *two, *others]) == 0
+    assert "--micro-batch-size" in screen.shown
+    assert "…" not in screen.shown
+    assert "\x1b[1m" in screen.shown, "bold"
