@@ -89,7 +89,8 @@ def _blocks(found: Facts) -> Iterator[list[Row]]:
     runs = found["runs"]
     for differing in (found["flags"], found["versions"]):
         yield [(name, [_plain(value) for value in values]) for name, values in differing.items()]
-    yield _filled([("status", [_status(run) for run in runs]), ("rollouts", [_rollouts(run) for run in runs])])
+    how = {"status": _status, "rollouts": _rollouts, "alarms": _alarms}
+    yield _filled([(title, [text(run) for run in runs]) for title, text in how.items()])
     yield _filled(list(_scores(runs)))
     yield _filled([(title, [_shown(run, key, text) for run in runs]) for title, key, text in NUMBERS])
     phases = dict.fromkeys(phase for run in runs for phase in run["seconds"])
@@ -143,6 +144,12 @@ def _status(run: Facts) -> str:
 def _rollouts(run: Facts) -> str:
     of = f" of {run['of_rollouts']}" if run["of_rollouts"] not in (None, run["rollouts"]) else ""
     return f"{run['rollouts']}{of}"
+
+
+def _alarms(run: Facts) -> str:
+    """Such as ``stall in 3, mismatch since 12``, with the rollout each began."""
+    when = {True: "since", False: "in"}
+    return ", ".join(f"{each['kind']} {when[each['ended'] is None]} {each['rollout_id']}" for each in run["alarms"])
 
 
 def _shown(values: Facts, key: str, text: Callable[[float], str]) -> str:

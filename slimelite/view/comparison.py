@@ -32,9 +32,9 @@ def comparison(runs: Sequence[Run]) -> Facts:
     """Everything that ``slimelite compare --json`` prints.
 
     ``flags``, ``versions``: name -> its value in each run, for those that differ. ``test``: what p is. ``runs``: a dict
-    for each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``evals`` (dataset -> ``best``, ``last`` and,
-    from the second run on, ``against_first``), ``reward``, ``tokens_generated``, ``tokens_trained``, ``seconds``,
-    ``wall_seconds``, ``cpu_hours``, ``gpu_hours``. What a run did not measure is None.
+    for each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals``
+    (dataset -> ``best``, ``last`` and, from the second run on, ``against_first``), ``reward``, ``tokens_generated``,
+    ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours``, ``gpu_hours``. What a run did not measure is None.
     """
     found = [_facts(run) for run in runs]
     for run, facts in zip(runs[1:], found[1:], strict=True):
@@ -113,6 +113,7 @@ def _facts(run: Run) -> Facts:
         "message": run.status.get("message"),
         "rollouts": len({r["rollout/step"] for r in run.records if r["kind"] == "perf"}),
         "of_rollouts": run.status.get("num_rollout"),
+        "alarms": run.alarms,
         "evals": {name.removeprefix("eval/"): _best_and_last(run, name) for name in run.scores},
         "reward": None if rewards is None else float(rewards[1][-LAST:].mean()),
         "tokens_generated": _total(run, "perf/generated_tokens"),

@@ -172,6 +172,14 @@ def test_the_table_as_text_markdown_and_json(two: list[str], capsys: pytest.Capt
     assert facts["runs"][1]["evals"]["sums"]["against_first"]["difference"] == 0
 
 
+def test_alarms_are_named(two: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = shutil.copytree(two[1], tmp_path / "other")
+    alarms = [{"kind": "stall", "rollout_id": 1, "ended": 2}, {"kind": "mismatch", "rollout_id": 3, "ended": None}]
+    (other / "alarms.jsonl").write_text("".join(json.dumps(alarm) + "\n" for alarm in alarms))
+    assert main(["compare", two[0], str(other), "--markdown"]) == 0
+    assert "| alarms |  | stall in 1, mismatch since 3 |" in capsys.readouterr().out.splitlines()
+
+
 def test_one_run_alone_is_described(two: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", two[0]]) == 0
     said = capsys.readouterr().out
