@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from slimelite.lifecycle import read_status
+from slimelite.tracking.alarms import replay
 from slimelite.tracking.metrics_file import FILE_NAME, Record, axis_of, counts_evals, eval_metrics, read_metrics, series
 
 # the name of the evaluation before training: eval/gsm8k-start.parquet; its eval/step is -1
@@ -113,10 +114,16 @@ class Run:
 
     @cached_property
     def alarms(self) -> list[dict[str, Any]]:
-        """The lines of alarms.jsonl: what the run warned of while it trained."""
+        """What went wrong in the run: each `Alarm` as a dict, in the order they began.
+
+        They are the lines of alarms.jsonl. A run that is over and has none is judged by its metrics, for it may be of
+        an older version, which had no alarms.
+        """
         path = self.folder / "alarms.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [] if self.status.get("status") == "running" else [asdict(alarm) for alarm in replay(self.records)]
 
     @property
     def log(self) -> Path:
