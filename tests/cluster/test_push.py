@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +24,7 @@ from slimelite.training.weights import buckets
 from tests.cluster.workers import Worker
 from tests.engines.bracketing import Bracketing, bracketing_server
 from tests.engines.tiny_models import build_model
+from tests.ranks import start_ranks
 
 CPU = torch.device("cpu")
 NOBODY = Server("http://127.0.0.1:9")
@@ -167,7 +167,7 @@ def test_ranks_that_share_gpus_with_engines_fail_together_and_only_those_with_an
     build_model(tmp_path)
     with bracketing_server() as server:
         server.model_path = str(tmp_path)
-        mp.spawn(two_ranks, (str(tmp_path), server.url), nprocs=2)
+        start_ranks(two_ranks, (str(tmp_path), server.url), 2)
         assert has(server, weights_of(tmp_path), 3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +49,35 @@ def run_process(
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+Shared = Callable[[str, Callable[[Path], None]], Path]
+
+
 @pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """``shared(name, make)``: a folder that ``make`` fills once for all processes in which pytest runs the tests."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+
+    def folder(name: str, make: Callable[[Path], None]) -> Path:
+        made = root / f"{name}.made"
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                make(root / name)
+                made.touch()
+        return root / name
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def task(shared: Shared) -> Path:
     """The quickstart's data folder, smaller."""
-    out = tmp_path_factory.mktemp("task")
+    return shared("task", make_task)
+
+
+def make_task(out: Path) -> None:
     script = str(ROOT / "scripts" / "prepare_data.py")
     done = run_process(
         sys.executable,
@@ -66,13 +93,15 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "0.4",
     )
     assert done.returncode == 0, done.stderr
-    return out
 
 
 @pytest.fixture(scope="session")
-def sft(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sft(task: Path, shared: Shared) -> Path:
     """The run folder of 200 optimizer steps of SFT; the model is in ``model``."""
-    run = tmp_path_factory.mktemp("sft")
+    return shared("sft", partial(make_sft, task))
+
+
+def make_sft(task: Path, run: Path) -> None:
     status = train.main(
         [
             *("--launcher", "local", "--hf-checkpoint", str(task / "model")),
@@ -86,7 +115,6 @@ def sft(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ]
     )
     assert status == 0
-    return run
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,6 +22,7 @@ from slimelite.training.batch import MicroBatch, split_steps
 from slimelite.training.columns import TokenColumns
 from slimelite.training.loss import LossInputs
 from slimelite.training.trainer import Trainer
+from tests.ranks import start_ranks
 
 VOCAB = 61
 
@@ -157,7 +157,7 @@ class Recorder:
 def on_ranks(world_size: int, work: Callable[..., Any], args: Args, *rest: Any) -> Any:
     """``work(trainer, *rest)`` in ``world_size`` processes, one trainer each; what rank 0 returned."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, folder, work, args, rest), nprocs=world_size)
+        start_ranks(_rank, (world_size, folder, work, args, rest), world_size)
         return torch.load(f"{folder}/result", weights_only=False)
 
 
