@@ -14,4 +14,5 @@ else echo "the tests marked browser are left out; REQUIRE_BROWSER=1 runs them, a
 ruff check .
 ruff format --check .
 mypy
-exec python -m pytest -q "${marked[@]}" "$@"
+# two processes, each with a file at a time, in the order of the names; -n 0 runs all tests in one
+exec python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "${marked[@]}" "$@"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError, UnserializableException
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -157,9 +157,11 @@ class RayRemote(Remote[T]):
 
     def _explained(self, error: BaseException) -> BaseException:
         """The error that the object raised, with its traceback as a note; a `ClusterError` if its process died."""
-        if isinstance(error, RayTaskError):
-            # Ray raises a class derived from its own and the object's error; the original error is the cause
-            cause = error.cause if isinstance(error.cause, Exception) else ClusterError(last_line(error))
+        if isinstance(error, RayTaskError | UnserializableException):
+            # Ray raises a class derived from its own and the object's error; the original error is the cause, unless
+            # no process but its own can make it: one whose __init__ takes other arguments than its message, say
+            original = getattr(error, "cause", None)
+            cause = original if isinstance(original, Exception) else ClusterError(last_line(error))
             if not isinstance(cause, RayError):  # else it comes from another object, which this one called
                 cause.add_note(f"in {self.name}, whose log is {self.log}:\n{error}")
                 return cause

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError, OutOfDiskError, OutOfMemoryError, RayActorError, RayError
+from ray.exceptions import (
+    ActorUnavailableError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
+from slimelite.cluster.ray_cluster import RayRemote
 from slimelite.cluster.ray_session import connected, explained
 from slimelite.cluster.remote import ClusterError
 
@@ -81,3 +89,23 @@ def test_a_lost_worker_is_one_line(error: RayError, says: str) -> None:
     assert says in str(one)
     assert str(one).endswith("; its log is logs/trainer_1.log")
     assert one.__notes__ == [str(error)], "Ray's own words are for log.txt"
+
+
+class TwoThings(Exception):
+    """An error that `pickle` cannot make again: it would be given its one message."""
+
+    def __init__(self, thing: str, state: str) -> None:
+        super().__init__(f"{thing} is {state}")
+
+
+@pytest.mark.parametrize("error", [ValueError("the judge is asleep"), TwoThings("the judge", "asleep")], ids=str)
+def test_an_error_of_the_users_is_theirs_whatever_its_class(error: Exception, tmp_path: Path) -> None:
+    """As Ray takes it from one process to another."""
+    trace = f'ray::host.call()\n  File "reward.py", line 3, in grade\n{type(error).__name__}: {error}'
+    sent = RayError.from_bytes(RayTaskError("host.call", trace, error).to_bytes())
+    found = RayRemote(None, "rollout", tmp_path / "rollout.log", "here")._explained(sent)
+    assert str(found).endswith("the judge is asleep")
+    assert type(found) in (ValueError, ClusterError)
+    assert "Ray failed" not in str(found)
+    assert "in rollout, whose log is" in found.__notes__[0]
+    assert 'File "reward.py", line 3' in found.__notes__[0]

@@ -20,6 +20,7 @@ from transformers import (
 
 from slimelite.arguments import RewardArgs
 from slimelite.rewards.grader import Grader, check_reward
+from slimelite.rewards.reward_model import RewardModel
 from slimelite.rewards.scorers import ModelReward
 from slimelite.sample import Sample
 
@@ -104,13 +105,14 @@ def test_what_cannot_be_a_reward_model_is_said_at_start(tmp_path: Path) -> None:
         check_reward(RewardArgs(rm_type="reward_model"), row)
     path = save_model(tmp_path, labels=2)
     with pytest.raises(ValueError, match="has 2 outputs; a reward model has one"):
-        check_reward(RewardArgs(rm_type="reward_model", reward_model_path=path), row)
+        RewardModel(path, "cpu")
     path = save_model(tmp_path / "headless")
     weights = load_file(file := f"{path}/model.safetensors")
     weights.pop("score.weight")  # as in a folder of a causal language model
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"--reward-model-path .* missing: score\.weight"):
-        check_reward(RewardArgs(rm_type="reward_model", reward_model_path=path), row)
+    with pytest.raises(ValueError, match=r"missing: score\.weight"):
+        RewardModel(path, "cpu")
+    # the process of the model says it to the one that asks
     missing = str(tmp_path / "none")
     with pytest.raises(ValueError, match=f"--reward-model-path {missing}: "):
         check_reward(RewardArgs(rm_type="reward_model", reward_model_path=missing), row)
