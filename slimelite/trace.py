@@ -33,10 +33,11 @@ class _Writer:
         path.parent.mkdir(parents=True, exist_ok=True)
         append = os.O_WRONLY | os.O_APPEND
         try:
-            self._file = os.open(path, append | os.O_CREAT | os.O_EXCL, 0o644)
-            os.write(self._file, b"[\n")
+            file = os.open(path, append | os.O_CREAT | os.O_EXCL, 0o644)
+            os.write(file, b"[\n")
         except FileExistsError:
-            self._file = os.open(path, append)
+            file = os.open(path, append)
+        self._file: int | None = file
         self._lock = threading.Lock()
         self._busy: defaultdict[tuple[str, str], set[int]] = defaultdict(set)
         self._named: set[tuple[str, str, int]] = set()
@@ -54,17 +55,20 @@ class _Writer:
         worker, track, lane = place
         with self._lock:
             self._busy[worker, track].discard(lane)
-            if span is not None:
+            if span is not None and self._file is not None:
                 names = [] if place in self._named else _names(*place)
                 self._named.add(place)
                 lines = [json.dumps(event | _ids(*place), default=str) + ",\n" for event in [*names, span]]
                 os.write(self._file, "".join(lines).encode())
 
     def close(self) -> None:
-        """Write the last bracket."""
+        """Write the last bracket; spans that end later are not written."""
         end = {"name": "the run ends", "ph": "i", "s": "g", "ts": time.time_ns() // 1000, **_ids("driver", "phases", 0)}
-        os.write(self._file, json.dumps(end).encode() + END)
-        os.close(self._file)
+        with self._lock:
+            file, self._file = self._file, None
+            if file is not None:
+                os.write(file, json.dumps(end).encode() + END)
+                os.close(file)
 
 
 def _ids(worker: str, track: str, lane: int) -> dict[str, int]:
@@ -97,7 +101,7 @@ def begin(path: Path, *, driver: bool = False) -> None:
         return
     if driver and path.is_file():
         with path.open("r+b") as file:
-            size = file.seek(-len(END), os.SEEK_END)
+            size = file.seek(max(file.seek(0, os.SEEK_END) - len(END), 0))
             if file.read() == END:
                 file.truncate(size)
                 file.seek(size)

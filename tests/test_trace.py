@@ -78,6 +78,18 @@ def test_spans_at_the_same_time_have_lanes_of_their_own(tmp_path: Path) -> None:
     assert_laid_out(found)
 
 
+def test_a_run_may_end_before_its_first_bar_and_within_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("[\n")  # of a run that was killed at once
+    trace.begin(path, driver=True)
+    with trace.span("driver", "phases", "start"):
+        time.sleep(0.001)
+    with trace.span("driver", "phases", "train"):  # in another thread, as a rollout that is made ahead
+        time.sleep(0.001)
+        trace.finish()
+    assert [bar["name"] for bar in spans(path.read_text())] == ["start"]
+
+
 def test_without_the_flag_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with trace.span("driver", "phases", "train") as facts:
