@@ -155,8 +155,12 @@ class Tracker:
             self._looping = True
             self._now = _Rollout()
             self.timer.restart()
-        named = PERF_NAMES.get(name, name), name.replace("_", " ")
-        with trace.span("driver", "phases", name), self.timer(named[0]), Phase(self.console, named[1]) as phase:
+        label = name.replace("_", " ")
+        if self._looping:
+            rollout_id = (self.args.start_rollout_id or 0) if self._finished is None else self._finished + 1
+            label = f"rollout {rollout_id}, {label}"
+        timed = self.timer(PERF_NAMES.get(name, name))
+        with trace.span("driver", "phases", name), timed, Phase(self.console, label) as phase:
             yield phase
 
     def log_rollout(self, rollout_id: int, table: SampleTable, metrics: Mapping[str, float]) -> None:

@@ -4,9 +4,14 @@ import io
 import re
 import threading
 import time
+from functools import partial
+from pathlib import Path
 
+import pytest
+from fake_run import make_args
 from terminal import terminal
 
+from slimelite.tracking import Tracker
 from slimelite.tracking.console import Console
 from slimelite.tracking.phases import Phase
 
@@ -26,6 +31,21 @@ def test_a_phase_that_reports_nothing_still_shows_life() -> None:
     with Phase(Console(out), "train", line_every=0.05):
         time.sleep(0.2)
     assert out.getvalue().startswith("  train: 0.")
+
+
+def test_the_phases_of_a_rollout_have_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slimelite.tracking.tracker.Phase", partial(Phase, line_every=0.05))
+    with Tracker(make_args(tmp_path, start_rollout_id=7)) as tracker:
+        for name in ("start", "generate", "train"):
+            with tracker.phase(name):
+                time.sleep(0.2)
+        tracker.finish_rollout(7)
+        with tracker.phase("generate"):
+            time.sleep(0.2)
+    said = re.findall(r"^  (\D+(?:\d, \w+)?): 0\.", capsys.readouterr().out, re.MULTILINE)
+    assert list(dict.fromkeys(said)) == ["start", "rollout 7, generate", "rollout 7, train", "rollout 8, generate"]
 
 
 def test_a_short_phase_says_nothing() -> None:
