@@ -61,6 +61,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             turns.append_response_tokens(tokens=ids[own:], trainable=False)
             turns.response, turns.status = TURNS, Sample.Status.TRUNCATED
         table = save(folder / "rollouts" / f"{i:07d}.parquet", groups, "right")
+        if i == 2:
+            table.loss_weights = np.full(len(table.response_tokens), 0.00125, np.float32)
+            table.to_parquet(folder / "rollouts" / "0000002.parquet")
         if i in (2, 3):
             save_stats(folder / "token_stats" / f"{i:07d}.parquet", table, lambda row: row % 4 != 2)
         answers = [[sample(tokenizer, g, g, CHAT.format(f"{g} + 1"), f"{g}", float(g <= i))] for g in range(5)]
@@ -213,6 +216,7 @@ def test_each_token_has_its_text_and_the_numbers_of_the_parquet_files(
     assert engine["entropy"] == "0.500"
     assert engine["version"] == "1"
     assert engine["mask"] == "yes"
+    assert engine["loss_weights"] == "0.00125"
     assert float(engine["advantage"]) == pytest.approx(table.advantage[row], abs=5e-4)
     assert tool["engine"] == "– no engine sampled it"
     assert tool["mask"] == "no"

@@ -37,7 +37,8 @@ function tokenMeasures(samples, sample, tokens) {
   for (const name of Object.keys(tokens.columns).filter((name) => !known.has(name))) {
     const values = tokens.columns[name].subarray(tokens.start, tokens.end).filter(Number.isFinite);
     const most = values.reduce((found, value) => Math.max(found, Math.abs(value)), 1e-6);
-    found[name] = { title: name.replaceAll("_", " "), value: of(name), digits: 3, scale: "both", limit: most };
+    const digits = 2 - Math.min(-1, Math.floor(Math.log10(most))); // three of them, also for weights such as 0.00149
+    found[name] = { title: name.replaceAll("_", " "), value: of(name), digits, scale: "both", limit: most };
   }
   return found;
 }
