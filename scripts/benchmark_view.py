@@ -3,14 +3,16 @@
     python scripts/benchmark_view.py --rollouts 80 --samples 256
     python scripts/benchmark_view.py --rollouts 1000 --samples 512
 
-*Built* is the wall time of the whole command, with Python's start. *Usable* is the time from opening the file in
-headless chromium to the answer of a click: the curves are drawn.
+*Built* is the wall time of the whole command, with Python's start, and its processor time. *Usable* is the time from
+opening the file in headless chromium to the answer of a click: the curves are drawn. The default length of responses is
+the quickstart's.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import resource
 import shutil
 import statistics
 import subprocess
@@ -103,7 +105,7 @@ def save_metrics(folder: Path, rollouts: int) -> None:
     names += [f"perf/{phase}_time" for phase in ("rollout", "train", "update_weights", "actor_train", "log_probs")]
     walks = np.abs(np.random.default_rng(0).normal(size=(len(dict.fromkeys(names)), rollouts)).cumsum(axis=1))
     writer = MetricsFile(folder)
-    writer.write("start", {"rollout/step": 0})
+    writer.write("start", {"rollout/step": 0, "eval/step": -1})
     for i in range(rollouts):
         values = dict(zip(dict.fromkeys(names), walks[:, i].tolist(), strict=True))
         writer.write("train", {"rollout/step": i, "train/step": i, **values})
@@ -130,12 +132,20 @@ def usable(file: Path, rounds: int) -> list[float]:
     return took[1:]
 
 
+def processor_seconds() -> float:
+    """What the children that ended have used."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     """Make the run folder, build the page and open it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=80)
     parser.add_argument("--samples", type=int, default=256, help="of a rollout")
-    parser.add_argument("--length", type=int, default=100, help="mean response tokens of a sample")
+    parser.add_argument(
+        "--length", type=int, default=21, help="mean response tokens of a sample; the quickstart has 21"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep", help="write the run and view.html into this folder, which must not exist")
     args = parser.parse_args()
@@ -143,13 +153,15 @@ def main() -> None:
         folder = Path(args.keep or Path(scratch) / "run")
         make_run(folder, args.rollouts, args.samples, args.length)
         stored = sum(path.stat().st_size for path in folder.rglob("*.parquet"))
-        out, built = folder / "view.html", []
+        out, built, busy = folder / "view.html", [], []
         for _ in range(args.rounds):
-            began = time.perf_counter()
+            began, before = time.perf_counter(), processor_seconds()
             subprocess.run([sys.executable, "-m", "slimelite.view.command", "view", folder, "-o", out], check=True)
             built.append(time.perf_counter() - began)
+            busy.append(processor_seconds() - before)
         print(f"{args.rollouts} rollouts x {args.samples} samples, {stored / 1e6:.0f} MB of parquet")
         print(f"built  {statistics.median(built):.2f} s (of {args.rounds}: {min(built):.2f} to {max(built):.2f})")
+        print(f"       {statistics.median(busy):.2f} s of the processor ({min(busy):.2f} to {max(busy):.2f})")
         print(f"size   {out.stat().st_size / 1e6:.2f} MB")
         opened = usable(out, args.rounds)
         print(f"usable {statistics.median(opened):.2f} s (of {args.rounds}: {min(opened):.2f} to {max(opened):.2f})")

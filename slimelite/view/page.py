@@ -7,6 +7,7 @@ import json
 import time
 from base64 import b64encode
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from importlib.resources import files
 from itertools import pairwise
@@ -29,7 +30,7 @@ SCRIPTS = ("core.js", "chart.js", "overview.js", "curves.js", *SAMPLES, "time.js
 STYLES = ("page.css", "charts.css", "samples.css")
 # colours of runs, in order; page.css has a light and a dark one of each
 COLORS = tuple(f"var(--run-{i})" for i in range(8))
-FOLLOW_EVERY = 10  # seconds between two looks at a run that goes on
+FOLLOW_EVERY = 10  # seconds at least between two looks at a run that goes on
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -76,16 +77,20 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     out = Path(args.out or Path(args.runs[0]) / "view.html")
+    began = time.monotonic()
     runs = read_runs(args.runs)
     write_page(runs, out, live=args.follow)
     print(out)
-    while args.follow and any(run.status.get("status") == "running" for run in runs):
-        time.sleep(FOLLOW_EVERY)
-        fresh = read_runs(args.runs)
-        ended = all(run.status.get("status") != "running" for run in fresh)
-        if ended or [len(run.records) for run in fresh] != [len(run.records) for run in runs]:
-            write_page(fresh, out, live=not ended)
-        runs = fresh
+    took = time.monotonic() - began
+    with suppress(KeyboardInterrupt):
+        while args.follow and any(run.status.get("status") == "running" for run in runs):
+            # the run itself may need the processor: writing takes a twentieth of one core at most
+            time.sleep(max(FOLLOW_EVERY, 20 * took))
+            fresh = read_runs(args.runs)
+            ended = all(run.status.get("status") != "running" for run in fresh)
+            if ended or [len(run.records) for run in fresh] != [len(run.records) for run in runs]:
+                write_page(fresh, out, live=not ended)
+            runs = fresh
     return 0
 
 

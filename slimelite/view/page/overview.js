@@ -1,11 +1,11 @@
 // The tab "Overview": what each run is, how far it is, what it scored, and its alarms in words.
 {
-  const STATUS = { finished: "good", running: "warn", failed: "bad", interrupted: "bad" };
+  const STATUS = { finished: "good", running: "warn", failed: "bad", interrupted: "bad", "stopped without a word": "bad" };
 
   /** The first, best and last value of a series, and the rollout of the best. */
   const scores = (run, name) => {
     const { x, y } = run.series[name];
-    const best = y.reduce((found, value, i) => (value > y[found] ? i : found), 0);
+    const best = y.reduce((found, value, i) => (value > y[found] || Number.isNaN(y[found]) ? i : found), 0);
     const title = name === "rollout/raw_reward" ? "reward" : name.replace("eval/", "");
     return el("tr", {},
       el("td", { title: name }, title),
