@@ -28,8 +28,7 @@ from slimelite.view.samples import BUDGET, samples
 SAMPLES = tuple(f"samples{part}.js" for part in ("_data", "_text", "_tokens", "_sample", "_rows", ""))
 SCRIPTS = ("core.js", "chart.js", "overview.js", "curves.js", *SAMPLES, "time.js", "flags.js")
 STYLES = ("page.css", "charts.css", "samples.css")
-# colours of runs, in order; page.css has a light and a dark one of each
-COLORS = tuple(f"var(--run-{i})" for i in range(8))
+COLORS = 8  # page.css has so many colours of runs, a light and a dark one of each
 FOLLOW_EVERY = 10  # seconds at least between two looks at a run that goes on
 
 PAGE = """<!DOCTYPE html>
@@ -104,7 +103,7 @@ def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:
         "differing": list(differing_flags(runs)),
         "groups": {title: [panel._asdict() for panel in panels] for title, panels in GROUPS.items()},
         "units": {name: unit(name) for run in runs for name in run.series},
-        "runs": [_run(run, COLORS[i % len(COLORS)], BUDGET // len(runs)) for i, run in enumerate(runs)],
+        "runs": [_run(run, _color(i), BUDGET // len(runs)) for i, run in enumerate(runs)],
     }
     # "<" begins a tag, and so the end of the script element, only where it stands as itself
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -112,6 +111,12 @@ def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
     with whole(out) as partial:
         partial.write_text(PAGE.format(policy=policy, style=style, script=script, data=text), encoding="utf-8")
+
+
+def _color(i: int) -> str:
+    """The colour of run ``i`` in CSS; beyond those of page.css lighter ones whose hues the golden angle keeps apart."""
+    hue = (95 + i * 137.508) % 360
+    return f"var(--run-{i})" if i < COLORS else f"light-dark(oklch(0.68 0.15 {hue:.0f}), oklch(0.88 0.1 {hue:.0f}))"
 
 
 def _run(run: Run, color: str, budget: int) -> dict[str, Any]:
