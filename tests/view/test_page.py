@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from slimelite.lifecycle import this_process
-from slimelite.tracking.metrics_file import MetricsFile
+from slimelite.tracking.alarms import replay
+from slimelite.tracking.metrics_file import MetricsFile, read_metrics
 from slimelite.view.command import main
 from slimelite.view.page import write_page
 from slimelite.view.run import Run
@@ -230,12 +231,18 @@ def test_flags_that_differ_come_first_and_all_can_be_searched(file: Path, open_p
 def test_alarms_lead_to_their_rollout(tmp_path: Path, folders: list[Path], open_page: OpenPage) -> None:
     run = tmp_path / "run"
     shutil.copytree(folders[0], run)
-    alarm = {"kind": "truncation", "rollout_id": 3, "says": f"31 % are cut {EVIL}", "advice": "Raise --max-len."}
-    (run / "alarms.jsonl").write_text(json.dumps(alarm) + "\n")
+    writer = MetricsFile(run)
+    writer.write("train", {"rollout/step": 3, "train/step": 3, "train/skipped_steps": 1.0})
+    writer.close(False)
+    (alarm,) = replay(read_metrics(run))
+    assert alarm.rollout_id == 3
     write_page([Run.read(run)], tmp_path / "view.html")
     page = open_page(tmp_path / "view.html")
     assert page.locator(".alarms h2").inner_text() == "1 alarm"
-    assert page.locator(".alarms p").all_inner_texts() == [alarm["says"], alarm["advice"]]
+    assert page.locator(".alarms p").all_inner_texts() == [f"{alarm.says}.", alarm.advice]
+    page.get_by_role("link", name="in the curves").click()
+    assert chart(page, "train/grad_norm").locator("line.mark").count() == 1
+    page.go_back()
     page.get_by_role("link", name="rollout 3").click()
     assert page.locator("#panel-samples .chip").inner_text() == "rollout 3\n✕"
     assert page.locator("#panel-samples .rows .row").count() == 4

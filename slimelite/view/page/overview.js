@@ -54,12 +54,17 @@
     );
   };
 
-  /** What went wrong in words, with a link to the samples of the rollout in which it began. */
-  const alarm = (run, index, { kind, rollout_id, says, advice }) => {
-    const place = address("samples", { run: index, rollout: rollout_id });
+  /** What went wrong in words, with links to the rollout in which it began. */
+  const alarm = (run, index, { kind, rollout_id, says, advice, ended }) => {
+    const place = { run: index, rollout: rollout_id };
+    const until = ended === null ? "and on" : ended - 1 > rollout_id ? `to ${ended - 1}` : null;
     return el("li", {},
-      el("div", { class: "alarm-head" }, el("span", { class: "badge warn" }, kind.replaceAll("_", " ")), el("a", { href: place }, `rollout ${rollout_id}`), runName(run)),
-      el("p", {}, ...prose(says)),
+      el("div", { class: "alarm-head" },
+        el("span", { class: "badge warn" }, kind.replaceAll("_", " ")),
+        el("span", {}, el("a", { href: address("samples", place) }, `rollout ${rollout_id}`), " ", until),
+        el("a", { href: address("curves", place) }, "in the curves"),
+        runName(run)),
+      el("p", {}, ...prose(`${says}.`)),
       el("p", { class: "dim" }, ...prose(advice)),
     );
   };
