@@ -12,7 +12,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from slimelite.arguments import parse_args
+from slimelite.early_stop import Evaluations, due
 from slimelite.lifecycle import StopSignals, Watchdog
+from slimelite.loop import evaluate, sync
 from slimelite.preflight import preflight, problems
 
 if TYPE_CHECKING:
@@ -22,13 +24,16 @@ if TYPE_CHECKING:
 
 def train(cluster: Cluster, tracker: Tracker) -> None:
     """Run every rollout from the first to the last; colocation requires this order. Each verb returns a future."""
-    args = cluster.args
+    args, evaluations = cluster.args, Evaluations(cluster.args)
     if not args.debug_train_only:
         sync(cluster, tracker, version=args.start_rollout_id)
-        if args.start_rollout_id == 0 and args.eval_interval and not args.skip_eval_before_train:
-            evaluate(cluster, tracker, rollout_id=-1)
+        if evaluations.due_at_start():
+            evaluate(cluster, tracker, evaluations, args.start_rollout_id - 1)
 
     for rollout_id in range(args.start_rollout_id, args.num_rollout):
+        if evaluations.stop:
+            tracker.finish_early(evaluations.stop)
+            break
         with tracker.phase("generate") as phase:
             rollout = cluster.generate(rollout_id).result(progress=phase.update)
         tracker.log_rollout(rollout_id, rollout.table, rollout.metrics)
@@ -53,39 +58,10 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
                 sync(cluster, tracker, version=rollout_id + 1)
 
         if args.eval_interval and not args.debug_train_only and due(args.eval_interval, rollout_id, args.num_rollout):
-            evaluate(cluster, tracker, rollout_id)
+            evaluate(cluster, tracker, evaluations, rollout_id)
         tracker.log_perf(cluster.resources().result())
         tracker.finish_rollout(rollout_id)
-
-
-def sync(cluster: Cluster, tracker: Tracker, version: int) -> None:
-    """Send the trainers' weights to the engines. If both take turns on the GPUs, trainers release their memory before
-    the engines allocate weights; the KV cache comes last, when no bucket of weights takes its room (slime's order)."""
-    args = cluster.args
-    if args.debug_rollout_only:
-        return
-    if args.offload_train:
-        cluster.offload_trainers().result()
-    if args.offload_rollout:
-        cluster.resume_engines("weights").result()
-    with tracker.phase("update_weights"):
-        tracker.log_perf(cluster.sync(version).result())
-    if args.offload_rollout:
-        cluster.resume_engines("kv_cache", "cuda_graph").result()
-
-
-def evaluate(cluster: Cluster, tracker: Tracker, rollout_id: int) -> None:
-    """Evaluate all eval datasets; ``rollout_id`` -1 is before training."""
-    with tracker.phase("eval") as phase:
-        result = cluster.evaluate(rollout_id).result(progress=phase.update)
-    tracker.log_eval(rollout_id, result.metrics, result.tables)
-
-
-def due(interval: int | None, rollout_id: int, num_rollout: int, *, last: bool = False) -> bool:
-    """Whether something that happens every ``interval`` rollouts, and after the last one, happens now."""
-    if rollout_id + 1 == num_rollout:
-        return interval is not None or last
-    return interval is not None and (rollout_id + 1) % interval == 0
+    tracker.log_facts(evaluations.facts())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,6 +6,7 @@ File sizes and CRC-32 are saved with a checkpoint and compared before it is load
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import zlib
@@ -13,12 +14,16 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slimelite.files import free_space, in_units, write_text
 
 # file that names the newest complete checkpoint, written last (slime and Megatron use the same name)
 MARKER = "latest_checkpointed_iteration.txt"
+# file that names the checkpoint of the best evaluation (--save-best)
+BEST_MARKER = "best_checkpointed_iteration.txt"
+# file beside the checkpoints with the values of --early-stop-metric: see `early_stop.Evaluations`
+EVALUATIONS = "evaluations.json"
 ROLLOUT_STATE = "rollout_state.json"
 # file with the trainer's state other than tensors
 STATE_FILE = "trainer.json"
@@ -90,6 +95,37 @@ def folder_of(save: str | Path, rollout_id: int) -> Path:
     return Path(save).absolute() / f"iter_{rollout_id:07d}"
 
 
+def model_folder(template: str, rollout_id: int | Literal["best"]) -> Path:
+    """The folder of ``--save-hf``, a template, for the model after rollout ``rollout_id`` or of the best evaluation.
+
+    For the best one ``{rollout_id}`` becomes ``best``; a template without it gets ``-best`` at its end.
+    """
+    if rollout_id == "best":
+        named = re.sub(r"\{rollout_id[^{}]*\}", "best", template)
+        template = named if named != template else template.rstrip("/") + "-best"
+    return Path(template.format(rollout_id=rollout_id)).absolute()
+
+
+def best_of(root: str | Path) -> int | None:
+    """The rollout whose checkpoint under ``root`` is marked as that of the best evaluation, if one is."""
+    marker = Path(root) / BEST_MARKER
+    word = marker.read_text(errors="replace").strip() if marker.is_file() else ""
+    return int(word) if word.isdecimal() else None
+
+
+def mark_best(final: Path, interval: int, retain: int | None) -> None:
+    """Mark ``final`` (see `folder_of`) as the checkpoint of the best evaluation, which no later save removes.
+
+    The one marked before is removed, unless it stays for ``--save-interval`` and ``--save-retain-interval``.
+    """
+    before = best_of(final.parent)
+    write_text(final.parent / BEST_MARKER, str(int(final.name.removeprefix("iter_"))))
+    if before is None or folder_of(final.parent, before) == final:
+        return
+    if (before + 1) % interval or (retain is not None and (before + 1) % retain):
+        shutil.rmtree(folder_of(final.parent, before), ignore_errors=True)
+
+
 @contextmanager
 def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, Checksums]]:
     """Write a checkpoint in the block; after the block it is in ``final`` (see `folder_of`) and the newest.
@@ -133,7 +169,8 @@ def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, 
     directory.rename(final)
     before = (root / MARKER).read_text().strip() if (root / MARKER).is_file() else ""
     write_text(root / MARKER, str(rollout_id))
-    if retain is not None and before.isdigit() and int(before) < rollout_id and (int(before) + 1) % retain:
+    older = before.isdigit() and int(before) < rollout_id
+    if retain is not None and older and (int(before) + 1) % retain and int(before) != best_of(root):
         shutil.rmtree(folder_of(root, int(before)), ignore_errors=True)
     if replaced.is_dir():
         shutil.rmtree(replaced)
@@ -168,7 +205,11 @@ def _refuse_what_is_no_checkpoint(root: Path) -> None:
     """Raise ValueError unless ``root`` is absent, empty, or holds ``iter_*`` folders of an interrupted first save."""
     if root.exists() and not root.is_dir():
         raise ValueError(f"{root}: is a file; --load takes the folder that --save wrote")
-    if not root.is_dir() or any(root.glob("iter_*")) or all(path.name == LOCK for path in root.iterdir()):
+    if (
+        not root.is_dir()
+        or any(root.glob("iter_*"))
+        or all(path.name in (LOCK, EVALUATIONS) for path in root.iterdir())
+    ):
         return
     kind = "a Hugging Face model, without rollouts to choose from" if holds_model(root) else "not a checkpoint"
     raise ValueError(f"{root}: has no {MARKER}: it is {kind}")

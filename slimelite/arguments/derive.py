@@ -79,6 +79,8 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     _checkpoints(draft)
     _tracking(draft)
     draft.args = replace(draft.args, eval_datasets=resolve_eval_datasets(draft.args, settings))
+    if draft.args.eval_datasets and (draft.args.early_stop_patience or draft.args.save_best):
+        draft.default("early_stop_metric", f"eval/{draft.args.eval_datasets[0].name}", "the score of the first dataset")
     _context(draft)
     return replace(
         draft.args,

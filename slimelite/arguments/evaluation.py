@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from slimelite.arguments.conditions import EVALUATION, INFERENCE
+from slimelite.arguments.conditions import BEST_EVALUATION, EVALUATION, INFERENCE, TRAINING
 from slimelite.arguments.flags import ALWAYS, flag, group_flags, plugin, resolved
 from slimelite.arguments.sources import load_yaml
 from slimelite.arguments.vocabulary import SIMILAR, Settings, known_tables, read_yaml
@@ -71,6 +71,18 @@ class EvalDataset:
                 f"n_samples_per_eval_prompt is {self.n_samples_per_eval_prompt}: raise it, or lower pass_at_k"
             )
 
+    def metrics(self) -> list[str]:
+        """Names of the numbers that an evaluation gives, without the parts of a reward and standard errors."""
+        name, most = f"eval/{self.name}", self.n_samples_per_eval_prompt
+        powers = {2**i for i in range(most.bit_length()) if most > 1}
+        return [
+            name,
+            *(f"{name}-pass@{k}" for k in sorted(powers.union(self.pass_at_k))),
+            f"{name}-truncated_ratio",
+            f"{name}/repetition_frac",
+            *(f"{name}/response_len/{each}" for each in ("mean", "median", "max", "min")),
+        ]
+
 
 def _setting(name: str, auto: str | None = None) -> Any:
     """A flag for setting ``name`` of every dataset without its own; bounds are checked on the datasets."""
@@ -117,6 +129,23 @@ class EvalArgs:
     eval_min_new_tokens: int | None = _setting("min_new_tokens")
     eval_max_context_len: int | None = _setting("max_context_len", auto="--rollout-max-context-len")
     eval_function_path: str | None = plugin("does what --rollout-function-path does, for evaluation", EVALUATION)
+    early_stop_patience: int | None = flag(
+        None,
+        "the run ends after this many evaluations in a row that were no better than the best before them",
+        TRAINING.strictly() & EVALUATION.strictly(),
+        at_least=1,
+    )
+    early_stop_metric: str | None = flag(
+        None,
+        "this metric of an evaluation decides which is better, such as eval/gsm8k-pass@4",
+        BEST_EVALUATION,
+        auto="the score of the first dataset",
+    )
+    early_stop_mode: Literal["max", "min"] = flag(
+        "max",
+        "the better evaluation has the higher, or the lower, --early-stop-metric",
+        BEST_EVALUATION,
+    )
     custom_eval_rollout_log_function_path: str | None = plugin(
         "logs an evaluation, and by returning true leaves out the default log: fn(rollout_id, args, data, metrics)",
         EVALUATION,

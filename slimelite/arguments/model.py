@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from slimelite.arguments.conditions import CHECKPOINT, GPUS, LOAD, OWN_ENGINES, REFERENCE, SAVE, SYNC, TRAINING, when
+from slimelite.arguments.conditions import (
+    CHECKPOINT,
+    EVALUATION,
+    GPUS,
+    LOAD,
+    OWN_ENGINES,
+    REFERENCE,
+    SAVE,
+    SYNC,
+    TRAINING,
+    when,
+)
 from slimelite.arguments.flags import ALWAYS, flag, resolved
 from slimelite.families import FAMILIES
 
@@ -212,6 +223,14 @@ class CheckpointArgs:
         "the model is also written here in Hugging Face format; {rollout_id} is replaced",
         TRAINING,
         metavar="TEMPLATE",
+    )
+    save_best: bool = flag(
+        False,
+        "what the best evaluation so far measured is kept: under --save its checkpoint, named in "
+        "best_checkpointed_iteration.txt, and of --save-hf a folder best",
+        TRAINING.strictly()
+        & EVALUATION.strictly()
+        & when("--save or --save-hf", lambda a: a.save or a.save_hf, ": where to?").strictly(),
     )
     ckpt_step: int | None = flag(
         None, "the run goes on from the checkpoint of this rollout instead of the newest", LOAD.strictly()

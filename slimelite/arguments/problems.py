@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ from slimelite.algorithms.losses import CORRECTIONS, KL_KINDS, MODES
 from slimelite.arguments.args import Args
 from slimelite.arguments.conditions import SGLANG
 from slimelite.arguments.flags import all_flags
+from slimelite.arguments.vocabulary import SIMILAR
 from slimelite.engines.registry import ENGINES
 from slimelite.rewards.rules import RULES
 
@@ -27,6 +29,7 @@ def validate(args: Args) -> list[str]:
         _distillation,
         _rewards,
         _training,
+        _evaluation,
     )
     return [problem for check in checks for problem in check(args)]
 
@@ -328,3 +331,20 @@ def _teacher_server(args: Args) -> Iterator[str]:
         yield f"--rm-url {args.rm_url}: an address starts with http:// or https://"
     if args.rm_type and args.rm_type in RULES and RULES[args.rm_type].needs == "rm_url":
         yield f"--rm-type {args.rm_type} and --opd-type sglang both read --rm-url; write the reward as --custom-rm-path"
+
+
+def _evaluation(args: Args) -> Iterator[str]:
+    """What decides the best evaluation."""
+    metric, ours = args.early_stop_metric, not (args.eval_function_path or args.custom_eval_rollout_log_function_path)
+    known = [name for dataset in args.eval_datasets for name in dataset.metrics()]
+    parts = tuple(f"eval/{dataset.name}/reward/" for dataset in args.eval_datasets)
+    if metric is not None and known and ours and metric not in known and not metric.startswith(parts):
+        near = difflib.get_close_matches(metric, known, n=1, cutoff=SIMILAR)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        yield f"--early-stop-metric {metric}: no evaluation measures it; {hint} (and eval/NAME/reward/PART)"
+    if args.save_best and (args.eval_interval or 0) % args.update_weights_interval:
+        yield (
+            f"--save-best with --eval-interval {args.eval_interval} and --update-weights-interval "
+            f"{args.update_weights_interval}: the engines would be evaluated with older weights than those that are "
+            "saved; make the first a multiple of the second"
+        )

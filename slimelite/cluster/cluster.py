@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import REMEDY, ROLLOUT_STATE, find_checkpoint, folder_of, read_json, writing
+from slimelite.checkpoints import REMEDY, ROLLOUT_STATE, find_checkpoint, folder_of, model_folder, read_json, writing
 from slimelite.cluster.remote import POLL_S, ClusterError, Pending, Progress, Remote, Turns
 from slimelite.cluster.workers import RolloutWorker, TrainerWorker, disagreement
 from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
@@ -218,13 +218,13 @@ class Cluster:
 
         return self._take(work, engines=True)
 
-    def save_hf(self, rollout_id: int) -> Pending[Path]:
-        """Save the model as a Hugging Face folder, at the path that the ``--save-hf`` template gives."""
+    def save_hf(self, rollout_id: int | Literal["best"]) -> Pending[Path]:
+        """Save the model as a Hugging Face folder, in `checkpoints.model_folder` of ``--save-hf``."""
 
         def work() -> Path:
             if self.args.save_hf is None:
                 raise ValueError("save_hf: name a folder for the model with --save-hf")
-            directory = Path(self.args.save_hf.format(rollout_id=rollout_id)).absolute()
+            directory = model_folder(self.args.save_hf, rollout_id)
             self._all(TrainerWorker.save_hf, str(directory))
             return directory
 

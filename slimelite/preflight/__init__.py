@@ -14,6 +14,8 @@ from pathlib import Path
 
 from slimelite.arguments import Args
 from slimelite.arguments.machine import Machine, this_machine
+from slimelite.checkpoints import model_folder
+from slimelite.early_stop import read_evaluations
 from slimelite.engines.registry import ENGINES
 from slimelite.preflight.findings import Findings, fill, format_report
 from slimelite.registry import function
@@ -46,6 +48,7 @@ def inspect(args: Args, machine: Machine) -> Findings:
         _check_packages(args, findings)
         _check_run_folder(args, findings)
         findings.problems += output_problems(args)
+        _check_evaluations(args, findings)
         InputChecks(args, findings).run()
     except OSError as error:  # such as a folder that cannot be read; the text names it
         findings.problems.append(str(error))
@@ -107,6 +110,13 @@ def _check_run_folder(args: Args, findings: Findings) -> None:
         )
 
 
+def _check_evaluations(args: Args, findings: Findings) -> None:
+    try:
+        read_evaluations(args)
+    except ValueError as error:
+        findings.problems.append(str(error))
+
+
 def output_problems(args: Args) -> Iterator[str]:
     """A message for each place that cannot be written to; a test folder is made and removed again."""
     folders = {
@@ -132,8 +142,10 @@ def output_problems(args: Args) -> Iterator[str]:
             continue
         if target is not None:
             places.append((option, target.parent))
-        if target is not None and option == "--save-hf":
+        if target is not None and template is not None and option == "--save-hf":
             yield from _in_the_way(args, target)
+            if args.save_best:
+                yield from _in_the_way(args, model_folder(template, "best"))
     for option, place in places:
         there = next(folder for folder in (place, *place.parents) if folder.exists())
         try:

@@ -82,6 +82,8 @@ class Tracker:
         self._began = time.time()
         self._looping = False  # whether the first rollout has begun
         self._finished: int | None = None  # the last rollout that is over
+        self._early: str | None = None  # why the run ends before its last rollout
+        self._facts: dict[str, str] = {}  # what else the console says when the run ends
         self._now = _Rollout()
         self._best = float("-inf")
         self._step_times: deque[float] = deque(maxlen=20)
@@ -239,6 +241,15 @@ class Tracker:
         if rollout_id + 1 == self.args.num_rollout:
             self._checks.finish()
 
+    def finish_early(self, why: str) -> None:
+        """Note that the run ends before ``--num-rollout``, and why; it has not failed."""
+        self._early = f"finished early: {why}"
+        self._checks.finish()
+
+    def log_facts(self, facts: Mapping[str, str]) -> None:
+        """Let the console show ``facts``, name -> value, when the run is over."""
+        self._facts |= facts
+
     def _open(self) -> None:
         before = read_status(self.folder.path)
         self._save_status("running")
@@ -345,11 +356,12 @@ class Tracker:
         self.console.line(f"{apart}{status} {done}, {took} after the start; more in {where}", "bold red")
 
     def _summarize(self) -> None:
-        self._save_status("finished")
+        self._save_status("finished", self._early)
         records = read_metrics(self.folder.path)
-        self.console.line(f"\ndone in {duration(time.time() - self._began)}", "bold")
+        ended = "" if self._early is None else f"{self._early}\n"
+        self.console.line(f"\n{ended}done in {duration(time.time() - self._began)}", "bold")
         curves = {"curves": f"{self.args.run_dir}/curves.png"} if self._finished is not None else {}
-        self.console.facts({**summary(records), **curves, "run folder": self.args.run_dir})
+        self.console.facts({**summary(records), **self._facts, **curves, "run folder": self.args.run_dir})
 
 
 def _status_of(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from conftest import Problems
 from slimelite.arguments import make_args
 from slimelite.arguments.machine import Machine
 
+EVAL = "--eval-prompt-data sums a.jsonl"
 RULES = [
     # (words that break the rule, what the line says, words added that mend it)
     (
@@ -22,6 +23,34 @@ RULES = [
     ("--save-interval 2", "--save-interval needs --save: in which folder?", "--save out"),
     ("--save-rollouts -1", "--save-rollouts -1: is a number of rollouts, all or none", "--save-rollouts 0"),
     ("--save-rollouts few", "--save-rollouts few: is a number", "--save-rollouts none"),
+    ("--early-stop-patience 2", "--early-stop-patience needs --eval-interval", f"{EVAL} --eval-interval 2"),
+    (
+        "--early-stop-patience 2 --debug-rollout-only",
+        "needs training",
+        f"{EVAL} --eval-interval 2 --no-debug-rollout-only",
+    ),
+    ("--save-best --save-hf out", "--save-best needs --eval-interval", f"{EVAL} --eval-interval 2"),
+    (f"--save-best --eval-interval 2 {EVAL}", "--save-best needs --save or --save-hf: where to?", "--save-hf out"),
+    (
+        f"--early-stop-patience 2 --eval-interval 2 {EVAL} --early-stop-metric eval/sum",
+        "--early-stop-metric eval/sum: no evaluation measures it; did you mean eval/sums?",
+        "--early-stop-metric eval/sums-truncated_ratio",
+    ),
+    (
+        f"--early-stop-patience 2 --eval-interval 2 {EVAL} --early-stop-metric eval/sums-pass@4",
+        "--early-stop-metric eval/sums-pass@4: no evaluation measures it",
+        "--n-samples-per-eval-prompt 5",
+    ),
+    (
+        f"--early-stop-patience 2 --eval-interval 2 {EVAL} --early-stop-metric rollout/raw_reward",
+        "there are eval/sums, eval/sums-truncated_ratio",
+        "--early-stop-metric eval/sums/reward/format",
+    ),
+    (
+        f"--save-best --save-hf out --eval-interval 3 {EVAL} --async-rollout --update-weights-interval 2",
+        "evaluated with older weights than those that are saved; make the first a multiple of the second",
+        "--eval-interval 4",
+    ),
     ("--save out", "--save needs --save-interval: after how many rollouts?", "--save-interval 1"),
     (
         "--use-kl-loss --kl-loss-coef 0.1 --kl-coef 0.1 --advantage-estimator reinforce_plus_plus",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import STATE_FILE, Checksums, find_checkpoint
+from slimelite.checkpoints import STATE_FILE, Checksums, find_checkpoint, folder_of, mark_best
 from slimelite.cluster.cluster import Cluster
 from tests.cluster.workers import Worker
 
@@ -103,12 +103,17 @@ def test_a_first_save_that_is_cut_short_is_no_checkpoint(tmp_path: Path, error: 
 
 
 def test_only_checkpoints_of_the_retained_rollouts_stay(tmp_path: Path) -> None:
-    """Every second rollout is saved, every fourth is kept; the newest is always there."""
+    """Every second rollout is saved, every fourth is kept; the newest and the best, 5, are always there."""
     kept = []
     for rollout_id in range(1, 12, 2):
         save(tmp_path, Trainer("w"), rollout_id, retain=4)
         kept.append(sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")))
-    assert kept == [[1], [3], [3, 5], [3, 7], [3, 7, 9], [3, 7, 11]]
+        if rollout_id == 5:
+            mark_best(folder_of(tmp_path, 5), 2, 4)
+    assert kept == [[1], [3], [3, 5], [3, 5, 7], [3, 5, 7, 9], [3, 5, 7, 11]]
+    mark_best(folder_of(tmp_path, 11), 2, 4)
     with pytest.raises(RuntimeError, match="killed"):
         save(tmp_path, Trainer("w", dies=RuntimeError), 13, retain=5)
-    assert (tmp_path / "iter_0000011").is_dir(), "the last whole one outlives a save that fails"
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == [3, 7, 11], (
+        "the last whole one outlives a save that fails"
+    )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,34 @@ def test_the_trainer_gives_its_memory_back_before_the_engine_takes_any() -> None
     ]
     rollout = ["engines generate", "engines release_memory", "trainer onload", "trainer train", *update]
     assert [c.replace(" settle_engines", "") for c in moves] == [*update, *rollout, *rollout]
+
+
+def test_the_best_model_is_saved_from_where_the_trainer_computes(tmp_path: Path) -> None:
+    """An evaluation leaves the GPUs to the engines; the trainer comes back, and the engines get weights again."""
+    calls: list[str] = []
+    args = Args(
+        device="cuda",
+        rollout_backend="embedded",
+        colocate=True,
+        offload_rollout=True,
+        offload_train=True,
+        num_rollout=1,
+        start_rollout_id=0,
+        eval_interval=1,
+        skip_eval_before_train=True,
+        early_stop_metric="eval/sums",
+        save_best=True,
+        save_hf=str(tmp_path / "model"),
+    )
+    answers = {**ANSWERS, "evaluate": SimpleNamespace(metrics={"eval/sums": 0.5}, tables={})}
+    with Cluster(
+        args, Noting("engines", calls, answers), [Noting("trainer", calls, answers)], ["an engine"]
+    ) as cluster:
+        train.train(cluster, Silent())  # type: ignore[arg-type]
+    update = ["trainer offload", "engines resume_memory", "trainer push_to", "engines resume_memory"]
+    moves = [" ".join(c.split()[:2]) for c in calls[calls.index("engines evaluate") :]]
+    kept = [c for c in moves if c.split()[1] not in ("memory_used", "cpu_seconds", "settle_engines")]
+    assert kept == ["engines evaluate", "engines release_memory", "trainer onload", "trainer save_hf", *update]
 
 
 @pytest.mark.parametrize(("shared", "released"), [(True, True), (True, False), (False, False)])

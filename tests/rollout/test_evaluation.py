@@ -70,6 +70,8 @@ def test_each_dataset_has_its_own_settings(
     assert metrics["eval/sums-pass@4-stderr"] == pytest.approx(rewards.max(1).std(ddof=1) / 6**0.5)
     assert metrics["eval/greedy"] == 0
     assert not [name for name in metrics if name.startswith("eval/greedy-pass")]  # one response each
+    said = {*dataset.metrics(), *greedy.metrics()}
+    assert said == {name for name in metrics if name.startswith(("eval/sums", "eval/greedy")) and "stderr" not in name}
 
 
 def test_evaluations_repeat_and_leave_training_alone(
