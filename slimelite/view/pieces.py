@@ -57,7 +57,7 @@ class Pieces:
             return None, f"The run names no tokenizer: {without}."
         file = _find(run, str(name))
         if file is None:
-            return None, f"The run's tokenizer is not there any more ({name} has no {FILE}): {without}."
+            return None, f"The run's tokenizer is not there any more (no {FILE} in {name}): {without}."
         try:
             return cls(file), None
         except ValueError as error:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
+from slimelite.token_stats import TokenStats
 from slimelite.tracking.metrics_file import MetricsFile
 
 LINES = [
@@ -83,11 +82,7 @@ def save(path: Path, groups: Sequence[Sequence[Sample]], key: str | None = None)
 
 def save_stats(path: Path, table: SampleTable, of: Callable[[int], bool] = lambda row: True) -> None:
     """Write token stats for the rows that ``of`` accepts: the trainer is 0.0123 below the engine; entropy is 0.5."""
-    path.parent.mkdir(exist_ok=True)
-    lists: dict[str, list[Any]] = {"log_probs": [], "entropy": []}
-    for row in range(len(table)):
-        found = table.row_slice("rollout_log_probs", row)
-        lists["log_probs"].append((found - 0.0123).tolist() if of(row) else None)
-        lists["entropy"].append([0.5] * len(found) if of(row) else None)
-    arrays = {name: pa.array(values, pa.large_list(pa.float32())) for name, values in lists.items()}
-    pq.write_table(pa.table({"sample_id": table.sample_id, **arrays}), path)
+    computed = np.repeat([of(row) for row in range(len(table))], table.response_lengths)
+    log_probs = np.where(computed, table.rollout_log_probs - 0.0123, np.nan).astype(np.float32)
+    entropy = np.where(computed, 0.5, np.nan).astype(np.float32)
+    TokenStats(table.sample_id, table.response_offsets, log_probs, entropy).to_parquet(path)

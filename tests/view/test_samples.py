@@ -254,6 +254,8 @@ def test_one_prompt_through_the_run_side_by_side(file: Path, open_page: OpenPage
     assert cards.locator(".fact:first-child b").all_inner_texts() == ["0", "0", "0", "1", "1", "1"]
     cards.nth(1).locator(".head .link").click()
     assert page.locator(".sample h3").inner_text() == "rollout 1 · sample 54"
+    assert cards.locator(".fact:first-child b").all_inner_texts() == ["0", "0", "0", "1", "1", "1"]
+    page.get_by_label("Leave one prompt").click()
     page.get_by_label("Which samples").first.select_option("eval sums")
     assert level(page, "rollouts") == "Evaluations 6"
     page.locator("[data-level=rollouts]").click()
@@ -293,7 +295,7 @@ def test_without_the_tokenizer_the_page_says_so_and_shows_the_responses(
     (copy / "config.json").write_text(json.dumps({**config, "tokenizer": "gone/model", "hf_checkpoint": "gone/model"}))
     write_page([Run.read(copy), Run.read(run)], tmp_path / "two.html")
     page = open_page(tmp_path / "two.html", "samples?level=samples&sample=0")
-    page.get_by_text("tokenizer is not there any more (gone/model has no tokenizer.json)").wait_for()
+    page.get_by_text("tokenizer is not there any more (no tokenizer.json in gone/model)").wait_for()
     page.get_by_text("it is 7 of 0<|im_end|>").last.wait_for()
     assert page.locator(".tokens").count() == 0
     page.get_by_label("Run", exact=True).select_option("1")

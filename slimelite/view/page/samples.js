@@ -17,11 +17,16 @@
 
     build() {
       const { samples } = this;
-      this.levels = Object.entries(LEVELS).map(([level, title]) =>
-        el("button", { class: "quiet", "data-level": level, onclick: () => this.go({ level, group: null, sample: null, prompt: null }) }, title, " ", el("span", { class: "dim count" })));
-      this.kind = el("select", { "aria-label": "Which samples", onchange: () => this.go({ of: this.kind.value, number: null, group: null, sample: null, prompt: null }) },
+      const leave = { group: null, sample: null, prompt: null };
+      this.levels = Object.entries(LEVELS).map(([level, title]) => {
+        const attributes = { class: "quiet", "data-level": level, onclick: () => this.go({ ...leave, level }) };
+        return el("button", attributes, title, " ", el("span", { class: "dim count" }));
+      });
+      const changed = () => this.go({ ...leave, of: this.kind.value, number: null });
+      this.kind = el("select", { "aria-label": "Which samples", onchange: changed },
         ...this.kinds.map((kind) => el("option", { value: kind }, KINDS[kind] ?? kind)));
-      this.search = el("input", { type: "search", placeholder: "search prompts and responses", "aria-label": "Search prompts and responses", oninput: () => this.typed() });
+      const says = "search prompts and responses";
+      this.search = el("input", { type: "search", placeholder: says, "aria-label": says, oninput: () => this.typed() });
       this.said = el("span", { class: "dim small", role: "status" });
       const names = Object.keys(numbersOf(samples));
       const add = el("select", { "aria-label": "Add a filter", onchange: () => { this.addFilter(add.value); add.value = ""; } },
@@ -36,7 +41,9 @@
       this.side = el("div", { class: "side", hidden: true });
       this.root.replaceChildren(
         ...samples.notes.map((note) => el("p", { class: "note" }, note)),
-        el("div", { class: "controls" }, el("span", { class: "levels", role: "group", "aria-label": "Level" }, ...this.levels), this.kind, this.search, this.chips, add, this.said),
+        el("div", { class: "controls" },
+          el("span", { class: "levels", role: "group", "aria-label": "Level" }, ...this.levels),
+          this.kind, this.search, this.chips, add, this.said),
         el("div", { class: "split" }, this.main, this.side),
       );
     }
@@ -64,8 +71,8 @@
       this.refresh();
     }
 
-    addFilter(column, low = "", high = "") {
-      this.filters.push({ column, low, high, value: "" });
+    addFilter(column) {
+      this.filters.push({ column, low: "", high: "", value: "" });
       this.refresh();
       this.chips.lastElementChild?.querySelector("input, select")?.focus();
     }
@@ -116,7 +123,8 @@
         if (column === "dropped because") return value && ((i) => samples.reasons[columns.reason[i]] === value);
         const [least, most] = [low === "" ? -Infinity : Number(low), high === "" ? Infinity : Number(high)];
         const close = 1e-6 * Math.max(1, ...[least, most].filter(Number.isFinite).map(Math.abs)); // numbers are float32
-        return (low !== "" || high !== "") && ((i) => numbers[column][i] >= least - close && numbers[column][i] <= most + close);
+        const values = numbers[column];
+        return (low !== "" || high !== "") && ((i) => values[i] >= least - close && values[i] <= most + close);
       }).filter(Boolean);
       const found = [];
       for (let i = 0; i < samples.size; i++) {
@@ -144,8 +152,13 @@
       }
       this.kind.value = place.of;
       this.drawChips();
-      if (place.prompt !== null && place.sample === null && samples.prompts[place.prompt] !== undefined) {
-        this.main.replaceChildren(sideBySide(samples, place.prompt, { open: (sample) => this.go({ sample }), query: this.query }));
+      if (samples.prompts[place.prompt] !== undefined) {
+        const key = `${place.prompt} ${this.query}`; // what is chosen in it stays while its samples are opened
+        if (this.beside?.key !== key) {
+          const links = { open: (sample) => this.go({ sample }), query: this.query };
+          this.beside = { key, element: sideBySide(samples, place.prompt, links) };
+        }
+        this.main.replaceChildren(this.beside.element);
       } else {
         const partial = this.narrowed || samples.size < samples.run.samples.total;
         const state = { query: this.query, of: place.of, partial, narrow: place.sample !== null, one: place.number !== null };
@@ -164,13 +177,14 @@
       this.drawSample();
     }
 
-    drawHead(sort) {
+    drawHead(now) {
       this.head.replaceChildren(...this.columns.map((column) => {
-        const on = sort?.title === column.title;
-        const state = on ? (sort.down ? "descending" : "ascending") : "none";
-        const text = `${column.title}${on ? (sort.down ? " ↓" : " ↑") : ""}`;
-        const content = column.key ? el("button", { class: "link", title: column.hint, onclick: () => this.sortBy(column) }, text) : text;
-        return el("span", { role: "columnheader", class: column.number ? "number" : "", "aria-sort": column.key ? state : null }, content);
+        const on = now?.title === column.title;
+        const state = on ? (now.down ? "descending" : "ascending") : "none";
+        const text = `${column.title}${on ? (now.down ? " ↓" : " ↑") : ""}`;
+        const attributes = { role: "columnheader", class: column.number ? "number" : "", "aria-sort": column.key ? state : null };
+        const sort = { class: "link", title: column.hint, onclick: () => this.sortBy(column) };
+        return el("span", attributes, column.key ? el("button", sort, text) : text);
       }));
     }
 
@@ -187,10 +201,11 @@
 
     row(i) {
       const row = this.rows[i];
-      const cells = this.columns.map((column) =>
-        el("span", { role: "cell", class: column.number ? "number" : column.text ? "text-cell" : "" }, ...[column.cell(row)].flat()));
-      const chosen = row === this.place.sample || i === this.at;
-      return el("div", { class: `row${chosen ? " chosen" : ""}`, role: "row", "aria-rowindex": i + 1, onclick: () => this.enter(i) }, ...cells);
+      const cells = this.columns.map(({ number: right, text, cell }) =>
+        el("span", { role: "cell", class: right ? "number" : text ? "text-cell" : "" }, ...[cell(row)].flat()));
+      const chosen = row === this.place.sample || i === this.at ? " chosen" : "";
+      const attributes = { class: `row${chosen}`, role: "row", "aria-rowindex": i + 1, onclick: () => this.enter(i) };
+      return el("div", attributes, ...cells);
     }
 
     /** Go from a row to what it is made of. */
@@ -206,12 +221,13 @@
 
     move(event) {
       const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: 15, PageUp: -15 };
-      const now = this.place.level === "samples" && this.place.sample !== null ? this.rows.indexOf(this.place.sample) : this.at ?? -1;
+      const opened = this.place.level === "samples" && this.place.sample !== null;
+      const now = opened ? this.rows.indexOf(this.place.sample) : this.at ?? -1;
       if (event.key === "Enter" && now >= 0) return this.enter(now);
       if (!(event.key in steps) || !this.rows.length) return undefined;
       event.preventDefault();
       const next = Math.max(0, Math.min(this.rows.length - 1, now + steps[event.key]));
-      if (this.place.level === "samples" && this.place.sample !== null) this.go({ sample: this.rows[next] }, true);
+      if (opened) this.go({ sample: this.rows[next] }, true);
       else this.at = next;
       this.list.reveal(next);
       return this.list.show();
@@ -220,10 +236,11 @@
     drawChips() {
       const { place, samples } = this;
       const chip = (text, ...rest) => el("span", { class: "chip" }, text, ...rest);
-      const scope = (text, changes) => chip(text, el("button", { class: "link", "aria-label": `Leave ${text}`, onclick: () => this.go(changes) }, "✕"));
+      const scope = (text, changes) =>
+        chip(text, el("button", { class: "link", "aria-label": `Leave ${text}`, onclick: () => this.go(changes) }, "✕"));
       const one = samples.sources.find((source) => source.number === place.number && place.of.startsWith(source.kind));
       const shown = [
-        place.number !== null && one ? scope(sourceName(one), { number: null, group: null, sample: null, level: "rollouts" }) : null,
+        one ? scope(sourceName(one), { number: null, group: null, sample: null, level: "rollouts" }) : null,
         place.group !== null ? scope(`group ${place.group + 1}`, { group: null, sample: null, level: "groups" }) : null,
         place.prompt !== null ? scope("one prompt", { prompt: null, sample: null }) : null,
       ].filter(Boolean);
@@ -245,12 +262,22 @@
       } }, "✕");
       const lists = { status: samples.statuses, "dropped because": samples.reasons.slice(1) };
       if (filter.column in lists) {
-        const choice = el("select", { "aria-label": filter.column, onchange: () => { filter.value = choice.value; this.refresh(); } },
-          el("option", { value: "" }, "any"), ...lists[filter.column].map((value) => el("option", { value }, ...textNodes(value.slice(0, 80)))));
+        const changed = () => {
+          filter.value = choice.value;
+          this.refresh();
+        };
+        const options = lists[filter.column].map((value) => el("option", { value }, ...textNodes(value.slice(0, 80))));
+        const choice = el("select", { "aria-label": filter.column, onchange: changed }, el("option", { value: "" }, "any"), ...options);
         return chip(filter.column, choice, drop);
       }
-      const bound = (end, title) => el("input", { type: "number", step: "any", placeholder: title, "aria-label": `${filter.column} ${title}`, value: filter[end],
-        oninput: (event) => { filter[end] = event.target.value; this.refresh(); } });
+      const bound = (end, title) => {
+        const changed = (event) => {
+          filter[end] = event.target.value;
+          this.refresh();
+        };
+        const label = `${filter.column} ${title}`;
+        return el("input", { type: "number", step: "any", placeholder: title, "aria-label": label, oninput: changed });
+      };
       return chip(filter.column, bound("low", "from"), bound("high", "to"), drop);
     }
 
@@ -267,10 +294,10 @@
       if (drawn === this.drawn) return undefined;
       this.drawn = drawn;
       const at = this.rows.indexOf(sample);
-      const group = samples.columns.group[sample];
+      const { chunk, group } = samples.columns;
       const mates = [];
-      for (let i = samples.first[samples.columns.chunk[sample]]; i < samples.size && samples.columns.chunk[i] === samples.columns.chunk[sample]; i++) {
-        if (samples.columns.group[i] === group) mates.push(i);
+      for (let i = samples.first[chunk[sample]]; i < samples.size && chunk[i] === chunk[sample]; i++) {
+        if (group[i] === group[sample]) mates.push(i);
       }
       return this.side.replaceChildren(sampleElement(samples, sample, {
         mates, query: this.query,
@@ -294,7 +321,8 @@
       const run = data.runs[i];
       choice.value = i;
       if (!run.samples.sources.length) {
-        place.replaceChildren(...run.samples.notes.map((note) => el("p", { class: "note" }, note)), el("p", { class: "dim" }, "This run saved no samples."));
+        const notes = run.samples.notes.map((note) => el("p", { class: "note" }, note));
+        place.replaceChildren(...notes, el("p", { class: "dim" }, "This run saved no samples."));
         return;
       }
       if (!views.has(i)) {

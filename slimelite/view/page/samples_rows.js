@@ -5,7 +5,8 @@ const ROW = 30; // pixels
 /** A list of rows of one height, of which only those in sight are elements. */
 function rowList(draw) {
   const space = el("div", { class: "rows", role: "presentation" });
-  const box = el("div", { class: "row-box", tabindex: 0, role: "rowgroup", "aria-label": "Rows; arrow keys choose one, Enter opens it" }, space);
+  const says = "Rows; arrow keys choose one, Enter opens it";
+  const box = el("div", { class: "row-box", tabindex: 0, role: "rowgroup", "aria-label": says }, space);
   let count = 0;
   const show = () => {
     const from = Math.max(0, Math.floor(box.scrollTop / ROW) - 5);
@@ -121,28 +122,37 @@ function promptLine(samples, id) {
 
 /**
  * The columns of a level: [{title, hint, least, number, key, cell}]: `least` width in pixels, where texts grow beyond;
- * `key(row)` to sort by, none for a column that cannot be sorted; `cell(row)` its content. `state`: {query, of, partial, narrow, one}.
+ * `key(row)` to sort by, none for a column that cannot be sorted; `cell(row)` its content. `state`: {query, of; partial:
+ * some samples of a file are left out; narrow: a sample stands beside the list; one: all are from one file}.
  */
 function columnsOf(samples, level, state) {
   const { columns, reasons, statuses } = samples;
-  const numeric = (title, key, hint, shown = number, least = 76) => ({ title, hint, least, number: true, key, cell: (row) => shown(key(row)) });
-  const place = (of) => ({ title: "from", least: state.of.startsWith("eval") ? 190 : 92, key: (row) => of(row).number, cell: (row) => sourceName(of(row)) });
+  const told = (value) => (Number.isFinite(value) ? number(value) : "–");
+  const numeric = (title, key, hint, shown = told, least = 76) =>
+    ({ title, hint, least, number: true, key, cell: (row) => shown(key(row)) });
+  const wide = { dropped: 150, rollout: 92 }[state.of] ?? 190;
+  const place = (of) => ({ title: "from", least: wide, key: (row) => of(row).number, cell: (row) => sourceName(of(row)) });
   const prompt = (of) => ({
     title: "prompt", least: 200, text: true, key: (row) => promptLine(samples, of(row)),
     cell: (row) => {
-      const line = promptLine(samples, of(row));
-      return excerpt(findHits(line, state.query).length ? line : findHits(samples.prompts[of(row)], state.query).length ? samples.prompts[of(row)] : line, state.query);
+      const [line, whole] = [promptLine(samples, of(row)), samples.prompts[of(row)]];
+      const hidden = !findHits(line, state.query).length && findHits(whole, state.query).length; // in an earlier turn
+      return excerpt(hidden ? whole : line, state.query);
     },
   });
-  const reason = (of) => ({ title: "dropped because", least: 150, key: (row) => reasons[columns.reason[of(row)]], cell: (row) => textNodes(reasons[columns.reason[of(row)]]) });
-  const rewards = { title: "rewards", least: 124, hint: "rewards from the least to the greatest", key: (row) => row.reward, cell: (row) => rewardBars(samples, row.rows) };
+  const why = (sample) => reasons[columns.reason[sample]];
+  const reason = (of) => ({ title: "dropped because", least: 150, key: (row) => why(of(row)), cell: (row) => textNodes(why(of(row))) });
+  const rewards = {
+    title: "rewards", hint: "rewards from the least to the greatest", least: 124,
+    key: (row) => row.reward, cell: (row) => rewardBars(samples, row.rows),
+  };
   const means = [
     numeric("reward", (row) => row.reward, "mean reward"),
     numeric("spread", (row) => row.spread, "standard deviation of the rewards"),
     numeric("tokens", (row) => row.tokens, "mean length of the responses"),
     numeric("truncated", (row) => row.truncated, "share of truncated responses", percent, 84),
-    ...(samples.aged ? [numeric("stale", (row) => row.stale, "mean number of weight updates between oldest token and training")] : []),
-  ];
+    numeric("stale", (row) => row.stale, "mean number of weight updates between oldest token and training"),
+  ].slice(0, samples.aged ? 5 : 4);
   const dropped = state.of === "dropped";
   if (level === "rollouts") {
     const shown = numeric("shown", (row) => row.rows.length, "samples of it in this page, after filters");
@@ -151,7 +161,8 @@ function columnsOf(samples, level, state) {
       numeric("samples", (row) => row.source.samples, "its samples"),
       ...(state.partial ? [shown] : []),
       ...means,
-      numeric("equal groups", (row) => row.source.equal / row.source.groups, "share of the groups of which all rewards are equal: they teach nothing", percent, 100),
+      numeric("equal groups", (row) => row.source.equal / row.source.groups,
+        "share of the groups of which all rewards are equal: they teach nothing", percent, 100),
       { ...rewards, least: 160 },
     ];
   }
@@ -171,7 +182,8 @@ function columnsOf(samples, level, state) {
       prompt((row) => row.key),
     ];
   }
-  const status = { title: "status", least: 92, key: (row) => statuses[columns.status[row]], cell: (row) => statuses[columns.status[row]] + (columns.removed[row] ? ", removed" : "") };
+  const ended = (row) => statuses[columns.status[row]] + (columns.removed[row] ? ", removed" : "");
+  const status = { title: "status", least: 92, key: ended, cell: ended };
   const response = {
     title: "response", least: 260, text: true,
     cell(row) {
@@ -181,9 +193,10 @@ function columnsOf(samples, level, state) {
     },
   };
   const each = Object.entries(numbersOf(samples)).map(([name, values]) => numeric(name, (row) => values[row]));
-  const kept = each.filter(({ title }) => title !== "stale" || (samples.aged && !state.narrow));
-  const why = dropped ? [reason((row) => row)] : [];
+  const few = ["reward", "advantage", "tokens"]; // the others stand in the sample beside the list
+  const kept = each.filter(({ title }) => (state.narrow ? few.includes(title) : title !== "stale" || samples.aged));
+  const lost = dropped && !state.narrow ? [reason((row) => row)] : [];
   const from = state.one ? [] : [place((row) => samples.source(row))];
   const asked = state.narrow ? [] : [prompt((row) => columns.prompt[row])];
-  return [...from, ...kept, status, ...why, ...asked, response];
+  return [...from, ...kept, ...(state.narrow ? [] : [status]), ...lost, ...asked, response];
 }

@@ -28,9 +28,19 @@ function prettyJson(text) {
   }
 }
 
+/** Whether a dict of rewards, as JSON, has nothing but numbers. */
+function isNumbers(text) {
+  try {
+    return Object.values(JSON.parse(text)).every((value) => ["number", "boolean"].includes(typeof value));
+  } catch {
+    return false; // NaN is no JSON
+  }
+}
+
 function sampleFacts(samples, sample) {
   const { columns, components } = samples;
-  const fact = (name, value, title) => el("div", { class: "fact", title }, el("span", { class: "dim" }, name), el("b", {}, value));
+  const fact = (name, value, title) =>
+    el("div", { class: "fact", title }, el("span", { class: "dim" }, name), el("b", {}, value));
   const trained = columns.trained[sample];
   const length = columns.length[sample];
   return el("div", { class: "facts" },
@@ -48,20 +58,22 @@ function sampleFacts(samples, sample) {
 /** The sample, filled when its file is decoded. `links`: {close, open(sample), prompt(id), mates, query, neighbours}. */
 function sampleElement(samples, sample, links) {
   const { columns } = samples;
-  const step = (to, text, title) => el("button", { class: "quiet", title, disabled: to === undefined, onclick: () => links.open(to) }, text);
+  const step = (to, text, title) =>
+    el("button", { class: "quiet", title, disabled: to === undefined, onclick: () => links.open(to) }, text);
   const [before, after] = links.neighbours;
   const head = el("div", { class: "sample-head" },
     el("h3", {}, sourceName(samples.source(sample)), el("span", { class: "dim" }, ` · sample ${columns.sample[sample]}`)),
     ...statusBadges(samples, sample),
-    el("span", { class: "spring" }),
-    step(before, "‹", "the sample before it in the list"),
-    step(after, "›", "the next sample in the list"),
-    el("button", { class: "quiet", onclick: () => links.prompt(columns.prompt[sample]) }, "this prompt through the run"),
-    el("button", { class: "quiet", title: "close the sample", "aria-label": "Close", onclick: links.close }, "✕"),
+    el("span", { class: "steps" },
+      step(before, "‹", "the sample before it in the list"),
+      step(after, "›", "the next sample in the list"),
+      el("button", { class: "quiet", onclick: () => links.prompt(columns.prompt[sample]) }, "this prompt through the run"),
+      el("button", { class: "quiet", title: "close the sample", "aria-label": "Close", onclick: links.close }, "✕")),
   );
   const mates = el("div", { class: "mates" }, el("span", { class: "dim" }, "its group"),
     ...links.mates.map((mate) => el("button", {
-      class: "mate", "aria-current": String(mate === sample), title: `sample ${columns.sample[mate]}`, onclick: () => links.open(mate),
+      class: "mate", "aria-current": String(mate === sample), title: `sample ${columns.sample[mate]}`,
+      onclick: () => links.open(mate),
     }, number(columns.reward[mate]))));
   const body = el("div", {}, el("p", { class: "dim" }, "decoding …"));
   const root = el("article", { class: "sample card", tabindex: -1, "aria-label": "Sample" },
@@ -85,7 +97,7 @@ function sampleBody(samples, sample, opened, query) {
     section("Prompt", promptElement(samples.prompt(sample), query)),
     el("section", {}, ...responseParts(samples, sample, opened, query)),
     opened.label === "" ? null : section("Label", label),
-    folded("Reward", opened.rewards, true),
+    isNumbers(opened.rewards) ? null : folded("Reward", opened.rewards, true), // numbers stand above
     folded("Metadata", opened.metadata, opened.metadata.length < 2000),
   ].filter(Boolean);
 }
@@ -96,10 +108,10 @@ function responseParts(samples, sample, opened, query) {
   const title = el("h4", {}, "Response");
   if (!opened.tokens) {
     const text = el("div", { class: "text" });
-    for (const turn of turnsOf(opened.response, "assistant")) {
-      text.append(turnElement(opened.response, turn, (block, from, to) => longText(block, opened.response.slice(from, to), query), { marks: true }));
-    }
-    const said = samples.vocabulary ? "Its text is not the text of its tokens, so their limits are not known." : "The limits of its tokens are not known.";
+    const put = (block, from, to) => longText(block, opened.response.slice(from, to), query);
+    text.append(...turnsOf(opened.response, "assistant").map((turn) => turnElement(opened.response, turn, put, { marks: true })));
+    const why = samples.vocabulary ? "Its text is not the text of its tokens, so" : "The run’s tokenizer is missing, so";
+    const said = `${why} it is not known where each token ends.`;
     return [title, el("p", { class: "dim small" }, said), text];
   }
   if (opened.tokens.start === opened.tokens.end) return [title, el("p", { class: "dim" }, "It is empty.")];
@@ -173,9 +185,9 @@ function sideBySide(samples, prompt, links) {
   };
   choice.addEventListener("change", () => draw(STEP));
   draw(STEP);
-  const sampleCount = `${rows.length} sample${rows.length === 1 ? "" : "s"} in ${groups.length} group${groups.length === 1 ? "" : "s"}`;
+  const counted = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
   return el("div", { class: "prompt-view" },
     el("div", { class: "card" }, el("h4", {}, "Prompt"), promptElement(samples.prompts[prompt], links.query)),
-    el("div", { class: "controls" }, el("label", {}, "show", choice), el("span", {}, sampleCount)),
+    el("div", { class: "controls" }, el("label", {}, "show", choice), el("span", {}, `${counted(rows.length, "sample")} in ${counted(groups.length, "group")}`)),
     strip);
 }

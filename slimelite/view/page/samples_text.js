@@ -60,11 +60,13 @@ const HEADS = new RegExp(
   ].map((head) => head.source).join("|"),
   "g",
 );
-const TURN_END = /(?:<\|im_end\|>|<\|eot_id\|>|<\|eom_id\|>|<end_of_turn>|<\|end\|>|<\|return\|>|<\|call\|>|<｜end▁of▁sentence｜>|<\/s>|<\|endoftext\|>)\s*$/;
+const TURN_END = /(?:<\|(?:im_end|eot_id|eom_id|end|return|call|endoftext)\|>|<end_of_turn>|<｜end▁of▁sentence｜>|<\/s>)\s*$/;
 const TURN_BEGIN = /^(?:<\|begin_of_text\|>|<bos>|<s>|<｜begin▁of▁sentence｜>|<\|endoftext\|>|\[gMASK\]|<sop>)+\s*$/;
 const BLOCKS = /<(think|tool_call|tool_response|tool_result|tools|answer)>([\s\S]*?)(?:<\/\1>|$)/g;
 const MOST = 500; // turns of a text, and blocks of a turn: a text of nothing but marks would be as many elements
-const NAMES = { INST: "user", "/INST": "assistant", User: "user", Assistant: "assistant", model: "assistant", ipython: "tool", observation: "tool" };
+const NAMES = {
+  INST: "user", "/INST": "assistant", User: "user", Assistant: "assistant", model: "assistant", ipython: "tool", observation: "tool",
+};
 
 /**
  * The turns of a text with chat marks: [{role, start, body, stop, end}], offsets of the whole turn and of its body

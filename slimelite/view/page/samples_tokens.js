@@ -15,7 +15,8 @@ function tokenMeasures(samples, sample, tokens) {
   const own = (name) => tokens.columns[name] !== undefined;
   const found = {};
   if (own("difference")) {
-    found.difference = { title: "trainer − engine", unit: "log-prob", value: of("difference"), digits: 4, scale: "both", limit: 0.1 };
+    const [title, unit] = ["trainer − engine", "log-prob"];
+    found.difference = { title, unit, value: of("difference"), digits: 4, scale: "both", limit: 0.1 };
   }
   if (own("entropy")) found.entropy = { title: "entropy", unit: "nats", value: of("entropy"), digits: 3, scale: "more", limit: 3 };
   if (own("engine")) found.engine = { title: "engine’s log-prob", value: of("engine"), digits: 3, scale: "less", limit: 5 };
@@ -24,13 +25,16 @@ function tokenMeasures(samples, sample, tokens) {
     found.trainer = { title: "trainer’s log-prob", value, digits: 3, scale: "less", limit: 5 };
   }
   const perToken = own("advantages");
-  const advantage = perToken ? of("advantages") : (k) => (tokens.columns.mask[tokens.start + k] ? columns.advantage[sample] : NaN);
+  const ofSample = (k) => (tokens.columns.mask[tokens.start + k] ? columns.advantage[sample] : NaN);
+  const advantage = perToken ? of("advantages") : ofSample;
   const limit = Math.max(0, ...sampled(columns.advantage.filter(Number.isFinite)).map(Math.abs)) || 1;
-  found.advantage = { title: perToken ? "advantage" : "advantage of the sample", value: advantage, digits: 3, scale: "both", limit };
+  const title = perToken ? "advantage" : "advantage of the sample";
+  found.advantage = { title, value: advantage, digits: 3, scale: "both", limit };
   if (own("version")) {
     const versions = Array.from({ length: count }, (_, k) => tokenNumber(tokens, "version", k)).filter(Number.isFinite);
     const [oldest, newest] = versions.reduce(([a, b], v) => [Math.min(a, v), Math.max(b, v)], [Infinity, -Infinity]);
-    found.version = { title: "weight version", value: of("version"), digits: 0, scale: "steps", newest, limit: Math.max(1, newest - oldest) };
+    const span = Math.max(1, newest - oldest);
+    found.version = { title: "weight version", value: of("version"), digits: 0, scale: "steps", newest, limit: span };
   }
   found.mask = { title: "in the loss", value: of("mask"), digits: 0, scale: "mask", limit: 1 };
   const known = new Set(["token", "lengths", "mask", "engine", "difference", "entropy", "version", "advantages"]);
@@ -67,15 +71,18 @@ function shownNumber(value, digits) {
 
 /** The scale of a measure, its ends, and what a token without value or outside the loss looks like. */
 function legend(measure, lacks) {
-  const { scale, limit, digits } = measure;
-  const round = (value) => (scale === "steps" ? String(measure.newest - value) : number(value).replace("-", "−"));
-  const ends = { both: [`−${number(limit)}`, "0", `+${number(limit)}`], more: ["0", number(limit)], less: [`−${number(limit)}`, "0"] };
-  const labels = scale === "mask" ? ["no", "yes"] : scale === "steps" ? [round(limit), round(0)] : ends[scale];
+  const { scale, limit } = measure;
+  const [low, high] = {
+    both: [`−${number(limit)}`, `+${number(limit)}`],
+    more: ["0", number(limit)],
+    less: [`−${number(limit)}`, "0"],
+    steps: [String(measure.newest - limit), String(measure.newest)],
+    mask: ["no", "yes"],
+  }[scale];
   return el("div", { class: "legend" },
-    el("span", { class: "dim" }, labels[0]),
+    el("span", { class: "dim" }, low),
     el("i", { class: `scale ${scale}` }),
-    labels.length === 3 ? null : el("span", { class: "dim" }, labels[1]),
-    labels.length === 3 ? el("span", { class: "dim" }, labels[2]) : null,
+    el("span", { class: "dim" }, high),
     measure.unit ? el("span", { class: "dim" }, measure.unit) : null,
     lacks ? el("span", { class: "key" }, el("b", { class: "token none" }, "no value")) : null,
     el("span", { class: "key" }, el("b", { class: "token masked" }, "not in the loss")),
@@ -89,11 +96,13 @@ function tokensElement(samples, opened, measures, query) {
   const spans = samples.spans(tokens);
   const starts = offsets(spans.map((span) => span.text.length));
   const hits = findHits(response, query);
-  const root = el("div", { class: "text tokens", tabindex: 0, role: "group", "aria-label": "Response; arrow keys go from token to token" });
-  let [painted, drawn] = [null, []];
+  const says = "Response; arrow keys go from token to token";
+  const root = el("div", { class: "text tokens", tabindex: 0, role: "group", "aria-label": says });
+  let [painted, drawn, nextHit] = [null, [], 0];
 
   const element = (span, i) => {
-    const hit = hits.some(([start, end]) => start < starts[i + 1] && end > starts[i]);
+    while (nextHit < hits.length && hits[nextHit][1] <= starts[i]) nextHit++;
+    const hit = nextHit < hits.length && hits[nextHit][0] < starts[i + 1];
     const masked = span.tokens.every((k) => !tokens.columns.mask[tokens.start + k]);
     const { name, id } = samples.token(tokens, span.tokens[0]);
     const empty = span.text === "";
@@ -114,7 +123,7 @@ function tokensElement(samples, opened, measures, query) {
     }
   };
   const draw = (limit) => {
-    drawn = [];
+    [drawn, nextHit] = [[], 0];
     let next = 0;
     const last = Math.min(limit, spans.length);
     const put = (block, start, end) => {
@@ -200,6 +209,8 @@ function tokenNumbers(samples, tokens, measures, span, k) {
   const shared = span.tokens.length > 1 ? " part of" : "";
   const text = span.text || name || "";
   return el("div", {},
-    el("div", { class: "head" }, el("span", {}, `${k + 1}${shared} `, el("code", {}, ...textNodes(JSON.stringify(text)))), el("span", { class: "dim" }, `id ${id}`)),
+    el("div", { class: "head" },
+      el("span", {}, `${k + 1}${shared} `, el("code", {}, ...textNodes(JSON.stringify(text)))),
+      el("span", { class: "dim" }, `id ${id}`)),
     el("table", {}, ...rows));
 }
