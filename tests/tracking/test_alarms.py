@@ -1,9 +1,11 @@
-"""Alarms: on made-up metrics, and as a run says them."""
+"""Alarms: on made-up metrics, on those of real runs with planted faults and without, and as a run says them."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,30 @@ def test_noise_is_no_alarm(seed: int) -> None:
         }
 
     assert replay(records(change, 100)) == []
+
+
+def recorded() -> dict[str, list[Record]]:
+    """The runs of scripts/planted_faults_table.py --csv, by name."""
+    runs: dict[str, list[Record]] = defaultdict(list)
+    with (ROOT / "tests/fixtures/alarms.csv").open() as file:
+        for row in csv.DictReader(file):
+            values = {name: float(text) for name, text in row.items() if text and name != "run"}
+            scores = {name: value for name, value in values.items() if name.startswith("eval/")}
+            ids = {"rollout/step": values["rollout/step"]} if "rollout/step" in values else {}
+            runs[row["run"]] += [{"kind": "rollout", **values}] if ids else []
+            runs[row["run"]] += [{"kind": "eval", **scores}] if scores else []
+            runs[row["run"]] += [{"kind": "perf", **ids}] if ids else []
+    return runs
+
+
+def test_planted_faults_are_found_and_ten_healthy_seeds_are_silent() -> None:
+    found = {run: {a.kind: a.rollout_id for a in replay(of_run)} for run, of_run in recorded().items()}
+    assert found.pop("length") == {"truncation": 16, "length": 19, "reward_without_eval": 19, "all_right": 39}
+    assert found.pop("label") == {"all_wrong": 2}
+    assert found.pop("lr") == {"reward_collapse": 2, "truncation": 5}
+    assert found.pop("filter") == {"filtered": 0}
+    assert found.pop("stale") == {"mismatch": 2, "stale": 5}
+    assert found == {f"seed-{i}": {} for i in range(10)}
 
 
 def test_advice_names_flags_that_exist_and_the_docs_have_it() -> None:
