@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import train
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.table import SampleTable
 
-from .conftest import metrics
+from .conftest import ROOT, metrics, run_process
 
 pytestmark = pytest.mark.e2e
 
@@ -47,36 +49,47 @@ def test_preferences_are_learned_and_a_resumed_run_equals_a_straight_one(sft: Pa
         assert metrics(resumed, name) == whole[len(whole) // 2 :], name
 
 
-def test_pairs_made_of_a_runs_own_rollouts(grpo_args: list[str], sft: Path, tmp_path: Path) -> None:
+def test_pairs_made_of_a_runs_own_rollouts(
+    grpo_args: list[str], sft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A saved response ends with its end token, and is trained on as it was sampled: with that one."""
-    sampled = tmp_path / "sampled"
+    sampled, path = tmp_path / "sampled", tmp_path / "pairs.parquet"
     flags = ("--launcher", "local", "--debug-rollout-only", "--num-rollout", "1", "--run-dir", str(sampled))
     assert train.main([*grpo_args, *flags]) == 0
-    saved = SampleTable.from_parquet(sampled / "rollouts" / "0000000.parquet")
-    rows, answers = [], {}
-    for group in dict.fromkeys(saved.group_id.tolist()):
-        members = [row for row in np.flatnonzero(saved.group_id == group) if saved.status[row] == "completed"]
-        best, worst = (pick(members, key=lambda row: saved.reward[row], default=None) for pick in (max, min))
-        if best is not None and saved.response[best] != saved.response[worst]:
-            replies = {"chosen": saved.response[best], "rejected": saved.response[worst]}
-            rows.append({"prompt": saved.prompt[best], **replies})
-            answers[saved.response[best]] = saved.row_slice("response_tokens", best).tolist()
+    made = run_process(sys.executable, str(ROOT / "scripts" / "make_pairs.py"), str(sampled), "-o", str(path))
+    assert made.returncode == 0, made.stderr
+    rows = pq.read_table(path).to_pylist()
     assert len(rows) > 2
+    assert all(row["score_chosen"] > row["score_rejected"] for row in rows)
+    saved = SampleTable.from_parquet(sampled / "rollouts" / "0000000.parquet")
+    tokens = {
+        (saved.prompt[row], saved.response[row]): [
+            saved.row_slice(f"{part}_tokens", row).tolist() for part in ("prompt", "response")
+        ]
+        for row in range(len(saved))
+    }
     end = load_tokenizer(str(sft / "model")).eos_token
-    assert all(row["chosen"].endswith(end) for row in rows)
-    asked = [{**row, "prompt": [{"role": "user", "content": "3+4=?"}]} for row in rows]
-    for name, data in (("text", rows), ("chat", asked)):
-        path, run = tmp_path / f"{name}.jsonl", tmp_path / name
-        path.write_text("".join(json.dumps(row) + "\n" for row in data))
+    assert all(row[reply].endswith(end) for row in rows for reply in ("chosen", "rejected"))
+    (tmp_path / "chat.jsonl").write_text(
+        "".join(json.dumps({**row, "prompt": [{"role": "user", "content": "3+4=?"}]}) + "\n" for row in rows)
+    )
+    for data in (path, tmp_path / "chat.jsonl"):
+        run = tmp_path / data.stem
         command = (
-            *("--hf-checkpoint", str(sft / "model"), "--prompt-data", str(path), "--input-key", "prompt"),
+            *("--hf-checkpoint", str(sft / "model"), "--prompt-data", str(data), "--input-key", "prompt"),
             *("--loss-type", "dpo_loss", "--rollout-batch-size", str(len(rows)), "--lr", "3e-4", "--launcher", "local"),
             *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048", "--num-rollout", "1", "--run-dir", str(run)),
         )
+        capsys.readouterr()
+        assert train.main([*command, "--dry-run"]) == 0
+        (shown,) = [line for line in capsys.readouterr().out.splitlines() if "the first pair: chosen" in line]
+        assert shown.count(end) == 2, "one a reply"
         assert train.main([*command]) == 0
         assert metrics(run, "train/dpo_loss") == [pytest.approx(np.log(2), abs=1e-3)]
         trained = SampleTable.from_parquet(run / "rollouts" / "0000000.parquet")
         assert all(response.count(end) == 1 for response in trained.response)
-        chosen = [trained.row_slice("response_tokens", row).tolist() for row in range(0, len(trained), 2)]
-        if name == "text":
-            assert chosen == list(answers.values())
+        if data is path:
+            for row in range(len(trained)):
+                prompt, response = tokens[trained.prompt[row], trained.response[row]]
+                assert trained.row_slice("prompt_tokens", row).tolist() == prompt
+                assert trained.row_slice("response_tokens", row).tolist() == response
