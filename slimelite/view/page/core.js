@@ -84,12 +84,16 @@ function address(name, params = {}) {
   return `#${name}${query ? "?" + query : ""}`;
 }
 
-/** Open a tab, at a place of it. */
+/** Open a tab, at a place of it, at once; a change of location.hash would open it a little later. */
 function go(name, params = {}) {
-  location.hash = address(name, params);
+  const place = address(name, params);
+  if (location.hash !== place) history.pushState(null, "", place);
+  open();
 }
 
-function open(data) {
+let everything = null; // the payload, once the page has started
+
+function open() {
   const [wanted, query] = location.hash.slice(1).split("?");
   const name = tabs.has(wanted) ? wanted : tabs.keys().next().value;
   for (const [other, { button, panel }] of tabs) {
@@ -102,7 +106,7 @@ function open(data) {
   const entry = tabs.get(name);
   if (!entry.opened) {
     entry.opened = true;
-    entry.shown = entry.render(entry.panel, data) ?? null;
+    entry.shown = entry.render(entry.panel, everything) ?? null;
   }
   if (entry.shown) entry.shown(new URLSearchParams(query ?? ""));
 }
@@ -158,7 +162,7 @@ function payload() {
 }
 
 function start() {
-  const data = payload();
+  const data = (everything = payload());
   const bar = el("div", { role: "tablist", "aria-label": "Parts of the page", onkeydown: moveAlong });
   for (const [name, { button }] of tabs) {
     button.addEventListener("click", () => go(name));
@@ -168,8 +172,8 @@ function start() {
     el("header", {}, el("h1", {}, "slimelite"), bar, el("span", { class: "spring" }), written(data), themeButton()),
     el("main", {}, ...[...tabs.values()].map((entry) => entry.panel)),
   );
-  addEventListener("hashchange", () => open(data));
-  open(data);
+  addEventListener("hashchange", open);
+  open();
 }
 
 /** When the file was written; for a page that is rewritten during the run also a switch that loads it again. */
