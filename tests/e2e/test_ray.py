@@ -68,7 +68,7 @@ def test_grpo_learns(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
         (bar["worker"], bar["name"]) for bar in bars
     }
     # clocks agree: an engine generates within the call that the rollout's side waits for
-    outer = [bar for bar in bars if (bar["worker"], bar["name"]) == ("rollout", "generate")]
+    outer = [bar for bar in bars if bar["worker"] == "rollout" and bar["name"] in ("generate", "evaluate")]
     for inner in (bar for bar in bars if (bar["worker"], bar["name"]) == ("engine_0", "generate")):
         assert any(o["ts"] < inner["ts"] and inner["ts"] + inner["dur"] < o["ts"] + o["dur"] + 1e4 for o in outer)
     assert list(run.rglob("events.out.tfevents.*"))
