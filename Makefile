@@ -21,4 +21,7 @@ lint: ## linter, formatter and type checker
 docs: ## pages that are generated
 	$(BIN)/python scripts/generate_argument_docs.py
 
-.PHONY: help setup test quick lint docs
+site: ## docs/ as a site in build/site
+	$(BIN)/mkdocs build --strict
+
+.PHONY: help setup test quick lint docs site

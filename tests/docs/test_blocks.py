@@ -1,0 +1,117 @@
+"""Every shell block of README.md and docs/ is run as it stands, or says why it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import PAGES, ROOT, blocks
+
+# these pages have a test of their own, which runs their blocks
+ELSEWHERE = {"docs/extending.md": "tests/test_extending.py"}
+RUN = {str(page.relative_to(ROOT)): page for page in PAGES if any(block.why is None for block in blocks(page))}
+# the suite does not start itself
+THIS_SUITE = re.compile(r"^bash scripts/test\.sh.*\n", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The checkout's files in a folder of their own, with a .venv as scripts/setup.sh leaves it."""
+    folder = tmp_path_factory.mktemp("clone") / "slimelite"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    binaries = folder / ".venv" / "bin"
+    binaries.mkdir(parents=True)
+    here = Path(sys.executable).parent
+    (binaries / "activate").write_text(f"export PATH={here}:$PATH\n")
+    for name in ("python", "pip", "ray", "pytest", "slimelite"):
+        (binaries / name).write_text(f'#!/bin/sh\nexec {here / name} "$@"\n')
+        (binaries / name).chmod(0o755)
+    digest = "cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1"
+    versions = subprocess.run(["bash", "-c", digest], cwd=folder, check=True, capture_output=True, text=True).stdout
+    for gpu in ("true", "false"):
+        for dev in ("true", "false"):
+            (folder / ".venv" / f".slimelite-{versions.strip()}-gpu-{gpu}-dev-{dev}").touch()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("page", [name for name in RUN if name not in ELSEWHERE])
+@pytest.mark.timeout(900)
+def test_the_blocks_of_a_page_run_as_pasted(page: str, clone: Path) -> None:
+    pasted = "\n".join(block.text for block in blocks(ROOT / page) if block.why is None)
+    env = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(clone),  # the console script is installed from elsewhere
+    }
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", THIS_SUITE.sub("", pasted)],
+        cwd=clone,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    if page in CHECKS:
+        CHECKS[page](clone, done.stdout)
+
+
+def curve(run: Path, name: str) -> list[float]:
+    """The values of a metric of a run folder, in order."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows if name in row]
+
+
+def check_readme(clone: Path, printed: str) -> None:
+    """The quickstart learns; the run by hand learns the format, and goes on from it."""
+    assert curve(clone / "runs/quickstart/seed-0/grpo", "eval/heldout")[-1] >= 0.9
+    assert "ready to start" in printed
+    sft, grpo = sorted((clone / "runs").glob("*-*"), key=lambda folder: folder.stat().st_ctime)
+    losses = curve(sft, "train/loss")
+    assert losses[-1] < losses[0] / 2, "SFT learns"
+    assert max(curve(grpo, "rollout/raw_reward")) > 0, "GRPO goes on from what SFT saved"
+
+
+def check_tutorial(clone: Path, printed: str) -> None:
+    """What the text of the tutorial says is seen."""
+    runs = clone / "runs" / "tutorial"
+    scores = curve(runs / "rule", "eval/heldout")
+    assert scores[-1] > scores[0]
+    assert curve(runs / "mine", "rollout/reward/right")
+    assert len(curve(runs / "long", "rollout/raw_reward")) == 15, "the second command went on with the first one's run"
+    for name in ("rule.html", "both.html"):
+        assert (runs / name).stat().st_size > 10_000
+    assert "custom_rm_path" in printed.replace("-", "_"), "compare shows the flags that differ"
+
+
+CHECKS = {"README.md": check_readme, "docs/tutorial.md": check_tutorial}
+
+
+def test_pages_with_a_test_of_their_own_have_one() -> None:
+    for page, test in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / test).read_text()
+
+
+def test_a_block_that_is_not_run_says_why() -> None:
+    reasons = [block.why for page in PAGES for block in blocks(page) if block.why is not None]
+    assert all(len(reason.split()) >= 2 for reason in reasons)
