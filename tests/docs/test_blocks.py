@@ -18,8 +18,11 @@ from tests.docs.blocks import PAGES, ROOT, blocks
 # these pages have a test of their own, which runs their blocks
 ELSEWHERE = {"docs/extending.md": "tests/test_extending.py"}
 RUN = {str(page.relative_to(ROOT)): page for page in PAGES if any(block.why is None for block in blocks(page))}
-# the suite does not start itself
-THIS_SUITE = re.compile(r"^bash scripts/test\.sh.*\n", re.MULTILINE)
+# the suite does not start itself, and what README ran is there for the tutorial
+LEFT_OUT = {
+    "README.md": re.compile(r"^bash scripts/test\.sh.*\n", re.MULTILINE),
+    "docs/tutorial.md": re.compile(r"^bash scripts/quickstart\.sh\n", re.MULTILINE),
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.timeout(900)
 def test_the_blocks_of_a_page_run_as_pasted(page: str, clone: Path) -> None:
     pasted = "\n".join(block.text for block in blocks(ROOT / page) if block.why is None)
+    if page in LEFT_OUT:
+        pasted, count = LEFT_OUT[page].subn("", pasted)
+        assert count == 1
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -65,7 +71,7 @@ def test_the_blocks_of_a_page_run_as_pasted(page: str, clone: Path) -> None:
         "PYTHONPATH": str(clone),  # the console script is installed from elsewhere
     }
     done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", THIS_SUITE.sub("", pasted)],
+        ["bash", "-e", "-o", "pipefail", "-c", pasted],
         cwd=clone,
         env=env,
         capture_output=True,
@@ -84,7 +90,9 @@ def curve(run: Path, name: str) -> list[float]:
 
 def check_readme(clone: Path, printed: str) -> None:
     """The quickstart learns; the run by hand learns the format, and goes on from it."""
-    assert curve(clone / "runs/quickstart/seed-0/grpo", "eval/heldout")[-1] >= 0.9
+    scores = curve(clone / "runs/quickstart/seed-0/grpo", "eval/heldout")
+    assert scores[0] < 0.4
+    assert scores[-1] >= 0.9
     assert "ready to start" in printed
     sft, grpo = sorted((clone / "runs").glob("*-*"), key=lambda folder: folder.stat().st_ctime)
     losses = curve(sft, "train/loss")
@@ -96,11 +104,11 @@ def check_tutorial(clone: Path, printed: str) -> None:
     """What the text of the tutorial says is seen."""
     runs = clone / "runs" / "tutorial"
     scores = curve(runs / "rule", "eval/heldout")
-    assert scores[-1] > scores[0]
+    assert scores[-1] > scores[0] + 0.3, "it learns to write the steps"
     assert curve(runs / "mine", "rollout/reward/right")
-    assert len(curve(runs / "long", "rollout/raw_reward")) == 15, "the second command went on with the first one's run"
-    for name in ("rule.html", "both.html"):
-        assert (runs / name).stat().st_size > 10_000
+    assert len(curve(runs / "long", "rollout/raw_reward")) == 7, "the second command went on with the first one's run"
+    for page in (clone / "quickstart.html", runs / "both.html"):
+        assert page.stat().st_size > 10_000
     assert "custom_rm_path" in printed.replace("-", "_"), "compare shows the flags that differ"
 
 
