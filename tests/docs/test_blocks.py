@@ -43,9 +43,11 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     binaries = folder / ".venv" / "bin"
     binaries.mkdir(parents=True)
     here = Path(sys.executable).parent
-    (binaries / "activate").write_text(f"export PATH={here}:$PATH\n")
+    (binaries / "activate").write_text(f"export PATH={binaries}:$PATH\n")
     for name in ("python", "pip", "ray", "pytest", "slimelite"):
-        (binaries / name).write_text(f'#!/bin/sh\nexec {here / name} "$@"\n')
+        # nothing may be installed from a folder that is removed afterwards
+        refused = 'case "$*" in *"pip "*install*) echo "pip install: not here" >&2; exit 1;; esac'
+        (binaries / name).write_text(f'#!/bin/sh\n{refused}\nexec {here / name} "$@"\n')
         (binaries / name).chmod(0o755)
     digest = "cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1"
     versions = subprocess.run(["bash", "-c", digest], cwd=folder, check=True, capture_output=True, text=True).stdout
