@@ -16,7 +16,17 @@ from slimelite.arguments.vocabulary import known_flags
 ROOT = Path(__file__).resolve().parents[2]
 # pages whose flags are all train.py's, or those of a command that the page shows
 PAGES = ("from_trl.md", "from_verl.md", "faq.md", "troubleshooting.md", "user_guide.md")
-OTHER_COMMANDS = {"--pid", "--ipc", "--address", "--nodes", "--follow", "--help"}
+OTHER_COMMANDS = {
+    "--help-all",
+    "--rm-label",
+    "--rm-response",
+    "--pid",
+    "--ipc",
+    "--address",
+    "--nodes",
+    "--follow",
+    "--help",
+}
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
