@@ -17,7 +17,6 @@ from tests.docs.blocks import PAGES, ROOT, blocks
 
 # these pages have a test of their own, which runs their blocks
 ELSEWHERE = {"docs/extending.md": "tests/test_extending.py"}
-RUN = {str(page.relative_to(ROOT)): page for page in PAGES if any(block.why is None for block in blocks(page))}
 # the suite does not start itself, and what README ran is there for the tutorial
 LEFT_OUT = {
     "README.md": re.compile(r"^bash scripts/test\.sh.*\n", re.MULTILINE),
@@ -58,10 +57,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.e2e
-@pytest.mark.parametrize("page", [name for name in RUN if name not in ELSEWHERE])
-@pytest.mark.timeout(900)
-def test_the_blocks_of_a_page_run_as_pasted(page: str, clone: Path) -> None:
+def paste(page: str, clone: Path) -> str:
+    """Run the blocks of a page in one shell; returns what they printed."""
     pasted = "\n".join(block.text for block in blocks(ROOT / page) if block.why is None)
     if page in LEFT_OUT:
         pasted, count = LEFT_OUT[page].subn("", pasted)
@@ -71,17 +68,18 @@ def test_the_blocks_of_a_page_run_as_pasted(page: str, clone: Path) -> None:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(clone),  # the console script is installed from elsewhere
+        "PATH": f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}",
     }
-    done = subprocess.run(
-        ["bash", "-e", "-o", "pipefail", "-c", pasted],
-        cwd=clone,
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    command = ["bash", "-e", "-o", "pipefail", "-c", pasted]
+    done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    if page in CHECKS:
-        CHECKS[page](clone, done.stdout)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def after_readme(clone: Path) -> tuple[Path, str]:
+    """The clone in which the blocks of README.md were run, as other pages ask for, and what was printed."""
+    return clone, paste("README.md", clone)
 
 
 def curve(run: Path, name: str) -> list[float]:
@@ -90,8 +88,11 @@ def curve(run: Path, name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-def check_readme(clone: Path, printed: str) -> None:
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+def test_readme_runs_as_pasted(after_readme: tuple[Path, str]) -> None:
     """The quickstart learns; the run by hand learns the format, and goes on from it."""
+    clone, printed = after_readme
     scores = curve(clone / "runs/quickstart/seed-0/grpo", "eval/heldout")
     assert scores[0] < 0.4
     assert scores[-1] >= 0.9
@@ -102,19 +103,43 @@ def check_readme(clone: Path, printed: str) -> None:
     assert max(curve(grpo, "rollout/raw_reward")) > 0, "GRPO goes on from what SFT saved"
 
 
-def check_tutorial(clone: Path, printed: str) -> None:
-    """What the text of the tutorial says is seen."""
-    runs = clone / "runs" / "tutorial"
-    scores = curve(runs / "rule", "eval/heldout")
-    assert scores[-1] > scores[0] + 0.3, "it learns to write the steps"
-    assert curve(runs / "mine", "rollout/reward/right")
-    assert len(curve(runs / "long", "rollout/raw_reward")) == 7, "the second command went on with the first one's run"
-    for page in (clone / "quickstart.html", runs / "both.html"):
-        assert page.stat().st_size > 10_000
-    assert "custom_rm_path" in printed.replace("-", "_"), "compare shows the flags that differ"
+# page -> run folders that its blocks make, each with a metric that shows what the page is about and how often it stands
+SHOWN: dict[str, dict[str, tuple[str, int]]] = {
+    "docs/tutorial.md": {
+        "tutorial/rule": ("eval/heldout", 3),
+        "tutorial/mine": ("rollout/reward/right", 10),
+        "tutorial/long": ("rollout/raw_reward", 7),
+    },
+    "docs/examples/reward_components/README.md": {"examples/reward_components": ("rollout/reward/shown", 2)},
+    "docs/examples/advantage_and_loss/README.md": {"examples/advantage_and_loss": ("train/bad_tokens", 2)},
+    "docs/examples/filter_and_curriculum/README.md": {"examples/filter_and_curriculum": ("rollout/dropped_groups", 2)},
+    "docs/examples/own_data/README.md": {"examples/own_data": ("rollout/raw_reward", 2)},
+    "docs/examples/sft_then_grpo/README.md": {
+        "examples/sft_then_grpo/sft": ("train/loss", 20),
+        "examples/sft_then_grpo/grpo": ("rollout/raw_reward", 2),
+    },
+    "docs/examples/dpo_from_rollouts/README.md": {"examples/dpo": ("train/rewards/accuracies", 2)},
+    "docs/examples/sweep/README.md": {"examples/lr-1e-4": ("eval/heldout", 2), "examples/lr-1e-3": ("eval/heldout", 3)},
+    "docs/examples/offline_rl/README.md": {"examples/offline": ("train/mismatch_k3", 2)},
+}
 
 
-CHECKS = {"README.md": check_readme, "docs/tutorial.md": check_tutorial}
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", SHOWN)
+def test_a_page_runs_as_pasted(page: str, after_readme: tuple[Path, str]) -> None:
+    clone, _ = after_readme
+    paste(page, clone)
+    for run, (metric, count) in SHOWN[page].items():
+        assert len(curve(clone / "runs" / run, metric)) == count
+    if page == "docs/tutorial.md":
+        scores = curve(clone / "runs/tutorial/rule", "eval/heldout")
+        assert scores[-1] > scores[0] + 0.3, "it learns to write the steps"
+
+
+def test_every_page_with_a_block_to_run_has_a_test() -> None:
+    pages = {str(page.relative_to(ROOT)) for page in PAGES if any(block.why is None for block in blocks(page))}
+    assert pages == {"README.md", *SHOWN, *ELSEWHERE}
 
 
 def test_pages_with_a_test_of_their_own_have_one() -> None:

@@ -1,0 +1,20 @@
+"""Later tokens get more of the advantage, and bad responses half of it."""
+
+import torch
+
+
+def advantages(args, table, columns):
+    """Token t of a response of T tokens gets 2 (t + 1) / (T + 1) of its group's advantage: on average all of it."""
+    rows = columns.segments
+    starts = torch.from_numpy(table.response_offsets[:-1])[rows]
+    lengths = torch.from_numpy(table.response_lengths)[rows]
+    position = torch.arange(len(rows)) - starts
+    share = 2 * (position + 1) / (lengths + 1)
+    columns.advantages = torch.from_numpy(table.advantage)[rows].float() * share
+
+
+def loss(args, inputs, log_probs, entropy):
+    """REINFORCE; a metric is a sum and the weight it is divided by, so that packing does not change it."""
+    weights = torch.where(inputs.advantages > 0, inputs.advantages, 0.5 * inputs.advantages)
+    bad = (inputs.advantages < 0) & inputs.mask
+    return -weights * log_probs, {"bad_tokens": (bad.sum(), inputs.mask.sum())}
