@@ -176,17 +176,20 @@ def test_the_tokenizer_of_a_relative_folder_is_found_from_the_run(run: Path) -> 
     assert samples(Run.read(run))["notes"] == []
 
 
-def test_advantages_of_tokens_are_kept_and_their_mean_is_the_samples(run: Path) -> None:
+def test_advantages_and_weights_of_tokens_are_kept_and_a_sample_has_the_mean_advantage(run: Path) -> None:
     path = run / "rollouts" / "0000000.parquet"
     table = SampleTable.from_parquet(path)
     table.advantages = np.linspace(-1, 1, len(table.response_tokens), dtype=np.float32)
+    table.loss_weights = np.linspace(0, 1, len(table.response_tokens), dtype=np.float32)
     table.to_parquet(path)
     data = samples(Run.read(run))
     found = unpack(data["index"])[1]["advantage"]
     for row in range(4):
         trained = table.row_slice("advantages", row)[table.row_slice("loss_mask", row)]
         assert found[row] == pytest.approx(trained.mean())
-    assert unpack(data["chunks"][0])[1]["advantages"].tolist() == table.advantages.tolist()
+    chunk = unpack(data["chunks"][0])[1]
+    assert chunk["advantages"].tolist() == table.advantages.tolist()
+    assert chunk["loss_weights"].tolist() == table.loss_weights.tolist()
 
 
 def test_a_broken_file_is_named_and_the_others_are_shown(run: Path) -> None:

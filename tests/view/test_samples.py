@@ -61,9 +61,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             turns.append_response_tokens(tokens=ids[own:], trainable=False)
             turns.response, turns.status = TURNS, Sample.Status.TRUNCATED
         table = save(folder / "rollouts" / f"{i:07d}.parquet", groups, "right")
-        if i == 2:
-            table.loss_weights = np.full(len(table.response_tokens), 0.00125, np.float32)
-            table.to_parquet(folder / "rollouts" / "0000002.parquet")
         if i in (2, 3):
             save_stats(folder / "token_stats" / f"{i:07d}.parquet", table, lambda row: row % 4 != 2)
         answers = [[sample(tokenizer, g, g, CHAT.format(f"{g} + 1"), f"{g}", float(g <= i))] for g in range(5)]
@@ -92,15 +89,11 @@ def shown(page: Page) -> list[list[str]]:
     )
 
 
-def level(page: Page, name: str) -> str:
-    return page.locator(f"[data-level={name}]").inner_text()
-
-
-def found(page: Page, said: str) -> None:
-    """Wait until the search has come to its end."""
+def level(page: Page, name: str, said: str) -> None:
+    """Wait until the button of a level has this text."""
     from playwright.sync_api import expect
 
-    expect(page.locator("[data-level=samples]")).to_have_text(said)
+    expect(page.locator(f"[data-level={name}]")).to_have_text(said)
 
 
 def test_from_rollouts_to_groups_to_samples_and_back(file: Path, open_page: OpenPage) -> None:
@@ -108,23 +101,19 @@ def test_from_rollouts_to_groups_to_samples_and_back(file: Path, open_page: Open
     rows = shown(page)
     assert [row[0] for row in rows] == [f"rollout {i}" for i in range(6)]
     assert [row[2] for row in rows] == ["0.25", "0.5", "0.75", "1", "1", "1"]
-    assert [level(page, name) for name in ("rollouts", "groups", "samples", "prompts")] == [
-        "Rollouts 6",
-        "Groups 48",
-        "Samples 192",
-        "Prompts 9",
-    ]
+    for text in ("Rollouts 6", "Groups 48", "Samples 192", "Prompts 9"):
+        level(page, text.split()[0].lower(), text)
     page.locator(".rows .row").nth(2).click()
+    level(page, "groups", "Groups 8")
     assert len(shown(page)) == 8
-    assert level(page, "groups") == "Groups 8"
     page.locator(".rows .row").nth(3).click()
-    assert level(page, "samples") == "Samples 4"
+    level(page, "samples", "Samples 4")
     assert page.locator(".sample h3").inner_text() == "rollout 2 · sample 76"
     page.locator(".mate").nth(1).click()
     assert page.locator(".sample h3").inner_text() == "rollout 2 · sample 77"
     page.go_back()
     page.go_back()
-    assert level(page, "rollouts") == "Rollouts 6"
+    level(page, "rollouts", "Rollouts 6")
     page.locator(".row-box").focus()
     page.keyboard.press("ArrowDown")
     page.keyboard.press("ArrowDown")
@@ -146,29 +135,29 @@ def test_rows_are_sorted_and_filtered_by_their_numbers(file: Path, open_page: Op
 
     page.get_by_label("Add a filter").select_option("form")
     page.get_by_label("form from").fill("0.8")
-    assert level(page, "samples") == "Samples 24"
+    level(page, "samples", "Samples 24")
     page.get_by_label("Add a filter").select_option("right")
     page.get_by_label("right to").fill("0.5")
-    assert level(page, "samples") == "Samples 6"
+    level(page, "samples", "Samples 6")
     page.get_by_label("Remove the filter form").click()
-    assert level(page, "samples") == "Samples 48"
+    level(page, "samples", "Samples 48")
     page.get_by_label("Remove the filter right").click()
     page.get_by_label("Add a filter").select_option("status")
     page.get_by_label("status", exact=True).select_option("truncated")
-    assert level(page, "samples") == "Samples 1"
-    assert level(page, "rollouts") == "Rollouts 1"
+    level(page, "samples", "Samples 1")
+    level(page, "rollouts", "Rollouts 1")
     page.get_by_label("Which samples").select_option("dropped")
     page.get_by_label("Remove the filter status").click()
     page.get_by_label("Add a filter").select_option("dropped because")
     page.get_by_label("dropped because", exact=True).select_option("zero_std_0")
-    assert level(page, "samples") == "Samples 1"
+    level(page, "samples", "Samples 1")
 
 
 def test_a_sample_is_found_by_its_text_and_the_hits_are_marked(file: Path, open_page: OpenPage) -> None:
     page = open_page(file, "samples?level=samples")
     search = page.get_by_role("searchbox")
     search.fill("NAÏVE 你")
-    found(page, "Samples 1")
+    level(page, "samples", "Samples 1")
     row = page.locator(".rows .row")
     page.locator(".rows mark").wait_for()
     assert row.locator("mark").inner_text() == "naïve 你"
@@ -176,7 +165,7 @@ def test_a_sample_is_found_by_its_text_and_the_hits_are_marked(file: Path, open_
     page.locator(".sample .hit").first.wait_for()
     assert "".join(page.locator(".sample .hit").all_inner_texts()).strip() == "naïve 你"
     search.fill("7 + 7")  # in a prompt
-    found(page, "Samples 24")
+    level(page, "samples", "Samples 24")
     search.fill("nowhere")
     page.get_by_text("no sample has it").wait_for()
 
@@ -216,7 +205,6 @@ def test_each_token_has_its_text_and_the_numbers_of_the_parquet_files(
     assert engine["entropy"] == "0.500"
     assert engine["version"] == "1"
     assert engine["mask"] == "yes"
-    assert engine["loss_weights"] == "0.00125"
     assert float(engine["advantage"]) == pytest.approx(table.advantage[row], abs=5e-4)
     assert tool["engine"] == "– no engine sampled it"
     assert tool["mask"] == "no"
@@ -257,7 +245,7 @@ def test_one_prompt_through_the_run_side_by_side(file: Path, open_page: OpenPage
     assert cards.locator(".fact:first-child b").all_inner_texts() == ["0", "0", "0", "1", "1", "1"]
     page.get_by_label("Leave one prompt").click()
     page.get_by_label("Which samples").first.select_option("eval sums")
-    assert level(page, "rollouts") == "Evaluations 6"
+    level(page, "rollouts", "Evaluations 6")
     page.locator("[data-level=rollouts]").click()
     assert shown(page)[0][0].startswith("sums after rollout")
 
@@ -284,6 +272,50 @@ def test_hostile_texts_are_texts(file: Path, open_page: OpenPage) -> None:
     assert page.title() == "slimelite"
 
 
+SYSTEM, USER, ANSWER = ("system", "S"), ("user", "Q?"), ("assistant", "A")
+
+
+@pytest.mark.parametrize(
+    ("text", "turns"),
+    [
+        ("<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ?<|im_end|>\n<|im_start|>assistant\n", [SYSTEM, USER]),
+        (
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nQ?<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\nA<|eot_id|>",
+            [USER, ANSWER],
+        ),
+        ("<bos><start_of_turn>user\nQ?<end_of_turn>\n<start_of_turn>model\nA", [USER, ANSWER]),
+        (
+            "<|start|>system<|message|>S<|end|><|start|>user<|message|>Q?<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>A<|return|>",
+            [SYSTEM, USER, ANSWER],
+        ),
+        ("<|system|>\nS<|end|>\n<|user|>\nQ?<|end|>\n<|assistant|>\nA<|end|>", [SYSTEM, USER, ANSWER]),
+        ("<｜begin▁of▁sentence｜><｜User｜>Q?<｜Assistant｜>A<｜end▁of▁sentence｜>", [USER, ANSWER]),
+        ("<s>[INST] Q?[/INST] A</s>", [USER, ANSWER]),
+        (json.dumps([{"role": "user", "content": [{"type": "text", "text": "Q?"}]}]), [USER]),
+        ("[{ is no JSON", [(None, "[{ is no JSON")]),
+        ("Q?", [(None, "Q?")]),
+    ],
+)
+def test_prompts_of_known_templates_are_turns(
+    file: Path, open_page: OpenPage, text: str, turns: list[tuple[str, str]]
+) -> None:
+    page = open_page(file)
+    page.evaluate("text => document.body.append(promptElement(text, ''))", text)
+    found = [
+        (turn.get_attribute("data-role"), turn.locator(".block").inner_text()) for turn in page.locator(".turn").all()
+    ]
+    assert found == turns
+
+
+def test_a_text_of_nothing_but_marks_is_no_burden(file: Path, open_page: OpenPage) -> None:
+    page = open_page(file)
+    page.evaluate("document.body.append(promptElement('<|im_start|>user\\n<think>x</think>'.repeat(40000), 'x'))")
+    assert page.locator(".turn").count() <= 501
+    assert page.evaluate("document.querySelectorAll('*').length") < 10_000
+
+
 def test_without_the_tokenizer_the_page_says_so_and_shows_the_responses(
     run: Path, tmp_path: Path, open_page: OpenPage
 ) -> None:
@@ -300,7 +332,7 @@ def test_without_the_tokenizer_the_page_says_so_and_shows_the_responses(
     assert page.locator(".tokens").count() == 0
     page.get_by_label("Run", exact=True).select_option("1")
     page.locator(".rows .row").nth(5).wait_for()
-    assert level(page, "rollouts") == "Rollouts 6"
+    level(page, "rollouts", "Rollouts 6")
 
 
 def test_a_page_of_20_000_samples_answers_at_once(tmp_path: Path, open_page: OpenPage) -> None:
@@ -325,5 +357,5 @@ def test_a_page_of_20_000_samples_answers_at_once(tmp_path: Path, open_page: Ope
     page.locator(".rows .row").first.wait_for()
     assert page.evaluate("performance.now()") - began < 5000  # on a quiet machine 0.2 s; others may use this one
     page.locator("[data-level=samples]").click()
-    assert level(page, "samples") == "Samples 20,480"
+    level(page, "samples", "Samples 20,480")
     assert page.locator(".rows .row").count() < 100
