@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -35,6 +35,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     writer = MetricsFile(runs / "short")
     for i, value in enumerate((1.0, float("nan"), float("inf"), 2.0)):
         writer.write("rollout", {"rollout/step": i, f"rollout/{EVIL}": 1.25, "rollout/lost": value})
+    writer.write("eval", {"eval/step": 3, "eval/sums": 0.625, "eval/sums-stderr": 0.05})
     writer.close(False)
     return [runs / "long", runs / "short"]
 
@@ -46,16 +47,51 @@ def file(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def runs_of(file: Path) -> list[dict[str, Any]]:
+    """What the page in ``file`` holds of each run."""
+    data = re.search(r'id="data">(.*?)</script>', file.read_text(encoding="utf-8"), re.DOTALL)
+    assert data is not None
+    found: list[dict[str, Any]] = json.loads(data[1])["runs"]
+    return found
+
+
 def test_the_file_asks_for_nothing_and_its_data_cannot_end_the_script(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     assert re.search("default-src 'none'; script-src 'sha256-[^']+'; style-src 'sha256-[^']+'", text)
     assert "<img" not in text
     assert text.count("</script>") == 2
-    data = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
-    assert data is not None
-    runs = json.loads(data[1])["runs"]
+    runs = runs_of(file)
     assert [run["name"] for run in runs] == ["long", f"short {EVIL}"]
     assert [run["color"] for run in runs] == ["var(--run-0)", "var(--run-1)"]
+
+
+def test_optimizer_steps_stand_between_the_rollouts_they_belong_to(tmp_path: Path) -> None:
+    writer = MetricsFile(tmp_path)
+    for step in range(6):  # four steps of rollout 0, and two of rollout 1
+        writer.write("train", {"rollout/step": step // 4, "train/step": step, "train/loss": step / 8})
+    writer.close(False)
+    write_page([Run.read(tmp_path)], tmp_path / "view.html")
+    (run,) = runs_of(tmp_path / "view.html")
+    axis, values = run["series"]["train/loss"]
+    assert run["axes"][axis] == [0, 0.25, 0.5, 0.75, 1, 1.5]
+    assert values == [0, 0.125, 0.25, 0.375, 0.5, 0.625]
+
+
+@pytest.mark.browser
+def test_evaluations_have_their_standard_error(file: Path, open_page: OpenPage) -> None:
+    page = open_page(file, "curves")
+    scores = chart(page, "eval/sums")
+    assert point_at(scores, 3)[-1] == "0.625 ± 0.05"
+    # a whisker is as high as two standard errors: from the ticks' places, a tenth of the axis
+    (low, high) = map(float, re.findall(r"[\d.]+", scores.locator(".whisker").get_attribute("d") or "")[1:])
+    ticks = {
+        float(text): float(place)
+        for text, place in scores.locator(".tick[text-anchor=end]").evaluate_all(
+            "all => all.map(tick => [tick.textContent, tick.getAttribute('y')])"
+        )
+    }
+    (first, *_, last) = sorted(ticks)
+    assert (low - high) / 0.1 == pytest.approx((ticks[first] - ticks[last]) / (last - first), rel=1e-3)
 
 
 @pytest.mark.browser
