@@ -280,7 +280,7 @@ function lineChart({ title, unit, detail, lines, least = 0, points = false, view
       if (!Number.isFinite(y[i])) {
         parts.push(svg("path", { class: "lost", d: `M${at - 3},${MARGIN.top}l6,6m0,-6l-6,6` }, svg("title", {}, String(y[i]))));
       } else if (dots && Number.isFinite(high(y[i]))) {
-        parts.push(svg("circle", { cx: at, cy: high(y[i]), r: 2.8, style: { fill: run.color } }));
+        parts.push(svg("circle", { cx: at, cy: high(y[i]), r: x.length > 40 ? 1.8 : 2.8, style: { fill: run.color } }));
         const [low, top] = error?.[i] ? [high(y[i] - error[i]), high(y[i] + error[i])] : [NaN, NaN];
         if (Number.isFinite(low) && Number.isFinite(top)) parts.push(svg("path", { class: "whisker", style, d: `M${at},${low}V${top}` }));
       }

@@ -67,7 +67,7 @@
       if (!(most > 0)) return null;
       const across = rollouts([bars[0].from, bars.at(-1).to], width, 0.5);
       const up = scale(0, most * 1.04, height - MARGIN.bottom, MARGIN.top, 5);
-      const children = axes(width, height, across, up, { x: "rollout", y: "seconds" });
+      const children = axes(width, height, across, up, { x: size > 1 ? `rollout (a bar is the mean of ${size})` : "rollout", y: "seconds" });
       for (const bar of bars) {
         const [left, right] = [across.place(bar.from - 0.5), across.place(bar.to + 0.5)];
         const gap = Math.min(2, (right - left) * 0.15);
