@@ -9,6 +9,8 @@ The method itself is passed, not its name, so that type checkers see its argumen
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
@@ -19,6 +21,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from slimelite import trace
 from slimelite.engines.protocol import Engine
+from slimelite.table import SampleTable
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -98,6 +101,20 @@ class LocalRemote(Remote[T]):
         return future
 
 
+def check_number(verb: str, name: str, given: object) -> None:
+    """Raise ValueError unless the argument ``name`` that ``verb`` was given is a whole number from 0."""
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise ValueError(f"{verb}: {name} is {given!r}, and must be a whole number from 0")
+
+
+def check_table(verb: str, given: object) -> None:
+    """Raise ValueError unless what ``verb`` was given to train on is a table of samples."""
+    if not isinstance(given, SampleTable):
+        has = isinstance(given, Pending) and ": take the .table of its result()"
+        has = has or (hasattr(given, "table") and ": take its .table") or ""
+        raise ValueError(f"{verb}: the table is a {type(given).__name__}, and must be a SampleTable{has}")
+
+
 class _RemoteEngine:
     """The methods of `Engine`; each calls the same method of a remote engine."""
 
@@ -137,13 +154,15 @@ class Pending(Future[R]):
 
         Raises:
             Exception: the verb's error; later verbs run again after that.
+            TimeoutError: there is no result after ``timeout`` [s]; the verb goes on.
         """
-        while timeout is None and not self.done():
-            wait([self], POLL_S)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done() and (left := end - time.monotonic()) > 0:
+            wait([self], min(POLL_S, left))
             if self._attend and not self.done():
                 self._attend(progress)
         try:
-            return super().result(timeout)
+            return super().result(0)
         finally:
             self.taken = self.done()
             self._turns.told(self)

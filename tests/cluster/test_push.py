@@ -110,8 +110,10 @@ class Mortals(Worker):
         return {}
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_engines_that_lost_all_weights_get_those_that_the_rollout_began_with_or_none(trained: bool) -> None:
+@pytest.mark.parametrize(("trained", "timeout"), [(False, None), (False, 60.0), (True, None)])
+def test_engines_that_lost_all_weights_get_those_that_the_rollout_began_with_or_none(
+    trained: bool, timeout: float | None
+) -> None:
     args = Args(rollout_backend="sglang", use_fault_tolerance=True, offload_train=True)
     both = Mortals()
     cluster = Cluster(args, both, [both], ["engine"])
@@ -127,7 +129,7 @@ def test_engines_that_lost_all_weights_get_those_that_the_rollout_began_with_or_
             with pytest.raises(ClusterError, match="weights have moved on"):
                 waits.result()
     else:
-        assert rollout.result() == "rollout"
+        assert rollout.result(timeout) == "rollout"
     assert both.pushed == 2 - trained
 
 

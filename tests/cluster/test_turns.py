@@ -17,11 +17,14 @@ import train
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster
 from slimelite.cluster.ray_cluster import start_workers
+from slimelite.sample import Sample
+from slimelite.table import SampleTable
 from tests.cluster.workers import Noting
 
+TABLE = SampleTable.from_samples([[Sample(0, 0, tokens=[1, 2], response_length=1, reward=0.0)]])
 # answers of a worker that somebody reads
 ANSWERS: dict[str, Any] = {
-    "generate": SimpleNamespace(table=SimpleNamespace(without_text=lambda: None), metrics={}),
+    "generate": SimpleNamespace(table=TABLE, metrics={}),
     "memory_used": 1.0,
     "train": {},
     "push_to": {},
