@@ -79,10 +79,10 @@ def test_sigterm_in_each_phase(
     assert (found["status"], found["message"]) == ("interrupted", "SIGTERM")
     done = found["rollouts_done"] or 0
     assert done == {"start": 0, "train": 0, "sync": 0}.get(phase, 1)
-    assert out.out.splitlines()[-2:] == [
-        "SIGTERM: the run is being ended; a second SIGTERM ends it at once",
-        next(line for line in out.out.splitlines() if line.startswith(f"interrupted after {done} ")),
-    ]
+    notice, ending = out.out.splitlines()[-2:]
+    assert notice == "SIGTERM: the run is being ended; a second SIGTERM ends it at once"
+    came = f"after rollout {done - 1} of 0 to 8" if done else "before the end of its first rollout"
+    assert ending.startswith(f"interrupted {came}, ")
     assert "Traceback" not in out.out + out.err
     assert (run / "curves.png").is_file() == bool(done)
     assert not [left for left in run.rglob("*.partial") if left.is_file()]
@@ -210,7 +210,7 @@ def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 143, out
     assert out.splitlines()[-2] == "SIGTERM: the run is being ended; a second SIGTERM ends it at once"
-    assert out.splitlines()[-1].startswith("interrupted after 0 rollouts")
+    assert out.splitlines()[-1].startswith("interrupted before the end of its first rollout, ")
     assert "Traceback" not in out
     assert alive(members) == []
     assert status(run)["status"] == "interrupted"
