@@ -8,7 +8,6 @@ import time
 from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from hashlib import sha256
 from importlib.resources import files
 from itertools import pairwise
@@ -19,7 +18,6 @@ import numpy as np
 
 import slimelite
 from slimelite.files import whole
-from slimelite.tracking.alarms import replay
 from slimelite.tracking.metrics_file import DEFAULT_AXIS
 from slimelite.tracking.panels import GROUPS, unit
 from slimelite.view.comparison import differing_flags, flag_names
@@ -136,7 +134,7 @@ def _run(run: Run, color: str, budget: int) -> dict[str, Any]:
         "config": json.loads(json.dumps(run.config), parse_constant=str),
         "derivations": run.derivations,
         "scores": run.scores,
-        "alarms": [asdict(alarm) for alarm in replay(run.records)],
+        "alarms": run.alarms,
         "axes": [_numbers(np.array(x)) for x in axes],
         "series": series,
         "samples": samples(run, budget),
