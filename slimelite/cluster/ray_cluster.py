@@ -40,7 +40,7 @@ from slimelite.cluster.workers import (
     server_parts,
 )
 from slimelite.engines.protocol import Engine, ServerProcess
-from slimelite.engines.sglang.server import Server
+from slimelite.engines.registry import ServerAddress
 from slimelite.tracking.noise import redirect_process_output
 
 T = TypeVar("T")
@@ -267,7 +267,7 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
                 else:
                     urls = [server.submit(ServerProcess.address).result() for server in engines]
                     places = [args.engine_place(n) for n in range(count)]
-                    targets = [Server(url, p.width, p.first_gpu) for url, p in zip(urls, places, strict=True)]
+                    targets = [ServerAddress(url, p.width, p.first_gpu) for url, p in zip(urls, places, strict=True)]
                 rollout = actors.rollout(rollout_worker_over, targets, processes)
             else:
                 rollout = actors.rollout(rollout_worker, engines)

@@ -22,14 +22,14 @@ from slimelite.engines.protocol import (
     Engine,
     EngineSetup,
     GenerateRequest,
+    Restartable,
     SamplingParams,
     ServerProcess,
     SyncSetup,
     WeightBucket,
     WeightSink,
 )
-from slimelite.engines.registry import ENGINES, ServerParts
-from slimelite.engines.sglang.server import Server
+from slimelite.engines.registry import ENGINES, ServerAddress, ServerParts
 from slimelite.registry import Function, function
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
 from slimelite.sample import Sample, Status
@@ -81,15 +81,15 @@ def build_server(args: Args, index: int, host: str = LOCAL_HOST) -> ServerProces
     return process
 
 
-def connect(args: Args, server: Any, owner: Any) -> Engine:
+def connect(args: Args, server: ServerAddress, owner: Restartable | None) -> Engine:
     """The engine behind a server; ``owner`` can restart it (None: the server is external)."""
     engine: Engine = _function(args, _parts(args).connect)(engine_setup(args, 0), _codec(args), server, owner)
     return engine
 
 
-def external_servers(args: Args) -> list[Any]:
+def external_servers(args: Args) -> list[ServerAddress]:
     """The servers of ``--rollout-external-engine-addrs``."""
-    found: list[Any] = _function(args, _parts(args).external)(
+    found: list[ServerAddress] = _function(args, _parts(args).external)(
         args.rollout_external_engine_addrs, str(args.hf_checkpoint)
     )
     return found
@@ -266,10 +266,10 @@ def rollout_worker(args: Args, engines: Sequence[Remote[Engine]]) -> RolloutWork
 
 
 def rollout_worker_over(
-    args: Args, servers: Sequence[Any], processes: Sequence[Remote[ServerProcess] | None]
+    args: Args, servers: Sequence[ServerAddress], processes: Sequence[Remote[ServerProcess] | None]
 ) -> RolloutWorker:
     """The rollout worker, with engines behind ``servers``; ``processes``: one for each, None for an external server."""
-    owners = [process and RemoteOwner(process) for process in processes]
+    owners = [RemoteOwner(process) if process else None for process in processes]
     return RolloutWorker(args, [connect(args, *each) for each in zip(servers, owners, strict=True)])
 
 
@@ -332,14 +332,14 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
             trainer = TrainerWorker(args)
             stack.callback(trainer.close)
             trainers.append(LocalRemote(trainer, "trainer_0"))
-        targets = servers or [LocalRemote(engine, "engine_0") for engine in engines]
-        yield Workers(LocalRemote(rollout, "rollout"), trainers, targets)
+        remotes = [LocalRemote(engine, "engine_0") for engine in engines]
+        yield Workers(LocalRemote(rollout, "rollout"), trainers, servers or remotes)
 
 
-def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[Any]]:
+def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[ServerAddress]]:
     """The engines, and the servers behind them, if they are servers."""
     engines: list[Engine] = []
-    servers: list[Any] = []
+    servers: list[ServerAddress] = []
     if args.debug_train_only:
         return engines, servers
     if not server_parts(args):
@@ -350,7 +350,7 @@ def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[Any
     else:
         process = build_server(args, 0)
         stack.callback(process.close)
-        servers.append(Server(process.start(), args.engine_place(0).width))
+        servers.append(ServerAddress(process.start(), args.engine_place(0).width))
         engines.append(connect(args, servers[0], RemoteOwner(LocalRemote(process, "engine_0"))))
     for engine in engines:
         stack.callback(asyncio.run, engine.close())

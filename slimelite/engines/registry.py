@@ -12,12 +12,24 @@ from slimelite.registry import Function, Registry
 
 
 @dataclass(frozen=True)
+class ServerAddress:
+    """An engine that is a server: it answers at ``url`` (``http://host:port``), and has ``tp_size`` GPUs.
+
+    ``first_gpu``: index of its first GPU among the GPUs of all engines; None: the GPU after the previous server's last.
+    """
+
+    url: str
+    tp_size: int = 1
+    first_gpu: int | None = None
+
+
+@dataclass(frozen=True)
 class ServerParts:
     """The functions that run an engine which is a separate server process.
 
     ``process``: (`EngineSetup`) -> a `ServerProcess` that is not started yet.
-    ``connect``: (`EngineSetup`, `Codec`, `Server`, owner or None) -> `Engine`, the client of one server.
-    ``external``: (addresses, model path) -> the `Server` at each of ``--rollout-external-engine-addrs``.
+    ``connect``: (`EngineSetup`, `Codec`, `ServerAddress`, owner or None) -> `Engine`, the client of one server.
+    ``external``: (addresses, model path) -> the `ServerAddress` of each of ``--rollout-external-engine-addrs``.
     ``sync``: (`SyncSetup`) -> a `WeightSink` that sends weights to servers; it also has ``to(servers)`` and ``close``.
     """
 

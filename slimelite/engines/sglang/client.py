@@ -28,6 +28,7 @@ from slimelite.engines.protocol import (
     WeightBucket,
     check_memory_tags,
 )
+from slimelite.engines.registry import ServerAddress
 from slimelite.engines.sglang.server import ON_CPU, REPORT_S, START_S, Server, SglangServer, server_command
 from slimelite.engines.sglang.sync import ServerSink, build_sink, check_model
 from slimelite.http_client import Client, HttpError, NoAnswer, Refused, Retry, ask
@@ -378,9 +379,9 @@ def build_server(setup: EngineSetup) -> SglangServer:
     return SglangServer(command, setup.host, setup.log)
 
 
-def connect(setup: EngineSetup, codec: Codec, server: Server, owner: Restartable | None) -> SglangEngine:
-    """The engine that uses ``server``."""
-    return SglangEngine(server, setup.model_path, codec, owner)
+def connect(setup: EngineSetup, codec: Codec, address: ServerAddress, owner: Restartable | None) -> SglangEngine:
+    """The engine that uses the server at ``address``."""
+    return SglangEngine(Server.at(address), setup.model_path, codec, owner)
 
 
 def external_servers(addresses: Sequence[str], model_path: str) -> list[Server]:

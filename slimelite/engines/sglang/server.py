@@ -25,11 +25,11 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slimelite.engines.registry import ServerAddress
 from slimelite.http_client import HttpError, Retry, ask
 
 T = TypeVar("T")
@@ -64,16 +64,13 @@ def server_command(fields: Mapping[str, object]) -> list[str]:
     return [sys.executable, "-m", "slimelite.engines.sglang.server", json.dumps(fields)]
 
 
-@dataclass(frozen=True)
-class Server:
-    """The server at ``url`` (``http://host:port``) with ``tp_size`` GPUs; its methods block until the server answers.
+class Server(ServerAddress):
+    """The server at an address; its methods block until the server answers."""
 
-    ``first_gpu``: index of its first GPU among the GPUs of all engines; None: the GPU after the previous server's last.
-    """
-
-    url: str
-    tp_size: int = 1
-    first_gpu: int | None = None
+    @classmethod
+    def at(cls, address: ServerAddress) -> Server:
+        """The server at ``address``."""
+        return cls(address.url, address.tp_size, address.first_gpu)
 
     def post(self, path: str, body: object = None, retry: Retry = RETRY, timeout_s: float = TIMEOUT_S) -> Any:
         """The answer to a POST of ``body`` as JSON (bytes are sent as they are).

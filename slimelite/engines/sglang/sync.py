@@ -34,6 +34,7 @@ from transformers.utils import cached_file
 
 from slimelite.engines.checks import WeightUpdate, model_shapes
 from slimelite.engines.protocol import SyncSetup, WeightBucket, WeightSyncError
+from slimelite.engines.registry import ServerAddress
 from slimelite.engines.sglang.server import ONCE, Server, each
 from slimelite.http_client import HttpError
 from slimelite.model_files import write_weights
@@ -95,9 +96,9 @@ class ServerSink(ABC):
         self._known: tuple[Server, ...] = ()
         self._delivered: int | None = None
 
-    def to(self, servers: Sequence[Server]) -> Self:
+    def to(self, servers: Sequence[ServerAddress]) -> Self:
         """Send the next updates to ``servers``; returns the sink itself."""
-        self.servers = tuple(servers)
+        self.servers = tuple(map(Server.at, servers))
         return self
 
     def begin(self, version: int) -> None:
