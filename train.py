@@ -16,6 +16,7 @@ from slimelite.early_stop import Evaluations, due
 from slimelite.lifecycle import StopSignals, Watchdog
 from slimelite.loop import evaluate, sync
 from slimelite.preflight import preflight, problems
+from slimelite.stages import run_stages
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster
@@ -91,4 +92,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_stages(main))

@@ -50,6 +50,8 @@ def without_effect(args: Args, given: frozenset[str]) -> Iterator[tuple[str, str
 
 def _flags(args: Args) -> Iterator[str]:
     """Numbers out of bounds, flags with an unmet strict condition, and required flags that are missing."""
+    if args.stages:
+        yield "--stages is for the command line of train.py: a file of flags cannot name others"
     for flag in all_flags(type(args)).values():
         value = getattr(args, flag.name)
         if wrong := flag.wrong_number(value):

@@ -158,6 +158,13 @@ class DebugArgs:
         metavar="CLASS",
     )
     config: str | None = flag(None, "this YAML has arguments; the command line wins over it", ALWAYS, metavar="FILE")
+    stages: list[str] = flag(
+        [],
+        "these YAML files are runs, one after another, each from the model that the one before ends with; other flags "
+        "hold for all of them",
+        ALWAYS,
+        metavar="FILE",
+    )
     custom_config_path: str | None = flag(
         None,
         "this is another YAML, below --config; a key that is no flag reaches plugins as args.<key>",

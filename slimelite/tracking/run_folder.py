@@ -43,7 +43,7 @@ from slimelite.token_stats import TokenStats
 from slimelite.tracking.alarms import Alarm
 
 # flags left out of config.yaml: they say where arguments come from and where results go, not what to compute
-SOURCES = ("config", "custom_config_path", "dry_run", "run_dir")
+SOURCES = ("config", "stages", "custom_config_path", "dry_run", "run_dir")
 # folders with a file for each rollout
 OF_ROLLOUTS = ("rollouts", "dropped", "token_stats")
 
