@@ -65,7 +65,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of alarm: ``when`` it begins, in words for docs/troubleshooting.md, and how that is found."""
+    """A kind of alarm: ``when`` it begins, in words for docs/metrics.md, and how that is found."""
 
     name: str
     when: str

@@ -117,6 +117,7 @@ SHOWN: dict[str, dict[str, tuple[str, int]]] = {
     "docs/examples/sft_then_grpo/README.md": {
         "examples/sft_then_grpo/sft": ("train/loss", 20),
         "examples/sft_then_grpo/grpo": ("rollout/raw_reward", 2),
+        "examples/stages/1-grpo": ("rollout/raw_reward", 2),
     },
     "docs/examples/dpo_from_rollouts/README.md": {"examples/dpo": ("train/rewards/accuracies", 2)},
     "docs/examples/sweep/README.md": {"examples/lr-1e-4": ("eval/heldout", 2), "examples/lr-1e-3": ("eval/heldout", 3)},
