@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # pages whose flags are all train.py's, or those of a command that the page shows
 PAGES = ("from_trl.md", "from_verl.md", "faq.md", "troubleshooting.md", "user_guide.md")
 OTHER_COMMANDS = {
+    "--margin",
+    "--max-pairs-per-group",
     "--help-all",
     "--rm-label",
     "--rm-response",
