@@ -18,7 +18,7 @@ CHECKED = {
     "train_backend": "whichever is named, there is one",
     "allow_truncated_sampling": "a permission",
     "rollout_external": "rollout_external_engine_addrs says so too",
-    **dict.fromkeys(["preset", "args_group", "import_file"], "read by name, before there are arguments"),
+    **dict.fromkeys(["preset", "args_group", "import_file", "stages"], "read by name, before there are arguments"),
     "custom_config_path": "read by name, with config, before there are arguments",
     "sglang_mem_fraction_static": "listed under no effect while the embedded engine runs",
 }
