@@ -197,7 +197,9 @@ class SampleTable:
             values = getattr(self, column.name)
             if column.dtype == "str":
                 texts = values if column.name != "label" else [None if v is None else label_text(v) for v in values]
-                arrays[column.name] = pa.array(texts, pa.string())
+                # a plugin's text may have half of a character, which UTF-8 cannot hold: it is written as \ud800
+                readable = [None if v is None else v.encode("utf-8", "backslashreplace") for v in texts]
+                arrays[column.name] = pa.array(readable, pa.binary()).cast(pa.string())
             elif column.per == "sample":
                 arrays[column.name] = pa.array(values)
             else:

@@ -196,3 +196,12 @@ def test_metadata_of_plugins_is_kept_as_plain_values() -> None:
     }
     table = SampleTable.from_samples([[make_sample(0, 0, 1, 1, metadata=metadata)]])
     assert json.loads(table.metadata[0]) == {"score": 0.5, "counts": [[1, 2]], "3": [4, None, {"deep": True}], "p": "x"}
+
+
+def test_text_that_is_no_unicode_is_written_escaped(groups: list[list[Sample]], tmp_path: Path) -> None:
+    """A lone surrogate, which a plugin's text can have and UTF-8 cannot, ends no run."""
+    groups[0][0].response, groups[0][0].label = "a\ud800b", "\udfff"
+    SampleTable.from_samples(groups).to_parquet(tmp_path / "t.parquet")
+    again = SampleTable.from_parquet(tmp_path / "t.parquet")
+    assert (again.response[0], again.label[0]) == ("a\\ud800b", "\\udfff")
+    assert again.label[1] is None
