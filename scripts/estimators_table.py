@@ -32,7 +32,7 @@ def main(folder: Path, curves: Path) -> None:
         seconds = " ".join(f"{value:.0f}" for value in spent)
         print(f"| {estimator.name} | {first} | {ten} | {last} | {' '.join(reached)} | {seconds} |")
         bands += ["--band", estimator.name, *map(str, runs)]
-    plot([*bands, "--metric", "eval/heldout", "--metric", "rollout/raw_reward", "--out", str(curves)])
+    plot([*bands, "--metric", "rollout/raw_reward", "--out", str(curves)])
 
 
 if __name__ == "__main__":

@@ -97,3 +97,12 @@ def unit(metric: str) -> str:
     """
     known = (panel.unit for panels in GROUPS.values() for panel in panels if metric in panel.metrics)
     return next(known, next((name for part, name in UNITS.items() if part in metric), "value"))
+
+
+def least(metric: str) -> float:
+    """What the axis of a metric spans at least, in its unit.
+
+    >>> least("train/loss")
+    0.0001
+    """
+    return next((panel.least for panels in GROUPS.values() for panel in panels if metric in panel.metrics), 0.0)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil, sqrt
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, isfinite, sqrt
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 from slimelite.files import whole
 from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, series
-from slimelite.tracking.panels import GROUPS, unit
+from slimelite.tracking.panels import GROUPS, least, unit
 from slimelite.tracking.phases import LABELS
 
 if TYPE_CHECKING:
@@ -26,6 +26,10 @@ AXIS_LABELS = {
     "eval/step": "after rollout (−1: at the start)",
 }
 COLORS = ("#3b6fb6", "#d1495b", "#2e8b57", "#e39c37", "#7a5195", "#4fa3a5", "#8c564b", "#9aa0a6")
+DASHES = ("-", "--", ":")  # the ninth run has the colour of the first one, and a dashed line
+# each phase has its colour in every run, whichever phases the run has
+PHASE_COLORS = dict(zip(LABELS.values(), COLORS, strict=False))
+TOGETHER = 4  # more runs than this have panels of their own, where metrics were named
 
 Points = tuple[list[float], list[float]]  # steps, values
 Runs = Mapping[str, Sequence[Sequence[Record]]]  # label -> the records of one run, or of several seeds
@@ -33,11 +37,15 @@ Runs = Mapping[str, Sequence[Sequence[Record]]]  # label -> the records of one r
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot; ``lines``: label -> one curve, or several curves that are drawn as median and band."""
+    """One plot; ``lines``: label -> one curve, or several curves that are drawn as median and band.
+
+    ``focus``: the line that is drawn in its colour, over the others in grey; None is all of them.
+    """
 
     title: str
     metric: str
     lines: dict[str, list[Points]]
+    focus: str | None = None
 
 
 def draw_run(records: Sequence[Record], out: str | Path) -> None:
@@ -49,7 +57,9 @@ def draw_run(records: Sequence[Record], out: str | Path) -> None:
     times = series(records, "perf/step_time")
     figure, axes = _grid(len(panels) + bool(times[0]))
     for ax, panel in zip(axes, panels, strict=False):
-        _draw(ax, panel, legend=panel.title == "evaluation")
+        _draw(ax, panel, _styles(panel.lines))
+        if panel.title == "evaluation":
+            ax.legend(fontsize=8, frameon=False)
     if times[0]:
         _draw_times(axes[-1], records, times)
     _save(figure, out)
@@ -57,6 +67,8 @@ def draw_run(records: Sequence[Record], out: str | Path) -> None:
 
 def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
     """Draw several runs in the same panels: one per metric of ``metrics``, or the standard ones and every eval.
+
+    A run has one colour in all panels. Of more than four runs, each has a panel for each metric of ``metrics``.
 
     Raises:
         ValueError: no run has a metric of ``metrics``, or there is nothing to draw.
@@ -69,9 +81,22 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
         known = sorted({name for r in everything for name in r if "/" in name and name != axis_of(name)})
         raise ValueError(f"no run has {', '.join(missing)}; there are: {', '.join(known)}")
     panels = [p for p in panels if p.lines]
-    figure, axes = _grid(len(panels))
-    for i, (ax, panel) in enumerate(zip(axes, panels, strict=True)):
-        _draw(ax, panel, legend=i == 0 and (len(runs) > 1 or any(len(group) > 1 for group in runs.values())))
+    styles = _styles(runs)
+    if metrics and len(runs) > TOGETHER:
+        apart = [replace(p, title=run, focus=run) for p in panels for run in p.lines]
+        figure, axes = _grid(len(apart), columns=4)
+        for ax, panel in zip(axes, apart, strict=True):
+            _draw(ax, panel, styles)
+    else:
+        figure, axes = _grid(len(panels))
+        for ax, panel in zip(axes, panels, strict=True):
+            _draw(ax, panel, styles)
+        if len(runs) > 1 or any(len(group) > 1 for group in runs.values()):
+            from matplotlib.lines import Line2D
+
+            handles = [Line2D([], [], color=color, linestyle=dash, label=run) for run, (color, dash) in styles.items()]
+            fitting = int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, runs))))  # inches
+            figure.legend(handles=handles, loc="outside upper left", fontsize=8, frameon=False, ncols=max(fitting, 1))
     _save(figure, out)
 
 
@@ -85,6 +110,23 @@ def median_and_range(curves: Sequence[Points]) -> tuple[list[float], list[float]
     return sorted(at), [median(v) for v in found], [min(v) for v in found], [max(v) for v in found]
 
 
+def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
+    """(low, high) of the axis of y: all finite values, at least ``span``, from 0 where that wastes less than half.
+
+    >>> axis_range([3e-7, 4e-7], 1e-4)
+    (0.0, 0.000104)
+    """
+    finite = [value for value in values if isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
+    if 0 <= low < high / 2:
+        low = 0.0
+    missing = max(span, abs(high) * 0.05, 1e-12) - (high - low)
+    if missing > 0:
+        low, high = (0.0, span) if low >= 0 and high < span else (low - missing / 2, high + missing / 2)
+    room = 0.04 * (high - low)
+    return (low if low == 0 else low - room), high + room
+
+
 def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
     """A panel with, for each run, the first of ``metrics`` that it has."""
     lines: dict[str, list[Points]] = {}
@@ -95,32 +137,44 @@ def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
     return Panel(title, metrics[0], lines)
 
 
-def _grid(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` axes in a square grid; without pyplot, which needs a display and global state."""
+def _styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Label -> (colour, dashes) of its line, by its place among all runs."""
+    count = len(COLORS)
+    return {label: (COLORS[i % count], DASHES[i // count % len(DASHES)]) for i, label in enumerate(labels)}
+
+
+def _grid(count: int, columns: int = 0) -> tuple[Figure, list[Axes]]:
+    """A figure with ``count`` axes, square unless ``columns`` are given; without pyplot, which needs a display."""
     from matplotlib.figure import Figure
 
-    columns = max(ceil(sqrt(count)), 1)
+    width, height = (2.7, 2.1) if columns else (4.2, 3.0)  # inches
+    columns = columns or max(ceil(sqrt(count)), 1)
     rows = max(ceil(count / columns), 1)
-    figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
     return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(count)]
 
 
-def _draw(ax: Axes, panel: Panel, *, legend: bool) -> None:
-    for i, (label, curves) in enumerate(panel.lines.items()):
-        color = COLORS[i % len(COLORS)]
+def _draw(ax: Axes, panel: Panel, styles: Mapping[str, tuple[str, str]]) -> None:
+    drawn: list[float] = []
+    for label, curves in panel.lines.items():
+        color, dash = styles[label]
         steps, middle, low, high = median_and_range(curves)
+        drawn += low + high
+        if panel.focus not in (None, label):
+            ax.plot(steps, middle, color="#d5d7da", linewidth=1)
+            continue
         marker = "o" if len(steps) < 25 else ""
-        ax.plot(steps, middle, color=color, linewidth=1.6, marker=marker, markersize=3, label=label)
+        ax.plot(steps, middle, dash, color=color, linewidth=1.6, marker=marker, markersize=3, label=label, zorder=3)
         if len(curves) > 1:
             ax.fill_between(steps, low, high, color=color, alpha=0.18, linewidth=0)
     _decorate(ax, panel.title, AXIS_LABELS[axis_of(panel.metric)])
-    ax.set_ylabel("score" if panel.metric.startswith("eval/") else unit(panel.metric), fontsize=8)
-    if legend:
-        ax.legend(fontsize=8, frameon=False)
+    ax.set_ylim(*axis_range(drawn, least(panel.metric)))
+    quantity = "score" if panel.metric.startswith("eval/") else unit(panel.metric)
+    ax.set_ylabel(f"{panel.metric}\n{quantity}" if panel.focus else quantity, fontsize=8)
 
 
 def _draw_times(ax: Axes, records: Sequence[Record], whole: Points) -> None:
-    """Draw the seconds per phase, stacked up to the time of the step; "other" is time outside all phases."""
+    """Draw the seconds per phase as a stacked bar for each rollout; "other" is time outside all phases."""
     steps, totals = whole
     layers: dict[str, list[float]] = {}
     for phase, label in LABELS.items():
@@ -128,11 +182,15 @@ def _draw_times(ax: Axes, records: Sequence[Record], whole: Points) -> None:
         if seconds:
             layers[label] = [seconds.get(step, 0.0) for step in steps]
     layers["other"] = [max(total - sum(parts), 0.0) for total, *parts in zip(totals, *layers.values(), strict=True)]
-    colors = [*COLORS[: len(layers) - 1], COLORS[-1]]
-    ax.stackplot(steps, list(layers.values()), labels=list(layers), colors=colors, alpha=0.85)
-    _decorate(ax, "time of a rollout [s]", "rollout")
+    # steps of a stacked area are bars without gaps, and quick to draw for thousands of rollouts
+    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
+    stacked = [[*values, values[-1]] for values in layers.values()]
+    colors = [PHASE_COLORS.get(label, COLORS[-1]) for label in layers]
+    ax.stackplot(edges, stacked, labels=list(layers), colors=colors, alpha=0.85, step="post", linewidth=0)
+    _decorate(ax, "time of a rollout", "rollout")
+    ax.set_ylabel("seconds", fontsize=8)
     ax.legend(fontsize=8, framealpha=0.8, edgecolor="none", loc="upper right", ncols=3)
-    ax.set_ylim(top=1.2 * max(totals))
+    ax.set_ylim(0, 1.25 * max(totals))
 
 
 def _decorate(ax: Axes, title: str, x_label: str) -> None:
@@ -142,6 +200,7 @@ def _decorate(ax: Axes, title: str, x_label: str) -> None:
     ax.set_xlabel(x_label, fontsize=8)
     ax.tick_params(labelsize=8)
     ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # 1e-8 at each number, none above the plot
     ax.grid(alpha=0.25, linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
 

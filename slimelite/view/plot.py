@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from slimelite.tracking.plot import draw_run, draw_runs
-from slimelite.view.run import Run
+from slimelite.view.run import Run, read_runs
 
+MANY = "draw this metric; may be given several times. Of more than four runs, each has a panel then"
 EXAMPLES = """examples:
   slimelite plot runs/a runs/b -o curves.png                     a line for each run
   slimelite plot --band "10 seeds" runs/seed-* -o curves.png     the median, and from minimum to maximum
@@ -36,18 +37,18 @@ def main(argv: Sequence[str]) -> int:
         metavar=("NAME", "RUN"),
         help="several runs under one name: their median, and from minimum to maximum",
     )
-    parser.add_argument("--metric", action="append", default=[], help="draw this metric; may be given several times")
+    parser.add_argument("--metric", action="append", default=[], help=MANY)
     parser.add_argument("-o", "--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")
     args = parser.parse_args(argv)
     if not args.runs and not args.band:
         parser.error("name a run folder, or --band NAME RUN...")
     if alone := [name for name, *folders in args.band if not folders]:
         parser.error(f"--band {alone[0]}: no run folder given")
-    groups = {run: [run] for run in args.runs} | {name: folders for name, *folders in args.band}
     if len(args.runs) == 1 and not args.band and not args.metric:
         draw_run(Run.read(args.runs[0]).records, args.out)
     else:
-        runs = {label: [Run.read(run).records for run in group] for label, group in groups.items()}
+        runs = {run.name: [run.records] for run in read_runs(args.runs)}
+        runs |= {name: [Run.read(folder).records for folder in folders] for name, *folders in args.band}
         draw_runs(runs, args.out, args.metric)
     print(args.out)
     return 0

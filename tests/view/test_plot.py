@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 
 from slimelite.tracking.metrics_file import MetricsFile, eval_metrics
-from slimelite.tracking.plot import median_and_range
+from slimelite.tracking.plot import COLORS, PHASE_COLORS, axis_range, draw_run, draw_runs, median_and_range
 from slimelite.view.command import main
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -85,3 +88,60 @@ def test_it_runs_as_a_program_without_a_word_too_many(tmp_path: Path) -> None:
     command += ["--metric", "eval/sums", "-o", str(tmp_path / "x.png")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'x.png'}\n", "")
+
+
+def painted(path: Path, color: str, alpha: float = 1.0) -> np.ndarray:
+    """[height, width]: whether the pixel has the colour, on white."""
+    wanted = np.array(to_rgb(color)) * alpha + 1 - alpha
+    found: np.ndarray = np.abs(imread(path)[..., :3] - wanted).max(axis=-1) < 0.012
+    return found
+
+
+def test_numbers_near_zero_are_a_flat_line_and_half_empty_axes_begin_at_zero() -> None:
+    low, high = axis_range([-2e-8, 1e-9, math.nan, math.inf], 1e-4)  # a loss
+    assert high - low == pytest.approx(1.08e-4)
+    assert low < -2e-8
+    assert axis_range([0.4, 0.9], 0.0) == (0.0, pytest.approx(0.936))
+    assert axis_range([20.0, 21.0, 30.0], 1.0) == (pytest.approx(19.6), pytest.approx(30.4))
+    assert axis_range([math.nan], 0.5) == (0.0, 0.52)
+
+
+def test_a_run_has_one_colour_in_all_panels(tmp_path: Path) -> None:
+    axis = [{"kind": "rollout", "rollout/step": float(i)} for i in range(5)]
+    first = [r | {"rollout/raw_reward": 1.0} for r in axis]
+    second = [r | {"rollout/truncated_ratio": 1.0} for r in axis]
+    draw_runs({"a": [first], "b": [second]}, tmp_path / "x.png", ["rollout/truncated_ratio"])
+    below = slice(40, None)  # the legend is above
+    assert painted(tmp_path / "x.png", COLORS[0])[:40].any(), "the legend names the run without the metric, too"
+    assert not painted(tmp_path / "x.png", COLORS[0])[below].any()
+    assert painted(tmp_path / "x.png", COLORS[1])[below].any()
+
+
+def test_more_than_four_runs_have_a_panel_each(tmp_path: Path) -> None:
+    runs = {
+        str(n): [[{"kind": "rollout", "rollout/step": i, "rollout/raw_reward": n} for i in (0.0, 1.0)]]
+        for n in range(5)
+    }
+    draw_runs(runs, tmp_path / "x.png", ["rollout/raw_reward"])
+    picture = {color: painted(tmp_path / "x.png", color).nonzero() for color in COLORS[:5]}
+    rows = [(y.min(), y.max()) for y, _ in picture.values()]
+    assert rows[4][0] > max(high for _, high in rows[:4]), "the fifth is in the second row"
+    columns = [(x.min(), x.max()) for _, x in picture.values()]
+    assert all(columns[i][1] < columns[i + 1][0] for i in range(3))
+
+
+def test_an_evaluation_takes_the_time_of_its_own_rollout_alone(tmp_path: Path) -> None:
+    def perf(i: float, **phases: float) -> dict[str, float | str]:
+        times = {f"perf/{name}_time": seconds for name, seconds in phases.items()}
+        return {"kind": "perf", "rollout/step": i, "perf/step_time": sum(phases.values()), **times}
+
+    out = tmp_path / "x.png"
+    draw_run([perf(float(i), train=1.0, **({"eval": 5.0} if i == 2 else {})) for i in range(5)], out)
+    widths = painted(out, PHASE_COLORS["eval"], 0.85).sum(axis=1)
+    bar = widths[
+        np.flatnonzero(widths == 0)[np.flatnonzero(widths == 0) > np.argmax(widths > 0)][0] :
+    ]  # below the legend
+    assert len(set(bar[bar > 0])) == 1, "a bar, not a triangle"
+    assert bar.max() == pytest.approx(painted(out, PHASE_COLORS["train"], 0.85).sum(axis=1).max() / 5, rel=0.1)
+    draw_run([perf(float(i), train=1.0) for i in range(5)], out)
+    assert painted(out, PHASE_COLORS["train"], 0.85).sum() > 1000, "a phase keeps its colour when others are missing"
