@@ -57,7 +57,7 @@ def draw_run(records: Sequence[Record], out: str | Path) -> None:
     times = series(records, "perf/step_time")
     figure, axes = _grid(len(panels) + bool(times[0]))
     for ax, panel in zip(axes, panels, strict=False):
-        _draw(ax, panel, _styles(panel.lines))
+        _draw(ax, panel, line_styles(panel.lines))
         if panel.title == "evaluation":
             ax.legend(fontsize=8, frameon=False)
     if times[0]:
@@ -81,7 +81,7 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
         known = sorted({name for r in everything for name in r if "/" in name and name != axis_of(name)})
         raise ValueError(f"no run has {', '.join(missing)}; there are: {', '.join(known)}")
     panels = [p for p in panels if p.lines]
-    styles = _styles(runs)
+    styles = line_styles(runs)
     if metrics and len(runs) > TOGETHER:
         apart = [replace(p, title=run, focus=run) for p in panels for run in p.lines]
         figure, axes = _grid(len(apart), columns=4)
@@ -127,6 +127,12 @@ def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
     return (low if low == 0 else low - room), high + room
 
 
+def line_styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Label -> (colour, dashes) of its line, by its place among all runs."""
+    count = len(COLORS)
+    return {label: (COLORS[i % count], DASHES[i // count % len(DASHES)]) for i, label in enumerate(labels)}
+
+
 def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
     """A panel with, for each run, the first of ``metrics`` that it has."""
     lines: dict[str, list[Points]] = {}
@@ -134,13 +140,10 @@ def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
         found = [next((p for m in metrics if (p := series(records, m))[0]), None) for records in group]
         if curves := [points for points in found if points is not None]:
             lines[label] = curves
-    return Panel(title, metrics[0], lines)
-
-
-def _styles(labels: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Label -> (colour, dashes) of its line, by its place among all runs."""
-    count = len(COLORS)
-    return {label: (COLORS[i % count], DASHES[i // count % len(DASHES)]) for i, label in enumerate(labels)}
+    records = [record for group in runs.values() for some in group for record in some]
+    # its axis may be another one than that of the first metric
+    drawn = next((metric for metric in metrics if any(metric in record for record in records)), metrics[0])
+    return Panel(title, drawn, lines)
 
 
 def _grid(count: int, columns: int = 0) -> tuple[Figure, list[Axes]]:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from slimelite.tracking.metrics_file import MetricsFile, eval_metrics
-from slimelite.tracking.plot import COLORS, PHASE_COLORS, axis_range, draw_run, draw_runs, median_and_range
+from slimelite.tracking.plot import COLORS, PHASE_COLORS, axis_range, draw_run, draw_runs, line_styles, median_and_range
 from slimelite.view.command import main
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -115,6 +116,26 @@ def test_a_run_has_one_colour_in_all_panels(tmp_path: Path) -> None:
     assert painted(tmp_path / "x.png", COLORS[0])[:40].any(), "the legend names the run without the metric, too"
     assert not painted(tmp_path / "x.png", COLORS[0])[below].any()
     assert painted(tmp_path / "x.png", COLORS[1])[below].any()
+
+
+def test_the_axis_is_that_of_the_metric_that_the_run_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+    monkeypatch.setattr(Axes, "set_xlabel", lambda _, label, **__: labels.append(label))
+    monkeypatch.setattr(Axes, "set_ylabel", lambda _, label, **__: labels.append(label))
+    for record in (
+        {"kind": "rollout", "rollout/step": 0.0, "rollout/kl": 1.0},
+        {"kind": "train", "train/step": 0.0, "train/kl_loss": 1.0},
+        {"kind": "eval", "eval/step": -1.0, "eval/sums": 1.0},
+    ):
+        draw_run([record], tmp_path / "x.png")
+    assert labels == ["rollout", "nats", "optimizer step", "nats", "after rollout (−1: at the start)", "score"]
+
+
+def test_more_runs_than_colours_still_differ() -> None:
+    styles = line_styles(str(n) for n in range(3 * len(COLORS)))
+    assert len(set(styles.values())) == 3 * len(COLORS)
+    assert styles["0"] == (COLORS[0], "-")
+    assert styles[str(len(COLORS))] == (COLORS[0], "--")
 
 
 def test_more_than_four_runs_have_a_panel_each(tmp_path: Path) -> None:
