@@ -78,6 +78,8 @@ def against(first: Run, other: Run, dataset: str) -> Facts:
     if not common:
         return {"why_not": "the prompts are not the same"}
     differences = np.array([scores[1][key] - scores[0][key] for key in common])
+    if not np.isfinite(differences).all():
+        return {"why_not": "rewards of answers are not numbers"}
     return paired_test(differences)._asdict() | {"of_prompts": max(map(len, scores))}
 
 
@@ -158,7 +160,7 @@ def _segments(run: Run) -> list[list[Mapping[str, Any]]]:
 
 def _wall_seconds(run: Run) -> float:
     """Seconds from the start record of each process to its last record that counts."""
-    return sum(segment[-1]["time"] - segment[0]["time"] for segment in _segments(run))
+    return sum(segment[-1]["time"] - segment[0]["time"] for segment in _segments(run) if segment)
 
 
 def _cpu_hours(run: Run) -> float | None:

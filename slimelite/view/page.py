@@ -109,6 +109,7 @@ def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     script, style = (_joined(names) for names in (SCRIPTS, STYLES))
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
+    out.parent.mkdir(parents=True, exist_ok=True)
     with whole(out) as partial:
         partial.write_text(PAGE.format(policy=policy, style=style, script=script, data=text), encoding="utf-8")
 

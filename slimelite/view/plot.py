@@ -44,8 +44,13 @@ def main(argv: Sequence[str]) -> int:
         parser.error("name a run folder, or --band NAME RUN...")
     if alone := [name for name, *folders in args.band if not folders]:
         parser.error(f"--band {alone[0]}: no run folder given")
+    if twice := {name for name, *_ in args.band if [other for other, *_ in args.band].count(name) > 1}:
+        parser.error(f"--band {min(twice)} is given twice: name all its runs after one --band")
     if len(args.runs) == 1 and not args.band and not args.metric:
-        draw_run(Run.read(args.runs[0]).records, args.out)
+        run = Run.read(args.runs[0])
+        if not run.series:
+            raise ValueError(f"{run.folder} has nothing to draw: it has no metrics yet")
+        draw_run(run.records, args.out)
     else:
         runs = {run.name: [run.records] for run in read_runs(args.runs)}
         runs |= {name: [Run.read(folder).records for folder in folders] for name, *folders in args.band}

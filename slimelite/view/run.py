@@ -40,7 +40,7 @@ class Run:
         A line of metrics.jsonl that is half written, because the run goes on, is left out.
 
         Raises:
-            ValueError: it is not a run folder, it has no metrics yet, or a line of its metrics is not JSON.
+            ValueError: it is not a run folder, has neither metrics nor samples, or a line of its metrics is not JSON.
         """
         folder = Path(folder)
         if not folder.is_dir():
@@ -48,7 +48,7 @@ class Run:
         if not (folder / FILE_NAME).is_file() and (folder / "rollouts").is_dir():
             raise ValueError(f"{folder} has no {FILE_NAME}, although it has rollouts: copy the whole run folder")
         run = cls(folder, name or folder.resolve().name, tuple(read_metrics(folder)))
-        if not run.series:
+        if not (run.series or run.rollouts or run.dropped):
             said = run.status.get("message") or "its first numbers come with its first evaluation or rollout"
             raise ValueError(f"{folder} has no metrics yet: status {run.status.get('status', 'unknown')}; {said}")
         return run

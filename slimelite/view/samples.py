@@ -33,6 +33,7 @@ LIGHT = ("group_id", "reward", "prompt", "status", "response_tokens")
 # steps of fixed-point numbers: 3 decimals, but 4 for the difference of two log-probs
 STEP, FINE_STEP = 1e-3, 1e-4
 STALENESS = "rollout/weight_staleness/max"
+UNREADABLE = "{0.name} of {0.parent.name} could not be read: {1}"
 
 
 class Source(NamedTuple):
@@ -76,7 +77,7 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, Any]:
         try:
             parts.append(_part(source))
         except (OSError, ValueError, KeyError) as error:  # a run that goes on may have removed the file meanwhile
-            notes.append(f"{source.path.name} of {source.path.parent.name} could not be read: {error}")
+            notes.append(UNREADABLE.format(source.path, error))
     total = sum(len(part.light) for part in parts)
     if sum(_cost(part).sum() for part in parts) > budget:
         _sample_down(parts, budget)
@@ -87,7 +88,13 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, Any]:
             "The numbers in the list of rollouts are those of all samples."
         )
     parts = [part for part in parts if len(part.rows) or part.source.kind == "rollout"]
-    tables = [SampleTable.from_arrow(_read(p.source.path).take(pa.array(p.rows))) for p in parts]
+    opened = []
+    for part in parts:
+        try:
+            opened.append((part, SampleTable.from_arrow(_read(part.source.path).take(pa.array(part.rows)))))
+        except (OSError, ValueError) as error:  # not written by us, or removed meanwhile
+            notes.append(UNREADABLE.format(part.source.path, error))
+    parts, tables = [part for part, _ in opened], [table for _, table in opened]
     pieces, gone = Pieces.of_run(run)
     notes += [gone] if gone and tables else []
     sources = [{"kind": p.source.kind, "name": p.source.name, "number": p.source.number, **p.facts} for p in parts]

@@ -17,7 +17,7 @@ from slimelite.tracking.metrics_file import MetricsFile, read_metrics
 from slimelite.view.command import main
 from slimelite.view.page import write_page
 from slimelite.view.run import Run
-from tests.tracking.fake_run import make_args, play
+from tests.tracking.fake_run import make_args, make_table, play
 from tests.view.conftest import OpenPage
 
 if TYPE_CHECKING:
@@ -227,6 +227,29 @@ def test_numbers_that_are_none_are_marked(file: Path, open_page: OpenPage) -> No
     assert lost.locator(".lost title").all_text_contents() == ["NaN", "Infinity"]
     assert [point_at(lost, i)[-1] for i in range(4)] == ["1", "NaN", "∞", "2"]
     assert (lost.locator(".line").get_attribute("d") or "").count("M") == 2  # the line has a gap there
+
+
+@pytest.mark.browser
+def test_the_best_score_is_a_number_wherever_the_others_stand(tmp_path: Path, open_page: OpenPage) -> None:
+    writer = MetricsFile(tmp_path)
+    for step, score in enumerate((float("nan"), 0.25, 0.75, 0.5), -1):
+        writer.write("eval", {"eval/step": step, "eval/sums": score})
+    writer.close(False)
+    assert main(["view", str(tmp_path), "-o", str(tmp_path / "new" / "view.html")]) == 0
+    page = open_page(tmp_path / "new" / "view.html", "overview")
+    assert page.locator(".scores tr").nth(1).locator("td").all_text_contents() == ["sums", "NaN", "0.75", "1", "0.5"]
+
+
+@pytest.mark.browser
+def test_a_run_that_failed_in_its_first_rollout_shows_what_it_dropped(tmp_path: Path, open_page: OpenPage) -> None:
+    MetricsFile(tmp_path).write("start", {"rollout/step": 0, "eval/step": -1})
+    make_table().to_parquet(tmp_path / "dropped" / "0000000.parquet")
+    write_page([Run.read(tmp_path)], tmp_path / "view.html")
+    page = open_page(tmp_path / "view.html", "curves")
+    page.get_by_role("tab", name="Samples").click()
+    assert page.locator("[data-level=samples]").inner_text() == "Samples 8"
+    assert main(["compare", str(tmp_path)]) == 0
+    assert main(["plot", str(tmp_path), "-o", str(tmp_path / "x.png")]) == 1
 
 
 @pytest.mark.browser

@@ -44,6 +44,13 @@ def test_the_band_is_median_minimum_and_maximum_of_the_runs_at_each_step() -> No
     assert median_and_range(curves) == ([0.0, 1.0, 2.0], [2.0, 4.0, 7.0], [1.0, 3.0, 7.0], [9.0, 5.0, 7.0])
 
 
+def test_a_band_that_is_named_twice_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(write_run(tmp_path / name, 1.0)) for name in "ab"]
+    with pytest.raises(SystemExit):
+        main(["plot", "--band", "x", runs[0], "--band", "x", runs[1], "-o", str(tmp_path / "x.png")])
+    assert "--band x is given twice" in capsys.readouterr().err
+
+
 def test_scores_are_told_from_what_stands_beside_them() -> None:
     records = [
         {"eval/step": 1, "eval/a": 1, "eval/a-pass@8": 1, "eval/a-truncated_ratio": 0, "eval/a/response_len/mean": 3}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from sampled_run import byte_level, sample, save, save_stats, write_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -197,6 +198,14 @@ def test_a_broken_file_is_named_and_the_others_are_shown(run: Path) -> None:
     data = samples(Run.read(run))
     assert [source["kind"] for source in data["sources"]] == ["rollout", "eval"]
     assert data["notes"][0].startswith("0000000.parquet of dropped could not be read: ")
+
+
+def test_a_file_of_others_is_named_and_the_others_are_shown(run: Path) -> None:
+    path = run / "dropped" / "0000000.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["response"]), path)
+    data = samples(Run.read(run))
+    assert [source["kind"] for source in data["sources"]] == ["rollout", "eval"]
+    assert data["notes"][0].startswith("0000000.parquet of dropped could not be read: not a table of samples")
 
 
 def test_a_long_run_is_sampled_down_to_whole_groups_of_the_same_prompts(tmp_path: Path) -> None:

@@ -152,11 +152,11 @@ function themeButton() {
   return button;
 }
 
-/** The payload, with every series as {x, y}: the file holds each list of x once. */
+/** The payload, with every series as {x, y}: the file holds each list of x once, and numbers that JSON lacks as text. */
 function payload() {
   const data = JSON.parse(document.getElementById("data").textContent);
   for (const run of data.runs) {
-    for (const [name, [axis, y]] of Object.entries(run.series)) run.series[name] = { x: run.axes[axis], y };
+    for (const [name, [axis, y]] of Object.entries(run.series)) run.series[name] = { x: run.axes[axis], y: y.map(Number) };
   }
   return data;
 }

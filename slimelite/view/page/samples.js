@@ -121,10 +121,10 @@
       const tests = this.filters.map(({ column, low, high, value }) => {
         if (column === "status") return value && ((i) => samples.statuses[columns.status[i]] === value);
         if (column === "dropped because") return value && ((i) => samples.reasons[columns.reason[i]] === value);
-        const [least, most] = [low === "" ? -Infinity : Number(low), high === "" ? Infinity : Number(high)];
-        const close = 1e-6 * Math.max(1, ...[least, most].filter(Number.isFinite).map(Math.abs)); // numbers are float32
+        // the numbers are float32: 0.1 is in the range from 0.1 on
+        const [least, most] = [low === "" ? -Infinity : Math.fround(low), high === "" ? Infinity : Math.fround(high)];
         const values = numbers[column];
-        return (low !== "" || high !== "") && ((i) => values[i] >= least - close && values[i] <= most + close);
+        return (low !== "" || high !== "") && ((i) => values[i] >= least && values[i] <= most);
       }).filter(Boolean);
       const found = [];
       for (let i = 0; i < samples.size; i++) {

@@ -141,8 +141,8 @@ function responseParts(samples, sample, opened, query) {
 }
 
 const PICKS = {
-  best: ["best of each group", (rewards) => rewards.indexOf(Math.max(...rewards))],
-  worst: ["worst of each group", (rewards) => rewards.indexOf(Math.min(...rewards))],
+  best: ["best of each group", (rewards) => rewards.indexOf(Math.max(...rewards.filter(Number.isFinite)))],
+  worst: ["worst of each group", (rewards) => rewards.indexOf(Math.min(...rewards.filter(Number.isFinite)))],
   first: ["first of each group", () => 0],
 };
 
