@@ -1,6 +1,7 @@
-"""Photograph the page of a run for README and docs/view.md:   python scripts/screenshots.py runs/quickstart/seed-0/grpo 4
+"""Photograph the page of a run for README:   python scripts/screenshots.py runs/quickstart/seed-0/grpo 4
 
-The second argument is the rollout whose samples are shown. Writes docs/view/{curves,samples}-{light,dark}.png. Needs playwright and a chromium (apt-get install chromium).
+The second argument is the rollout whose samples are shown. Writes docs/view/{curves,samples}-{light,dark}.png. Needs
+playwright and a chromium (apt-get install chromium).
 """
 
 from __future__ import annotations
