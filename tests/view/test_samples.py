@@ -119,6 +119,16 @@ def test_from_rollouts_to_groups_to_samples_and_back(file: Path, open_page: Open
     page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     assert page.locator(".chip").inner_text() == "rollout 1\n✕"
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    level(page, "samples", "Samples 4")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    assert page.locator(".sample h3").inner_text() == "rollout 1 · sample 34"
+    page.get_by_role("button", name="tokens").focus()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Enter")
+    assert page.locator(".row.head [aria-sort=ascending]").inner_text() == "tokens ↑"
 
 
 def test_rows_are_sorted_and_filtered_by_their_numbers(file: Path, open_page: OpenPage) -> None:

@@ -168,7 +168,7 @@
         const by = sort && this.columns.find((column) => column.title === sort.title);
         this.rows = by ? sorted(all, by.key, sort.down) : all;
         this.drawHead(sort);
-        this.main.replaceChildren(this.table);
+        if (this.main.firstChild !== this.table) this.main.replaceChildren(this.table); // else it would lose the focus
         const widths = this.columns.map(({ least, text }) => (text ? `minmax(${least}px, ${least}fr)` : `${least}px`));
         this.table.style.setProperty("--columns", widths.join(" "));
         this.table.style.setProperty("--least", `${this.columns.reduce((sum, { least }) => sum + least + 14, 18)}px`);
@@ -178,6 +178,7 @@
     }
 
     drawHead(now) {
+      const focused = [...this.head.children].findIndex((title) => title.contains(document.activeElement));
       this.head.replaceChildren(...this.columns.map((column) => {
         const on = now?.title === column.title;
         const state = on ? (now.down ? "descending" : "ascending") : "none";
@@ -186,6 +187,7 @@
         const sort = { class: "link", title: column.hint, onclick: () => this.sortBy(column) };
         return el("span", attributes, column.key ? el("button", sort, text) : text);
       }));
+      this.head.children[focused]?.firstElementChild?.focus(); // who sorts with the keyboard goes on there
     }
 
     /** First the greatest, for numbers, then the least, then the order of the run. */
