@@ -99,9 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not unique:
         print(f"make_pairs.py: there are no pairs: {reasons}; lower --margin, or give other runs", file=sys.stderr)
         return 1
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with whole(args.out) as partial:
-        pq.write_table(pa.Table.from_pylist(list(unique.values())), partial, compression="zstd")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        with whole(args.out) as partial:
+            pq.write_table(pa.Table.from_pylist(list(unique.values())), partial, compression="zstd")
+    except OSError as error:
+        print(f"make_pairs.py: -o {args.out}: cannot be written: {error}", file=sys.stderr)
+        return 1
     print(f"{args.out}: {len(unique)} pairs" + (f"; left out: {reasons}" if reasons else ""))
     print(f"train.py --loss-type dpo_loss --prompt-data {args.out} --input-key prompt   (no --apply-chat-template)")
     return 0

@@ -95,9 +95,12 @@ class Evaluations:
             return {}
         if self.best < 0:
             return {"best": f"{self._said()}; nothing was kept, for no later evaluation was better"}
-        places = [str(folder_of(self._args.save, self.best))] if self._args.save else []
-        places += [str(model_folder(self._args.save_hf, "best"))] if self._args.save_hf else []
-        return {"best": f"{self._said()}: {', '.join(places)}"}
+        save, template = self._args.save, self._args.save_hf
+        places = [folder_of(save, self.best)] if save and best_of(save) == self.best else []
+        places += [model_folder(template, "best")] if template else []
+        kept = ", ".join(str(place) for place in places if place.is_dir())
+        # a run that resumes may know of a better evaluation from a run with another --save, or without --save-best
+        return {"best": f"{self._said()}{f': {kept}' if kept else '; it was before this run went on, and is not kept'}"}
 
     def _said(self) -> str:
         if self.best is None:

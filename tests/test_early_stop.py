@@ -45,7 +45,7 @@ def test_two_evaluations_without_a_better_one_end_the_run(
     assert bool(found.stop) == stops
 
 
-def test_why_it_ends_and_what_is_kept_in_words() -> None:
+def test_why_it_ends_and_what_is_kept_in_words(tmp_path: Path) -> None:
     one = evaluations([0.5, 0.25], early_stop_patience=1, save_best=True)
     assert one.stop == "1 evaluation was no better than eval/sums 0.500 before training"
     nothing = "eval/sums 0.500 before training; nothing was kept, for no later evaluation was better"
@@ -53,10 +53,11 @@ def test_why_it_ends_and_what_is_kept_in_words() -> None:
     assert not one.improved(-1), "nothing is trained yet"
     none = evaluations([math.nan], first=0, early_stop_patience=1)
     assert none.stop == "1 evaluation was no better than nothing: eval/sums was never a number"
-    kept = evaluations([0.5, 0.75], save_best=True, save_hf="/models/small")
+    kept = evaluations([0.5, 0.75], save_best=True, save_hf=str(tmp_path / "small"))
     assert kept.improved(0)
     assert kept.stop is None, "there is no patience"
-    assert kept.facts() == {"best": "eval/sums 0.750 after rollout 0: /models/small-best"}
+    (tmp_path / "small-best").mkdir()
+    assert kept.facts() == {"best": f"eval/sums 0.750 after rollout 0: {tmp_path}/small-best"}
 
 
 def test_a_metric_that_no_evaluation_measures() -> None:
@@ -81,6 +82,21 @@ def test_a_resumed_run_knows_what_came_before_its_checkpoint(tmp_path: Path) -> 
     after.write()
     written = json.loads((tmp_path / "evaluations.json").read_text())["evaluations"]
     assert [each["value"] for each in written] == [0.1, 0.7, 0.3, 1 / 3]
+
+
+def test_a_best_that_an_earlier_run_did_not_keep_is_not_said_to_be_there(tmp_path: Path) -> None:
+    """The run before had another ``--save``, or no ``--save-best``; what it measured is still what there is to beat."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    flags = {"save_interval": 2, "save_best": True}
+    evaluations([0.1, 0.7, 0.3], save=str(before), **flags).write()
+    resumed = {"resume_directory": str(folder_of(before, 1)), "start_rollout_id": 2, **flags}
+    found = evaluations([0.5], first=2, save=str(after), **resumed)
+    gone = "eval/sums 0.700 after rollout 0; it was before this run went on, and is not kept"
+    assert found.facts() == {"best": gone}
+    folder_of(after, 0).mkdir(parents=True)
+    found.mark(0)
+    assert found.facts() == {"best": f"eval/sums 0.700 after rollout 0: {after}/iter_0000000"}
 
 
 def test_the_best_checkpoint_outlives_the_others(tmp_path: Path) -> None:

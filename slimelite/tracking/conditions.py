@@ -240,6 +240,8 @@ def mismatch(h: History) -> Seen | None:
     if now <= MISMATCH_LIMIT and not risen:
         return None
     says = f"trainer and engine disagree about the same tokens: mean |log-prob difference| {now:.3f}"
+    if age := h.row.get(METRICS["staleness"], 0.0):
+        says += f"; they are {age:.1f} weight updates old, which makes a difference by itself"
     floor = min(now, MISMATCH_LIMIT) / 2
     return Seen(says, lambda h: h.now("mismatch") > floor)
 

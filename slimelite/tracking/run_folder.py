@@ -75,7 +75,8 @@ class RunFolder:
         table.to_parquet(self.path / "rollouts" / f"{rollout_id:07d}.parquet")
         if self._rollouts is not None:
             for path in (file for folder in OF_ROLLOUTS for file in (self.path / folder).glob("*.parquet")):
-                if int(path.stem) <= rollout_id - self._rollouts:
+                # a file that the user put there has another name
+                if path.stem.isdecimal() and int(path.stem) <= rollout_id - self._rollouts:
                     path.unlink()
 
     def save_token_stats(self, rollout_id: int, stats: TokenStats) -> None:

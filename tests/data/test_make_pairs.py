@@ -91,11 +91,13 @@ def test_responses_that_dpo_should_not_train_on(
 
 def test_mistakes_are_named(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     equal = save(tmp_path / "0.parquet", [("x", 1.0), ("y", 1.0)])
+    unequal = save(tmp_path / "2.parquet", [("x", 1.0), ("y", 0.0)])
     out = str(tmp_path / "pairs.parquet")
     for words, says in (
         ([equal, "-o", out], "there are no pairs: 1 groups without two responses that differ by the margin; lower"),
         ([str(tmp_path / "1.parquet"), "-o", out], "no saved rollout at"),
         ([str(tmp_path), "-o", out], "is not a run folder: it has no metrics.jsonl"),
+        ([unequal, "-o", f"{equal}/pairs.parquet"], "0.parquet/pairs.parquet: cannot be written: "),
     ):
         assert tool.main(words) == 1
         assert says in capsys.readouterr().err

@@ -113,6 +113,14 @@ def test_wrong_from_the_start_is_another_alarm_than_a_collapse() -> None:
     assert {kind.name for kind in KINDS} == {*FAULTS, "all_wrong"}
 
 
+@pytest.mark.parametrize(("age", "says"), [(0.0, False), (1.0, True)])
+def test_a_mismatch_of_old_tokens_says_how_old_they_are(age: float, says: bool) -> None:
+    """With ``--async-rollout`` the engine's weights are older on purpose, and nothing need be wrong with it."""
+    old = {"rollout/weight_staleness/mean": age, "train/train_rollout_logprob_abs_diff": 0.05}
+    (alarm,) = replay(records(lambda i: old))
+    assert ("they are 1.0 weight updates old, which makes a difference by itself" in alarm.says) == says
+
+
 def test_a_death_of_an_engine_is_an_alarm_each_time() -> None:
     found = replay(records(lambda i: {"rollout/engine_deaths": float(i >= 10) + (i >= 30)}))
     assert [(alarm.kind, alarm.rollout_id, alarm.ended) for alarm in found] == [

@@ -67,7 +67,10 @@ def test_a_long_run_keeps_its_newest_rollouts(tmp_path: Path) -> None:
     for folder in ("dropped", "token_stats"):
         for i in (0, 2, 3):
             make_table().to_parquet(tmp_path / folder / f"{i:07d}.parquet")
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts/first.parquet").touch()  # the user's
     play(args, range(4))
+    (tmp_path / "rollouts/first.parquet").unlink()
     kept = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.parquet")}
     of_rollouts = {f"{folder}/{i:07d}.parquet" for folder in ("rollouts", "dropped", "token_stats") for i in (2, 3)}
     assert kept == of_rollouts | {f"eval/sums-{i}.parquet" for i in ("start", "0000001", "0000003")}
