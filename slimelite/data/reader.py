@@ -20,8 +20,6 @@ Row = dict[str, Any]
 # the place in the file ("row 3 (line 4)", rows counted from 0), and the row or the reason why it cannot be read
 Found = tuple[str, Row | str]
 
-# JSON can escape one half of a UTF-16 pair without the other
-HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 # most kinds of problems that a message about malformed rows of a file lists
 EXAMPLES = 3
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+){0,2}")
@@ -164,11 +162,8 @@ def _json_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Row:
-    """A JSON object; refuses half of a character, and a repeated key, of which json would keep only the last value."""
+    """A JSON object; refuses a repeated key, because json would silently keep only the last value."""
     values = dict(pairs)
-    for text in (*values, *values.values()):
-        if isinstance(text, str) and (half := HALF_A_CHARACTER.search(text)):
-            raise ValueError(f"\\u{ord(half[0]):x} is half of a character, which no file or tokenizer can hold")
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} is there twice")

@@ -120,10 +120,3 @@ def test_a_hub_dataset_needs_its_library_or_the_hub(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=r"no file 'owner/no-such-dataset:main:train'.*hub"):
         inputs("owner/no-such-dataset:main:train")
-
-
-@pytest.mark.parametrize("row", ['{"input": "a\\ud800"}', '{"input": [{"content": "\\udc00 b"}]}', '{"\\ud800": 1}'])
-def test_half_a_character_is_malformed(row: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", ['{"input": "\\ud83d\\ude00"}', row])
-    with pytest.raises(ValueError, match=r"row 1 \(line 2\): not JSON \(.u[0-9a-f]{4} is half of a character"):
-        list(read_rows(str(path)))
