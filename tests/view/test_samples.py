@@ -131,6 +131,13 @@ def test_from_rollouts_to_groups_to_samples_and_back(file: Path, open_page: Open
     assert page.locator(".row.head [aria-sort=ascending]").inner_text() == "tokens ↑"
 
 
+@pytest.mark.parametrize("place", ["sample=-1", "sample=1.5", "level=toString", "run=7&sample=2000&rollout=1"])
+def test_an_address_of_another_page_opens_the_lists(file: Path, open_page: OpenPage, place: str) -> None:
+    page = open_page(file, f"samples?{place}")
+    assert len(shown(page)) > 1
+    assert page.locator(".sample").count() == 0
+
+
 def test_rows_are_sorted_and_filtered_by_their_numbers(file: Path, open_page: OpenPage) -> None:
     page = open_page(file, "samples?level=samples")
     heads = page.locator(".row.head > span")

@@ -62,12 +62,12 @@
       const short = whole("rollout");
       this.place = {
         run: whole("run") ?? 0,
-        level: params.get("level") in LEVELS ? params.get("level") : short === null ? "rollouts" : "groups",
+        level: Object.hasOwn(LEVELS, params.get("level")) ? params.get("level") : short === null ? "rollouts" : "groups",
         of: this.kinds.includes(params.get("of")) ? params.get("of") : this.kinds[0],
         number: whole("number") ?? short,
         group: whole("group"), prompt: whole("prompt"), sample: whole("sample"),
       };
-      if (!(this.place.sample < this.samples.size)) this.place.sample = null;
+      if (this.samples.columns.chunk?.[this.place.sample] === undefined) this.place.sample = null; // an address of another page
       this.refresh();
     }
 
