@@ -106,7 +106,7 @@ def _prompt_scores(run: Run, dataset: str) -> dict[tuple[str, str, int], float]:
 
 def _facts(run: Run) -> Facts:
     rewards = run.series.get("rollout/raw_reward")
-    wall = _wall_seconds(run)
+    wall = wall_seconds(run)
     gpus = _gpus(run.config)
     return {
         "name": run.name,
@@ -158,7 +158,7 @@ def _segments(run: Run) -> list[list[Mapping[str, Any]]]:
     return found
 
 
-def _wall_seconds(run: Run) -> float:
+def wall_seconds(run: Run) -> float:
     """Seconds from the start record of each process to its last record that counts."""
     return sum(segment[-1]["time"] - segment[0]["time"] for segment in _segments(run) if segment)
 

@@ -20,7 +20,7 @@ import slimelite
 from slimelite.files import whole
 from slimelite.tracking.metrics_file import DEFAULT_AXIS
 from slimelite.tracking.panels import GROUPS, unit
-from slimelite.view.comparison import differing_flags, flag_names
+from slimelite.view.comparison import differing_flags, flag_names, wall_seconds
 from slimelite.view.run import Run, Series, read_runs
 from slimelite.view.samples import BUDGET, samples
 
@@ -130,6 +130,7 @@ def _run(run: Run, color: str, budget: int) -> dict[str, Any]:
         "folder": str(run.folder),
         "color": color,
         "status": run.status,
+        "seconds": wall_seconds(run),
         "versions": run.versions,
         # NaN and Infinity are no JSON, although Python writes and reads them
         "config": json.loads(json.dumps(run.config), parse_constant=str),

@@ -241,6 +241,17 @@ def test_the_best_score_is_a_number_wherever_the_others_stand(tmp_path: Path, op
 
 
 @pytest.mark.browser
+def test_the_time_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path, open_page: OpenPage) -> None:
+    lines = [("start", 0, 100.0), ("perf", 0, 130.0), ("start", 1, 900.0), ("perf", 1, 912.0)]
+    records = [{"time": time, "kind": kind, "rollout/step": i, "rollout/x": i} for kind, i, time in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "status.json").write_text(json.dumps({"status": "finished", "began": 890.0, "updated": 912.0}))
+    write_page([Run.read(tmp_path)], tmp_path / "view.html")
+    page = open_page(tmp_path / "view.html", "overview")
+    assert page.locator("dt", has_text="time").locator("+ dd").inner_text() == "42s"
+
+
+@pytest.mark.browser
 def test_a_run_that_failed_in_its_first_rollout_shows_what_it_dropped(tmp_path: Path, open_page: OpenPage) -> None:
     MetricsFile(tmp_path).write("start", {"rollout/step": 0, "eval/step": -1})
     make_table().to_parquet(tmp_path / "dropped" / "0000000.parquet")

@@ -19,14 +19,13 @@
   const facts = (run) => {
     const { status, versions, config } = run;
     const machine = versions.machine ?? {};
-    const took = status.updated - status.began;
     const done = `${status.rollouts_done ?? 0} of ${status.num_rollout ?? "?"}`;
     const memory = machine.memory && `${Math.round(parseInt(machine.memory) / 1e6)} GB`; // it is in kB, as in /proc/meminfo
     const hardware = [machine.gpus?.join(", "), machine.cpu && `${machine.cores} × ${machine.cpu}`, memory];
     const packages = ["python", "torch", "transformers", "ray", "sglang"];
     return {
       rollouts: done,
-      took: Number.isFinite(took) ? duration(took) : null,
+      time: duration(run.seconds), // of all processes of a run that was resumed, which its status does not know
       began: status.began ? new Date(status.began * 1000).toLocaleString() : null,
       model: config.hf_checkpoint,
       data: [config.prompt_data].flat().filter(Boolean).join(", "),
