@@ -241,6 +241,16 @@ def test_the_best_score_is_a_number_wherever_the_others_stand(tmp_path: Path, op
 
 
 @pytest.mark.browser
+def test_long_names_of_runs_fit_on_a_narrow_screen(tmp_path: Path, folders: list[Path], open_page: OpenPage) -> None:
+    write_page([Run.read(folder, f"{folder.name}/{'seed' * 20}") for folder in folders], tmp_path / "view.html")
+    page = open_page(tmp_path / "view.html", "samples", viewport={"width": 380, "height": 700})
+    page.locator(".rows .row").first.wait_for()
+    for tab in ("overview", "curves", "samples", "time", "flags"):
+        page.locator(f"#tab-{tab}").click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380, tab
+
+
+@pytest.mark.browser
 def test_the_time_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path, open_page: OpenPage) -> None:
     lines = [("start", 0, 100.0), ("perf", 0, 130.0), ("start", 1, 900.0), ("perf", 1, 912.0)]
     records = [{"time": time, "kind": kind, "rollout/step": i, "rollout/x": i} for kind, i, time in lines]
