@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,11 @@ class EvalDataset:
         if len(self.name.encode()) > NAME_BYTES:
             name = f"{self.name[:40]}..."
             yield f"eval dataset {name}: its files are called after it: a name of {NAME_BYTES} bytes or less"
+        if re.search(r"/|-pass@|-stderr$|-truncated_ratio$|^(step|reward_errors)$", self.name):
+            yield (
+                f"eval dataset {self.name}: eval/{self.name} would not be known as a score, as other metrics have "
+                "such names; take another one, such as math_500 for math/500"
+            )
         if self.max_response_len is None:
             yield f"eval dataset {self.name}: give --eval-max-response-len"
         for setting in group_flags(EvalDataset):
