@@ -29,7 +29,7 @@ EXPECTED = {
     "label": "all_wrong",
     "lr": "reward_collapse",
     "filter": "filtered",
-    "stale": "mismatch",
+    "stale": "stale",
 }
 
 

@@ -129,7 +129,8 @@ KINDS = (
     ),
     Kind(
         "mismatch",
-        f"the mean |trainer − engine log-prob| is above {MISMATCH_LIMIT:g}, or rose fivefold "
+        f"the mean |trainer − engine log-prob| is above {MISMATCH_LIMIT:g}, and 0.2 more for each update that the "
+        "weights of the tokens are old, or rose fivefold "
         f"in 20 rollouts and is above {MISMATCH_LIMIT / 10:g}",
         "The gradient belongs to another policy than the one that wrote the samples. --check-weight-update-equal tells "
         "whether the weights arrive; --correction tis corrects small differences; docs/metrics.md lists the causes.",

@@ -88,6 +88,15 @@ class RunFolder:
         """Write the answers to an eval dataset after rollout ``rollout_id`` (-1: before training)."""
         table.to_parquet(self._eval_file(name.replace("/", "_"), rollout_id))
 
+    def forget(self, rollout_id: int) -> None:
+        """Remove the files of ``rollout_id`` and later ones: a run that goes on there repeats them, or ends before."""
+        files = [file for folder in OF_ROLLOUTS for file in self.path.glob(f"{folder}/*.parquet")]
+        files += self.path.glob("eval/*-*.parquet")
+        for path in files:
+            number = path.stem.rpartition("-")[2]
+            if number.isdecimal() and int(number) >= rollout_id:
+                path.unlink()
+
     def renumber_evals(self) -> None:
         """Give the files of evaluations that an older version wrote, which counted rollouts trained, today's names."""
         for path in sorted(self.path.glob("eval/*-*.parquet")):  # a name that is taken is free when its turn comes

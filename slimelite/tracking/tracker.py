@@ -24,7 +24,7 @@ from slimelite.token_stats import TokenStats
 from slimelite.tracking.alarms import Alarm, Alarms
 from slimelite.tracking.ci import RunChecks
 from slimelite.tracking.console import Console
-from slimelite.tracking.metrics_file import Kind, axis_of, counts_evals, eval_metrics, read_metrics
+from slimelite.tracking.metrics_file import FILE_NAME, Kind, axis_of, counts_evals, eval_metrics, read_metrics
 from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
 from slimelite.tracking.phases import LABELS, PERF_NAMES, Phase, Timer, duration
 from slimelite.tracking.plot import draw_run
@@ -129,9 +129,11 @@ class Tracker:
         """Print the facts of the run; ``args`` now have the number of rollouts and the id of the first one."""
         self.args = args
         self.folder.save_config(args)
-        if counts_evals(read_metrics(self.folder.path)):
+        # without the file the disk is full, which writing says
+        if (self.folder.path / FILE_NAME).is_file() and counts_evals(read_metrics(self.folder.path)):
             self.folder.renumber_evals()
         first = args.start_rollout_id or 0
+        self.folder.forget(first)
         self._write("start", {"rollout/step": first, "eval/step": first - 1})
         self._remember_alarms()
         if args.num_rollout is not None and args.start_rollout_id >= args.num_rollout:

@@ -18,6 +18,7 @@ import numpy as np
 
 import slimelite
 from slimelite.files import whole
+from slimelite.lifecycle import read_status
 from slimelite.tracking.metrics_file import DEFAULT_AXIS
 from slimelite.tracking.panels import GROUPS, unit
 from slimelite.view.comparison import differing_flags, flag_names, wall_seconds
@@ -76,12 +77,12 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     out = Path(args.out or Path(args.runs[0]) / "view.html")
-    began = time.monotonic()
-    runs = read_runs(args.runs)
-    write_page(runs, out, live=args.follow)
-    print(out)
-    took = time.monotonic() - began
     with suppress(KeyboardInterrupt):
+        runs = _first(args.runs, args.follow)
+        began = time.monotonic()
+        write_page(runs, out, live=args.follow)
+        print(out)
+        took = time.monotonic() - began
         while args.follow and any(run.status.get("status") == "running" for run in runs):
             # the run itself may need the processor: writing takes a twentieth of one core at most
             time.sleep(max(FOLLOW_EVERY, 20 * took))
@@ -91,6 +92,21 @@ def main(argv: Sequence[str]) -> int:
                 write_page(fresh, out, live=not ended)
             runs = fresh
     return 0
+
+
+def _first(folders: Sequence[str], follow: bool) -> list[Run]:
+    """The runs; with ``--follow`` once a run that goes on has its first numbers."""
+    said = False
+    while True:
+        try:
+            return read_runs(folders)
+        except ValueError as error:
+            if not follow or all(read_status(folder).get("status") != "running" for folder in folders):
+                raise
+            if not said:
+                print(f"waiting: {error}", flush=True)
+            said = True
+        time.sleep(FOLLOW_EVERY)
 
 
 def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:

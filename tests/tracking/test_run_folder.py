@@ -132,3 +132,17 @@ def test_the_commit_and_whether_files_were_changed(tmp_path: Path) -> None:
     assert commit(tmp_path) == head
     (tmp_path / "a").write_text("2")
     assert commit(tmp_path) == head + "-dirty"
+
+
+def test_a_run_that_goes_on_earlier_forgets_what_it_repeats(tmp_path: Path) -> None:
+    """Rollout 2 is made again: its files and later ones are of a history that is over; a user's own file stays."""
+    folder = RunFolder(tmp_path)
+    names = ["rollouts/0000001", "rollouts/0000002", "token_stats/0000003", "dropped/0000002", "rollouts/mine"]
+    names += ["eval/a-b-start", "eval/a-b-0000001", "eval/a-b-0000002"]
+    for name in names:
+        path = tmp_path / f"{name}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    folder.forget(2)
+    left = {str(path.relative_to(tmp_path).with_suffix("")) for path in tmp_path.rglob("*.parquet")}
+    assert left == {"rollouts/0000001", "rollouts/mine", "eval/a-b-start", "eval/a-b-0000001"}

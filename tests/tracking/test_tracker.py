@@ -64,19 +64,25 @@ def test_a_resumed_run_goes_on_in_the_same_folder(tmp_path: Path, capsys: pytest
 
 def test_a_long_run_keeps_its_newest_rollouts(tmp_path: Path) -> None:
     args = make_args(tmp_path, save_rollouts="2")
+    play(args, range(4))
+    evals = {f"eval/sums-{i}.parquet" for i in ("start", "0000001", "0000003")}
+    assert files_of_tables(tmp_path) == {f"rollouts/{i:07d}.parquet" for i in (2, 3)} | evals
     for folder in ("dropped", "token_stats"):
         for i in (0, 2, 3):
             make_table().to_parquet(tmp_path / folder / f"{i:07d}.parquet")
-    (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts/first.parquet").touch()  # the user's
-    play(args, range(4))
+    later = replace(args, start_rollout_id=4)
+    play(later, range(4, 5))
     (tmp_path / "rollouts/first.parquet").unlink()
-    kept = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.parquet")}
-    of_rollouts = {f"{folder}/{i:07d}.parquet" for folder in ("rollouts", "dropped", "token_stats") for i in (2, 3)}
-    assert kept == of_rollouts | {f"eval/sums-{i}.parquet" for i in ("start", "0000001", "0000003")}
-    play(replace(args, save_rollouts="none"), range(4, 5))
-    assert kept == {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*.parquet")}, "nothing new"
+    kept = {f"{folder}/0000003.parquet" for folder in ("rollouts", "dropped", "token_stats")}
+    assert files_of_tables(tmp_path) == {*kept, "rollouts/0000004.parquet"} | evals
+    play(replace(later, save_rollouts="none"), range(4, 5))
+    assert files_of_tables(tmp_path) == kept | evals, "rollout 4 was made again, and has no file"
     assert series(read_metrics(tmp_path), "rollout/raw_reward")[0] == [0, 1, 2, 3, 4]
+
+
+def files_of_tables(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.glob("*/*.parquet")}
 
 
 def test_a_finished_run_says_that_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
