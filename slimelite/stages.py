@@ -37,14 +37,14 @@ class Stage:
         return read_status(self.folder).get("status") == "finished" and self.model.is_dir()
 
 
-def run_stages(run: Callable[[list[str]], int]) -> int:
+def run_stages(run: Callable[[list[str] | None], int]) -> int:
     """``run`` with the command line of this process, or with that of each stage in turn; returns the exit status.
 
     A stage that fails or is stopped ends the command with its status.
     """
     argv = sys.argv[1:]
     if "--stages" not in argv or is_asked(argv):
-        return run(argv)
+        return run(None)
     try:
         stages = read_stages(argv)
     except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Problems
+from conftest import COMPLETE, Problems
 
 from slimelite.arguments import make_args
 from slimelite.arguments.machine import Machine
@@ -230,7 +230,6 @@ def test_rule(problems: Problems, breaks: str, says: str, mends: str) -> None:
     ["--rollout-batch-size", "--num-rollout", "--prompt-data", "--rollout-max-response-len", "--hf-checkpoint"],
 )
 def test_what_a_run_cannot_do_without(missing: str) -> None:
-    from conftest import COMPLETE
 
     from slimelite.arguments import ArgumentError
 
@@ -244,7 +243,6 @@ def test_what_a_run_cannot_do_without(missing: str) -> None:
 
 
 def test_epochs_do_instead_of_a_number_of_rollouts() -> None:
-    from conftest import COMPLETE
 
     words = COMPLETE.replace("--num-rollout 2", "--num-epoch 2").split()
     args = make_args(words, machine=Machine(gpus=0))
@@ -253,7 +251,6 @@ def test_epochs_do_instead_of_a_number_of_rollouts() -> None:
 
 def test_constant_aggregation_and_saved_rollouts(problems: Problems) -> None:
     """Training on saved rollouts needs no response length, but the constant divisor does."""
-    from conftest import COMPLETE
 
     from slimelite.arguments import ArgumentError
 
@@ -265,7 +262,6 @@ def test_constant_aggregation_and_saved_rollouts(problems: Problems) -> None:
 
 
 def test_saved_rollouts_make_no_epochs() -> None:
-    from conftest import COMPLETE
 
     from slimelite.arguments import ArgumentError
 
