@@ -197,8 +197,9 @@ def test_the_gsm8k_script_submits_to_the_head_that_ray_address_names(
     script, env = gsm8k_script(grpo_args, task, tmp_path / "run")
     (tmp_path / "ray").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> "{tmp_path}/told"\n')
     (tmp_path / "ray").chmod(0o755)
-    path = f"{tmp_path}:{env['PATH']}"
-    done = run_process(*script, env={**env, "PATH": path, "RAY_ADDRESS": "http://10.0.0.1:8265"})
+    # in an environment that is active, the script's own .venv does not come first
+    here = {"PATH": f"{tmp_path}:{env['PATH']}", "VIRTUAL_ENV": sys.prefix, "RAY_ADDRESS": "http://10.0.0.1:8265"}
+    done = run_process(*script, env={**env, **here})
     assert done.returncode == 0, done.stderr
     told = (tmp_path / "told").read_text().splitlines()
     assert told[:5] == ["job", "submit", "--address", "http://10.0.0.1:8265", "--"]
