@@ -88,13 +88,16 @@ class RunFolder:
         """Write the answers to an eval dataset after rollout ``rollout_id`` (-1: before training)."""
         table.to_parquet(self._eval_file(name.replace("/", "_"), rollout_id))
 
-    def forget(self, rollout_id: int) -> None:
-        """Remove the files of ``rollout_id`` and later ones: a run that goes on there repeats them, or ends before."""
+    def forget(self, rollout_id: int, *, ahead: bool = False) -> None:
+        """Remove the files of ``rollout_id`` and later ones: a run that goes on there repeats them, or ends before.
+
+        ``ahead``: the checkpoint has the samples of ``rollout_id``, so that its dropped groups are not dropped again.
+        """
         files = [file for folder in OF_ROLLOUTS for file in self.path.glob(f"{folder}/*.parquet")]
         files += self.path.glob("eval/*-*.parquet")
         for path in files:
             number = path.stem.rpartition("-")[2]
-            if number.isdecimal() and int(number) >= rollout_id:
+            if number.isdecimal() and int(number) >= rollout_id + (ahead and path.parent.name == "dropped"):
                 path.unlink()
 
     def renumber_evals(self) -> None:

@@ -133,7 +133,7 @@ class Tracker:
         if (self.folder.path / FILE_NAME).is_file() and counts_evals(read_metrics(self.folder.path)):
             self.folder.renumber_evals()
         first = args.start_rollout_id or 0
-        self.folder.forget(first)
+        self.folder.forget(first, ahead=args.async_rollout)
         self._write("start", {"rollout/step": first, "eval/step": first - 1})
         self._remember_alarms()
         if args.num_rollout is not None and args.start_rollout_id >= args.num_rollout:

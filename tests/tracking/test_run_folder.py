@@ -134,15 +134,27 @@ def test_the_commit_and_whether_files_were_changed(tmp_path: Path) -> None:
     assert commit(tmp_path) == head + "-dirty"
 
 
-def test_a_run_that_goes_on_earlier_forgets_what_it_repeats(tmp_path: Path) -> None:
-    """Rollout 2 is made again: its files and later ones are of a history that is over; a user's own file stays."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_run_that_goes_on_earlier_forgets_what_it_repeats(ahead: bool, tmp_path: Path) -> None:
+    """Rollout 2 is made again: its files and later ones are of a history that is over; a user's own file stays.
+
+    If it was generated ahead, the checkpoint has its samples, and its dropped groups are in the run folder alone.
+    """
     folder = RunFolder(tmp_path)
-    names = ["rollouts/0000001", "rollouts/0000002", "token_stats/0000003", "dropped/0000002", "rollouts/mine"]
+    names = [
+        "rollouts/0000001",
+        "rollouts/0000002",
+        "token_stats/0000003",
+        "dropped/0000002",
+        "dropped/0000003",
+        "rollouts/mine",
+    ]
     names += ["eval/a-b-start", "eval/a-b-0000001", "eval/a-b-0000002"]
     for name in names:
         path = tmp_path / f"{name}.parquet"
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    folder.forget(2)
+    folder.forget(2, ahead=ahead)
     left = {str(path.relative_to(tmp_path).with_suffix("")) for path in tmp_path.rglob("*.parquet")}
-    assert left == {"rollouts/0000001", "rollouts/mine", "eval/a-b-start", "eval/a-b-0000001"}
+    kept = {"rollouts/0000001", "rollouts/mine", "eval/a-b-start", "eval/a-b-0000001"}
+    assert left == kept | ({"dropped/0000002"} if ahead else set())
