@@ -327,7 +327,7 @@ def trace_function(name: str, **_: Any) -> Callable[[Callable[..., Any]], Callab
 
 
 def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
-    """The numbers in an engine's ``meta_info``."""
+    """The entries of an engine's ``meta_info`` that are numbers, which slime's plugins add to a trace."""
     return {key: value for key, value in meta_info.items() if isinstance(value, int | float)}
 
 

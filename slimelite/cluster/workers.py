@@ -204,7 +204,7 @@ class TrainerWorker(Trainer):
         return self.push_weights(sink, version)
 
     def get_weights(self) -> dict[str, Tensor]:
-        """All weights by Hugging Face name on the CPU, in the optimizer's dtype; empty on ranks other than 0."""
+        """On rank 0 all weights, on the CPU, by Hugging Face name, in the optimizer's dtype; on other ranks nothing."""
         found: dict[str, Tensor] = {}
         size = self.args.update_weight_buffer_size
         for bucket in buckets(self.model.named_weights(), size, memory=self.memory):

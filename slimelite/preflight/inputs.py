@@ -288,7 +288,7 @@ class InputChecks:
         return True
 
     def _make_samples(self, rows: Rows, prompts: list[Sample]) -> None:
-        """Make the two samples of the first pair, or the samples of some conversations."""
+        """Make the samples of the first pair, or of some conversations, as training will: mistakes in them show now."""
         args, findings, name = self.args, self.findings, rows.name
         ours = str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite."))
         if self.tokenizer is None or not (ours or args.loss.paired):

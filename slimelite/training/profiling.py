@@ -44,7 +44,7 @@ class Profiler:
 
     @contextmanager
     def rollout(self, rollout_id: int) -> Iterator[None]:
-        """Around the training on a rollout."""
+        """Context of the training on a rollout: it is profiled if `--profile-rollouts` or its window says so."""
         args = self.args
         if args.use_pytorch_profiler and rollout_id in args.profiled_rollouts:
             self._rollout = rollout_id
@@ -58,7 +58,7 @@ class Profiler:
 
     @contextmanager
     def of_pass(self, name: str) -> Iterator[None]:
-        """Around a pass within the training on a rollout."""
+        """Context of a pass of that training, such as ``log_probs``: it is profiled if `--profile-target` says so."""
         targets = self.args.profile_target
         # a profiler records what runs within another one's time, so that it cannot run itself
         with self._recorded(name) if "train_overall" not in targets and TARGETS.get(name) in targets else nullcontext():

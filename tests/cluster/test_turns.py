@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,17 +45,20 @@ class Silent:
         return lambda *_: None
 
 
+# trainer and engine take turns on one GPU
+ONE_GPU = Args(
+    device="cuda",
+    rollout_backend="embedded",
+    colocate=True,
+    offload_rollout=True,
+    offload_train=True,
+    start_rollout_id=0,
+)
+
+
 def test_the_trainer_gives_its_memory_back_before_the_engine_takes_any() -> None:
     calls: list[str] = []
-    args = Args(
-        device="cuda",
-        rollout_backend="embedded",
-        colocate=True,
-        offload_rollout=True,
-        offload_train=True,
-        num_rollout=2,
-        start_rollout_id=0,
-    )
+    args = replace(ONE_GPU, num_rollout=2)
     with Cluster(
         args, Noting("engines", calls, ANSWERS), [Noting("trainer", calls, ANSWERS)], ["an engine"]
     ) as cluster:
@@ -74,14 +78,9 @@ def test_the_trainer_gives_its_memory_back_before_the_engine_takes_any() -> None
 def test_the_best_model_is_saved_from_where_the_trainer_computes(tmp_path: Path) -> None:
     """An evaluation leaves the GPUs to the engines; the trainer comes back, and the engines get weights again."""
     calls: list[str] = []
-    args = Args(
-        device="cuda",
-        rollout_backend="embedded",
-        colocate=True,
-        offload_rollout=True,
-        offload_train=True,
+    args = replace(
+        ONE_GPU,
         num_rollout=1,
-        start_rollout_id=0,
         eval_interval=1,
         skip_eval_before_train=True,
         early_stop_metric="eval/sums",

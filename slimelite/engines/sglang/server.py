@@ -263,7 +263,7 @@ def reserve_port(host: str) -> socket.socket:
 
 
 def installed_options() -> dict[str, argparse.Action]:
-    """Field -> command-line option of the installed SGLang. The import takes seconds."""
+    """The command-line option of each field of the installed SGLang's ``ServerArgs``. Its import takes seconds."""
     from sglang.srt.server_args import ServerArgs
 
     parser = argparse.ArgumentParser()
