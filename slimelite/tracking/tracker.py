@@ -363,7 +363,8 @@ class Tracker:
         ended = "" if self._early is None else f"{self._early}\n"
         self.console.line(f"\n{ended}done in {duration(time.time() - self._began)}", "bold")
         curves = {"curves": f"{self.args.run_dir}/curves.png"} if self._finished is not None else {}
-        self.console.facts({**summary(records), **self._facts, **curves, "run folder": self.args.run_dir})
+        page = {"run folder": self.args.run_dir, "look at it": f"slimelite view {self.args.run_dir}"}
+        self.console.facts({**summary(records), **self._facts, **curves, **page})
 
 
 def _status_of(error: BaseException) -> str:

@@ -87,7 +87,9 @@ def files_of_tables(folder: Path) -> set[str]:
 
 def test_a_finished_run_says_that_nothing_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     play(make_args(tmp_path, start_rollout_id=4), range(4, 4))
-    assert "nothing is left" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "nothing is left" not in out
+    assert f"slimeliteview{tmp_path}" in "".join(out.split()), "a line may be folded"
     play(make_args(tmp_path, start_rollout_id=5), range(5, 5))
     assert "nothing is left to do: the first rollout is number 5 of --num-rollout 5: raise" in capsys.readouterr().out
     play(make_args(tmp_path, start_rollout_id=5, load="checkpoints"), range(5, 5))
