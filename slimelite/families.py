@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slimelite.registry import Function, Registry
 
@@ -70,6 +71,12 @@ FAMILIES.add(
         embedded=True,
     )
 )
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of ``config`` (the content of config.json) that describes the language model."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
 
 
 def is_true(fact: bool | str, config: Mapping[str, object]) -> bool:

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from slimelite.arguments.model import ArchitectureArgs, text_config
-from slimelite.families import FAMILIES, family_of, is_true
+from slimelite.arguments.model import ArchitectureArgs
+from slimelite.families import FAMILIES, family_of, is_true, text_config
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -56,6 +56,7 @@ def test_ray_is_imported_in_cluster_alone() -> None:
             ("slimelite.rollout", "slimelite.rewards", "slimelite.training", "slimelite.arguments", "slimelite.data"),
         ),
         ("rewards", ("slimelite.rollout", "slimelite.training", "slimelite.engines")),
+        ("plan", ("slimelite.rollout", "slimelite.cluster", "slimelite.rewards", "slimelite.preflight", "torch.nn")),
         ("data", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.rewards")),
         ("tracking", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.cluster")),
         (
@@ -88,6 +89,8 @@ def test_arguments_know_records_and_no_room() -> None:
         "slimelite.algorithms.losses",
         "slimelite.engines.registry",
         "slimelite.families",
+        "slimelite.plan.memory",
+        "slimelite.plan.shapes",
         "slimelite.rewards.rules",
     }
     rooms = [f"slimelite.{path.name}" for path in PACKAGE.iterdir() if path.is_dir() and path.name != "arguments"]

@@ -1,100 +1,18 @@
-"""Estimates a training rank's GPU memory from the model's shapes, to decide on recomputation and gradient reduction."""
+"""Recomputation and gradient reduction, chosen by the memory that a training rank needs (`slimelite.plan.memory`)."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from slimelite.arguments.model import text_config
-from slimelite.families import EXPERTS, family_of
+from slimelite.plan.memory import BESIDE_ENGINES, USABLE, Load, total
+from slimelite.plan.shapes import Shapes
 
 if TYPE_CHECKING:
     from slimelite.arguments.args import Args
     from slimelite.arguments.derive import Draft
-
-# share of a GPU's memory that tensors can use; CUDA, NCCL and fragmentation take the rest
-USABLE = 0.88
-# share of that which is left to a trainer if engines keep their memory on the same GPU
-BESIDE_ENGINES = 0.35
-
-# how many logits the LM head computes at once, and the size of a part of its gradient (`training/model.py`)
-CHUNK = 2**27
-
-# config keys of layers of other kinds, whose activations `peak_bytes` does not know
-OTHER_LAYERS = (*EXPERTS, "linear_num_value_heads", "mamba_num_heads")
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Sizes of a dense decoder with gated MLPs; ``query`` and ``key`` are the widths of all heads together."""
-
-    layers: int
-    hidden: int
-    inner: int
-    query: int
-    key: int
-    vocab: int
-    tied: bool
-    qk_norm: bool
-
-    @classmethod
-    def of(cls, config: dict[str, Any]) -> Shapes | None:
-        """Sizes from the content of a config.json; None if one is missing, or if the model has ``OTHER_LAYERS``."""
-        config = text_config(config)
-        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-        sizes = [int(config.get(name) or 0) for name in names]
-        if any(config.get(name) for name in OTHER_LAYERS) or not all(sizes):
-            return None
-        layers, hidden, inner, heads, vocab = sizes
-        width, groups = config.get("head_dim") or hidden // heads, config.get("num_key_value_heads") or heads
-        family = family_of(str(config.get("model_type")))
-        tied, qk_norm = bool(config.get("tie_word_embeddings")), family is not None and family.qk_norm
-        return cls(layers, hidden, inner, heads * width, groups * width, vocab, tied, qk_norm)
-
-    @property
-    def layer(self) -> int:
-        """Parameters of a layer."""
-        return self.hidden * (2 * self.query + 2 * self.key + 3 * self.inner)
-
-    @property
-    def outer(self) -> int:
-        """Parameters of embedding and LM head."""
-        return self.vocab * self.hidden * (1 if self.tied else 2)
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of all matrices; norms and biases are too small to matter."""
-        return self.layers * self.layer + self.outer
-
-
-def peak_bytes(shapes: Shapes, tokens: int, shards: int, *, models: int, checkpointing: bool, whole_grads: bool) -> int:
-    """Peak memory of one rank in an AdamW step: bf16 activations, fp32 weights, gradients and moments.
-
-    The activations that transformers' layers keep for backward were counted on fake tensors; tests/gpu_sim compares the
-    estimate with a simulated step.
-
-    Args:
-        shapes: of the model.
-        tokens: of a micro-batch.
-        shards: number of ranks that share one copy of the model.
-        models: with state on the GPU: 2 for policy and critic of the same size, else 1; 0 with ``--fsdp-cpu-offload``.
-        checkpointing: layers keep only their input and are recomputed in backward.
-        whole_grads: gradients stay whole on every rank until the step's last micro-batch.
-    """
-    s = shapes
-    # bytes a token: 16-bit activations, the fp32 copies that norms make, and queries and keys before their norm
-    layer = 8 * s.inner + 16 * s.hidden + 4 * (s.query + s.key) + (6 * (s.query + s.key) if s.qk_norm else 0)
-    kept = tokens * (s.layers * (2 * s.hidden if checkpointing else layer) + 10 * s.hidden)
-    state = 12 * s.parameters * models // shards + 2 * s.outer  # embedding and head are gathered throughout
-    head = s.vocab * s.hidden
-    grads = 4 * (s.parameters if whole_grads else s.parameters // shards)
-    logits = min(CHUNK, tokens * s.vocab)
-    in_head = kept + 4 * head + 4 * min(CHUNK, head) + 12 * logits
-    in_layers = kept + (tokens * layer if checkpointing else 0) + 2 * s.outer + 14 * s.layer
-    at_the_end = 5 * s.outer
-    return state + max(in_head + (grads if whole_grads else 0), in_layers, at_the_end + grads)
 
 
 def derive_memory(draft: Draft) -> None:
@@ -105,25 +23,20 @@ def derive_memory(draft: Draft) -> None:
     if args.device != "cuda" or args.debug_rollout_only:
         draft.default("gradient_checkpointing", False, "nothing is trained on a GPU")
         return
-    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-    shapes, tokens, total = _shapes(args), _longest_micro_batch(args), draft.machine.gpu_bytes
-    unknown = "the model's shapes are" if shapes is None else "the longest micro-batch is" if tokens is None else None
-    if total is None:
-        unknown = "the GPUs' memory is"
-    if unknown or shapes is None or tokens is None or total is None:
+    load, here = training_load(args), draft.machine.gpu_bytes
+    if isinstance(load, str) or here is None:
+        unknown = load if isinstance(load, str) else "the GPUs' memory is"
         draft.default("gradient_checkpointing", True, f"{unknown} not known here, and a GPU may be too small without")
         draft.set("reduce_once_a_step", False, f"{unknown} not known here, and whole gradients may not fit")
         return
-    models = 0 if args.fsdp_cpu_offload else 2 if args.use_critic else 1
-    shards = max(1, ranks // args.dp_replicate_size)
 
-    def needs(*, checkpointing: bool, whole_grads: bool = False) -> int:
-        return peak_bytes(shapes, tokens, shards, models=models, checkpointing=checkpointing, whole_grads=whole_grads)
+    def needs(*, checkpointing: bool, whole_grads: bool = False) -> float:
+        return total(replace(load, checkpointing=checkpointing, whole_grads=whole_grads).train())
 
-    usable = USABLE * total * (BESIDE_ENGINES if args.colocate and not args.offload_rollout else 1)
+    usable = USABLE * here * (BESIDE_ENGINES if args.colocate and not args.offload_rollout else 1)
     plain, saving = needs(checkpointing=False), needs(checkpointing=True)
     has = f"a GPU has {usable / 1e9:.0f} GB for training"
-    reason = f"without it a micro-batch of {tokens} tokens takes about {plain / 1e9:.0f} GB"
+    reason = f"without it a micro-batch of {load.tokens} tokens takes about {plain / 1e9:.0f} GB"
     if plain > usable:
         reason += f", with it {saving / 1e9:.0f} GB"
     draft.default("gradient_checkpointing", plain > usable, f"{reason}; {has}")
@@ -136,11 +49,32 @@ def derive_memory(draft: Draft) -> None:
         )
     whole = needs(checkpointing=chosen, whole_grads=True)
     reason = f"with whole gradients on every rank a step takes about {whole / 1e9:.0f} GB; {has}"
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
     once = ranks > 1 and whole <= usable
     draft.set("reduce_once_a_step", once, reason if ranks > 1 else "one rank has no other to add to")
 
 
-def _shapes(args: Args) -> Shapes | None:
+def training_load(args: Args) -> Load | str:
+    """What a training rank computes; or what is not known of it, as the subject and verb of a sentence."""
+    shapes, tokens = model_shapes(args), _longest_micro_batch(args)
+    if shapes is None or tokens is None:
+        return "the model's shapes are" if shapes is None else "the longest micro-batch is"
+    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    return Load(
+        shapes,
+        tokens,
+        shards=max(1, ranks // args.dp_replicate_size),
+        models=2 if args.use_critic else 1,
+        checkpointing=bool(args.gradient_checkpointing),
+        whole_grads=args.reduce_once_a_step and ranks > 1,
+        on_host=args.fsdp_cpu_offload,
+        width=2 if args.device == "cuda" else 4,
+        others=int(args.use_reference) + int(args.use_opd and args.opd_type == "trainer"),
+    )
+
+
+def model_shapes(args: Args) -> Shapes | None:
+    """Shapes of the model, if its config.json can be read."""
     if args.model_config is not None:
         return Shapes.of(args.model_config)
     try:

@@ -258,12 +258,6 @@ class CheckpointArgs:
     resume_directory: str | None = resolved(None)
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of ``config`` (the content of config.json) that describes the language model."""
-    inner = config.get("text_config")
-    return inner if isinstance(inner, dict) else config
-
-
 def model_config_from_flags(args: ArchitectureArgs) -> dict[str, Any]:
     """The Hugging Face config of the new model that the architecture flags describe.
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers.utils import cached_file
 
 from slimelite.arguments import Args, EvalDataset
-from slimelite.arguments.model import text_config
 from slimelite.arguments.user_code import plugin_paths
 from slimelite.checkpoints import STATE_FILE, damage, read_json
 from slimelite.data.conversations import ChatReader
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.registry import ENGINES
+from slimelite.families import text_config
 from slimelite.model_files import check_architecture, has_weights, shape_problems
 from slimelite.plugins import load_function
 from slimelite.preflight.findings import Findings, fill, one_line

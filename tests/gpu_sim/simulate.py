@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -105,15 +107,23 @@ def plant(name: str) -> Any:
 
 
 def simulate(
-    shape: str, ranks: int, rank: int = 0, layers: int = 2, again: bool = False, **flags: Any
+    shape: str,
+    ranks: int,
+    rank: int = 0,
+    layers: int = 2,
+    again: bool = False,
+    tokens: tuple[int, int] = (64, 256),
+    **flags: Any,
 ) -> dict[str, Any]:
-    """What was found; memory in bytes. ``again``: train once more when it is back on the device."""
+    """What was found; memory in bytes. ``again``: train once more when it is back on the device. ``tokens``: of a
+    prompt and of a response.
+    """
     given: dict[str, Any] = {"num_rollout": 9, "num_steps_per_rollout": 1, "global_batch_size": 6 * ranks}
     given |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 1024, "rollout_max_response_len": 256}
     given |= {"use_reference": True, "use_kl_loss": True, "kl_loss_coef": 0.1, "rollout_temperature": 0.8}
     args = Args(hf_checkpoint=model_folder(shape, layers), device="cuda", **given | flags)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    table = rollout(6 * ranks, 64, 256)  # two micro-batches of 960 tokens for each rank
+    table = rollout(6 * ranks, *tokens)  # by default two micro-batches of 960 tokens for each rank
     with fake_cuda.simulation() as meter, closing(Trainer(args, rank=rank, world_size=ranks, init_method="-")) as t:
         found: dict[str, Any] = {"parameters": sum(p.numel() for _, p in t.model.named_weights())}
         found["shard"] = sum(local(p).numel() for _, p in t.model.named_weights())
@@ -131,13 +141,23 @@ def simulate(
         found["push_peak"], found["after_push"] = meter.peak, meter.now
         found["push_sent"] = dict(meter.sent)
         t.onload()
-        found["onloaded"], meter.peak = meter.now, 0
+        found["onloaded"] = meter.now
+        found["peaks"] = peaks = dict[str, int]()
         if again:  # the first step makes the optimizer's state at its end
+            t.timed.around = partial(peak_of, meter, peaks)
             t.train(1, table)
-            found["peak"] = meter.peak
+            found["peak"] = max(peaks.values())
         t.offload()
         found["pinned_later"] = meter.pinned
     return found
+
+
+@contextmanager
+def peak_of(meter: fake_cuda.Meter, peaks: dict[str, int], name: str) -> Iterator[None]:
+    """Put the largest memory during a pass into ``peaks``."""
+    meter.peak = meter.now
+    yield
+    peaks[name] = meter.peak
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

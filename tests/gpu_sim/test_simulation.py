@@ -18,7 +18,8 @@ import fake_cuda
 import pytest
 import torch
 
-from slimelite.arguments.memory import Shapes, peak_bytes
+from slimelite.plan.memory import Load, total
+from slimelite.plan.shapes import Shapes
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all simulations: 40 s on two quiet cores
 
@@ -40,7 +41,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "replicas": {"shape": "0.5B", "ranks": 64, "rank": 9, "dp_replicate_size": 8},
     "reference updated": {"shape": "0.5B", "ranks": 8, "layers": 1, "ref_update_interval": 1},
-    "fsdp cpu offload": {"shape": "0.5B", "ranks": 8, "fsdp_cpu_offload": True},
+    "fsdp cpu offload": {"shape": "0.5B", "ranks": 8, "again": True, "fsdp_cpu_offload": True},
     "muon": {"shape": "0.5B", "ranks": 8, "optimizer": "muon"},
     "two reductions": {"shape": "7B", "ranks": 8, "again": True, "reduce_once_a_step": False},
     "critic": {"shape": "0.5B", "ranks": 8, "advantage_estimator": "ppo", "use_critic": True, "critic_lr": 1e-5},
@@ -155,10 +156,20 @@ def test_the_estimate_of_memory_is_that_of_a_step(simulated: dict[str, Any], nam
     run, found = (RUNS | FEATURES)[name], simulated[name]
     shapes = Shapes.of(fake_cuda.model_config(run["shape"], 2))
     assert shapes is not None
-    checkpointing, once = run.get("gradient_checkpointing", False), run.get("reduce_once_a_step", True)
-    estimate = peak_bytes(shapes, 960, run["ranks"], models=1, checkpointing=checkpointing, whole_grads=once)
-    assert found["parameters"] == pytest.approx(shapes.parameters, rel=1e-3)
-    assert 0.95 < estimate / found["peak"] < 1.3
+    load = Load(
+        shapes,
+        960,
+        shards=run["ranks"],
+        checkpointing=run.get("gradient_checkpointing", False),
+        whole_grads=run.get("reduce_once_a_step", True),
+        on_host=run.get("fsdp_cpu_offload", False),
+        others=1,
+        targets=768,
+    )
+    assert found["parameters"] == shapes.parameters
+    assert total(load.state()) == pytest.approx(found["resting"], rel=0.01, abs=MB)
+    assert total(load.train()) == pytest.approx(found["peaks"]["actor_train"], rel=0.1)
+    assert total(load.log_probs()) == pytest.approx(found["peaks"]["ref_log_probs"], rel=0.1)
 
 
 def test_what_ranks_send_from_is_freed_after_each_reduction(simulated: dict[str, Any]) -> None:

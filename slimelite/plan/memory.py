@@ -1,0 +1,134 @@
+"""Memory of a training rank and of an engine, by part and by phase, from the shapes of the model.
+
+The activations that transformers' layers keep for the backward pass were counted on fake tensors; tests/gpu_sim
+compares these formulas with simulated steps, and docs/planner.md has the table of predicted and measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimelite.plan.shapes import Shapes
+
+# share of a GPU's memory that tensors can use; CUDA, NCCL and fragmentation take the rest
+USABLE = 0.88
+# share of that which is left to a trainer if engines keep their memory on the same GPU
+BESIDE_ENGINES = 0.35
+# how many logits the LM head computes at once, and the size of a part of its gradient (`training/model.py`), by bytes
+# of a number: on a GPU and on a CPU
+CHUNK = {2: 2**27, 4: 2**24}
+
+Parts = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one training rank computes.
+
+    Args:
+        shapes: of the model.
+        tokens: of a micro-batch.
+        shards: number of ranks that share one copy of the model.
+        models: that are trained: 2 for policy and critic of the same size.
+        checkpointing: layers keep only their input and are recomputed in backward.
+        whole_grads: gradients stay whole on every rank until the step's last micro-batch.
+        single: a step has one micro-batch, so that no gradient of an earlier one is held.
+        on_host: weights and optimizer state stay in host memory (``--fsdp-cpu-offload``).
+        lora: parameters of adapters, which alone are trained; 0: all parameters are.
+        width: bytes of a number in forward and backward: 2 on a GPU, 4 on a CPU.
+        others: frozen models, such as a reference, that take turns on the device.
+        targets: response tokens of the micro-batch; 0: all of its tokens are counted.
+    """
+
+    shapes: Shapes
+    tokens: int
+    shards: int = 1
+    models: int = 1
+    checkpointing: bool = False
+    whole_grads: bool = False
+    single: bool = False
+    on_host: bool = False
+    lora: int = 0
+    width: int = 2
+    others: int = 0
+    targets: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have gradients and optimizer state."""
+        return self.lora or self.shapes.parameters
+
+    def state(self) -> Parts:
+        """What stays between steps: fp32 weights and AdamW's moments; frozen weights have ``width`` bytes."""
+        share = 0 if self.on_host else self.models / self.shards
+        frozen = self.width * self.shapes.parameters if self.lora else 0
+        return {"weights": share * (frozen + 4 * self.trained), "optimizer": share * 8 * self.trained}
+
+    def train(self) -> Parts:
+        """The peak of an optimizer step, whichever moment of it that is."""
+        return max(self._moments(), key=total)
+
+    def log_probs(self) -> Parts:
+        """The peak of a pass without gradients; a frozen model's weights are then beside the trainer's."""
+        s, w = self.shapes, self.width
+        states = w * self.tokens * s.hidden
+        in_head: Parts = {"activations": 2 * states, "logits": 12 * self._logits, "gathered": w * (s.outer + s.layer)}
+        in_layers: Parts = {"activations": self.tokens * self._layer(), "gathered": w * (s.outer + 2 * s.layer)}
+        moment = max(in_head, in_layers, self._gather(), key=total)
+        frozen = w * s.parameters / self.shards if self.others else 0
+        return self.state() | moment | {"reference": frozen}
+
+    def _gather(self) -> Parts:
+        """As a pass begins, embedding and head are copied from the buffer in which they were gathered."""
+        s, w = self.shapes, self.width
+        return {"activations": w * self.tokens * s.hidden, "gathered": 2 * w * (s.outer + s.layer)}
+
+    @property
+    def _logits(self) -> int:
+        return min(CHUNK[self.width], (self.targets or self.tokens) * self.shapes.vocab)
+
+    def _layer(self) -> float:
+        """Bytes a token that a layer keeps: activations, fp32 copies that norms make, queries and keys before norms."""
+        s, w = self.shapes, self.width
+        normed = (2 + w) * (s.query + s.key) * 1.5 if s.qk_norm else 0
+        return 4 * w * s.inner + 8 * w * s.hidden + 2 * w * (s.query + s.key) + normed
+
+    def _moments(self) -> list[Parts]:
+        s, w, tokens = self.shapes, self.width, self.tokens
+        states, kept = w * tokens * s.hidden, tokens * self._layer()
+        if self.checkpointing:
+            # the states before each layer, and one layer's activations with their gradients
+            kept, again = states, kept + w * tokens * (3 * s.inner + 2 * s.hidden)
+        else:
+            again = 0
+        full = 0 if self.lora else 1  # whether the matrices have gradients
+        sharded = 4 * self.trained / self.shards
+        # of earlier micro-batches, and of the layers above
+        held = 0 if self.single else 4 * self.trained if self.whole_grads else sharded
+        so_far = sharded * (1 - full * s.outer / s.parameters)
+        work = w * (s.outer + 2 * s.layer)  # gathered, and the next layer with it
+        of_layer = full * ((4 + w) * s.layer + w * s.head)
+        in_head = {
+            "activations": s.layers * kept + 5 * states,
+            "logits": (8 + w) * self._logits,
+            "gathered": w * (s.outer + s.layer),
+            "gradients": held + full * 4 * (s.head + min(CHUNK[w], s.head)),
+        }
+        first_layers = {
+            "activations": s.layers * kept + 5 * states + again,
+            "gathered": work,
+            "gradients": held + of_layer,
+        }
+        last_layers = {
+            "activations": kept + states + again,
+            "gathered": work,
+            "gradients": of_layer + (so_far if self.single or self.whole_grads else sharded),
+        }
+        end = {"activations": states, "gathered": 0, "gradients": full * (4 + w) * s.outer + sharded}
+        begin = self._gather() | {"gradients": held}
+        return [self.state() | moment for moment in (begin, in_head, first_layers, last_layers, end)]
+
+
+def total(parts: Parts) -> float:
+    """All parts together [bytes]."""
+    return sum(parts.values())
