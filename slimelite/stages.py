@@ -90,6 +90,8 @@ def read_stages(argv: Sequence[str]) -> list[Stage]:
             own += ["--save", str(place / "checkpoints")]
         if number and first and "hf_checkpoint" not in flags:
             own += ["--hf-checkpoint", str(first)]
+        if {"lora_rank", "lora_adapter_path"} & flags.keys() or {"--lora-rank", "--lora-adapter-path"} & set(common):
+            own += ["--lora-merge"]  # the next stage starts from a whole model
         stages.append(Stage(place, ["--config", str(file), *common, *own]))
     return stages
 

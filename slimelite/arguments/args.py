@@ -9,6 +9,7 @@ from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticA
 from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
 from slimelite.arguments.evaluation import EvalArgs
 from slimelite.arguments.flags import resolved
+from slimelite.arguments.lora import LoraArgs
 from slimelite.arguments.model import CheckpointArgs, ClusterArgs, ModelArgs
 from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
@@ -43,6 +44,7 @@ class Args(
     EvalArgs,
     PerfArgs,
     OptimizerArgs,
+    LoraArgs,
     DistillationArgs,
     CriticArgs,
     CorrectionArgs,

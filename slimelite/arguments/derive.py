@@ -12,6 +12,7 @@ from typing import Any
 from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.evaluation import resolve_eval_datasets
+from slimelite.arguments.lora import read_adapter, words
 from slimelite.arguments.machine import Machine, derive_devices, derive_engine_groups, derive_engines
 from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.model import model_config_from_flags
@@ -69,6 +70,7 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     derive_engine_groups(draft)
     _transport(draft)
     _initial_weights(draft)
+    _lora(draft)
     _model(draft)
     _batches(draft)
     _lengths(draft)
@@ -156,6 +158,34 @@ def _initial_weights(draft: Draft) -> None:
         draft.default("tokenizer", named, "as --hf-checkpoint")
         draft.default("ref_load", named, "as --hf-checkpoint")
     draft.set("hf_checkpoint", load, "--load is a Hugging Face model: training starts from its weights")
+
+
+def _lora(draft: Draft) -> None:
+    """The modules with an adapter, and what the adapter of ``--lora-adapter-path`` says about itself."""
+    args = draft.args
+    for name, given in (("lora_targets", args.lora_target_modules), ("lora_excluded", args.lora_exclude_modules)):
+        if given:
+            draft.set(name, words(given), "--lora-target-modules and --lora-exclude-modules")
+    if args.lora_adapter_path is not None and not args.debug_rollout_only:
+        try:
+            found = read_adapter(args.lora_adapter_path)
+        except ValueError as error:
+            draft.complain("--lora-adapter-path", str(error))
+            return
+        targets = {name: found.pop(name) for name in ("lora_targets", "lora_excluded")}
+        for name, value in found.items():
+            given, option = getattr(args, name), "--" + name.replace("_", "-")
+            if name in draft.given and given != value and {given, value} != {"lora", "canonical_lora"}:
+                draft.complain(option, f"{given}: the adapter of --lora-adapter-path has {value}; leave it out")
+            draft.set(name, value, "--lora-adapter-path")
+        if not (args.lora_target_modules or args.lora_exclude_modules):
+            for name, value in targets.items():
+                draft.set(name, value, "--lora-adapter-path")
+    if draft.args.lora_rank and draft.args.lora_dropout:
+        draft.notes.append(
+            f"--lora-dropout {args.lora_dropout}: the policy that is trained is not the one that generated, and only "
+            "the latter is compared with the reference and the engines; 0 is what reinforcement learning wants"
+        )
 
 
 def _model(draft: Draft) -> None:

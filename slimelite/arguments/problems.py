@@ -280,6 +280,8 @@ def _training(args: Args) -> Iterator[str]:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}"
     elif args.use_critic and args.min_lr > args.critic_lr:
         yield f"--min-lr {args.min_lr} is above --critic-lr {args.critic_lr}"
+    if args.lora_rank and args.optimizer == "muon" and not args.debug_rollout_only:
+        yield "--optimizer muon with --lora-rank: Muon is for whole matrices, not for the two factors of one; take adam"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters both say how long warm-up is; take one"
 

@@ -129,7 +129,8 @@ class InputChecks:
                 raise ValueError(f"config.json: {'; '.join(problems)}")
             check_config = ENGINES[args.rollout_backend].check_config
             if not args.debug_rollout_only or check_config:
-                model, packed = inspect_model(args, path, new_head=option == "--critic-load")
+                trained = option == "--hf-checkpoint" and not args.debug_rollout_only
+                model, packed = inspect_model(args, path, new_head=option == "--critic-load", trained=trained)
                 if not packed:
                     self.findings.facts.append(
                         f"{option}: {model.model_type} is trained on one sequence a forward pass"

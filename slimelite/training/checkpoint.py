@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from slimelite.arguments import Args
 from slimelite.checkpoints import REMEDY, STATE_FILE, Checksums, checksums, read_json
 from slimelite.training.learner import Learner, Progress
 from slimelite.training.model import LanguageModel
@@ -26,15 +27,17 @@ logger = logging.getLogger(__name__)
 
 # bytes that torch writes around each tensor
 OVERHEAD = 1900
+# key of the state file: see `_adapter`
+ADAPTER = "lora"
 
 
 State = dict[str, dict[str, Tensor]]
+# weights of the reference model by name, if training updates it (--ref-update-interval)
+Reference = Mapping[str, Tensor] | None
 
 
-def save(directory: Path, learner: Learner[LanguageModel], reference: LanguageModel | None = None) -> Checksums:
+def save(directory: Path, learner: Learner[LanguageModel], reference: Reference = None) -> Checksums:
     """Write weights, optimizer state (unless ``--no-save-optim``), random states and progress (collective).
-
-    ``reference``: the reference model, if training updates it (``--ref-update-interval``).
 
     Returns:
         checksums of the files that this rank wrote.
@@ -49,12 +52,13 @@ def save(directory: Path, learner: Learner[LanguageModel], reference: LanguageMo
         raise (cause if isinstance(cause, OSError) else OSError(f"{type(cause).__name__}: {cause}")) from error
     files = list(directory.glob(f"__{learner.world.rank}_*.distcp"))
     if learner.world.rank == 0:
-        (directory / STATE_FILE).write_text(json.dumps(asdict(learner.progress), indent=1))
+        state = {**asdict(learner.progress), ADAPTER: _adapter(learner.args)}
+        (directory / STATE_FILE).write_text(json.dumps(state, indent=1))
         files += [directory / STATE_FILE, directory / METADATA]
     return checksums(directory, files)
 
 
-def size(learner: Learner[LanguageModel], reference: LanguageModel | None = None) -> int:
+def size(learner: Learner[LanguageModel], reference: Reference = None) -> int:
     """About how many bytes `save` writes on all ranks together."""
     tensors = [tensor for part in _state(learner, reference).values() for tensor in part.values()]
     return sum(tensor.numel() * tensor.element_size() + OVERHEAD for tensor in tensors)
@@ -63,7 +67,7 @@ def size(learner: Learner[LanguageModel], reference: LanguageModel | None = None
 def load(
     directory: Path,
     learner: Learner[LanguageModel],
-    reference: LanguageModel | None = None,
+    reference: Reference = None,
     *,
     weights_only: bool = False,
 ) -> None:
@@ -81,6 +85,7 @@ def load(
     args, world = learner.args, learner.world
     weights_only = weights_only or args.finetune
     progress, own = _read_progress(directory / STATE_FILE), learner.progress.schedule
+    _check_adapter(directory, args)
     reader = CheckpointReader(directory)
     state = _weights(learner, reference)
     _check_weights(directory, reader.tensors, state)
@@ -110,15 +115,40 @@ def load(
     learner.progress = progress
 
 
-def _state(learner: Learner[LanguageModel], reference: LanguageModel | None) -> State:
+def _state(learner: Learner[LanguageModel], reference: Reference) -> State:
     """{"part": {"name": tensor}} of a checkpoint."""
     state = {**_weights(learner, reference), "rng": _random_states(learner.world)}
     return state if learner.args.no_save_optim else {**state, "optimizer": _optimizer_tensors(learner)}
 
 
-def _weights(learner: Learner[LanguageModel], reference: LanguageModel | None) -> State:
-    models = {"model": learner.model, "reference": reference}
-    return {key: dict(model.named_weights()) for key, model in models.items() if model is not None}
+def _weights(learner: Learner[LanguageModel], reference: Reference) -> State:
+    trained = dict[str, Tensor](learner.model.trained())
+    return {"model": trained} if reference is None else {"model": trained, "reference": dict(reference)}
+
+
+def _adapter(args: Args) -> dict[str, object] | None:
+    """What the adapters mean that a checkpoint keeps instead of the weights."""
+    if not args.lora_rank:
+        return None
+    return {"rank": args.lora_rank, "scaling": args.lora_scaling, "base": args.hf_checkpoint}
+
+
+def _check_adapter(directory: Path, args: Args) -> None:
+    """Refuse adapters that would be scaled otherwise, or weights in place of adapters; warn of another base."""
+    saved, own = read_json(directory / STATE_FILE).get(ADAPTER), _adapter(args)
+    if saved is None and own is None:
+        return
+    if saved is None or own is None:
+        lora = f"--lora-rank {(saved or own or {}).get('rank')}"
+        raise ValueError(f"{directory} was saved {'without' if saved is None else 'with'} {lora}; resume it like that")
+    base = saved.pop("base"), own.pop("base")
+    if saved != own:
+        raise ValueError(
+            f"{directory} was saved with adapters of rank {saved['rank']} scaled by {saved['scaling']}, and this run's "
+            f"have rank {own['rank']} and {own['scaling']}; give the same --lora-rank, --lora-alpha and --lora-type"
+        )
+    if base[0] != base[1]:
+        logger.warning("the adapters in %s were trained on %s, and this run's model is %s", directory, *base)
 
 
 def _random_states(world: World) -> dict[str, Tensor]:
@@ -173,7 +203,7 @@ def _optimizer_tensors(learner: Learner[LanguageModel]) -> dict[str, Tensor]:
     """{"<weight>.<moment>": tensor} of all optimizers."""
     return {
         f"{name}.{key}": value
-        for name, parameter in learner.model.named_weights()
+        for name, parameter in learner.model.trained().items()
         for optimizer in learner.optimizers.all
         for key, value in optimizer.state.get(parameter, {}).items()
     }
@@ -198,7 +228,7 @@ def _optimizer_slots(saved: Mapping[str, TensorStorageMetadata], weights: Mappin
 
 
 def _restore_optimizers(learner: Learner[LanguageModel], state: Mapping[str, Tensor]) -> None:
-    weights = dict(learner.model.named_weights())
+    weights = learner.model.trained()
     owners = {p: o for o in learner.optimizers.all for group in o.param_groups for p in group["params"]}
     for path, value in state.items():
         name, _, key = path.rpartition(".")

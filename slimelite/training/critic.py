@@ -63,6 +63,7 @@ class Critic(Learner[ValueModel]):
     def __init__(self, args: Args, world: World) -> None:
         own = args.critic_load is not None and (Path(args.critic_load) / STATE_FILE).is_file()
         path = args.hf_checkpoint if own else args.critic_load or args.hf_checkpoint
+        args = replace(args, lora_rank=args.critic_lora_rank, lora_adapter_path=None)
         model = build_model(args, world, path, ValueModel, trainable=True, new_head=True)
         # the optimizer's flags, with the critic's values
         args = replace(
@@ -160,6 +161,14 @@ class Critic(Learner[ValueModel]):
         checkpoint.load(folder, self)
 
 
+def build_reference(args: Args, world: World, policy: PolicyModel) -> FrozenPolicy | AdapterReference:
+    """The reference model of ``policy``: what it starts from, or what ``--ref-load`` names."""
+    path = args.ref_load or args.hf_checkpoint
+    if args.lora_rank and path == args.hf_checkpoint:
+        return AdapterReference(policy)
+    return FrozenPolicy(args, world, path)
+
+
 class FrozenPolicy:
     """The policy at ``path``, sharded like the trained one; only `copy_from` changes its weights.
 
@@ -184,9 +193,55 @@ class FrozenPolicy:
                 reshard(self.model)
                 self._memory.offload(unchanged=unchanged)
 
+    @contextmanager
+    def state(self) -> Iterator[dict[str, nn.Parameter]]:
+        """A context with the weights by name, as a checkpoint keeps them; the caller may write to them."""
+        with self.weights(unchanged=False) as model:
+            yield {name.removeprefix("hf."): parameter for name, parameter in model.named_parameters()}
+
     @torch.no_grad()
     def copy_from(self, policy: PolicyModel) -> None:
         """Copy the current weights of ``policy`` (``--ref-update-interval``)."""
-        with self.weights(unchanged=False) as model:
-            for (_, mine), (_, theirs) in zip(model.named_weights(), policy.named_weights(), strict=True):
-                mine.copy_(theirs)
+        with self.state() as weights:
+            for name, theirs in policy.trained().items():
+                weights[name].copy_(theirs)
+
+
+class AdapterReference:
+    """The policy as it started, by its weights and a frozen copy of its adapters: no second model is in memory.
+
+    A new adapter changes nothing, so that without ``--lora-adapter-path`` this is the model of ``--hf-checkpoint``.
+    """
+
+    def __init__(self, policy: PolicyModel) -> None:
+        self.model = policy
+        # between uses the reference's adapters, while `weights` is used the policy's
+        self._other = {name: parameter.detach().clone() for name, parameter in policy.trained().items()}
+
+    @contextmanager
+    def weights(self) -> Iterator[PolicyModel]:
+        """A context in which the policy's model has the reference's adapters."""
+        self._swap()
+        try:
+            yield self.model
+        finally:
+            reshard(self.model)
+            self._swap()
+
+    @contextmanager
+    def state(self) -> Iterator[dict[str, Tensor]]:
+        """A context with the reference's adapters by name, as a checkpoint keeps them; the caller may write to them."""
+        yield self._other
+
+    @torch.no_grad()
+    def copy_from(self, policy: PolicyModel) -> None:
+        """Copy the current adapters of ``policy`` (``--ref-update-interval``)."""
+        for name, theirs in policy.trained().items():
+            self._other[name].copy_(theirs)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, parameter in self.model.trained().items():
+            kept = parameter.detach().clone()
+            parameter.copy_(self._other[name])
+            self._other[name].copy_(kept)

@@ -101,7 +101,7 @@ class Learner(Generic[Model]):
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that stay on the device after an optimizer step: weights and the optimizers' state."""
         reshard(self.model)
-        yield from (parameter for _, parameter in self.model.named_weights())
+        yield from self.model.parameters()
         for optimizer in self.optimizers.all:
             for state in optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, Tensor))

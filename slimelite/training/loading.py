@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from slimelite.arguments import Args
 from slimelite.model_files import check_weights, has_weights, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
+from slimelite.training.lora import add_adapters
 from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.packing import NoSmallModel, may_pack, one_line, without_noise
 from slimelite.training.parallel import World, shard_model
@@ -48,10 +49,10 @@ def build_model(
     """The causal LM at ``path``, wrapped by ``wrap``, sharded over the ranks and on the device.
 
     A trainable model has fp32 weights and, with ``--gradient-checkpointing``, recomputes its layers in the backward
-    pass. A frozen model has weights in the dtype that it computes in.
+    pass. A frozen model, and what adapters leave frozen (``--lora-rank``), has the dtype that it computes in.
 
     Raises:
-        ValueError: see `read_config`, `may_pack` and `load_model`.
+        ValueError: see `read_config`, `may_pack`, `load_model` and `add_adapters`.
     """
     config = read_config(path)
     packed = _may_pack(args, config, world)
@@ -60,11 +61,15 @@ def build_model(
     )
     if trainable and args.gradient_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
+    if not trainable:
+        hf.requires_grad_(False)
+    elif args.lora_rank:
+        add_adapters(hf, args, args.seed)
     model = wrap(hf).train()
     model.packed = packed
-    if not trainable:
-        # not the buffers: rotary frequencies rounded to bf16 give angles that are radians off at position 1,000
-        for parameter in model.requires_grad_(False).parameters():
+    # not the buffers: rotary frequencies rounded to bf16 give angles that are radians off at position 1,000
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
             parameter.data = parameter.data.to(world.compute_dtype)
     shard_model(model, model.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
     return model
@@ -124,7 +129,9 @@ def load_model(
         return AutoModelForCausalLM.from_config(config, **options)
 
 
-def inspect_model(args: Args, path: str, *, new_head: bool = False) -> tuple[PretrainedConfig, bool]:
+def inspect_model(
+    args: Args, path: str, *, new_head: bool = False, trained: bool = False
+) -> tuple[PretrainedConfig, bool]:
     """Build the model at ``path`` without its weights, to find the errors of `build_model` before a run starts.
 
     Returns its config, and whether its sequences are packed.
@@ -143,6 +150,8 @@ def inspect_model(args: Args, path: str, *, new_head: bool = False) -> tuple[Pre
             f"({one_line(error)}); compare it with the original, or take another model"
         ) from error
     check_weights(path, empty, unread=LM_HEAD if new_head else ())
+    if trained and args.lora_rank:
+        add_adapters(empty, args, seed=0)
     try:
         return config, may_pack(config, _attention(args), pairs=args.loss.paired)
     except NoSmallModel:  # the trainer warns of it

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from slimelite.families import EXPERTS
 from slimelite.training.batch import MicroBatch
+from slimelite.training.lora import PARTS, MergedWeight, Weight, adapters, head_weight
 
 # logits held at a time: 64 MiB in fp32 on a CPU, 512 MiB on a GPU
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
@@ -156,10 +157,20 @@ class LanguageModel(nn.Module):
         )
         return states.last_hidden_state.flatten(0, 1).index_select(0, rows.response_index)
 
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(Hugging Face name, parameter, sharded or not); tied weights once."""
+    def named_weights(self) -> Iterator[tuple[str, Weight]]:
+        """(Hugging Face name, weight) of the model that the engines have; tied weights once.
+
+        A weight is a parameter, sharded or not, or one that an adapter changes, see `lora.gathered`.
+        """
+        merged = {id(module.weight): MergedWeight(module) for _, module in adapters(self)}
         for name, parameter in self.named_parameters():
-            yield name.removeprefix("hf."), parameter
+            if name.rpartition(".")[2] not in PARTS:
+                yield name.removeprefix("hf."), merged.get(id(parameter), parameter)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters, by name, that training changes and a checkpoint keeps: all weights, or the adapters."""
+        found = self.named_parameters()
+        return {name.removeprefix("hf."): parameter for name, parameter in found if parameter.requires_grad}
 
 
 class PolicyModel(LanguageModel):
@@ -173,7 +184,7 @@ class PolicyModel(LanguageModel):
         """Log-probs and entropies [R] at the response tokens of ``batch``, at least fp32; logits are divided by
         ``temperature``; ``entropy_grad``: whether the entropies carry a gradient.
         """
-        weight = self.hf.get_output_embeddings().weight
+        weight = head_weight(self.hf.get_output_embeddings())
         return chunked_log_probs(
             self.hidden(batch),
             weight,
@@ -208,7 +219,7 @@ class ForwardFlops:
             return None
         head = model.hf.get_output_embeddings().weight
         outer = {id(head), id(model.hf.get_input_embeddings().weight)}
-        matrices = sum(p.numel() for _, p in model.named_weights() if p.ndim == 2 and id(p) not in outer)
+        matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) not in outer)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width = config.num_hidden_layers * config.num_attention_heads * head_dim
         return cls(2.0 * matrices, 2.0 * head.numel(), 4.0 * width)

@@ -123,7 +123,7 @@ class Optimizers:
 
     def __init__(self, args: OptimizerArgs, model: LanguageModel) -> None:
         self.args = args
-        trained = [p for _, p in model.named_weights() if p.requires_grad]
+        trained = list(model.trained().values())
         outer = {id(model.hf.get_input_embeddings().weight), id(model.hf.get_output_embeddings().weight)}
         inner = [p for p in trained if p.ndim == 2 and id(p) not in outer] if args.optimizer == "muon" else []
         apart = set(inner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -22,9 +22,10 @@ from slimelite.token_stats import TokenStats
 from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch, PackingLimits, Step, deal, split_steps
 from slimelite.training.columns import TokenColumns
-from slimelite.training.critic import Critic, FrozenPolicy
+from slimelite.training.critic import Critic, FrozenPolicy, build_reference
 from slimelite.training.learner import Learner
 from slimelite.training.loading import build_policy
+from slimelite.training.lora import peft_config
 from slimelite.training.loss import LossInputs, check_first_step, micro_batch_loss
 from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory, return_freed_memory
@@ -55,8 +56,7 @@ class Trainer(Learner[PolicyModel]):
         if args.deterministic_mode:
             be_deterministic()
         super().__init__(args, world, build_policy(args, world, args.hf_checkpoint, trainable=True))
-        ref_load = args.ref_load or args.hf_checkpoint
-        self.reference = FrozenPolicy(args, self.world, ref_load) if args.use_reference else None
+        self.reference = build_reference(args, self.world, self.model) if args.use_reference else None
         teaches = args.use_opd and args.opd_type == "trainer"
         self.teacher = FrozenPolicy(args, self.world, args.opd_teacher_load) if teaches else None
         self.critic = Critic(args, self.world) if args.use_critic else None
@@ -306,8 +306,9 @@ class Trainer(Learner[PolicyModel]):
 
     def checkpoint_size(self) -> int:
         """About how many bytes `save` writes on all ranks together."""
-        reference = self._saved_reference.model if self._saved_reference else None
-        return checkpoint.size(self, reference) + (checkpoint.size(self.critic) if self.critic else 0)
+        with self._reference_weights() as reference:
+            size = checkpoint.size(self, reference)
+        return size + (checkpoint.size(self.critic) if self.critic else 0)
 
     def load(self, directory: str) -> int:
         """Resume from a checkpoint of any number of ranks; returns the id of the rollout that it was saved after."""
@@ -317,13 +318,14 @@ class Trainer(Learner[PolicyModel]):
             self.critic.load(directory)
         return self.progress.rollout_id
 
-    def _reference_weights(self) -> AbstractContextManager[PolicyModel | None]:
-        return self._saved_reference.weights(unchanged=False) if self._saved_reference else nullcontext()
+    def _reference_weights(self) -> AbstractContextManager[Mapping[str, Tensor] | None]:
+        return self._saved_reference.state() if self._saved_reference else nullcontext()
 
     def save_hf(self, directory: str) -> None:
-        """Write the policy as a Hugging Face folder; see `weights.save_hf`."""
-        card = weights.model_card(self.args, self.progress.rollout_id)
-        weights.save_hf(Path(directory), self.model, self.world, self.args.tokenizer, card)
+        """Write the policy as a Hugging Face folder, or its adapter as a folder of peft's; see `weights.save_hf`."""
+        args, card = self.args, weights.model_card(self.args, self.progress.rollout_id)
+        adapter = peft_config(self.model.hf, args, args.hf_checkpoint) if weights.writes_adapter(args) else None
+        weights.save_hf(Path(directory), self.model, self.world, args.tokenizer, card, adapter)
 
     def offload(self) -> dict[str, float]:
         """Move weights and optimizer state to host memory, unless ``--fsdp-cpu-offload`` or a CPU keeps them there."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,9 +21,10 @@ from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.files import free_space
 from slimelite.model_files import INDEX, write_weights
 from slimelite.tracking.report import method
+from slimelite.training.lora import Weight, gathered, parts, peft_weights, save_adapter
 from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
-from slimelite.training.parallel import World, whole
+from slimelite.training.parallel import World
 
 T = TypeVar("T")
 
@@ -34,16 +35,16 @@ def full_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, whole tensor in ``dtype``), tied weights once; every rank must exhaust it (collective).
 
-    A tensor may share memory with the parameter: read it before the next step. Shards are cast before they are
-    gathered: bf16 halves the traffic between ranks. ``device``: where they are gathered; None: the parameter's device.
+    A tensor may share memory with the parameter: read it before the next step. ``device``: where they are gathered;
+    None: the parameter's device. See `gathered`.
     """
-    for name, parameter in model.named_weights():
-        yield name, whole(parameter.detach().to(device=device, dtype=dtype))
+    for name, weight in model.named_weights():
+        yield name, gathered(weight, dtype, device)
 
 
 @torch.no_grad()
 def buckets(
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Iterable[tuple[str, Weight]],
     size: int,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
@@ -57,7 +58,7 @@ def buckets(
     ends its bucket. If it started a new bucket, the larger matrices of a 32B model, just over half of 512 MiB each,
     would be sent one by one.
     """
-    layout: list[list[tuple[str, Tensor]]] = [[]]
+    layout: list[list[tuple[str, Weight]]] = [[]]
     for name, tensor in weights:
         if sum(t.numel() for _, t in layout[-1]) * (dtype or tensor.dtype).itemsize >= size:
             layout.append([])
@@ -68,15 +69,17 @@ def buckets(
 
 
 def _fill(
-    weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype, device: torch.device, memory: HostMemory | None
+    weights: Sequence[tuple[str, Weight]], dtype: torch.dtype, device: torch.device, memory: HostMemory | None
 ) -> WeightBucket:
     shapes = [tuple(tensor.shape) for _, tensor in weights]
     flat = torch.empty(sum(tensor.numel() for _, tensor in weights), dtype=dtype, device=device)
     bucket = WeightBucket([name for name, _ in weights], shapes, flat)
     # beside the bucket only one gathered tensor is in memory
     for (_, place), (_, tensor) in zip(bucket.tensors(), weights, strict=True):
-        with memory.present(tensor) if memory else nullcontext():
-            place.copy_(whole(tensor.detach().to(device=device, dtype=dtype)))
+        with ExitStack() as stack:
+            for part in parts(tensor):
+                stack.enter_context(memory.present(part) if memory else nullcontext())
+            place.copy_(gathered(tensor, dtype, device))
     return bucket
 
 
@@ -135,27 +138,41 @@ COMPANIONS = (
 )
 
 
-def save_hf(directory: Path, model: PolicyModel, world: World, tokenizer: str | None, card: str) -> None:
+def save_hf(
+    directory: Path,
+    model: PolicyModel,
+    world: World,
+    tokenizer: str | None,
+    card: str,
+    adapter: Mapping[str, object] | None = None,
+) -> None:
     """Write config, weights, tokenizer files and the model card, README.md (collective; rank 0 writes).
 
     The weights have the dtype that the trainer computes in and the engines sample with, so that the saved model is the
-    evaluated one. ``tokenizer``: a folder or hub id whose tokenizer files are copied; ``card``: see `model_card`.
+    evaluated one. ``tokenizer``: a folder or hub id whose tokenizer files are copied; ``card``: see `model_card`;
+    ``adapter``: write only the adapters, with this config (see `peft_config`).
     """
-    weights = full_weights(model, world.compute_dtype, world.device)
+    if adapter is None:
+        weights = full_weights(model, world.compute_dtype, world.device)
+    else:
+        weights = ((name, gathered(part, torch.float32, world.device)) for name, part in peft_weights(model.hf))
     if world.rank > 0:
         for _ in weights:
             pass
         return
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        _write_weights(directory, model, weights, world.compute_dtype)
-        config = copy.deepcopy(model.hf.config)
-        config.dtype, config.architectures = world.compute_dtype, [type(model.hf).__name__]
-        config.save_pretrained(directory)
+        if adapter is None:
+            _write_weights(directory, model, weights, world.compute_dtype)
+            config = copy.deepcopy(model.hf.config)
+            config.dtype, config.architectures = world.compute_dtype, [type(model.hf).__name__]
+            config.save_pretrained(directory)
+        else:
+            save_adapter(directory, {name: tensor.cpu().contiguous() for name, tensor in weights}, adapter)
         _copy_tokenizer(tokenizer, directory)
         (directory / "README.md").write_text(card, encoding="utf-8")
     except (SafetensorError, OSError) as error:
-        for left in directory.glob("model*.partial"):
+        for left in directory.glob("*.partial"):
             left.unlink()
         raise OSError(
             f"{directory}: the model cannot be written ({error}); {free_space(directory)} are free there, now that "
@@ -163,14 +180,20 @@ def save_hf(directory: Path, model: PolicyModel, world: World, tokenizer: str | 
         ) from error
 
 
+def writes_adapter(args: Args) -> bool:
+    """Whether ``--save-hf`` writes an adapter instead of a model."""
+    return args.lora_rank > 0 and not args.lora_merge
+
+
 def model_card(args: Args, rollout_id: int) -> str:
     """The README.md of a model trained up to ``rollout_id``: what it was made from, and how."""
     base = args.hf_checkpoint
     named = [] if base is None or Path(base).exists() else [f"base_model: {base}"]
+    library = "peft" if writes_adapter(args) else "transformers"
     facts = {"model": base, "data": ", ".join(args.prompt_data), "method": method(args)}
     return "\n".join(
         [
-            *("---", "library_name: transformers", *named, "---", ""),
+            *("---", f"library_name: {library}", *named, "---", ""),
             *(f"Trained with slimelite {slimelite.__version__}, up to rollout {rollout_id} (the first is 0).", ""),
             *("| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items() if value), ""),
         ]

@@ -30,11 +30,8 @@ SHAPES: dict[str, tuple[str, int, int, int, int, int, int, int, float, bool]] = 
     "qwen3-32b": ("qwen3", 64, 5120, 25600, 64, 8, 128, 151936, 1e6, False),
     "glm-z1-9b": ("glm4", 40, 4096, 13696, 32, 2, 128, 151552, 1e4, False),
 }
-LORA = {"--lora-rank", "--lora-alpha", "--lora-dropout", "--target-modules"}
 # script -> the flags that change results, and are not here
 REFUSED = {
-    "examples/lora/dev.sh": LORA,
-    "examples/lora/run-qwen3-4b-megatron-lora-result.sh": LORA,
     "tests/test_sglang_config_mixed_offload.py": {"--sglang-config"},
 }
 

@@ -55,7 +55,9 @@ def test_each_mistake(
         "empty.parquet": ["--prompt-data", str(empty_dataset)],
         "division by zero": ["--custom-rm-path", broken_reward],
         "4 samples at once need a list": ["--custom-rm-path", f"{broken_reward}_one", "--group-rm"],
-        "lora is not here yet": ["--lora-rank", "8"],
+        "did you mean q_proj?": ["--lora-rank", "8", "--lora-target-modules", "q_prj,v_proj"],
+        "Muon is for whole matrices": ["--lora-rank", "8", "--optimizer", "muon"],
+        "adapter_config.json cannot be read": ["--lora-adapter-path", str(tmp_path)],
     }
     for answer, flags in mistakes.items():
         assert answer.lower() in refused([*grpo_args, *run, *flags], capsys).lower(), flags

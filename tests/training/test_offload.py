@@ -32,22 +32,24 @@ def bytes_held(trainer: Trainer) -> int:
     return sum((t.to_local() if isinstance(t, DTensor) else t).untyped_storage().nbytes() for t in tensors)
 
 
-def train(model: Path, between: Callable[[Trainer, int], None]) -> dict[str, Tensor]:
-    """The weights after three rollouts."""
-    with one_rank(tiny_args(model)) as trainer:
+def train(model: Path, rank: int, between: Callable[[Trainer, int], None]) -> dict[str, Tensor]:
+    """The weights after three rollouts, with adapters of a ``rank`` above 0."""
+    with one_rank(tiny_args(model, lora_rank=rank)) as trainer:
         for i in range(3):
             trainer.train(i, random_table(seed=i))
             between(trainer, i)
         return weights_of(trainer)
 
 
-def test_training_goes_on_as_if_nothing_had_happened_and_host_memory_is_kept(model: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 4])
+def test_training_goes_on_as_if_nothing_had_happened_and_host_memory_is_kept(model: Path, rank: int) -> None:
     blocks: list[list[int]] = []
 
     def lend(trainer: Trainer, rollout_id: int) -> None:
         held, before = bytes_held(trainer), weights_of(trainer)
         trainer.memory.offload()
-        assert held >= 3 * sum(weight.nbytes for weight in before.values()), "weights and two moments"
+        trained = sum(p.numel() * 4 for p in trainer.model.trained().values())
+        assert held >= trained * 3 + (sum(weight.nbytes for weight in before.values()) if rank else 0)
         assert bytes_held(trainer) == 0
         sink = Recorder()
         trainer.push_weights(sink, rollout_id)
@@ -58,7 +60,7 @@ def test_training_goes_on_as_if_nothing_had_happened_and_host_memory_is_kept(mod
         trainer.memory.onload()
         assert bytes_held(trainer) == held
 
-    lent, kept = train(model, lend), train(model, lambda trainer, rollout_id: None)
+    lent, kept = train(model, rank, lend), train(model, rank, lambda trainer, rollout_id: None)
     assert all(torch.equal(lent[name], kept[name]) for name in kept)
     assert blocks[0] == blocks[1] == blocks[2]
 

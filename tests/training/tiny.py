@@ -20,6 +20,7 @@ from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
 from slimelite.training.batch import MicroBatch, split_steps
 from slimelite.training.columns import TokenColumns
+from slimelite.training.lora import gathered
 from slimelite.training.loss import LossInputs
 from slimelite.training.trainer import Trainer
 from tests.ranks import start_ranks
@@ -126,8 +127,8 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Every whole weight."""
-    return {n: p.detach().full_tensor().clone() for n, p in trainer.model.named_weights()}
+    """Every whole weight, adapters merged."""
+    return {n: gathered(weight, weight.dtype, None).clone() for n, weight in trainer.model.named_weights()}
 
 
 class Recorder:

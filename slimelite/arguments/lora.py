@@ -1,0 +1,124 @@
+"""LoRA: what is trained instead of the weights, and what an adapter of peft's says about itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any, Literal
+
+from slimelite.arguments.conditions import CRITIC, LORA, TRAINING, when
+from slimelite.arguments.flags import flag, resolved
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+# fields of an adapter_config.json with a meaning that the adapters here do not have, unless empty
+UNKNOWN_TO_US = (
+    *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "fan_in_fan_out"),
+    *("lora_bias", "megatron_config", "trainable_token_indices", "layer_replication", "target_parameters"),
+)
+
+
+@dataclass(frozen=True)
+class LoraArgs:
+    """LoRA.
+
+    Low-rank adapters are trained instead of the weights, which stay as they are; docs/lora.md says more.
+    """
+
+    lora_rank: int = flag(
+        0,
+        "adapters of this rank are trained instead of the weights; 0 trains the weights",
+        TRAINING,
+        at_least=0,
+    )
+    lora_alpha: float = flag(16.0, "an adapter's output is scaled by this over its rank", LORA, above=0)
+    lora_dropout: float = flag(
+        0.0,
+        "training drops this share of an adapter's inputs; above 0, the policy that is trained is not the one that "
+        "generated",
+        LORA,
+        at_least=0,
+        below=1,
+    )
+    lora_type: Literal["lora", "canonical_lora", "rslora"] = flag(
+        "lora",
+        "rslora scales by alpha over the square root of the rank; canonical_lora is Megatron's name for adapters of "
+        "single matrices, which all of these are",
+        LORA,
+    )
+    lora_target_modules: list[str] = flag(
+        [],
+        "modules with these names get an adapter: q_proj, or attn, mlp, unembed, or Megatron's linear_qkv; spaces or "
+        "commas separate them",
+        LORA,
+        auto=f"{ALL_LINEAR}: every linear layer but the LM head",
+        aliases=("--target-modules",),
+    )
+    lora_exclude_modules: list[str] = flag(
+        [], "modules with these names get none", LORA, aliases=("--exclude-modules",)
+    )
+    lora_adapter_path: str | None = flag(
+        None,
+        "training starts from the adapter in this folder, in peft's format, with its rank, alpha, kind and modules",
+        TRAINING,
+        metavar="DIR",
+    )
+    lora_merge: bool = flag(
+        False,
+        "--save-hf writes the whole model with the adapter merged into it, instead of the adapter",
+        LORA & when("--save-hf", lambda a: a.save_hf),
+    )
+    critic_lora_rank: int = flag(
+        0, "the critic's weights are frozen too, and it learns adapters of this rank and its head", CRITIC, at_least=0
+    )
+
+    # modules that get an adapter and those that do not: words of the flags, or of the adapter's config
+    lora_targets: tuple[str, ...] = resolved((ALL_LINEAR,))
+    lora_excluded: tuple[str, ...] = resolved(())
+
+    @property
+    def lora_scaling(self) -> float:
+        """The factor of B·A: alpha / rank, or alpha / √rank (rsLoRA, arXiv:2312.03732)."""
+        return self.lora_alpha / (sqrt(self.lora_rank) if self.lora_type == "rslora" else self.lora_rank)
+
+
+def words(given: list[str]) -> tuple[str, ...]:
+    """The names in ``given``, where spaces or commas separate them."""
+    return tuple(name for text in given for name in text.replace(",", " ").split())
+
+
+def read_adapter(folder: str) -> dict[str, Any]:
+    """Values of our flags, by field name, that the adapter in ``folder`` was made with.
+
+    Raises:
+        ValueError: there is no adapter, or one that adapters here cannot be.
+    """
+    file = Path(folder) / ADAPTER_CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        kind, rank = config["peft_type"], int(config["r"])
+        alpha, rslora = float(config["lora_alpha"]), bool(config.get("use_rslora"))
+    except OSError as error:
+        raise ValueError(f"no adapter: {file} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no config of a peft adapter ({error!r:.100})") from error
+    odd = [name for name in UNKNOWN_TO_US if config.get(name)]
+    odd += ["bias"] if config.get("bias", "none") != "none" else []
+    if kind != "LORA" or odd or rank < 1:
+        raise ValueError(
+            f"{file}: an adapter here is a plain LoRA, not {', '.join(odd) or kind}; merge it with peft's "
+            "merge_and_unload, save the model and give that as --hf-checkpoint"
+        )
+    targets, excluded = config.get("target_modules") or ALL_LINEAR, config.get("exclude_modules") or ()
+    if any(isinstance(names, str) and names not in ("", ALL_LINEAR) for names in (targets, excluded)):
+        raise ValueError(f"{file}: target_modules and exclude_modules must be lists of names, not patterns")
+    return {
+        "lora_rank": rank,
+        "lora_alpha": alpha,
+        "lora_type": "rslora" if rslora else "lora",
+        "lora_targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+        "lora_excluded": tuple(sorted(excluded)),
+    }

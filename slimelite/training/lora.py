@@ -1,0 +1,269 @@
+"""LoRA (arXiv:2106.09685): low-rank changes of frozen weight matrices, and their files in peft's format."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from slimelite.arguments.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ALL_LINEAR, LoraArgs
+from slimelite.model_files import write_weights
+from slimelite.training.parallel import whole
+
+# names that stand for several modules: miles' and Megatron's
+GROUPS = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "unembed": ("lm_head",),
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+# parameters of an adapter, as peft names those of a linear layer
+PARTS = ("lora_A", "lora_B")
+PEFT_PREFIX = "base_model.model."
+
+
+class Adapter(nn.Module):
+    """What the two kinds of adapted modules share. The frozen weight keeps its name; ``lora_A`` and ``lora_B`` are fp32
+    parameters beside it, which start as peft's do: the product B·A is 0.
+    """
+
+    weight: Tensor
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    scaling: float
+    dropout: float
+    # what peft calls the two parts in a file
+    peft_parts: tuple[str, str]
+
+    def adapt(self, rows: int, columns: int, args: LoraArgs) -> None:
+        """Give the module its parts: A is [rank, ``columns``] and B is [``rows``, rank]."""
+        self.scaling, self.dropout = args.lora_scaling, args.lora_dropout
+        device = self.weight.device
+        self.lora_A = nn.Parameter(torch.empty(args.lora_rank, columns, device=device))
+        self.lora_B = nn.Parameter(torch.zeros(rows, args.lora_rank, device=device))
+
+    def parts(self) -> list[Tensor]:
+        """The frozen weight, A and B, sharded or not."""
+        return [self.weight, self.lora_A, self.lora_B]
+
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """The weight that computes what ``weight`` and the adapter compute together, in fp32 or float64."""
+        raise NotImplementedError
+
+
+class LoraLinear(Adapter, nn.Linear):
+    """W x + scaling · B A dropout(x), in place of ``base``, whose weight and bias it takes over."""
+
+    peft_parts = ("lora_A.weight", "lora_B.weight")
+
+    def __init__(self, base: nn.Linear, args: LoraArgs) -> None:
+        super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.adapt(base.out_features, base.in_features, args)
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., out] from [..., in]."""
+        # passes without gradient (old log-probs, the reference) see the policy that the engines have
+        kept = F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
+        low_rank = F.linear(F.linear(kept, self.lora_A), self.lora_B)
+        return F.linear(x, self.weight, self.bias).add_(low_rank, alpha=self.scaling)
+
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """[out, in]."""
+        return torch.add(weight, b @ a, alpha=self.scaling)
+
+
+class LoraEmbedding(Adapter, nn.Embedding):
+    """E[i] + scaling · B A[:, i], in place of ``base``, whose weight it takes over. As in peft, without dropout, and it
+    is A that starts at 0.
+    """
+
+    peft_parts = ("lora_embedding_A", "lora_embedding_B")
+
+    def __init__(self, base: nn.Embedding, args: LoraArgs) -> None:
+        super().__init__(base.num_embeddings, base.embedding_dim, base.padding_idx, device="meta")
+        self.weight = base.weight
+        self.adapt(base.embedding_dim, base.num_embeddings, args)
+        nn.init.zeros_(self.lora_A)
+        nn.init.normal_(self.lora_B)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., d] from token ids [...]."""
+        low_rank = F.embedding(input, self.lora_A.T) @ self.lora_B.T
+        return super().forward(input).add(low_rank, alpha=self.scaling)
+
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """[V, d]."""
+        return torch.add(weight, (b @ a).T, alpha=self.scaling)
+
+
+class MergedWeight:
+    """A weight of the Hugging Face model that an adapter changes; it exists only while `gathered` is used."""
+
+    def __init__(self, module: Adapter) -> None:
+        self.module = module
+        self.shape, self.dtype, self.device = module.weight.shape, module.weight.dtype, module.weight.device
+
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.module.weight.numel()
+
+
+# a weight of the Hugging Face model: a parameter, sharded or not, or a weight that an adapter changes
+Weight = Tensor | MergedWeight
+
+
+def parts(weight: Weight) -> list[Tensor]:
+    """The parameters, sharded or not, that a weight is computed from."""
+    return [weight] if isinstance(weight, Tensor) else weight.module.parts()
+
+
+@torch.no_grad()
+def gathered(weight: Weight, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    """The whole weight in ``dtype`` on ``device`` (None: where it is), an adapter merged into it (collective).
+
+    It may share memory with the parameter. Shards are cast before they are gathered: bf16 halves the traffic between
+    ranks. A merged weight is always computed from the frozen one, in fp32, and rounded once, so that no update adds to
+    the error of the one before.
+    """
+    if isinstance(weight, Tensor):
+        return whole(weight.detach().to(device=device, dtype=dtype))
+    frozen, a, b = (whole(part.detach().to(device=device)) for part in parts(weight))
+    return weight.module.merged(frozen.to(a.dtype), a, b).to(dtype)
+
+
+def head_weight(head: nn.Module) -> Tensor:
+    """The [V, d] weight of an LM head, an adapter merged into it with its gradient."""
+    if not isinstance(head, Adapter):
+        assert isinstance(head.weight, Tensor)
+        return head.weight
+    return head.merged(*head.parts())
+
+
+def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int) -> None:
+    """Freeze ``hf`` and give the modules that ``args`` name an adapter; those of ``--lora-adapter-path``, or new ones
+    from ``seed``.
+
+    Raises:
+        ValueError: a name fits no module, an adapter cannot be there, or the saved adapter is another model's.
+    """
+    hf.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name in _targets(hf, args):
+            base = hf.get_submodule(name)
+            hf.set_submodule(name, LoraLinear(base, args) if isinstance(base, nn.Linear) else LoraEmbedding(base, args))
+    if args.lora_adapter_path is not None:
+        _load(hf, Path(args.lora_adapter_path))
+
+
+def _targets(hf: PreTrainedModel, args: LoraArgs) -> list[str]:
+    """Names of the modules that get an adapter."""
+    head = hf.get_output_embeddings()
+    # a class of its own may compute something else, as Gemma's scaled embedding does
+    able = {name: module for name, module in hf.named_modules() if type(module) in (nn.Linear, nn.Embedding)}
+    linear = [name for name, module in able.items() if isinstance(module, nn.Linear) and module is not head]
+    fused = {name for name, p in hf.named_parameters() if p.ndim > 2}
+
+    def named(wanted: tuple[str, ...], what: str) -> set[str]:
+        found: set[str] = set()
+        for word in wanted:
+            fits = linear if word == ALL_LINEAR else []
+            for each in GROUPS.get(word, (word,)):
+                fits = fits + [name for name in able if name == each or name.endswith(f".{each}")]
+            if not fits and any(word in name.split(".") for name in fused):
+                raise ValueError(
+                    f"{what} {word}: the experts of {hf.config.model_type} are one fused weight, which has no adapter "
+                    f"here; {ALL_LINEAR} leaves them frozen and adapts the other layers"
+                )
+            if not fits:
+                there = sorted({name.rpartition(".")[2] for name in able})
+                near = difflib.get_close_matches(word, there, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join([*there, ALL_LINEAR])}"
+                raise ValueError(f"{what} {word}: no module of {hf.config.model_type} has that name; {hint}")
+            found.update(fits)
+        return found
+
+    chosen = named(args.lora_targets, "--lora-target-modules") - named(args.lora_excluded, "--lora-exclude-modules")
+    outer = [name for name in chosen if able[name] in (head, hf.get_input_embeddings())]
+    if outer and head.weight is hf.get_input_embeddings().weight:
+        raise ValueError(
+            f"--lora-target-modules {outer[0].rpartition('.')[2]}: embedding and LM head of this model are one weight, "
+            "which an adapter of one of them would tear apart; leave it out"
+        )
+    if not chosen:
+        raise ValueError("--lora-exclude-modules leaves no module with an adapter")
+    return [name for name in able if name in chosen]
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
+    """(name, module) of each adapted module."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Adapter))
+
+
+def peft_weights(hf: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(peft's name, parameter) of all parts of the adapters."""
+    for name, module in adapters(hf):
+        for part, suffix in zip(PARTS, module.peft_parts, strict=True):
+            yield f"{PEFT_PREFIX}{name}.{suffix}", getattr(module, part)
+
+
+def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, object]:
+    """What peft's ``adapter_config.json`` says of the adapters of ``hf``."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": args.lora_rank,
+        "lora_alpha": args.lora_alpha,
+        "lora_dropout": args.lora_dropout,
+        "use_rslora": args.lora_type == "rslora",
+        "target_modules": sorted({name.rpartition(".")[2] for name, _ in adapters(hf)}),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def save_adapter(directory: Path, weights: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
+    """Write an adapter that peft opens; ``weights``: by peft's names, see `peft_weights`."""
+    partial = directory / f"{ADAPTER_WEIGHTS}.partial"
+    write_weights(weights, partial)
+    partial.replace(directory / ADAPTER_WEIGHTS)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def _load(hf: PreTrainedModel, folder: Path) -> None:
+    file = folder / ADAPTER_WEIGHTS
+    try:
+        found = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"--lora-adapter-path: {file} cannot be read ({error})") from error
+    mine = dict(peft_weights(hf))
+    for problem, names in (("lacks", mine.keys() - found.keys()), ("has", found.keys() - mine.keys())):
+        if names:
+            raise ValueError(
+                f"--lora-adapter-path: {file} {problem} {min(names)} and {len(names) - 1} more, unlike the adapter "
+                "that --hf-checkpoint and --lora-target-modules make"
+            )
+    for name, parameter in mine.items():
+        if parameter.shape != found[name].shape:
+            raise ValueError(
+                f"--lora-adapter-path: {name} is {list(found[name].shape)} in {file} and {list(parameter.shape)} in "
+                "the model of --hf-checkpoint"
+            )
+        if not parameter.is_meta:
+            parameter.copy_(found[name])
