@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from slimelite.training.profiling import Profiler
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import buckets
 
+T = TypeVar("T")
 LOCAL_HOST = "127.0.0.1"
 # numbers of a probe: see `RolloutWorker.probe`
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
@@ -148,9 +149,9 @@ class RemoteSink:
     def __init__(self, engines: Sequence[Remote[Engine]]) -> None:
         self.engines = engines
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
         """Stop every engine's decoding."""
-        _results([engine.submit(Engine.begin_weight_update, version) for engine in self.engines])
+        return all(_results([e.submit(Engine.begin_weight_update, version, changed) for e in self.engines]))
 
     def send(self, bucket: WeightBucket) -> None:
         """Load one bucket into every engine."""
@@ -162,9 +163,8 @@ class RemoteSink:
         _results([engine.submit(Engine.end_weight_update) for engine in self.engines])
 
 
-def _results(futures: Sequence[Future[None]]) -> None:
-    for future in futures:
-        future.result()
+def _results(futures: Sequence[Future[T]]) -> list[T]:
+    return [future.result() for future in futures]
 
 
 class TrainerWorker(Trainer):

@@ -134,6 +134,7 @@ class WeightUpdate:
 
     ``shapes``: name -> shape of each weight of the model. ``aliases``: second name of a tied weight -> its first name.
     ``version``: the version of the update under way, or None. ``received``: names of the weights delivered so far.
+    ``complete``: whether an update has brought every weight, so that a later one may bring only what changed.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None) -> None:
@@ -141,11 +142,18 @@ class WeightUpdate:
         self.aliases = aliases or {}
         self.version: int | None = None
         self.received: set[str] = set()
+        self.complete = False
+        self._awaited: frozenset[str] = frozenset(shapes)
 
-    def begin(self, version: int) -> None:
-        """Start the update to this version and forget the weights of an unfinished one."""
+    def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
+        """Start the update to this version and forget the weights of an unfinished one; see
+        `Engine.begin_weight_update`.
+        """
         self.version = version
         self.received.clear()
+        partial = changed is not None and self.complete
+        self._awaited = frozenset(self.aliases.get(n, n) for n in changed or ()) if partial else frozenset(self.shapes)
+        return partial
 
     @contextmanager
     def taking(self, weights: Iterable[tuple[str, Sequence[int]]]) -> Iterator[None]:
@@ -168,8 +176,8 @@ class WeightUpdate:
         self.received.update(names)
 
     def missing(self) -> list[str]:
-        """Names of the weights not received yet."""
-        return [name for name in self.shapes if name not in self.received]
+        """Names of the weights of this update that were not received yet."""
+        return [name for name in self.shapes if name in self._awaited and name not in self.received]
 
     def whole(self) -> int:
         """The version of the update under way, whose weights have all arrived; call `end` afterwards.
@@ -189,4 +197,5 @@ class WeightUpdate:
     def end(self) -> None:
         """Finish the update; raises as `whole` does."""
         self.whole()
+        self.complete = self.complete or len(self._awaited) == len(self.shapes)
         self.version = None

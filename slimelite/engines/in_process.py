@@ -66,12 +66,12 @@ class InProcessEngine(Engine):
         ids = None if request_ids is None else set(request_ids)
         await self._do(lambda: self._abort(ids))
 
-    async def begin_weight_update(self, version: int) -> None:
-        def begin() -> None:
+    async def begin_weight_update(self, version: int, changed: Collection[str] | None = None) -> bool:
+        def begin() -> bool:
             self._begin_update()
-            self._update.begin(version)
+            return self._update.begin(version, changed)
 
-        await self._do(begin)
+        return await self._do(begin)
 
     async def load_weights(self, bucket: WeightBucket) -> None:
         await self._do(lambda: self._load(bucket))

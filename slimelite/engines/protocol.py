@@ -6,7 +6,7 @@ be in this process, in a Ray actor or behind HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -198,8 +198,14 @@ class Engine(Protocol):
         """End these requests (all, if None) now: each returns the tokens it has, with finish reason "abort"."""
         ...
 
-    async def begin_weight_update(self, version: int) -> None:
-        """Stop decoding until `end_weight_update`, since the weights are a mix of two versions in between."""
+    async def begin_weight_update(self, version: int, changed: Collection[str] | None = None) -> bool:
+        """Stop decoding until `end_weight_update`, since the weights are a mix of two versions in between.
+
+        ``changed``: names of the only weights that differ from those of earlier updates; None: all may.
+
+        Returns:
+            whether the update may leave the other weights out: not before an update has brought them all.
+        """
         ...
 
     async def load_weights(self, bucket: WeightBucket) -> None:
@@ -278,8 +284,8 @@ class WeightSink(Protocol):
 
     every_rank: bool
 
-    def begin(self, version: int) -> None:
-        """Start the update to this version."""
+    def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
+        """Start the update to this version; see `Engine.begin_weight_update`."""
         ...
 
     def send(self, bucket: WeightBucket) -> None:

@@ -224,6 +224,7 @@ class VllmEngine(InProcessEngine):
         )
 
     def _begin_update(self) -> None:
+        self._update.complete = False  # vLLM loads a layer when all its weights have come
         if self._update.version is not None:
             self._llm.collective_rpc(end_reload)
         self._llm.collective_rpc(begin_reload)

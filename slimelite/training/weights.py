@@ -88,6 +88,9 @@ def push(
 ) -> dict[str, float]:
     """Send all weights, in the dtype that the trainer computes in, through ``sink`` (collective).
 
+    With adapters, the weights that they change are merged and sent; the frozen ones go along until the engines have
+    them.
+
     Only ranks that call their sink (see `WeightSink`) need one. Weights that ``memory`` holds are copied to the device
     one at a time.
 
@@ -98,10 +101,16 @@ def push(
         sink = None
     # an exception of the sink is raised after the last gather; otherwise the other ranks would wait in the next gather
     failure: Exception | None = None
-    if sink is not None:
-        failure = _failure(sink.begin, version)
+    partial, changed = False, [name for name, weight in model.named_weights() if not isinstance(weight, Tensor)] or None
+    try:
+        partial = sink is not None and sink.begin(version, changed)
+    except Exception as error:
+        failure = error
+    if changed is not None:  # rank 0's answer holds on every rank
+        partial = bool(world.all_reduce(torch.tensor(float(partial and world.rank == 0))))
+    named = ((name, weight) for name, weight in model.named_weights() if not partial or name in (changed or ()))
     sent = count = 0
-    for bucket in buckets(model.named_weights(), bucket_bytes, world.compute_dtype, world.device, memory):
+    for bucket in buckets(named, bucket_bytes, world.compute_dtype, world.device, memory):
         if sink is not None and failure is None:
             failure = _failure(sink.send, bucket)
         sent += bucket.flat.nbytes

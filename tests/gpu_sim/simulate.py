@@ -41,7 +41,8 @@ class Sink:
 
     every_rank = True
 
-    def begin(self, version: int) -> None: ...
+    def begin(self, version: int, changed: object = None) -> bool:
+        return False
 
     def send(self, bucket: Any) -> None:
         assert bucket.flat.device.type == "cuda"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, WeightBucket
 
@@ -80,8 +80,9 @@ class ScriptedEngine:
         self._aborted.set()
         self._aborted = asyncio.Event()
 
-    async def begin_weight_update(self, version: int) -> None:
+    async def begin_weight_update(self, version: int, changed: Collection[str] | None = None) -> bool:
         self.version = version
+        return False
 
     async def load_weights(self, bucket: WeightBucket) -> None: ...
 

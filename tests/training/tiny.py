@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -138,11 +138,14 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.partial = False
         self.bucket_bytes: list[int] = []
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
         self.calls.append(f"begin {version}")
+        self.changed = changed
+        return changed is not None and self.partial
 
     def send(self, bucket: WeightBucket) -> None:
         self.calls.append("send")

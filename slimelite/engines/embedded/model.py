@@ -203,6 +203,7 @@ class DecoderWeights:
         self.incoming.begin(0)
         self.update(list(model.state_dict().items()))
         self.incoming.end()
+        self.incoming.complete = False  # the trainer's weights may be others
 
 
 class AttentionPlan(Protocol):

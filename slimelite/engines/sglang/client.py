@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,11 +142,11 @@ class SglangEngine(Engine):
         else:
             await asyncio.gather(*(self._ask("POST", "/abort_request", {"rid": r.rid}) for r in running if r.rid))
 
-    async def begin_weight_update(self, version: int) -> None:
+    async def begin_weight_update(self, version: int, changed: Collection[str] | None = None) -> bool:
         if self._sink is None:
             setup = SyncSetup(self._model_path, "http", torch.device("cpu"), self.url)
             self._sink = (await asyncio.to_thread(build_sink, setup)).to([self._server])
-        await asyncio.to_thread(self._sink.begin, version)
+        return await asyncio.to_thread(self._sink.begin, version, changed)
 
     async def load_weights(self, bucket: WeightBucket) -> None:
         await asyncio.to_thread(self._updating().send, bucket)

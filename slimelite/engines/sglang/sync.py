@@ -16,7 +16,7 @@ import os
 import pickle
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
 from itertools import accumulate
@@ -101,8 +101,9 @@ class ServerSink(ABC):
         self.servers = tuple(map(Server.at, servers))
         return self
 
-    def begin(self, version: int) -> None:
-        """Start the update to this version: running requests end with the tokens they have, new requests wait.
+    def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
+        """Start the update to this version: running requests end with the tokens they have, new requests wait. See
+        `Engine.begin_weight_update`; a server that is new or was restarted needs all weights.
 
         Raises:
             ValueError: a server runs another model.
@@ -116,9 +117,10 @@ class ServerSink(ABC):
         except ValueError as error:
             failure = error
         self._raise_first(failure)
-        self.update.begin(version)
+        partial = self.update.begin(version, changed)
         self._delivered = None
         self._attempt(self._open)
+        return partial
 
     def send(self, bucket: WeightBucket) -> None:
         """Deliver a bucket.
@@ -153,6 +155,7 @@ class ServerSink(ABC):
         if self.servers == self._known and all(info["weight_version"] == last for info in infos):
             return
         self.close()
+        self.update.complete = False
         for server, info in zip(self.servers, infos, strict=True):
             check_model(server.url, info, self.setup.model_path)
             # a server started without a warm-up request has not done this, and each cache flush takes a second
@@ -209,6 +212,10 @@ class DiskSink(ServerSink):
         self._directory = Path(str(setup.directory)).absolute()
         self._written: set[Path] = set()
         self._files: dict[str, str] = {}
+
+    def begin(self, version: int, changed: Collection[str] | None = None) -> bool:  # noqa: ARG002
+        """See `ServerSink.begin`; a folder always has the whole model."""
+        return super().begin(version)
 
     def _open(self) -> None:
         self._files.clear()
