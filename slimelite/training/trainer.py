@@ -28,7 +28,7 @@ from slimelite.training.loading import build_policy
 from slimelite.training.lora import peft_config
 from slimelite.training.loss import LossInputs, check_first_step, micro_batch_loss
 from slimelite.training.model import LanguageModel, PolicyModel
-from slimelite.training.offload import HostMemory, return_freed_memory
+from slimelite.training.offload import HostMemory, keep_freed_memory, return_freed_memory
 from slimelite.training.parallel import be_deterministic, join_world
 from slimelite.training.sums import MetricSums, PassTimer, Scores, table_scores
 
@@ -55,6 +55,8 @@ class Trainer(Learner[PolicyModel]):
         torch.manual_seed(args.seed + rank)
         if args.deterministic_mode:
             be_deterministic()
+        if world.device.type == "cpu":
+            keep_freed_memory()
         super().__init__(args, world, build_policy(args, world, args.hf_checkpoint, trainable=True))
         self.reference = build_reference(args, self.world, self.model) if args.use_reference else None
         teaches = args.use_opd and args.opd_type == "trainer"

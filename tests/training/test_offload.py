@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,3 +83,38 @@ def test_what_did_not_change_is_not_copied_again() -> None:
     memory.onload()
     assert torch.equal(weights[0], torch.zeros(3000))
     assert weights[1].tolist() == [1.0]
+
+
+# page faults of a third rollout, and then how much a heap with more free memory than is kept shrinks [bytes]
+HEAP = """
+import resource, sys
+import psutil, torch
+from tiny import one_rank, random_table, save_tiny_model, tiny_args
+from slimelite.training import offload
+model = save_tiny_model(sys.argv[1], hidden_size=256, intermediate_size=1024, num_hidden_layers=1)
+table = random_table(groups=16, group_size=8)
+with one_rank(tiny_args(model, max_tokens_per_gpu=4096, global_batch_size=128)) as trainer:
+    for i in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        trainer.train(i, table)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+freed = [torch.ones(2**22) for _ in range(8)]  # 16 MiB each
+guard = bytearray(1000)
+del freed
+offload.return_freed_memory()
+held = psutil.Process().memory_info().rss
+offload.KEPT_BYTES = 2**26
+offload.return_freed_memory()
+print(held - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(offload.GLIBC is None, reason="another C library")
+def test_freed_memory_is_kept_for_the_next_rollout_unless_it_is_much(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": f"{here}:{here.parents[1]}"}
+    command = [sys.executable, "-c", HEAP, str(tmp_path)]
+    found = subprocess.run(command, env=env, stdout=subprocess.PIPE, check=True, text=True)
+    faults, returned = map(int, found.stdout.split())
+    assert faults < 2000
+    assert returned > 2**26
