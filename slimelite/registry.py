@@ -14,7 +14,7 @@ second list of names exists. Records need the standard library alone: a function
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
 from difflib import get_close_matches
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -80,6 +80,10 @@ class Registry(Mapping[str, R], Generic[R]):
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def values(self) -> ValuesView[R]:
+        """The records; `Mapping` would look each one up by its name."""
+        return self._records.values()
 
 
 def function(reference: Function, option: str = "", name: str = "") -> Callable[..., Any]:

@@ -7,9 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
+from slimelite.per_token import held, joined, listed
 from slimelite.registry import Registry
 
 
@@ -52,7 +55,8 @@ class Sample:
 
     ``tokens`` is prompt and response together; the per-token lists (``loss_mask``, ``rollout_log_probs``,
     ``weight_versions``, when a teacher scored it ``teacher_log_probs``, and columns of a user's own) cover the response
-    alone and have ``response_length`` entries. `append_response_tokens` is the only writer of the first three.
+    alone and have ``response_length`` entries. `append_response_tokens` is the only writer of the first three. All are
+    lists for who reads them; they are kept as the arrays that an engine gave until then (`slimelite.per_token`).
     """
 
     Status: ClassVar[type[_Status]] = _Status
@@ -101,12 +105,20 @@ class Sample:
     @property
     def prompt_length(self) -> int:
         """Number of prompt tokens."""
-        return len(self.tokens) - self.response_length
+        return self.total_length - self.response_length
+
+    @property
+    def total_length(self) -> int:
+        """Number of prompt and response tokens."""
+        return len(held(self, "tokens"))
 
     @property
     def effective_response_length(self) -> int:
         """Number of response tokens that the loss sees."""
-        return self.response_length if self.loss_mask is None else sum(self.loss_mask)
+        mask = held(self, "loss_mask")
+        if mask is None:
+            return self.response_length
+        return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else sum(mask)
 
     def append_response_tokens(
         self,
@@ -135,7 +147,7 @@ class Sample:
             ValueError: trainable tokens without log-probs, or lists of different lengths.
         """
         given = first if tokens is None else tokens
-        added = [] if given is None else list(given)
+        added: Any = given if isinstance(given, np.ndarray) else [] if given is None else list(given)
         count = len(added)
         if log_probs is None:
             if trainable and count:
@@ -144,18 +156,24 @@ class Sample:
         if meta_info is not None and weight_version is None and weight_versions is None:
             weight_versions = versions_of(meta_info, count)
         version = UNSTAMPED if weight_version is None else weight_version
-        versions = [version] * count if weight_versions is None else list(weight_versions)
+        versions = [version] * count if weight_versions is None else weight_versions
         for name, values in (("log_probs", log_probs), ("weight_versions", versions)):
             if len(values) != count:
                 raise ValueError(f"{count} response tokens but {len(values)} {name}; they must be one to one")
-        if self.loss_mask is None:
-            self.loss_mask = [1] * self.response_length
+        before, packed = held(self, "tokens"), isinstance(added, np.ndarray)
+        mask: Any = held(self, "loss_mask")
+        if mask is None:
+            mask = np.ones(self.response_length, np.int8) if packed else [1] * self.response_length
+            self.loss_mask = mask
         self.check_aligned()
-        self.tokens = [*self.tokens, *added]
-        # in place, as in slime: its retool example keeps a reference to the list and assigns it again at the end
-        self.loss_mask += [int(trainable)] * count
-        self.rollout_log_probs = [*(self.rollout_log_probs or []), *log_probs]
-        self.weight_versions = [*self.weight_versions, *versions]
+        self.tokens = joined(np.asarray(before, added.dtype) if packed else before, added)
+        kept = [int(trainable)] * count
+        if isinstance(mask, np.ndarray):
+            self.loss_mask = joined(mask, np.array(kept, np.int8))
+        else:  # in place, as in slime: its retool example keeps a reference to the list and assigns it again at the end
+            mask.extend(kept)
+        self.rollout_log_probs = joined(held(self, "rollout_log_probs"), log_probs)
+        self.weight_versions = joined(held(self, "weight_versions"), versions)
         self.response_length += count
         self.response += text or ""
         if meta_info is not None and update_terminal_info:
@@ -166,20 +184,21 @@ class Sample:
         self.status = FINISH_STATUS.get(meta_info["finish_reason"]["type"], Status.COMPLETED)
 
     @property
-    def trained_versions(self) -> list[int]:
+    def trained_versions(self) -> np.ndarray:
         """Weight versions of the response tokens in the loss; a tool's tokens were not sampled from any weights."""
-        mask = self.loss_mask if self.loss_mask is not None else [1] * len(self.weight_versions)
-        return [version for version, kept in zip(self.weight_versions, mask, strict=False) if kept]
+        versions, mask = np.asarray(held(self, "weight_versions"), np.int64), held(self, "loss_mask")
+        return versions if mask is None else versions[: len(mask)][np.asarray(mask[: len(versions)], bool)]
 
     def check_aligned(self) -> None:
         """Raise ValueError for a per-token list that does not fit the response, or for an unsupported field."""
-        _refuse({name: getattr(self, name) for name in NOT_HERE})
-        if self.response_length > len(self.tokens):
+        if not NOT_HERE.keys().isdisjoint(vars(self)):
+            _refuse({name: getattr(self, name) for name in NOT_HERE})
+        if self.response_length > self.total_length:
             raise ValueError(
-                f"response_length {self.response_length} exceeds the {len(self.tokens)} tokens of the sample"
+                f"response_length {self.response_length} exceeds the {self.total_length} tokens of the sample"
             )
-        for column in COLUMNS.values():
-            values = column.read(self) if column.per == "token" else None
+        for column in _token_columns(len(COLUMNS)):
+            values = column.read(self)
             count = None if values is None else len(values)
             # an empty mask is an error, since its meaning is unclear; other lists may be empty, which means absent
             if count != self.response_length and (count or (count == 0 and column.name == "loss_mask")):
@@ -223,6 +242,11 @@ class Sample:
         return sample
 
 
+# the lists of a sample with a value for each token
+PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs")
+listed(Sample, PER_TOKEN)
+
+
 @dataclass(frozen=True)
 class Column:
     """A column of the table of samples, which saved rollouts contain and a loss can read.
@@ -245,7 +269,7 @@ class Column:
 
     def read(self, sample: Sample) -> Any:
         """The value or values of ``sample``, or None if it has none."""
-        return getattr(sample, self.name, None) if self.of is None else self.of(sample)
+        return held(sample, self.name) if self.of is None else self.of(sample)
 
 
 _every = partial(Column, required=True)
@@ -263,8 +287,8 @@ COLUMNS = Registry(
         _every("advantage", "float64", of=lambda _: 0.0),  # of the group, computed before samples are dealt to ranks
         # masked out of the loss, counted in the group's statistics
         _every("removed", "bool", of=lambda s: s.remove_sample),
-        _every("prompt_tokens", "int32", "prompt", lambda s: s.tokens[: s.prompt_length]),
-        _every("response_tokens", "int32", "token", lambda s: s.tokens[s.prompt_length :]),
+        _every("prompt_tokens", "int32", "prompt", lambda s: held(s, "tokens")[: s.prompt_length]),
+        _every("response_tokens", "int32", "token", lambda s: held(s, "tokens")[s.prompt_length :]),
         _every("loss_mask", "bool", "token", absent=True),
         _every("rollout_log_probs", "float32", "token"),
         _every("weight_versions", "int32", "token", absent=0),
@@ -273,10 +297,10 @@ COLUMNS = Registry(
         _every("label", "str", of=lambda s: plain(s.label)),  # any JSON value
         _every("prompt", "str", of=lambda s: s.prompt if isinstance(s.prompt, str) else json.dumps(s.prompt)),
         _every("response", "str"),
-        _every("metadata", "str", of=lambda s: json.dumps(plain(s.metadata))),
+        _every("metadata", "str", of=lambda s: json.dumps(plain(s.metadata)) if s.metadata else "{}"),
         # JSON of a dict reward; column ``reward`` has one of its entries
         Column(
-            "reward_components", "str", of=lambda s: json.dumps(plain(s.reward) if isinstance(s.reward, dict) else {})
+            "reward_components", "str", of=lambda s: json.dumps(plain(s.reward)) if isinstance(s.reward, dict) else "{}"
         ),
         # the trained advantages if they were per token; ``advantage`` is then not used
         Column("advantages", "float32", "token", of=lambda _: None),
@@ -284,6 +308,12 @@ COLUMNS = Registry(
         Column("loss_weights", "float32", "token", of=lambda _: None),
     ),
 )
+
+
+@cache
+def _token_columns(_known: int) -> list[Column]:
+    """The per-token columns whose length a plugin can get wrong; ``_known``: how many columns there are by now."""
+    return [column for column in COLUMNS.values() if column.per == "token" and column.name != "response_tokens"]
 
 
 def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:

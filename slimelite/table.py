@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slimelite.files import whole
-from slimelite.sample import COLUMNS, Column, Sample, Status, label_text
+from slimelite.sample import COLUMNS, PER_TOKEN, Column, Sample, Status, label_text
 
 SCHEMA_VERSION = "1"
 
@@ -91,7 +91,7 @@ class SampleTable:
 
     def numeric_components(self) -> list[dict[str, float]]:
         """[rows] the numbers of each row's reward components; True counts as 1."""
-        rows = [json.loads(row or "{}") for row in self.reward_components or []]
+        rows = [json.loads(row) if row and row != "{}" else {} for row in self.reward_components or []]
         return [{k: float(v) for k, v in row.items() if isinstance(v, bool | int | float)} for row in rows]
 
     def columns(self) -> list[Column]:
@@ -131,14 +131,16 @@ class SampleTable:
             elif column.per == "sample":
                 filled = [column.absent if value is None else value for value in found]
                 values[column.name] = np.array(filled, column.dtype)
-            else:
+            elif any(value is not None and len(value) for value in found):
                 each = zip(found, lengths[column.per].tolist(), strict=True)
-                parts = [v if v is not None and len(v) else [column.absent] * length for v, length in each]
+                parts = [v if v is not None and len(v) else np.full(n, column.absent, column.dtype) for v, n in each]
                 values[column.name] = _concat(parts, column.dtype)
+            else:
+                values[column.name] = np.full(lengths[column.per].sum(), column.absent, column.dtype)
         return cls(**values)
 
     def to_samples(self) -> list[list[Sample]]:
-        """The groups of samples, in table order; per-token columns become lists."""
+        """The groups of samples, in table order."""
         groups: dict[int, list[Sample]] = {}
         direct, lengths = [column for column in self.columns() if column.of is None], self.response_lengths.tolist()
         for row in range(len(self)):
@@ -148,10 +150,7 @@ class SampleTable:
                 rollout_id=int(self.rollout_id[row]),
                 unit_id=int(self.unit_id[row]),
                 prompt=self.prompt[row],
-                tokens=[
-                    *self.row_slice("prompt_tokens", row).tolist(),
-                    *self.row_slice("response_tokens", row).tolist(),
-                ],
+                tokens=np.concatenate([self.row_slice(f"{part}_tokens", row) for part in ("prompt", "response")]),
                 response_length=lengths[row],
                 label=self.label[row],
                 remove_sample=bool(self.removed[row]),
@@ -171,7 +170,8 @@ class SampleTable:
         values = self.row_slice(column.name, row)
         if column.dtype.startswith("float") and np.isnan(values).any():
             return None
-        return values.astype(np.int64).tolist() if column.dtype == "bool" else values.tolist()
+        values = values.astype(np.int8) if column.dtype == "bool" else values
+        return values if column.name in PER_TOKEN else values.tolist()
 
     def select(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
         """The given rows, in the given order."""

@@ -6,7 +6,6 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from slimelite.data.reader import BadRows, Row, read_rows, split_path
@@ -42,16 +41,12 @@ class BadCell(ValueError):
 
 def deal(prompt: Sample, group_index: int, index: int) -> Sample:
     """A copy of ``prompt`` for one response: sample number ``index`` in group number ``group_index``."""
-    return replace(
-        prompt,
-        group_index=group_index,
-        index=index,
-        prompt=copy.deepcopy(prompt.prompt),
-        tokens=list(prompt.tokens),
-        label=copy.deepcopy(prompt.label),
-        metadata=copy.deepcopy(prompt.metadata),
-        weight_versions=[],
-    )
+    sample = copy.copy(prompt)
+    sample.group_index, sample.index = group_index, index
+    sample.prompt, sample.label = copy.deepcopy(prompt.prompt), copy.deepcopy(prompt.label)
+    sample.metadata = copy.deepcopy(prompt.metadata)
+    sample.tokens, sample.weight_versions = list(prompt.tokens), []
+    return sample
 
 
 def load_prompts(

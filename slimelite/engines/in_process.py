@@ -19,6 +19,37 @@ T = TypeVar("T")
 RUNNING_REQUESTS = {"cpu": 128, "cuda": 256}
 
 
+class _Call:
+    """One call of `Engine.generate`. ``whole`` wakes its caller once, after the last of its results.
+
+    A future that an event loop awaits costs a wake-up of that loop's thread, as much as a step of a small model.
+    """
+
+    def __init__(self, requests: Sequence[GenerateRequest]) -> None:
+        self.requests = requests
+        self.whole: Future[list[GenerateResult]] = Future()
+        self.whole.set_running_or_notify_cancel()
+
+    def wait_for(self, results: Sequence[Future[GenerateResult]]) -> None:
+        """Set ``whole`` when all ``results`` are there, or when one has failed."""
+        left = len(results)
+
+        def count(done: Future[GenerateResult]) -> None:
+            nonlocal left
+            left -= 1
+            if self.whole.done():
+                return
+            if (error := done.exception()) is not None:
+                self.whole.set_exception(error)
+            elif not left:
+                self.whole.set_result([result.result() for result in results])
+
+        for result in results:
+            result.add_done_callback(count)
+        if not results:
+            self.whole.set_result([])
+
+
 class InProcessEngine(Engine):
     """One worker thread owns the model and the running requests; between two steps it runs callers' jobs.
 
@@ -42,6 +73,7 @@ class InProcessEngine(Engine):
         self._decode = decode
         self._front = HttpFront(self, encode, decode, http_host, http_port)
         self._closed = False
+        self._arriving: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._work, name=f"{self.name} engine", daemon=True)
 
@@ -51,9 +83,13 @@ class InProcessEngine(Engine):
             check_request(request, self._vocab_size, self._max_context_len)
             if request.params.stop and self._decode is None:
                 raise ValueError(f"request {request.request_id}: stop strings need an engine with a decode function")
+        loop, call = asyncio.get_running_loop(), _Call(requests)
+        arriving = self._arriving.setdefault(loop, [])
+        arriving.append(call)
+        if len(arriving) == 1:
+            loop.call_soon(self._accept, loop)
         try:
-            futures = await self._do(lambda: self._submit(requests))
-            return await asyncio.gather(*map(asyncio.wrap_future, futures))
+            return await asyncio.wrap_future(call.whole)
         except asyncio.CancelledError:
             ids = {request.request_id for request in requests}
             self._post(lambda: self._abort(ids))
@@ -99,6 +135,23 @@ class InProcessEngine(Engine):
             self._jobs.put(None)
         await asyncio.to_thread(self._worker.join)
         await self._front.stop()
+
+    def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Submit all calls of one turn of an event loop together, so that they are admitted in one step."""
+        calls = self._arriving.pop(loop)
+
+        def submit() -> None:
+            for call in calls:
+                try:
+                    call.wait_for(self._submit(call.requests))
+                except Exception as error:
+                    call.whole.set_exception(error)
+
+        try:
+            self._post(submit)
+        except RuntimeError as error:
+            for call in calls:
+                call.whole.set_exception(error)
 
     # the worker thread runs the methods below
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+
+from slimelite.per_token import held, listed
 
 # tokens to text, special tokens included
 Decode = Callable[[list[int]], str]
@@ -104,9 +107,9 @@ class GenerateRequest:
     position: int = 0
 
 
-@dataclass(slots=True)
+@dataclass
 class GenerateResult:
-    """The tokens of one response.
+    """The tokens of one response; its per-token lists may be set to arrays, see `slimelite.per_token`.
 
     ``log_probs``: one per token, under softmax(logits / temperature) before any top-p or top-k renormalisation;
     greedy requests (temperature 0 or top_k 1) report the same quantity, with temperature 1 in place of 0.
@@ -120,6 +123,22 @@ class GenerateResult:
     weight_versions: list[int]
     finish_reason: FinishReason
     cached_tokens: int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(held(self, "output_ids"))
+
+    def packed(self) -> GenerateResult:
+        """This result, with arrays of its own in place of lists: int32 tokens and versions, fp32 log-probs."""
+        for name, dtype in RESULT_TOKENS.items():
+            setattr(self, name, np.array(held(self, name), dtype))
+        return self
+
+
+# the per-token columns of a result, and the dtypes of their arrays
+RESULT_TOKENS = {"output_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
+listed(GenerateResult, tuple(RESULT_TOKENS))
 
 
 @dataclass(slots=True)

@@ -142,7 +142,7 @@ class Running:
     def finish(self, reason: FinishReason) -> None:
         """Hand the result to the caller."""
         self.result.finish_reason = reason
-        self.future.set_result(self.result)
+        self.future.set_result(self.result.packed())
 
 
 class VllmEngine(InProcessEngine):

@@ -15,8 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from slimelite.arguments import Args
 from slimelite.lifecycle import RolloutError
+from slimelite.per_token import held
 from slimelite.plugins import PluginError, raised_at
 from slimelite.rollout.context import PluginArgs
 from slimelite.rollout.groups import check_scored
@@ -102,7 +105,7 @@ def check_response_diversity(
     _args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.5, **_: Any
 ) -> DynamicFilterOutput:
     """Keep groups in which at least ``minimum`` of the responses are different token sequences."""
-    different = {tuple(s.tokens[s.prompt_length :]) for s in samples}
+    different = {np.asarray(held(s, "tokens")[s.prompt_length :], np.int64).tobytes() for s in samples}
     return DynamicFilterOutput(len(different) >= minimum * len(samples), "low_diversity")
 
 

@@ -20,9 +20,12 @@ from collections import Counter
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from slimelite.algorithms.losses import LOSSES
 from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
+from slimelite.per_token import held
 from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
 from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
@@ -160,7 +163,7 @@ class Collection:
         version = self.context.version_trained_on(self.rollout_id)
         for samples in groups:
             limit = self.args.max_weight_staleness
-            age = max((version - oldest for s in samples for oldest in s.trained_versions), default=0)
+            age = max((version - int(v.min()) for s in samples if len(v := s.trained_versions)), default=0)
             if limit is not None and age > limit:
                 self.counts["stale_groups"] += 1
                 self.dropped.keep(samples, "stale", f": {age} weight updates old")
@@ -279,9 +282,9 @@ class Collection:
         self.accepted.sort(key=lambda samples: samples[0].index or 0)
         if self.args.mask_offpolicy_in_partial_rollout:
             for sample in (s for samples in self.accepted for s in samples):
-                mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
-                current = (v == self.context.engines.weight_version for v in sample.weight_versions)
-                sample.loss_mask = [m if c else 0 for m, c in zip(mask, current, strict=True)]
+                current = np.asarray(held(sample, "weight_versions")) == self.context.engines.weight_version
+                mask = held(sample, "loss_mask")
+                sample.loss_mask = np.where(current, 1 if mask is None else np.asarray(mask), 0).tolist()
         args = self.args
         if choose := load_plugin(args.rollout_sample_filter_path, "--rollout-sample-filter-path"):
             choose(self.plugin_args, self.accepted)

@@ -11,8 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from slimelite.arguments import Args, EvalDataset, RewardArgs, RolloutArgs
-from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from slimelite.engines.protocol import RESULT_TOKENS, GenerateRequest, GenerateResult, SamplingParams
+from slimelite.per_token import held
 from slimelite.plugins import PluginError, load_function, own_traceback
 from slimelite.rollout.context import Generated, Plugin, PluginArgs, RolloutContext, flatten
 from slimelite.sample import FINISH_STATUS, UNSTAMPED, Sample, Status
@@ -69,17 +72,18 @@ def sample_seed(seed: int, stream: str, index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int) -> SamplingParams:
-    """``params`` with the tokens left for this response as max_new_tokens; 0 or less if there are none."""
-    left = min(params.max_new_tokens - sample.response_length, max_context_len - len(sample.tokens))
+def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int, seed: int | None) -> SamplingParams:
+    """``params`` with ``seed``, and with the tokens left for this response as max_new_tokens: 0 or less if none are."""
+    left = min(params.max_new_tokens - sample.response_length, max_context_len - sample.total_length)
     fewest = max(0, params.min_new_tokens - sample.response_length)
-    return replace(params, max_new_tokens=left, min_new_tokens=min(fewest, max(left, 0)))
+    return replace(params, max_new_tokens=left, min_new_tokens=min(fewest, max(left, 0)), seed=seed)
 
 
 def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> None:
     """Append an engine's tokens; decode the whole response again, because a token may be half a character."""
-    sample.append_response_tokens(result.output_ids, result.log_probs, weight_versions=result.weight_versions)
-    response = sample.tokens[sample.prompt_length :]
+    ids, log_probs, versions = (held(result, name) for name in RESULT_TOKENS)
+    sample.append_response_tokens(ids, log_probs, weight_versions=versions)
+    response = held(sample, "tokens")[sample.prompt_length :]
     sample.response = str(tokenizer.decode(response, skip_special_tokens=skip_special))
     sample.status = FINISH_STATUS[result.finish_reason]
 
@@ -90,9 +94,13 @@ def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -
     A generate function may record no versions, or one per call as slime's do. ``before``: the sample that the function
     continued; the tokens of ``before`` keep their versions.
     """
-    stamps = sample.weight_versions
+    stamps: Any = held(sample, "weight_versions")
+    if isinstance(stamps, np.ndarray) and len(stamps) == sample.response_length:
+        stamps = np.where(stamps == UNSTAMPED, np.int32(version), stamps)
+        sample.weight_versions = stamps
+        return
     if len(stamps) != sample.response_length:
-        goes_on = before is not None and sample.tokens[: len(before.tokens)] == before.tokens
+        goes_on = before is not None and sample.tokens[: before.total_length] == before.tokens
         known = before.weight_versions if before is not None and goes_on else []
         stamps = [*known, *[UNSTAMPED] * (sample.response_length - len(known))]
     sample.weight_versions = [version if v == UNSTAMPED else int(v) for v in stamps]
@@ -218,7 +226,10 @@ class GroupGenerator:
         for group in batch:
             if not is_finished(group.samples) and not self.context.args.partial_rollout:
                 group.samples = group.original
-        await asyncio.gather(*(self._finish(g) for g in finished))
+        if len(finished) == 1:  # without a task of its own
+            await self._finish(finished[0])
+        else:
+            await asyncio.gather(*(self._finish(g) for g in finished))
         return batch
 
     def parts(self, batch: list[Group]) -> list[tuple[list[Group], int | None]]:
@@ -257,30 +268,30 @@ class GroupGenerator:
         requests: list[GenerateRequest] = []
         for group in groups:
             for sample in group.samples:
-                params = remaining_params(sample, self.params, longest)
                 if sample.status in FINISHED:
                     continue
+                params = remaining_params(sample, self.params, longest, self._seed(sample) if info.seeds else None)
                 if params.max_new_tokens <= 0:
                     sample.status = Status.TRUNCATED
                     continue
                 asked.append((group, sample))
-                requests.append(self._request(sample, params, seeds=info.seeds))
+                requests.append(self._request(sample, params))
         results = await self.context.engines.generate(engine, requests)
         self.requests += len(requests)
         self.prompt_tokens += sum(len(r.input_ids) for r in requests)
         self.cached_tokens += sum(r.cached_tokens for r in results)
-        self.generated += [Generated(len(r.output_ids), len(r.output_ids)) for r in results]
+        self.generated += [Generated(r.length, r.length) for r in results]
         aborted = {g.order for (g, _), r in zip(asked, results, strict=True) if r.finish_reason == "abort"}
         for (group, sample), result in zip(asked, results, strict=True):
             group.error = None
             if group.order not in aborted or self.context.args.partial_rollout:
                 add_result(sample, result, self.context.tokenizer, self.params.skip_special_tokens)
 
-    def _request(self, sample: Sample, params: SamplingParams, *, seeds: bool) -> GenerateRequest:
+    def _request(self, sample: Sample, params: SamplingParams) -> GenerateRequest:
         return GenerateRequest(
             request_id=f"{self.stream}-{sample.index}-{next(self._request_numbers)}",
             input_ids=tuple(sample.tokens),
-            params=replace(params, seed=self._seed(sample) if seeds else None),
+            params=params,
             prefix_key=f"{self.stream}-{sample.group_index}",
             position=sample.response_length,
         )
@@ -335,8 +346,10 @@ class GroupGenerator:
             offered = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
             group.samples = [await hooked(self._hooks, args, s, **offered) for s in group.samples]
         teacher = None if self.evaluation else self.context.teacher
-        scored = [] if teacher is None else [teacher.score(group.samples)]
-        await asyncio.gather(self._grade(group), *scored)
+        if teacher is None:
+            await self._grade(group)
+        else:
+            await asyncio.gather(self._grade(group), teacher.score(group.samples))
 
     async def _grade(self, group: Group) -> None:
         key = self.reward_key

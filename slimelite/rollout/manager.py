@@ -139,7 +139,7 @@ class RolloutManager:
         self._save(table, rollout_id)
         if self._log and self._log(rollout_id, self._plugin_args(), samples, metrics, seconds):
             return RolloutOutput(table, {})
-        found = self._metrics(output, reward_key, version, seconds)
+        found = self._metrics(output, table, reward_key, version, seconds)
         return RolloutOutput(table, {**found, **table_metrics(table), **metrics})
 
     def _generated(self, rollout_id: int) -> RolloutFnTrainOutput:
@@ -255,6 +255,9 @@ class RolloutManager:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Check the health of the engines periodically inside this context."""
+        if not self.args.use_fault_tolerance:
+            yield
+            return
         self._thread.run(self._context.engines.watch())
         try:
             yield
@@ -282,10 +285,10 @@ class RolloutManager:
 
     def _shape(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
         """Add shaping terms to the table's rewards; the samples, and so pass rates and raw_reward, are not changed."""
-        if self.args.supervised:
+        args, grader = self.args, self._context.grader
+        if args.supervised or not (args.format_reward_coef or args.overlong_buffer_len is not None):
             return {}
-        grader = self._context.grader
-        added, metrics = self._thread.run(grader.shaping(samples, self.args.rollout_max_response_len))
+        added, metrics = self._thread.run(grader.shaping(samples, args.rollout_max_response_len))
         table.reward += np.asarray(added)
         return metrics
 
@@ -327,9 +330,14 @@ class RolloutManager:
             )
 
     def _metrics(
-        self, output: RolloutFnTrainOutput, reward_key: str | None, version: int | None, seconds: float
+        self,
+        output: RolloutFnTrainOutput,
+        table: SampleTable,
+        reward_key: str | None,
+        version: int | None,
+        seconds: float,
     ) -> dict[str, float]:
-        metrics = rollout_metrics(self.args, output.samples, reward_key, version)
+        metrics = rollout_metrics(self.args, output.samples, reward_key, version, table)
         if self.args.supervised:
             return {**metrics, "perf/rollout_time": seconds}
         if self.args.load_debug_rollout_data is None:

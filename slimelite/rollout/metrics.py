@@ -23,11 +23,12 @@ REPETITION_RATIO = 10
 
 
 def rollout_metrics(
-    args: Args, groups: Sequence[Sequence[Sample]], reward_key: str | None, version: int | None
+    args: Args, groups: Sequence[Sequence[Sample]], reward_key: str | None, version: int | None, table: SampleTable
 ) -> dict[str, float]:
     """``rollout/*`` and ``passrate/*`` of a training batch.
 
-    ``version``: weight version of the trainer when it trains on this batch; None without engines.
+    ``version``: weight version of the trainer when it trains on this batch; None without engines. ``table``: of the
+    groups' samples.
     """
     samples = [s for group in groups for s in group]
     metrics = prefixed("rollout/", sample_metrics(samples))
@@ -39,7 +40,7 @@ def rollout_metrics(
     equal = Counter(str(round(r[0], 1)) for r in rewards if min(r) == max(r))
     metrics |= {f"rollout/zero_std/count_{reward}": float(number) for reward, number in equal.items()}
     if version is not None:
-        metrics |= _staleness(samples, version)
+        metrics |= _staleness(table, version)
     if args.log_reward_category:
         categories = Counter(str(s.reward[args.log_reward_category]) for s in samples if isinstance(s.reward, dict))
         metrics |= {f"rollout/error_cat/{c}": number / len(samples) for c, number in categories.items()}
@@ -192,13 +193,15 @@ def prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {prefix + name: value for name, value in metrics.items()}
 
 
-def _staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
-    ages = [version - v for s in samples for v in s.trained_versions]
-    if not ages:
+def _staleness(table: SampleTable, version: int) -> dict[str, float]:
+    """Of the response tokens in the loss, without an array of their own: a rollout may have a billion of them."""
+    versions, mask = table.weight_versions, table.loss_mask
+    if not (tokens := int(np.count_nonzero(mask))):
         return {}
+    total, oldest = versions.sum(where=mask, dtype=np.int64), versions.min(where=mask, initial=np.iinfo(np.int32).max)
     return {
-        "rollout/weight_staleness/max": float(max(ages)),
-        "rollout/weight_staleness/mean": sum(ages) / len(ages),
+        "rollout/weight_staleness/max": float(version - int(oldest)),
+        "rollout/weight_staleness/mean": (version * tokens - int(total)) / tokens,
     }
 
 

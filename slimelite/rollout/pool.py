@@ -131,7 +131,7 @@ class EnginePool:
         try:
             with trace.span(f"engine_{engine}", "requests", requests[0].request_id, requests=len(requests)) as facts:
                 results = await call
-                facts["tokens"] = sum(len(result.output_ids) for result in results)
+                facts["tokens"] = sum(result.length for result in results)
             return results
         except asyncio.CancelledError:
             task = asyncio.current_task()

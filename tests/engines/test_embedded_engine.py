@@ -348,3 +348,45 @@ def test_a_score_that_fails_fails_alone(folder: Path, monkeypatch: pytest.Monkey
         await engine.close()
 
     run(scenario())
+
+
+def test_calls_of_one_moment_are_admitted_together_and_answered_by_one_wake_up_each(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with the rows of the first call alone costs as much as one with all of them."""
+    events: list[str] = []
+
+    async def scenario() -> list[list[GenerateResult]]:
+        engine, loop = EmbeddedEngine(str(folder)), asyncio.get_running_loop()
+        submit, step, wake = engine._submit, engine._step, loop.call_soon_threadsafe
+        monkeypatch.setattr(engine, "_submit", lambda requests: (events.append("submit"), submit(requests))[1])
+        monkeypatch.setattr(engine, "_step", lambda: (events.append("step"), step())[1])
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a, **k: (events.append("wake"), wake(*a, **k))[1])
+        try:
+            groups = [group((5, 6, number), 4) for number in range(8)]
+            return list(await asyncio.gather(*map(engine.generate, groups)))
+        finally:
+            monkeypatch.undo()
+            await engine.close()
+
+    results = run(scenario())
+    assert events[:9] == ["submit"] * 8 + ["step"]
+    assert events.count("wake") == 8
+    apart = [result for number in range(8) for result in serve(folder, group((5, 6, number), 4))]
+    assert [r.output_ids for r in apart] == [r.output_ids for answers in results for r in answers]
+
+
+def test_a_call_that_the_engine_refuses_leaves_the_others_of_its_moment_alone(folder: Path) -> None:
+    async def scenario() -> list[list[GenerateResult] | BaseException]:
+        engine = EmbeddedEngine(str(folder))
+        try:
+            return await asyncio.gather(
+                *(engine.generate(group((5, 6), 2)) for _ in range(2)), engine.generate([]), return_exceptions=True
+            )
+        finally:
+            await engine.close()
+
+    served, refused, empty = run(scenario())
+    assert [len(r.output_ids) for r in served] == [10, 10]
+    assert isinstance(refused, ValueError), "both calls have the same request ids"
+    assert empty == []

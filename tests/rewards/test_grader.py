@@ -16,6 +16,7 @@ import pytest
 
 from slimelite.arguments import RewardArgs
 from slimelite.rewards.grader import Grader, RewardError, check_reward
+from slimelite.rewards.rules import RULES, Rule
 from slimelite.sample import Sample
 
 PLUGIN = """
@@ -516,3 +517,24 @@ def test_a_reward_error_is_a_message_for_the_user_across_processes() -> None:
     assert type(error) is RewardError
     assert isinstance(error, ValueError)
     assert str(error) == "reward x of sample 1: broken"
+
+
+@pytest.mark.parametrize(
+    ("rm_type", "characters", "threads"), [("gsm8k", 100, 0), ("gsm8k", 30_000, 1), ("theirs", 100, 1)]
+)
+def test_a_rule_of_ours_gets_a_thread_only_for_much_text_and_a_users_always(
+    rm_type: str, characters: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES._records, "theirs", Rule("theirs", lambda answer: float(answer.label in answer.response)))
+    begun: list[Any] = []
+
+    async def to_thread(work: Any) -> Any:
+        begun.append(work)
+        return work()
+
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    sample = Sample(response="#### 7".rjust(characters), label="7")
+    grader = Grader(RewardArgs(rm_type=rm_type))
+    asyncio.run(grader.grade([sample]))
+    grader.close()
+    assert (sample.reward, len(begun)) == (1.0, threads)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slimelite.rollout import metrics
 from slimelite.rollout.context import Generated
 from slimelite.sample import Sample, Status
+from slimelite.table import SampleTable
 
 from .conftest import MakeArgs
 
@@ -87,7 +88,7 @@ def test_rollout_metrics(make_args: MakeArgs) -> None:
         [sample(0, 4, 1.0, loss_mask=[1, 1, 0, 0]), sample(1, 6, 1.0, status=Status.TRUNCATED)],
         [sample(2, 2, 0.0, weight_versions=[3, 4]), sample(3, 8, 1.0, metadata={"raw_reward": 5.0})],
     ]
-    got = metrics.rollout_metrics(make_args(log_passrate=True), groups, None, version=4)
+    got = metrics.rollout_metrics(make_args(log_passrate=True), groups, None, 4, SampleTable.from_samples(groups))
     assert got["rollout/response_len/mean"] == statistics.fmean([2, 6, 2, 8])
     assert got["rollout/response_len/median"] == 4
     assert got["rollout/truncated_ratio"] == 0.25
@@ -120,6 +121,7 @@ def test_repetition() -> None:
 
 def test_turns_are_runs_of_the_models_own_tokens(make_args: MakeArgs) -> None:
     groups = [[sample(0, 5, 0.0, loss_mask=[1, 0, 0, 1, 1]), sample(1, 2, 0.0)]]
-    got = metrics.rollout_metrics(make_args(log_multi_turn=True), groups, None, version=None)
+    table = SampleTable.from_samples(groups)
+    got = metrics.rollout_metrics(make_args(log_multi_turn=True), groups, None, None, table)
     assert got["multi_turn/turns/mean"] == 1.5
     assert got["multi_turn/environment_tokens"] == 1

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,14 +64,10 @@ class Running:
         starts = np.array([start for start, _ in self.versions], np.int64)
         counts = np.diff(starts, append=len(tokens))
         versions = np.repeat([version for _, version in self.versions], counts)
+        columns: dict[str, Any] = {"output_ids": tokens, "log_probs": log_probs, "weight_versions": versions}
         return GenerateResult(
-            request_id=self.request.request_id,
-            output_ids=tokens.tolist(),
-            log_probs=log_probs.tolist(),
-            weight_versions=versions.tolist(),
-            finish_reason=reason,
-            cached_tokens=self.cached_tokens,
-        )
+            self.request.request_id, finish_reason=reason, cached_tokens=self.cached_tokens, **columns
+        ).packed()
 
 
 class RowTable:

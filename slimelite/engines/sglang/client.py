@@ -250,7 +250,7 @@ class SglangEngine(Engine):
             if result.finish_reason != "abort":
                 break
             await asyncio.sleep(POLL_S)
-        return result
+        return result.packed()
 
     def _cut(self, request: GenerateRequest, result: GenerateResult) -> None:
         """Cut the response at a stop that SGLang may miss.
