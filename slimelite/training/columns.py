@@ -57,7 +57,8 @@ class TokenColumns(TokenValues):
     estimator's returns before distillation and whitening, which a critic learns; ``values``: [N] of the critic before
     the rollout's first step; ``pair_weights``: see `pair_weights`, for a loss that compares replies; ``measured``: [N]
     log-probs and entropies of rows that ``old`` lacks, under the same weights, which `token_stats` alone reads;
-    ``loss_weights``: [N] see `slimelite.sample.COLUMNS`.
+    ``loss_weights``: [N] see `slimelite.sample.COLUMNS`; ``later``: ``old`` and
+    ``entropy`` of the rows after the first step, until `take` is called; ``moved``: whether that step has been made.
     """
 
     table: SampleTable
@@ -70,6 +71,8 @@ class TokenColumns(TokenValues):
     pair_weights: np.ndarray | None = None
     measured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     loss_weights: Tensor | None = None
+    later: tuple[Tensor, Tensor] | None = None
+    moved: bool = False
 
     @property
     def rows(self) -> int:
@@ -270,6 +273,18 @@ class TokenColumns(TokenValues):
         found = {"advantages": self.advantages if self.of_tokens else None, "loss_weights": self.loss_weights}
         return {name: column.float().numpy() for name, column in found.items() if column is not None}
 
+    def take(self, log_probs: Tensor, entropy: Tensor, *, whole: bool) -> None:
+        """Keep what the first step's own pass computed, [N] each, with ``later``; ``whole``: all that ``old`` needs."""
+        if self.later is not None:
+            log_probs, entropy = (
+                torch.where(first.isnan(), rest, first)
+                for first, rest in zip((log_probs, entropy), self.later, strict=True)
+            )
+        if whole:
+            self.old, self.entropy = log_probs, entropy
+        else:
+            self.measured.append((log_probs, entropy))
+
     def unknown_rows(self) -> np.ndarray:
         """[n] bool: rows with a response whose log-probs under the weights before the first step are not in ``old``."""
         prompts = np.diff(self.table.prompt_offsets)
@@ -294,6 +309,24 @@ class TokenColumns(TokenValues):
     def _rows_with(self, tokens: Tensor) -> Tensor:
         """[n] bool: rows with a token in ``tokens`` [N] bool."""
         return torch.bincount(self.segments[tokens], minlength=self.rows) > 0
+
+
+def pass_begins(args: Args, num_steps: int, fresh: bool) -> int | None:
+    """The step from which on rows need a pass of their own for the log-probs before the first step; None: no row does.
+
+    In the first step the weights have not changed yet: its own pass computes those of its rows. They differ from those
+    of a separate pass by the rounding of other micro-batches alone, and ratios are exactly 1. With
+    --use-rollout-logprobs and no correction later steps need none: only the first measures the mismatch.
+
+    ``fresh``: nothing was trained yet, so that --ci-test checks this rollout.
+    """
+    if args.supervised:
+        return None
+    normalizes = args.correction == "mis" and args.mis_batch_normalize
+    if not args.loss.policy or (args.ci_test and fresh) or normalizes:
+        return 0
+    spared = args.use_rollout_logprobs and args.correction == "none"
+    return None if num_steps == 1 or spared else 1
 
 
 FLAG = "--custom-pg-loss-reducer-function-path"

@@ -33,13 +33,15 @@ class LossInputs(TokenValues):
     """The R response tokens of a micro-batch, on its device.
 
     ``segments``: [R] int64 row of each token, among ``num_segments`` rows of ``total_lengths`` prompt and response
-    tokens. ``old`` is None in a rollout's only step, where the current log-probs are the old ones too. ``pairs``: the
-    pairs for a loss that compares two replies, else None.
+    tokens. ``old`` is None in a rollout's first step, where the current log-probs are the old ones too, unless a pass
+    has computed them before; after it (``moved``) only with --use-rollout-logprobs. ``pairs``: the pairs for a loss
+    that compares two replies, else None.
     """
 
     batch: MicroBatch
     table: SampleTable
     pairs: Pairs | None
+    moved: bool = False
 
     @classmethod
     def of(cls, batch: MicroBatch, columns: TokenColumns) -> LossInputs:
@@ -47,7 +49,7 @@ class LossInputs(TokenValues):
         values = {f.name: getattr(columns, f.name) for f in fields(TokenValues)}
         taken: dict[str, Any] = {name: value if value is None else batch.take(value) for name, value in values.items()}
         pairs = None if columns.pair_weights is None else Pairs.of(columns.table, columns.pair_weights, batch)
-        return cls(batch=batch, table=columns.table, pairs=pairs, **taken)
+        return cls(batch=batch, table=columns.table, pairs=pairs, moved=columns.moved, **taken)
 
     @property
     def segments(self) -> Tensor:
@@ -153,8 +155,9 @@ def preferences(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tens
 
 def policy_gradient(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
     """``--loss-type policy_loss``: the estimator's policy loss with correction, entropy and KL terms."""
-    own = log_probs.detach() if inputs.old is None else inputs.old
+    own = log_probs.detach() if inputs.old is None and not inputs.moved else inputs.old
     old = inputs.rollout_log_probs if args.use_rollout_logprobs else own
+    assert old is not None
     losses, metrics = policy_loss(
         log_probs,
         old,
@@ -167,6 +170,7 @@ def policy_gradient(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: 
     )
     correction, uncorrected = CORRECTIONS[args.correction], losses
     if correction.function is not None:
+        assert own is not None
         losses, found = correction(args, inputs, losses, own)
         metrics |= found
     if args.use_opsm:
@@ -178,9 +182,10 @@ def policy_gradient(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: 
         # corrections multiply the loss of a token: their factor is its derivative, also where that loss is 0
         (factors,) = torch.autograd.grad(losses.sum(), uncorrected, retain_graph=True, materialize_grads=True)
         weights = factors * inputs.pg_weights
-    metrics |= mismatch_metrics(
-        own, inputs.rollout_log_probs, inputs.mask, clip=args.tis_clip, clip_low=args.tis_clip_low
-    )
+    if own is not None:
+        metrics |= mismatch_metrics(
+            own, inputs.rollout_log_probs, inputs.mask, clip=args.tis_clip, clip_low=args.tis_clip_low
+        )
     metrics["entropy_loss"] = _weighted_mean(entropy, inputs)
     total = pg_loss
     if args.entropy_coef:

@@ -21,7 +21,7 @@ from slimelite.table import SampleTable
 from slimelite.token_stats import TokenStats
 from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch, PackingLimits, Step, deal, split_steps
-from slimelite.training.columns import TokenColumns
+from slimelite.training.columns import TokenColumns, pass_begins
 from slimelite.training.critic import Critic, FrozenPolicy, build_reference
 from slimelite.training.learner import Learner
 from slimelite.training.loading import build_policy
@@ -176,30 +176,33 @@ class Trainer(Learner[PolicyModel]):
         with each loss (see `gradient`).
         """
         args = self.args
-        checked, normalized = args.ci_test and self._fresh, self._normalizes
-        schedule = self._schedule(table, steps, computed)
-        if (columns.old is None or checked) and (normalized or self._needs_old(len(steps))):
+        checked = args.ci_test and self._fresh
+        schedule, begin = self._schedule(table, steps, computed), pass_begins(args, len(steps), self._fresh)
+        if begin is not None and (columns.old is None or checked):
             if args.ci_test:  # over training's micro-batches, for bit-identical results
-                dealt = [list(chain(*parts)) for parts in zip(*(step.micro_batches for step in schedule), strict=True)]
+                parts = zip(*(step.micro_batches for step in schedule[begin:]), strict=True)
+                dealt = [list(chain(*part)) for part in parts]
             else:
-                dealt = self._deal(table, np.flatnonzero(computed), args.log_probs_max_tokens_per_gpu)
-            columns.old, columns.entropy = self._pass("log_probs", self.model, table, dealt)
-        if normalized:
+                rows = np.concatenate([np.sort(rows[computed[rows]]) for rows in steps[begin:]])
+                dealt = self._deal(table, rows, args.log_probs_max_tokens_per_gpu)
+            found = self._pass("log_probs", self.model, table, dealt)
+            if begin:
+                columns.later = found
+            else:
+                columns.old, columns.entropy = found
+        if self._normalizes:
             columns.normalize_correction(args, steps)
-        # in the first step the weights are those before it: a supervised loss has no other pass that computes `old`
-        alone = columns.old is None and len(steps) == 1
+        # the weights of the first step are those before it: a supervised loss has no other pass that computes `old`
+        takes = columns.old is None and (len(steps) == 1 or columns.later is not None)
         measures = columns.old is None and args.token_stats != "none"
-        scores = Scores(len(table.response_tokens), self.world) if alone or measures else None
+        scores = Scores(len(table.response_tokens), self.world) if takes or measures else None
         with self.timed("actor_train", self.model, table, computed):
             for sums.step, step in enumerate(schedule):
                 first = sums.step == 0
                 then(self.gradient(table, columns, step, sums, scores if first else None, checked=checked and first))
-        if scores is not None:
-            log_probs, entropy = scores.gather()
-            if alone:
-                columns.old, columns.entropy = log_probs, entropy
-            else:
-                columns.measured.append((log_probs, entropy))
+                columns.moved = True
+                if first and scores is not None:
+                    columns.take(*scores.gather(), whole=takes)
         if self._weights:
             (columns.loss_weights,) = self._weights.gather()
         # a first step without a trained token had nothing to check, so the next rollout's is checked
@@ -220,7 +223,7 @@ class Trainer(Learner[PolicyModel]):
     ) -> None:
         """``--token-stats all``: compute the rows that no other pass computes before the weights change."""
         rest = columns.unknown_rows()
-        soon = steps[0] if self.args.supervised else np.arange(len(table))
+        soon = steps[0] if pass_begins(self.args, len(steps), self._fresh) is None else np.arange(len(table))
         rest[soon[computed[soon]]] = False
         if rest.any():
             dealt = self._deal(table, np.flatnonzero(rest), self.args.log_probs_max_tokens_per_gpu)
@@ -382,15 +385,6 @@ class Trainer(Learner[PolicyModel]):
         """Log-probs and entropies of the table under ``model``, timed and counted as ``name``."""
         with self.timed(name, model, table, np.concatenate([rows for parts in dealt for rows in parts])):
             return table_scores(model, table, dealt, self.world, self.temperature)
-
-    def _needs_old(self, num_steps: int) -> bool:
-        """Whether the log-probs before the first step need a separate pass.
-
-        In a rollout's only step the weights have not changed yet, so that the training pass computes them.
-        """
-        asked = not self.args.loss.policy or (self.args.ci_test and self._fresh)
-        # also with --use-rollout-logprobs: mismatch with the engine is measured before the first step
-        return not self.args.supervised and (asked or num_steps > 1)
 
     def _schedule(self, table: SampleTable, steps: list[np.ndarray], computed: np.ndarray) -> list[Step]:
         """The steps; of each, the rows that ``computed`` [n] bool selects are dealt to ranks."""
