@@ -1,17 +1,18 @@
 """Seconds and bytes per second of a whole weight update, for each way that a CPU machine has, next to the limits.
 
-    OMP_NUM_THREADS=1 python scripts/benchmark_sync.py --model tiny
-    OMP_NUM_THREADS=1 python scripts/benchmark_sync.py --model smollm2
+    python scripts/benchmarks/sync_side.py --model M --marks F
 
-The weights are random and fp32. One SGLang server is started here (where there are no GPUs it takes the stand-ins of
-tests/support/sglang_cpu on PYTHONPATH) and an embedded engine in a Ray actor. An update is begin, all buckets, end: the
-engine decodes again when the clock stops. ``--engines embedded`` leaves SGLang out.
+The weights are fp32. One SGLang server is started here (where there are no GPUs it takes the stand-ins of
+tests/support/sglang_cpu on PYTHONPATH) and an embedded engine in a Ray actor. An update is begin, all buckets, end:
+the engine decodes again when the clock stops. ``--engines embedded`` leaves SGLang out. A line for each round.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,10 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from benchmark_engine import CONFIGS
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from slimelite.arguments import Args
 from slimelite.engines.protocol import SyncSetup, WeightSink
@@ -128,53 +126,44 @@ def ray_sink(args: Args, log: Path) -> Iterator[WeightSink]:
 
 
 def main() -> None:
-    """Print one table."""
+    """Measure every way, and the limits."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(CONFIGS), default="smollm2")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--marks", type=Path, required=True)
     parser.add_argument("--engines", choices=["both", "embedded"], default="both")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--buffer", type=int, default=512 * 1024**2, help="--update-weight-buffer-size")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[given.model], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32)
     data = memoryview(bytearray(sum(p.nbytes for p in model.parameters())))
     versions = iter(range(1, 10**6))
     times: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         folder = root / "model"
-        model.save_pretrained(folder)
-        words = Tokenizer(WordLevel({f"w{i}": i for i in range(model.config.vocab_size)}, unk_token="w0"))
-        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
+        shutil.copytree(given.model, folder)
 
         def run(name: str, sink: WeightSink) -> None:
             times[name] = seconds(lambda: update(sink, model, given.buffer, versions), given.rounds)
 
         args = Args(hf_checkpoint=str(folder), tokenizer=str(folder), device="cpu", sglang_max_running_requests=8)
         with ray_sink(args, root / "engine.log") as sink:
-            run("embedded engine in a Ray actor", sink)
+            run("embedded", sink)
         if given.engines == "both":
             with sglang_server(folder) as server:
-                ways = {
-                    "SGLang, http": "http",
-                    "SGLang, nccl (gloo here)": "nccl",
-                    "SGLang, disk": "disk",
-                }
-                for name, way in ways.items():
+                for way in ("http", "nccl", "disk"):  # nccl is gloo where there are no GPUs
                     setup = SyncSetup(str(folder), way, torch.device("cpu"), "127.0.0.1", directory=str(root / "disk"))
                     sync = build_sink(setup)
-                    run(name, sync.to([server]))
+                    run(f"sglang_{way}", sync.to([server]))
                     sync.close()
-        times["limit: copy in memory"] = seconds(lambda: bytearray(data), given.rounds)
-        times["limit: loopback TCP"] = seconds(lambda: over_loopback(data), given.rounds)
-        times["limit: write to disk"] = seconds(lambda: to_disk(data, root), given.rounds)
-    size = f"{model.num_parameters():,} parameters, {data.nbytes / 1e6:.1f} MB"
-    print(f"{given.model}: {size}, buckets of {given.buffer:,} bytes")
-    print(f"{'':34}{'best s':>9}{'median s':>10}{'MB/s (best)':>13}")
-    for name, measured in times.items():
-        best, median = min(measured), sorted(measured)[len(measured) // 2]
-        print(f"{name:34}{best:9.3f}{median:10.3f}{data.nbytes / best / 1e6:13,.0f}")
+        times["limit_copy"] = seconds(lambda: bytearray(data), given.rounds)
+        times["limit_tcp"] = seconds(lambda: over_loopback(data), given.rounds)
+        times["limit_file"] = seconds(lambda: to_disk(data, root), given.rounds)
+    with given.marks.open("a") as file:
+        for turn in range(given.rounds):
+            line = {f"{name}_wall": measured[turn] for name, measured in times.items()}
+            file.write(json.dumps({"kind": "round", **line}) + "\n")
 
 
 if __name__ == "__main__":

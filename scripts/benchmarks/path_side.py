@@ -1,0 +1,123 @@
+"""What carries samples from engine to trainer, without either: CPU-seconds and memory, as lines to --marks.
+
+    python scripts/benchmarks/path_side.py plan --samples 65536 --marks F
+    python scripts/benchmarks/path_side.py carry --samples 2048 --tokens 512 --model M --data D --marks F
+
+*plan* splits a rollout into steps and packs its rows into micro-batches. *carry* sends samples through the rollout
+manager with an engine that answers at once, then through pickle 5 as Ray does and into every micro-batch; its peak
+memory above the beginning is shown beside the bytes of the table's own columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import pickle
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def plan(given: argparse.Namespace) -> dict[str, float]:
+    """Steps of all samples, and micro-batches on one rank, of short and of long rows."""
+    from slimelite.training.batch import PackingLimits, deal, split_steps
+
+    rng, found = np.random.default_rng(0), dict[str, float]()
+    rows = np.arange(given.samples)
+    for name, low, high in (("short", 20, 60), ("long", 100, 4000)):
+        lengths = rng.integers(low, high, given.samples)
+        start = time.process_time()
+        for step in split_steps(rows, rows, given.samples):
+            deal(step, lengths, rows, 1, PackingLimits(16384))
+        found[f"plan_{name}_cpu"] = time.process_time() - start
+    return found
+
+
+def carry(given: argparse.Namespace) -> dict[str, float]:
+    """The manager, the wire and the micro-batches."""
+    import torch
+
+    from slimelite.arguments import parse_args
+    from slimelite.data.tokenizer import load_tokenizer
+    from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult
+    from slimelite.rollout.manager import RolloutManager
+    from slimelite.table import SampleTable
+    from slimelite.training.batch import MicroBatch
+
+    rng = np.random.default_rng(0)
+    tokens, log_probs = rng.integers(6, 110, given.tokens).tolist(), (-rng.random(given.tokens)).tolist()
+
+    class Ready:
+        """An engine whose answers are there already."""
+
+        async def info(self) -> EngineInfo:
+            return EngineInfo("ready", 0, 1 << 20, 1 << 12, seeds=True)
+
+        async def generate(self, asked: Sequence[GenerateRequest]) -> list[GenerateResult]:
+            await asyncio.sleep(0)
+            versions = [0] * len(tokens)
+            return [GenerateResult(r.request_id, list(tokens), list(log_probs), versions[:], "length") for r in asked]
+
+        async def abort(self, _: Any = None) -> None:
+            return
+
+        async def close(self) -> None:
+            return
+
+    groups = given.samples // 8
+    flags = f"--hf-checkpoint {given.model} --prompt-data {given.data} --input-key messages --label-key label "
+    flags += f"--apply-chat-template --rm-type random --num-rollout 2 --rollout-batch-size {groups} "
+    flags += f"--n-samples-per-prompt 8 --rollout-max-response-len {given.tokens} --global-batch-size {given.samples} "
+    flags += (
+        f"--use-dynamic-batch-size --max-tokens-per-gpu 16384 --launcher local --run-dir {given.marks.parent}/unused"
+    )
+    engines: list[Any] = [Ready()]
+    manager = RolloutManager(parse_args(flags.split()), engines, load_tokenizer(given.model))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    table: SampleTable = manager.generate(0).table
+    managed = time.process_time()
+    buffers: list[Any] = []
+    head = pickle.dumps(table.without_text(), 5, buffer_callback=buffers.append)
+    sent = pickle.loads(head, buffers=[bytes(buffer) for buffer in buffers])
+    wired = time.process_time()
+    for row in range(0, len(sent), 4):
+        MicroBatch.from_table(sent, np.arange(row, min(row + 4, len(sent))), torch.device("cpu"))
+    batched = time.process_time()
+    used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
+    columns = [value for value in vars(table).values() if isinstance(value, np.ndarray)]
+    manager.close()
+    return {
+        "manager_cpu": managed - start,
+        "wire_cpu": wired - managed,
+        "micro_batches_cpu": batched - wired,
+        "carry_cpu": batched - start,
+        "us_per_token": 1e6 * (batched - start) / (given.samples * given.tokens),
+        "peak_over_table": used / sum(column.nbytes for column in columns),
+    }
+
+
+def main() -> None:
+    """One line for each round; *carry* has one round, because memory has one peak."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["plan", "carry"])
+    parser.add_argument("--marks", type=Path, required=True)
+    parser.add_argument("--samples", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--model")
+    parser.add_argument("--data")
+    parser.add_argument("--rounds", type=int, default=1)
+    given = parser.parse_args()
+    for _ in range(given.rounds):
+        line = plan(given) if given.part == "plan" else carry(given)
+        with given.marks.open("a") as file:
+            file.write(json.dumps({"kind": "round", **line}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
