@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def derive_memory(draft: Draft) -> None:
     """Whether activations are recomputed, and when ranks add up their gradients."""
     args = draft.args
-    if args.recompute_granularity == "full":
-        draft.default("gradient_checkpointing", True, "--recompute-granularity full")
+    if args.recompute_granularity is not None:
+        draft.default("gradient_checkpointing", True, f"--recompute-granularity {args.recompute_granularity}")
     if args.device != "cuda" or args.debug_rollout_only:
         draft.default("gradient_checkpointing", False, "nothing is trained on a GPU")
         return
@@ -66,6 +66,7 @@ def training_load(args: Args) -> Load | str:
         shards=max(1, ranks // args.dp_replicate_size),
         models=2 if args.use_critic else 1,
         checkpointing=bool(args.gradient_checkpointing),
+        selective=args.recomputes_selectively,
         whole_grads=args.reduce_once_a_step and ranks > 1,
         on_host=args.fsdp_cpu_offload,
         width=2 if args.device == "cuda" else 4,

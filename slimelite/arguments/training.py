@@ -86,9 +86,14 @@ class PerfArgs:
     )
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None,
-        "this is Megatron's spelling: full is --gradient-checkpointing",
-        TRAINING
-        & when("the value full (no attention scores are kept anyway)", lambda a: a.recompute_granularity == "full"),
+        "full is Megatron's spelling of --gradient-checkpointing; with selective, what matrix products and attention "
+        "return is kept and the rest computed again",
+        TRAINING & when("the value full with --compile", lambda a: a.recompute_granularity == "full" or not a.compile),
+    )
+    compile: bool = flag(
+        False,
+        "torch.compile fuses what layers and LM head do between matrix products: for GPUs; on a CPU it does not pay",
+        TRAINING,
     )
     log_probs_chunk_size: int = flag(
         -1, "the LM head takes this many rows of hidden states at a time; -1 chooses by the vocabulary", TRAINING
@@ -107,3 +112,8 @@ class PerfArgs:
 
     # whether ranks reduce gradients only after the last micro-batch of a step, and hold whole gradients until then
     reduce_once_a_step: bool = resolved(True)
+
+    @property
+    def recomputes_selectively(self) -> bool:
+        """Whether recomputation leaves out matrix products and attention; compiled code hides which they are."""
+        return bool(self.gradient_checkpointing) and self.recompute_granularity == "selective" and not self.compile

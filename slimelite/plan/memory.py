@@ -31,6 +31,7 @@ class Load:
         shards: number of ranks that share one copy of the model.
         models: that are trained: 2 for policy and critic of the same size.
         checkpointing: layers keep only their input and are recomputed in backward.
+        selective: with ``checkpointing``, layers also keep what matrix products and attention return.
         whole_grads: gradients stay whole on every rank until the step's last micro-batch.
         single: a step has one micro-batch, so that no gradient of an earlier one is held.
         on_host: weights and optimizer state stay in host memory (``--fsdp-cpu-offload``).
@@ -45,6 +46,7 @@ class Load:
     shards: int = 1
     models: int = 1
     checkpointing: bool = False
+    selective: bool = False
     whole_grads: bool = False
     single: bool = False
     on_host: bool = False
@@ -98,7 +100,10 @@ class Load:
         states, kept = w * tokens * s.hidden, tokens * self._layer()
         if self.checkpointing:
             # the states before each layer, and one layer's activations with their gradients
-            kept, again = states, kept + w * tokens * (3 * s.inner + 2 * s.hidden)
+            again = kept + w * tokens * (3 * s.inner + 2 * s.hidden)
+            # outputs of the seven matrix products and of attention, which has the width of its queries
+            products = 2 * s.inner + 2 * s.hidden + 2 * s.query + 2 * s.key
+            kept = states + (w * tokens * products if self.selective else 0)
         else:
             again = 0
         full = 0 if self.lora else 1  # whether the matrices have gradients
@@ -110,7 +115,7 @@ class Load:
         of_layer = full * ((4 + w) * s.layer + w * s.head)
         in_head = {
             "activations": s.layers * kept + 5 * states,
-            "logits": (8 + w) * self._logits,
+            "logits": (4 + w) * self._logits,
             "gathered": w * (s.outer + s.layer),
             "gradients": held + full * 4 * (s.head + min(CHUNK[w], s.head)),
         }

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
 from accelerate import init_empty_weights
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimelite.arguments import Args
@@ -23,6 +26,12 @@ logger = logging.getLogger(__name__)
 # config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
 LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
 LM_HEAD = ("lm_head.weight",)
+# operators whose results selective recomputation keeps
+KEPT = {
+    *("aten::mm", "aten::addmm", "aten::bmm", "torch_attn::_varlen_attn"),
+    *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")),
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+}
 
 
 class LogitsError(ValueError):
@@ -49,7 +58,8 @@ def build_model(
     """The causal LM at ``path``, wrapped by ``wrap``, sharded over the ranks and on the device.
 
     A trainable model has fp32 weights and, with ``--gradient-checkpointing``, recomputes its layers in the backward
-    pass. A frozen model, and what adapters leave frozen (``--lora-rank``), has the dtype that it computes in.
+    pass, except for matrix products and attention with ``--recompute-granularity selective``. A frozen model, and what
+    adapters leave frozen (``--lora-rank``), has the dtype that it computes in.
 
     Raises:
         ValueError: see `read_config`, `may_pack`, `load_model` and `add_adapters`.
@@ -60,19 +70,28 @@ def build_model(
         str(path), config, seed=args.seed, attention=_attention(args), empty=world.rank > 0, new_head=new_head
     )
     if trainable and args.gradient_checkpointing:
-        hf.gradient_checkpointing_enable({"use_reentrant": False})
+        kept = {"context_fn": partial(create_selective_checkpoint_contexts, _keeps)}
+        hf.gradient_checkpointing_enable({"use_reentrant": False} | (kept if args.recomputes_selectively else {}))
     if not trainable:
         hf.requires_grad_(False)
     elif args.lora_rank:
         add_adapters(hf, args, args.seed)
     model = wrap(hf).train()
     model.packed = packed
+    if args.compile:
+        model.compile_layers()
     # not the buffers: rotary frequencies rounded to bf16 give angles that are radians off at position 1,000
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(world.compute_dtype)
     shard_model(model, model.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
     return model
+
+
+def _keeps(_: SelectiveCheckpointContext, operator: OpOverload, *__: object, **___: object) -> CheckpointPolicy:
+    """What ``--recompute-granularity selective`` keeps of a layer: what is slow to compute again."""
+    kept = operator.name().split(".")[0] in KEPT
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def read_config(path: str | None) -> PretrainedConfig:

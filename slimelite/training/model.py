@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from slimelite.families import EXPERTS
+from slimelite.training.attention import ATTENTION, varlen_attention
 from slimelite.training.batch import MicroBatch
 from slimelite.training.lora import PARTS, MergedWeight, Weight, adapters, head_weight
 
@@ -27,6 +30,7 @@ def chunked_log_probs(
     *,
     entropy_grad: bool = False,
     chunk_size: int = -1,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden·weightᵀ / temperature) at the targets, and the entropy of each distribution.
 
@@ -38,13 +42,16 @@ def chunked_log_probs(
         temperature: logits are divided by it.
         entropy_grad: whether the entropy carries a gradient (it costs a little more memory and time).
         chunk_size: rows at a time; -1 chooses by vocabulary size and device.
+        compiled: whether torch.compile fuses what follows and precedes the matrix products of a chunk.
 
     Returns:
         log-probs [T] and entropies [T] in nats, at least fp32.
     """
     if chunk_size <= 0:
         chunk_size = max(16, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
-    log_probs, entropy = _ChunkedLogProbs.apply(hidden, weight, targets, temperature, entropy_grad, chunk_size)
+    log_probs, entropy = _ChunkedLogProbs.apply(
+        hidden, weight, targets, temperature, entropy_grad, chunk_size, compiled
+    )
     return log_probs, entropy
 
 
@@ -56,6 +63,7 @@ class _Context(FunctionCtx):
     temperature: float
     chunk_size: int
     entropy_grad: bool
+    compiled: bool
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -68,20 +76,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
         temperature: float,
         entropy_grad: bool,
         chunk_size: int,
+        compiled: bool,
     ) -> tuple[Tensor, Tensor]:
+        scores = _compiled(_chunk_scores) if compiled else _chunk_scores
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         log_probs, entropy, log_z = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
             logits = _logits(hidden[rows], weight, temperature)
-            top = logits.amax(-1, keepdim=True)
-            exps = (logits - top).exp_()
-            z = exps.sum(-1)
-            log_z[rows] = top[:, 0] + z.log()
-            log_probs[rows] = logits.gather(1, targets[rows, None])[:, 0] - log_z[rows]
-            entropy[rows] = log_z[rows] - torch.linalg.vecdot(exps, logits) / z
+            log_probs[rows], entropy[rows], log_z[rows] = scores(logits, targets[rows])
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature, ctx.chunk_size, ctx.entropy_grad = temperature, chunk_size, entropy_grad
+        ctx.compiled = compiled
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -91,19 +97,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def backward(ctx: _Context, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        gradient = _compiled(_chunk_gradient) if ctx.compiled else _chunk_gradient
         # the chunks' contributions add up in fp32
         grad_weight = torch.zeros_like(weight, dtype=log_z.dtype) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(log_z[rows, None])
-            g = grad_log_probs[rows, None]
-            p = log_p.exp()
-            # d log p_y / d logit_j = [j = y] - p_j;  dH / d logit_j = -p_j (log p_j + H)
-            if ctx.entropy_grad:
-                factor = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None]).add_(g)
-            else:
-                factor = g
-            grad = p.mul_(factor).neg_().scatter_add_(1, targets[rows, None], g)
+            logits = _logits(hidden[rows], weight, ctx.temperature)
+            of_entropy = (entropy[rows], grad_entropy[rows]) if ctx.entropy_grad else None
+            grad = gradient(logits, log_z[rows], targets[rows], grad_log_probs[rows], of_entropy)
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
@@ -114,7 +115,41 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 size = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
                 for total, part in zip(grad_weight.split(size), grad.split(size, dim=1), strict=True):
                     total += _product(part.T, hidden[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
+
+
+def _chunk_scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of ``targets`` [rows], entropies and log-partitions [rows] of ``logits`` [rows, V]."""
+    top = logits.amax(-1, keepdim=True)
+    exps = (logits - top).exp_()
+    z = exps.sum(-1)
+    log_z = top[:, 0] + z.log()
+    entropy = log_z - torch.linalg.vecdot(exps, logits) / z
+    return logits.gather(1, targets[:, None])[:, 0] - log_z, entropy, log_z
+
+
+def _chunk_gradient(
+    logits: Tensor, log_z: Tensor, targets: Tensor, grad: Tensor, of_entropy: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """[rows, V] the gradient of ``logits``, whose memory may be overwritten, from that of log-probs [rows].
+
+    ``of_entropy``: entropies and their gradients, each [rows].
+    """
+    g = grad[:, None]
+    # compiled code would have to write the changed input back to memory
+    log_p = logits - log_z[:, None] if torch.compiler.is_compiling() else logits.sub_(log_z[:, None])
+    p = log_p.exp()
+    # d log p_y / d logit_j = [j = y] - p_j;  dH / d logit_j = -p_j (log p_j + H)
+    factor = g
+    if of_entropy is not None:
+        factor = log_p.add_(of_entropy[0][:, None]).mul_(of_entropy[1][:, None]).add_(g)
+    return p.mul_(factor).neg_().scatter_add_(1, targets[:, None], g)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` compiled for any number of rows."""
+    return torch.compile(function, dynamic=True)
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -142,6 +177,18 @@ class LanguageModel(nn.Module):
         self.hf = hf
         # whether sequences are laid end to end, see `packing.may_pack`; else each is a row of its own
         self.packed = True
+        self.compiled = False
+
+    def compile_layers(self) -> None:
+        """Let torch.compile fuse what the layers do between their matrix products and attention (``--compile``).
+
+        Attention stays outside, because its buckets would be compiled anew for every micro-batch. Only ``forward`` is
+        compiled, so that FSDP's hooks and checkpointing run around it as ever.
+        """
+        AttentionInterface.register(ATTENTION, torch.compiler.disable(varlen_attention))
+        for layer in self.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        self.compiled = True
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -192,6 +239,7 @@ class PolicyModel(LanguageModel):
             temperature,
             entropy_grad=entropy_grad,
             chunk_size=self.chunk_size,
+            compiled=self.compiled,
         )
 
 

@@ -298,7 +298,7 @@ def test_flags_without_anything_to_act_on_are_listed(make: Make) -> None:
         "--sglang-page-size",
         "--lr-wsd-decay-iters",
     }
-    assert dict(make("--recompute-granularity selective --no-load-rng").no_effect).keys() == {
+    assert dict(make("--recompute-granularity selective --compile --no-load-rng").no_effect).keys() == {
         "--recompute-granularity",
         "--no-load-rng",
     }

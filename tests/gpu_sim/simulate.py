@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from slimelite.arguments import Args
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
-from slimelite.training import attention, critic, loading, model, parallel, trainer, weights
+from slimelite.training import attention, critic, loading, lora, model, parallel, trainer
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.learner import Learner
@@ -97,7 +97,7 @@ def plant(name: str) -> Any:
         "fp32 compute": (parallel, "MixedPrecisionPolicy", lambda **_: MixedPrecisionPolicy()),
         "attention of CPUs": (attention, "_flash_attention", attention._bucketed_attention),
         "logits rounded to bf16": (model, "_product", lambda left, right: (left @ right).float()),
-        "weights gathered in fp32": (weights, "whole", lambda t: parallel.whole(t.float()).to(t.dtype)),
+        "weights gathered in fp32": (lora, "whole", lambda t: parallel.whole(t.float()).to(t.dtype)),
         "offload forgotten": (HostMemory, "offload", lambda memory, **_: None),
         "moments not offloaded": (Learner, "tensors", lambda learner: learner.model.parameters()),
         "pageable memory": (torch, "empty", lambda *size, pin_memory=False, **options: empty(*size, **options)),
