@@ -73,11 +73,17 @@ def main(argv: list[str] | None = None) -> int:
             return status
         from slimelite.cluster import ClusterError, launch
         from slimelite.locks import hold
+        from slimelite.plan.shortage import needs_and_remedies
         from slimelite.tracking import Tracker
 
         try:
             folders = {"--run-dir": args.run_dir, "--save": args.save}
-            with hold(folders), Watchdog(args.run_dir), Tracker(args) as tracker, ExitStack() as stack:
+            with (
+                hold(folders),
+                Watchdog(args.run_dir, needs_and_remedies(args)),
+                Tracker(args) as tracker,
+                ExitStack() as stack,
+            ):
                 with tracker.phase("start") as phase:
                     cluster = stack.enter_context(launch(args, phase.update))
                 stack.push(tracker.record_failure)  # records the failure before the workers end, which takes a while

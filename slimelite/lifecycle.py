@@ -102,15 +102,16 @@ class Watchdog:
 
     It acts when this process dies or leaves the block with an error: it kills every process with our mark in its
     environment (Ray's daemons, actors, servers), and writes the status of a run that could not write it itself.
-    ``folder``: the run folder.
+    ``folder``: the run folder. ``memory``: what is said of a killed run's memory.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder).absolute()
+    def __init__(self, folder: str | Path, memory: str = "") -> None:
+        self._folder, self._memory = Path(folder).absolute(), memory
         self._mark = secrets.token_hex(16)
 
     def __enter__(self) -> Watchdog:
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self._mark, str(self._folder)]
+        command.append(self._memory)
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
@@ -164,7 +165,7 @@ def read_status(folder: str | Path) -> dict[str, Any]:
     return status
 
 
-def _watch(pid: int, mark: str, folder: Path) -> None:
+def _watch(pid: int, mark: str, folder: Path, memory: str) -> None:
     """The watchdog's program."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -183,7 +184,7 @@ def _watch(pid: int, mark: str, folder: Path) -> None:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
-    _set_status(folder, pid)
+    _set_status(folder, pid, memory)
 
 
 def _marked(mark: str) -> Iterator[int]:
@@ -195,10 +196,12 @@ def _marked(mark: str) -> Iterator[int]:
                 yield int(process.name)
 
 
-def _set_status(folder: Path, pid: int) -> None:
+def _set_status(folder: Path, pid: int, memory: str) -> None:
     status = read_status(folder)
     if status.get("pid") != pid or status["status"] != WITHOUT_A_WORD:
         return
+    if memory:
+        status["message"] += f". {memory}"
     for left in folder.glob("*.partial"):
         left.unlink(missing_ok=True)
     partial = folder / "status.json.partial"
@@ -207,4 +210,4 @@ def _set_status(folder: Path, pid: int) -> None:
 
 
 if __name__ == "__main__":
-    _watch(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    _watch(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4])

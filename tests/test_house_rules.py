@@ -89,6 +89,7 @@ def test_arguments_know_records_and_no_room() -> None:
         "slimelite.algorithms.losses",
         "slimelite.engines.registry",
         "slimelite.families",
+        "slimelite.plan.devices",
         "slimelite.plan.memory",
         "slimelite.plan.shapes",
         "slimelite.rewards.rules",

@@ -80,6 +80,7 @@ REJECTION = MIS & when("--mis-rejection-level", lambda a: a.mis_rejection_level)
 DISTILLATION = when("--use-opd", lambda a: a.use_opd)
 
 # one flag needs another
+DRY_RUN = when("--dry-run", lambda a: a.dry_run)
 LOAD = when("--load", lambda a: a.load)
 CHECKPOINT = TRAINING & when("a checkpoint to --load", lambda a: a.load and a.load != a.hf_checkpoint)
 SAVE = TRAINING & when("--save", lambda a: a.save)

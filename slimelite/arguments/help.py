@@ -48,7 +48,7 @@ USED = {
         *("actor_num_gpus_per_node", "rollout_num_gpus", "colocate"),
         *("use_dynamic_batch_size", "max_tokens_per_gpu", "gradient_checkpointing"),
     ),
-    "this run": ("run_dir", "use_wandb", "seed", "config", "dry_run"),
+    "this run": ("run_dir", "use_wandb", "seed", "config", "dry_run", "plan_gpu"),
 }
 # column at which the text of a flag begins in ``--help``
 TEXT_AT = 34

@@ -15,6 +15,7 @@ from slimelite.arguments.model import EnginePlace
 from slimelite.arguments.sources import load_yaml
 from slimelite.arguments.vocabulary import known_tables, sglang_options
 from slimelite.engines.registry import ENGINES
+from slimelite.plan.devices import Device, planned, recognized
 
 if TYPE_CHECKING:
     from slimelite.arguments.derive import Draft
@@ -22,18 +23,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """How many GPUs this process may use, whether SGLang is installed, and the memory of the smallest GPU, if known."""
+    """How many GPUs this process may use, whether SGLang is installed; memory and kind of the smallest, if known."""
 
     gpus: int
     sglang: bool = False
     gpu_bytes: int | None = None
+    device: Device | None = None
 
 
-def this_machine() -> Machine:
-    """The machine of this process; only the start of the run shows whether CUDA works on its GPUs."""
-    gpus = _count_gpus()
+def this_machine(plan_gpu: str | None = None) -> Machine:
+    """The machine of this process, or one with the GPUs of ``--plan-gpu``; only the start of the run shows whether CUDA
+    works on its GPUs.
+
+    Raises:
+        ValueError: ``plan_gpu`` names no GPU.
+    """
     sglang = importlib.util.find_spec("sglang") is not None
-    return Machine(gpus=gpus, sglang=sglang, gpu_bytes=_gpu_bytes() if gpus else None)
+    if plan_gpu:
+        device, count = planned(plan_gpu)
+        return Machine(count, sglang, device.bytes, device)
+    gpus = _count_gpus()
+    return Machine(gpus, sglang, *(_smallest_gpu() if gpus else (None, None)))
 
 
 def _count_gpus() -> int:
@@ -45,14 +55,16 @@ def _count_gpus() -> int:
 
 
 @cache
-def _gpu_bytes() -> int | None:
+def _smallest_gpu() -> tuple[int | None, Device | None]:
     # without persistence mode nvidia-smi takes seconds
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        return min(int(line) for line in answer.split()) * 2**20
+        rows = [line.partition(",") for line in answer.splitlines() if line.strip()]
+        mib, _, title = min(rows, key=lambda row: int(row[0]))
+        return int(mib) * 2**20, recognized(title)
     except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+        return None, None
 
 
 def derive_devices(draft: Draft) -> None:

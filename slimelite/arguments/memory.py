@@ -24,8 +24,10 @@ def derive_memory(draft: Draft) -> None:
         draft.default("gradient_checkpointing", False, "nothing is trained on a GPU")
         return
     load, here = training_load(args), draft.machine.gpu_bytes
-    if isinstance(load, str) or here is None:
+    if isinstance(load, str) or here is None or load.shapes.router:
         unknown = load if isinstance(load, str) else "the GPUs' memory is"
+        if not isinstance(load, str) and load.shapes.router:
+            unknown = "what experts keep for the backward pass is"
         draft.default("gradient_checkpointing", True, f"{unknown} not known here, and a GPU may be too small without")
         draft.set("reduce_once_a_step", False, f"{unknown} not known here, and whole gradients may not fit")
         return
@@ -70,7 +72,9 @@ def training_load(args: Args) -> Load | str:
         whole_grads=args.reduce_once_a_step and ranks > 1,
         on_host=args.fsdp_cpu_offload,
         width=2 if args.device == "cuda" else 4,
-        others=int(args.use_reference) + int(args.use_opd and args.opd_type == "trainer"),
+        lora=shapes.adapter(args.lora_rank) if args.lora_rank else 0,
+        # with adapters the reference is the policy without them
+        others=int(args.use_reference and not args.lora_rank) + int(args.use_opd and args.opd_type == "trainer"),
     )
 
 

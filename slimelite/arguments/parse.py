@@ -84,7 +84,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     ]
     misread, blamed = list(settings.problems), set(settings.blamed)
     draft = args_type(**settings.values, derivations=tuple(chosen))
-    args = derive(draft, given, machine or this_machine(), settings)
+    args = derive(draft, given, machine or _machine(draft.plan_gpu, settings), settings)
     args = replace(args, custom_config=settings.custom, notes=(*args.notes, *_own_keys(settings, vocabulary)))
     found = settings.problems[len(misread) :] + validate(args)
     # a flag that could not be read has its default here; problems that this default causes are left out
@@ -93,6 +93,14 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
         raise ArgumentError(dict.fromkeys(problems), args)
     no_effect = {**settings.no_effect, **dict(without_effect(args, given))}
     return replace(args, no_effect=tuple(no_effect.items()))
+
+
+def _machine(plan_gpu: str | None, settings: Settings) -> Machine:
+    try:
+        return this_machine(plan_gpu)
+    except ValueError as error:
+        settings.complain("--plan-gpu", f"{plan_gpu}: {error}")
+        return this_machine()
 
 
 def _args_type(argv: Sequence[str], groups: Sequence[type]) -> type[Args]:

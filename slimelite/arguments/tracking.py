@@ -8,6 +8,7 @@ from typing import Literal
 
 from slimelite.arguments.conditions import (
     CI,
+    DRY_RUN,
     MEMORY_HISTORY,
     POLICY,
     PROFILED_STEPS,
@@ -139,7 +140,17 @@ class DebugArgs:
 
     seed: int = flag(1234, "this seeds weights and training", ALWAYS, at_least=0, at_most=2**31 - 1)
     dry_run: bool = flag(
-        False, "the run checks everything that can be checked, prints the resolved arguments, and stops", ALWAYS
+        False,
+        "the run checks everything that can be checked, prints the resolved arguments and the memory, time and traffic "
+        "to expect, and stops",
+        ALWAYS,
+    )
+    plan_gpu: str | None = flag(
+        None,
+        "--dry-run plans for these GPUs instead of this machine's: h100:8, l40s:1 or rtx4090:1, GPUs of one node "
+        "(docs/planner.md lists them)",
+        DRY_RUN.strictly(),
+        metavar="NAME:COUNT",
     )
     import_file: list[str] = flag(
         [],

@@ -14,7 +14,7 @@ from pathlib import Path
 from slimelite import trace
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster
-from slimelite.cluster.remote import ClusterError, Progress
+from slimelite.cluster.remote import ClusterError, Progress, with_memory
 from slimelite.files import write_text
 
 __all__ = ["Cluster", "ClusterError", "launch"]
@@ -48,6 +48,8 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
         with workers(args, progress) as started, Cluster(args, *started) as cluster:
             cluster.complete_args()
             yield cluster
+    except (RuntimeError, MemoryError, OSError) as error:
+        raise with_memory(error, args)  # noqa: B904 - it is the error itself, or has it as its cause
     finally:
         trace.finish()
 

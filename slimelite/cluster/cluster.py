@@ -81,7 +81,7 @@ class Cluster:
     ) -> None:
         self.args = args
         self._rollout, self._trainers, self._engines, self._others = rollout, trainers, engines, others
-        self._turns = Turns(inline=args.launcher == "local")
+        self._turns = Turns(inline=args.launcher == "local", args=args)
         # by id: rollouts that `generate` may return again or that a checkpoint may hold
         self._rollouts: dict[int, Pending[RolloutOutput]] = {}
         self._ahead: dict[int, RolloutOutput] = {}  # from the loaded checkpoint, until `generate` takes it

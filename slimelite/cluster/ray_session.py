@@ -27,7 +27,7 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
 )
 
-from slimelite.cluster.remote import ClusterError
+from slimelite.cluster.remote import ClusterError, MemoryShortage
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,8 @@ def explained(error: RayError, worker: str, log: Path | None = None) -> ClusterE
         what = f"{worker} died: {said}"
     else:
         what = f"{worker}: Ray failed: {type(error).__name__}: {said}"
-    one = ClusterError(what if log is None else f"{what}; its log is {log}")
+    killed = isinstance(error, OutOfMemoryError) or (isinstance(error, RayActorError) and ENDED in said)
+    one = (MemoryShortage if killed else ClusterError)(what if log is None else f"{what}; its log is {log}")
     one.add_note(str(error))
     return one
 

@@ -20,6 +20,7 @@ from threading import Thread
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from slimelite import trace
+from slimelite.arguments import Args
 from slimelite.engines.protocol import Engine
 from slimelite.table import SampleTable
 
@@ -35,6 +36,26 @@ Progress = Callable[[int, int, str], None]
 
 class ClusterError(RuntimeError):
     """A worker died, or the machines cannot hold the job; the message names the worker and its log."""
+
+
+class MemoryShortage(ClusterError):
+    """A worker was killed, because its machine had no memory left or for a reason that nobody knows."""
+
+
+def with_memory(error: BaseException, args: Args) -> BaseException:
+    """``error``; or, if it is for want of memory, one that ends with what was needed and what would have fitted."""
+    from slimelite.plan.shortage import is_shortage, needs_and_remedies, shortage  # a run without errors needs none
+
+    if isinstance(error, MemoryShortage):
+        told = ClusterError(f"{error}. {needs_and_remedies(args)}")
+    elif is_shortage(error) and not isinstance(error, ClusterError):
+        told = ClusterError(shortage(error, args))
+    else:
+        return error
+    told.__cause__ = error
+    for note in getattr(error, "__notes__", []):
+        told.add_note(note)
+    return told
 
 
 class Remote(ABC, Generic[T]):
@@ -172,10 +193,11 @@ class Turns:
     """Runs jobs one after the other, in the order of the calls, on a thread; ``inline``: in the caller's thread.
 
     After an error no job runs until a `Pending.result` has raised that error to the caller. Jobs that were queued
-    before the error fail with it even then.
+    before the error fail with it even then. ``args``: of the run, see `with_memory`.
     """
 
-    def __init__(self, *, inline: bool) -> None:
+    def __init__(self, *, inline: bool, args: Args | None = None) -> None:
+        self._args = args
         self.failed: BaseException | None = None
         self.errors = 0
         self._last: BaseException | None = None
@@ -253,10 +275,13 @@ class Turns:
             result = work()
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)  # in the main thread
+            told = error
+            if self._args is not None and not (interrupted or pending.left_out):
+                told = with_memory(error, self._args)
             if not (interrupted or pending.left_out):
-                self._last, self.failed = error, self.failed or error
+                self._last, self.failed = told, self.failed or told
                 self.errors += 1
-            pending.set_exception(error)
+            pending.set_exception(told)
             if interrupted:
                 raise
         else:

@@ -6,7 +6,7 @@ compares these formulas with simulated steps, and docs/planner.md has the table 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slimelite.plan.shapes import Shapes
 
@@ -17,6 +17,11 @@ BESIDE_ENGINES = 0.35
 # how many logits the LM head computes at once, and the size of a part of its gradient (`training/model.py`), by bytes
 # of a number: on a GPU and on a CPU
 CHUNK = {2: 2**27, 4: 2**24}
+
+# an assumption: CUDA graphs and work space of a server's engine [bytes]
+GRAPHS = 1.5e9
+# resident memory of a process with Python, torch and transformers [bytes]
+BASE = 0.45e9
 
 Parts = dict[str, float]
 
@@ -75,29 +80,39 @@ class Load:
         s, w = self.shapes, self.width
         states = w * self.tokens * s.hidden
         in_head: Parts = {"activations": 2 * states, "logits": 12 * self._logits, "gathered": w * (s.outer + s.layer)}
-        in_layers: Parts = {"activations": self.tokens * self._layer(), "gathered": w * (s.outer + 2 * s.layer)}
+        in_layers: Parts = {"activations": self.tokens * self.layer_bytes(), "gathered": w * (s.outer + 2 * s.layer)}
         moment = max(in_head, in_layers, self._gather(), key=total)
         frozen = w * s.parameters / self.shards if self.others else 0
         return self.state() | moment | {"reference": frozen}
 
+    def sync(self, bucket: float, *, offloaded: bool) -> Parts:
+        """The peak of a weight sync: a bucket of about ``bucket`` bytes, and the tensor that is being gathered."""
+        s, w = self.shapes, self.width
+        largest_one = w * s.head
+        size = max(bucket, largest_one) if s.tied else bucket + largest_one  # an LM head of its own comes last
+        gathering = 6 * s.head / self.shards + (2 * largest_one if self.shards > 1 else 0)
+        state: Parts = {} if offloaded else self.state()
+        return state | {"buffers": min(size, w * s.parameters), "gathered": gathering}
+
     def _gather(self) -> Parts:
         """As a pass begins, embedding and head are copied from the buffer in which they were gathered."""
         s, w = self.shapes, self.width
-        return {"activations": w * self.tokens * s.hidden, "gathered": 2 * w * (s.outer + s.layer)}
+        buffers = 2 if self.shards > 1 else 1
+        return {"activations": w * self.tokens * s.hidden, "gathered": buffers * w * (s.outer + s.layer)}
 
     @property
     def _logits(self) -> int:
         return min(CHUNK[self.width], (self.targets or self.tokens) * self.shapes.vocab)
 
-    def _layer(self) -> float:
+    def layer_bytes(self) -> float:
         """Bytes a token that a layer keeps: activations, fp32 copies that norms make, queries and keys before norms."""
         s, w = self.shapes, self.width
-        normed = (2 + w) * (s.query + s.key) * 1.5 if s.qk_norm else 0
-        return 4 * w * s.inner + 8 * w * s.hidden + 2 * w * (s.query + s.key) + normed
+        normed = (w + 4) * (s.query + s.key) if s.qk_norm else 0
+        return 4 * w * s.inner + (4 * w + 8) * s.hidden + 2 * w * (s.query + s.key) + normed
 
     def _moments(self) -> list[Parts]:
         s, w, tokens = self.shapes, self.width, self.tokens
-        states, kept = w * tokens * s.hidden, tokens * self._layer()
+        states, kept = w * tokens * s.hidden, tokens * self.layer_bytes()
         if self.checkpointing:
             # the states before each layer, and one layer's activations with their gradients
             again = kept + w * tokens * (3 * s.inner + 2 * s.hidden)
@@ -115,7 +130,8 @@ class Load:
         of_layer = full * ((4 + w) * s.layer + w * s.head)
         in_head = {
             "activations": s.layers * kept + 5 * states,
-            "logits": (4 + w) * self._logits,
+            # as many in the forward pass as in one for log-probs; in the backward pass a frozen head needs fewer
+            "logits": (4 + w if full else 12) * self._logits,
             "gathered": w * (s.outer + s.layer),
             "gradients": held + full * 4 * (s.head + min(CHUNK[w], s.head)),
         }
@@ -134,6 +150,62 @@ class Load:
         return [self.state() | moment for moment in (begin, in_head, first_layers, last_layers, end)]
 
 
+@dataclass(frozen=True)
+class Serving:
+    """What one engine holds on each of its ``gpus``.
+
+    Args:
+        shapes: of the model.
+        gpus: that share its weights and its cache.
+        sequences: that it decodes at once.
+        context: tokens of the longest sequence.
+        width: bytes of a number: 2 on a GPU, 4 on a CPU.
+        graphs: whether it is a server that records CUDA graphs.
+    """
+
+    shapes: Shapes
+    gpus: int
+    sequences: int
+    context: int
+    width: int = 2
+    graphs: bool = False
+
+    def kv_token(self) -> float:
+        """Bytes of the keys and values of one token."""
+        return 2 * self.shapes.layers * self.shapes.key * self.width / self.gpus
+
+    def least(self) -> Parts:
+        """Memory with a cache that holds a single sequence."""
+        parts: Parts = {"weights": self.width * self.shapes.parameters / self.gpus}
+        logits = min(self.sequences, 256) * self.shapes.vocab * 4 * 2
+        parts |= {"KV pool": self.kv_token() * self.context, "logits": logits}
+        return parts | ({"graphs": GRAPHS} if self.graphs else {})
+
+    def generate(self, available: float) -> Parts:
+        """Memory with a cache as large as is useful, or as ``available`` [bytes] allows."""
+        parts = self.least()
+        free = available - total(parts) + parts["KV pool"]
+        useful = self.kv_token() * self.context * self.sequences
+        return parts | {"KV pool": max(parts["KV pool"], min(useful, free))}
+
+
 def total(parts: Parts) -> float:
     """All parts together [bytes]."""
     return sum(parts.values())
+
+
+def largest(load: Load, available: float) -> int:
+    """The most tokens of a micro-batch with which training and log-probs fit ``available`` bytes; 0 if none does."""
+    low, high = 0, 2**24
+    while high - low > 1:
+        middle = (low + high) // 2
+        if peak(replace(load, tokens=middle)) <= available:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def peak(load: Load) -> float:
+    """The most memory that training or a pass for log-probs takes."""
+    return max(total(load.train()), total(load.log_probs()))

@@ -94,6 +94,6 @@ class Shapes:
         return self.layers * (self.layer + self.norms + self.biases) + self.outer + self.hidden
 
     def adapter(self, rank: int) -> int:
-        """Parameters of LoRA adapters of this rank at all seven matrices of every layer."""
+        """Parameters of LoRA adapters of this rank at all seven matrices of every layer; fewer targets have fewer."""
         widths = 4 * self.hidden + 2 * self.query + 2 * self.key + 3 * (self.hidden + self.inner)
         return rank * self.layers * widths

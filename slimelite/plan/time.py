@@ -1,12 +1,162 @@
-"""Seconds of each phase of a rollout, by the rates of a device (roofline), and the operations that they are made of."""
+"""Seconds and traffic of each phase of a rollout, from the shapes of the model and the rates of a device (roofline)."""
 
 from __future__ import annotations
 
+import time as clock
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slimelite.plan.devices import Device, host_bytes
+from slimelite.plan.memory import Load, Serving, total
 from slimelite.plan.shapes import Shapes
-from slimelite.training.model import ForwardFlops
+
+if TYPE_CHECKING:
+    from slimelite.training.model import ForwardFlops
+
+# shares of a data sheet's rates that are attained: of products, and of bandwidths. Assumptions: no GPU was measured
+PRODUCTS, BYTES = 0.5, 0.7
+# bytes that AdamW reads and writes for each parameter: gradient, weight and two moments in, the last three out
+ADAM = 28
+
+
+@dataclass(frozen=True)
+class Work:
+    """A rollout: ``prompts`` of ``prompt`` tokens with ``samples`` responses of ``response`` tokens each; ``steps``:
+    optimizer steps that it is trained in.
+    """
+
+    prompts: int
+    samples: int
+    prompt: int
+    response: int
+    steps: int
+
+    @property
+    def rows(self) -> int:
+        """Responses of the rollout."""
+        return self.prompts * self.samples
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that training computes."""
+        return self.rows * (self.prompt + self.response)
+
+    def forward(self, shapes: Shapes) -> float:
+        """Operations of one forward pass over the rollout."""
+        lengths = np.full(self.rows, self.prompt + self.response)
+        return forward_flops(shapes).total(lengths, np.full(self.rows, self.response))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A phase on each of its devices: operations, bytes of memory read and written, bytes sent and seconds of sending.
+
+    Products and memory take turns on a CPU and on a GPU's small kernels, so their seconds are added; what is sent is
+    sent meanwhile.
+    """
+
+    operations: float
+    moved: float
+    sent: float = 0.0
+    sending: float = 0.0
+
+    def seconds(self, device: Device) -> float:
+        """Seconds on ``device``."""
+        products, bandwidth = (1.0, 1.0) if device.measured else (PRODUCTS, BYTES)
+        busy = self.operations / (device.rate * products) + self.moved / (device.bandwidth * bandwidth)
+        return max(busy, self.sending)
+
+    def mfu(self, device: Device) -> float:
+        """Share of the device's products that the phase attains."""
+        return self.operations / (self.seconds(device) * device.rate)
+
+
+def measured_cpu(threads: int, seconds: float = 0.25) -> Device:
+    """This machine's CPU: what products in fp32 and copies attain with so many threads, in ``seconds`` for each.
+
+    A thread's CPU time is counted, so that other programs on the machine do not look like a slow CPU.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    left, right, big = torch.ones(512, 1024), torch.ones(1024, 1024), torch.ones(2**25)
+    rates = []
+    for work, amount in ((lambda: left @ right, 2 * 512 * 1024 * 1024), (lambda: big.mul(2), 8 * 2**25)):
+        work()
+        count, began = 0, clock.process_time()
+        while (spent := clock.process_time() - began) < seconds * threads:
+            work()
+            count += 1
+        rates.append(count * amount * threads / spent)
+    torch.set_num_threads(before)
+    rate, bandwidth = rates
+    return Device("cpu", host_bytes(), rate, bandwidth, bandwidth, bandwidth, 1e9, 1, "measured here", measured=True)
 
 
 def forward_flops(shapes: Shapes) -> ForwardFlops:
     """Operations of a forward pass; the same as are counted from the weights of a model."""
+    from slimelite.training.model import ForwardFlops  # it needs torch, which a run's start does without
+
     matrices = shapes.layers * shapes.active
     return ForwardFlops(2.0 * matrices, 2.0 * shapes.head, 4.0 * shapes.layers * shapes.query)
+
+
+def sending(device: Device, sent: float, ranks: int) -> float:
+    """Seconds in which a rank sends so many bytes around a ring of ``ranks``; the slowest hop counts."""
+    speed = device.link if ranks <= device.node else device.net
+    return sent / (speed * BYTES) if ranks > 1 else 0.0
+
+
+def activations(load: Load, tokens: float) -> float:
+    """Bytes that a forward pass over ``tokens`` writes and reads: each activation once each, and fp32 logits."""
+    layer = 2 * load.layer_bytes() * load.shapes.layers
+    return tokens * (layer + 4 * 4 * load.shapes.vocab)
+
+
+def log_probs(load: Load, work: Work, ranks: int, device: Device) -> Cost:
+    """A forward pass over the rollout."""
+    forward, tokens = work.forward(load.shapes) / ranks, work.tokens / ranks
+    passes = max(1.0, tokens / load.tokens)
+    sent = passes * load.width * load.shapes.parameters * (1 - 1 / load.shards)
+    return Cost(forward, activations(load, tokens), sent, sending(device, sent, load.shards))
+
+
+def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
+    """Forward, backward and the optimizer's steps; recomputation is time, and is not counted as useful work."""
+    s, tokens = load.shapes, work.tokens / ranks
+    backward = 2 * work.forward(s) - (2 * s.layers * s.active * work.tokens if load.lora else 0)
+    operations = (work.forward(s) * (2 if load.checkpointing else 1) + backward) / ranks
+    moved = (4 if load.checkpointing else 3) * activations(load, tokens)
+    moved += work.steps * ADAM * load.trained * load.models / load.shards
+    sent = traffic(load, passes=max(work.steps, tokens / load.tokens), steps=work.steps)
+    return Cost(operations, moved, sent, sending(device, sent, load.shards))
+
+
+def traffic(load: Load, *, passes: float, steps: int) -> float:
+    """Bytes that a rank receives in training: weights twice a pass, and gradients after each pass or step."""
+    others = 1 - 1 / load.shards
+    weights = 2 * load.width * load.shapes.parameters * passes
+    gradients = 4 * load.trained * (steps if load.whole_grads else passes)
+    return float((weights + gradients) * others)
+
+
+def generate(serving: Serving, work: Work, engines: int) -> Cost:
+    """Prefill of each prompt once, and decoding of so many sequences at a time, all as long as is allowed."""
+    s, rows = serving.shapes, work.rows / engines
+    flops = forward_flops(s)
+    at_once = min(serving.sequences, rows)
+    decoding = rows * work.response
+    pairs = flops.per_pair * rows * work.response * (work.prompt + work.response / 2)
+    products = flops.per_token * (work.prompts / engines * work.prompt + decoding) + flops.per_target * decoding + pairs
+    weights = serving.width * (s.layers * s.layer + s.head) / serving.gpus
+    cached = serving.kv_token() * (work.prompt + work.response / 2)
+    moved = decoding / at_once * weights + decoding * cached
+    return Cost(products / serving.gpus, moved)
+
+
+def offloading(load: Load, device: Device) -> float:
+    """Seconds in which a trainer's state goes to the host and comes back."""
+    return 2 * total(load.state()) / (device.pcie * BYTES)

@@ -17,15 +17,17 @@ from slimelite.arguments.machine import Machine, this_machine
 from slimelite.checkpoints import model_folder
 from slimelite.early_stop import read_evaluations
 from slimelite.engines.registry import ENGINES
+from slimelite.plan.report import plan_lines
 from slimelite.preflight.findings import Findings, fill, format_report
 from slimelite.registry import function
 
 
 def preflight(args: Args) -> int:
     """Run all checks of ``args`` and print the dry run's report, or warnings and problems; returns the exit status."""
-    findings = inspect(args, this_machine())
+    machine = this_machine(args.plan_gpu)
+    findings = inspect(args, machine)
     if args.dry_run:
-        print(format_report(args, findings))
+        print(format_report(args, findings, plan_lines(args, machine)))
     else:
         said = [*(f"warning: {warning}" for warning in findings.warnings), *findings.problems]
         for line in said:
@@ -35,7 +37,7 @@ def preflight(args: Args) -> int:
 
 def problems(args: Args) -> list[str]:
     """The problems that the checks find with ``args`` on this machine."""
-    return inspect(args, this_machine()).problems
+    return inspect(args, this_machine(args.plan_gpu)).problems
 
 
 def inspect(args: Args, machine: Machine) -> Findings:
@@ -91,7 +93,7 @@ def _check_packages(args: Args, findings: Findings) -> None:
     for package, needed, remedy in wanted:
         if package and needed and importlib.util.find_spec(package) is None:
             findings.problems.append(f"{package} is not installed: {remedy}")
-    if runs_engine and engine.lacking and args.device == "cuda":
+    if runs_engine and engine.lacking and args.device == "cuda" and not args.plan_gpu:
         findings.warnings += function(engine.lacking, ENGINES.option, engine.name)()
 
 

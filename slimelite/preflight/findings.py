@@ -51,8 +51,8 @@ def fill(option: str, template: str, rollout_id: int | str) -> Path:
         ) from error
 
 
-def format_report(args: Args, findings: Findings) -> str:
-    """One screen: values that are not defaults by group, derived values with reasons, notes, checks, problems."""
+def format_report(args: Args, findings: Findings, plan: list[str]) -> str:
+    """Values that are not defaults by group, derived values with reasons, notes, checks, problems, and ``plan``."""
     lines = ["given"]
     lines += [f"  {title}: {', '.join(words)}" for title, words in _given(args)]
     lines += ["derived"]
@@ -64,6 +64,7 @@ def format_report(args: Args, findings: Findings) -> str:
     lines += _section("no effect here", [f"{options}: {reason}" for reason, options in idle.items()])
     lines += _section("checked", findings.facts)
     lines += _section("warnings", findings.warnings)
+    lines += plan
     lines += _section("problems", findings.problems)
     verdict = f"{len(findings.problems)} problem(s) found" if findings.problems else "ready to start"
     return "\n".join([*lines, verdict])

@@ -111,11 +111,15 @@ def test_the_smallest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """`nvidia-smi` as it answers; one that fails is one that is not there."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("slimelite.arguments.machine._count_gpus", lambda: 2)
-    machine._gpu_bytes.cache_clear()
+    machine._smallest_gpu.cache_clear()
     assert this_machine().gpu_bytes is None
-    for answer, found in (("echo 81559; echo 24564", 24564 * 2**20), ("echo '[N/A]'", None), ("exit 9", None)):
+    for answer, found in (
+        ("echo 81559, NVIDIA H100 80GB HBM3; echo 24564, NVIDIA GeForce RTX 4090", 24564 * 2**20),
+        ("echo '[N/A]'", None),
+        ("exit 9", None),
+    ):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        machine._gpu_bytes.cache_clear()
+        machine._smallest_gpu.cache_clear()
         assert this_machine().gpu_bytes == found
-    machine._gpu_bytes.cache_clear()
+    machine._smallest_gpu.cache_clear()

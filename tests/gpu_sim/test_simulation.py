@@ -53,6 +53,9 @@ FEATURES: dict[str, dict[str, Any]] = {
     "two reductions": {"shape": "7B", "ranks": 8, "again": True, "reduce_once_a_step": False},
     "critic": {"shape": "0.5B", "ranks": 8, "advantage_estimator": "ppo", "use_critic": True, "critic_lr": 1e-5},
 }
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "adapters": {"shape": "7B", "ranks": 8, "again": True, "lora_rank": 16},
+}
 OTHER_STATE = {"critic": "two", "fsdp cpu offload": "on the host"}
 # mistake -> what is said of it
 FAULTS = {
@@ -128,7 +131,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
         pytest.skip("this torch has the device guard and hooks of real GPUs")
     guard = str(fake_cuda.build(tmp_path_factory.mktemp("guard")))
     faulty = {name: {"shape": "0.5B", "ranks": 8, "layers": 1, "plant": name} for name in FAULTS}
-    runs = list((RUNS | FEATURES | faulty).items())
+    runs = list((RUNS | FEATURES | ADAPTERS | faulty).items())
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LD_PRELOAD": guard}
     processes = []
     for part in (runs[::2], runs[1::2]):
@@ -157,10 +160,10 @@ def test_features_run_on_their_device(simulated: dict[str, Any], name: str) -> N
     assert found == expected
 
 
-@pytest.mark.parametrize("name", [name for name, run in (RUNS | FEATURES).items() if run.get("again")])
+@pytest.mark.parametrize("name", [name for name, run in (RUNS | FEATURES | ADAPTERS).items() if run.get("again")])
 def test_the_estimate_of_memory_is_that_of_a_step(simulated: dict[str, Any], name: str) -> None:
     """That by which gradient checkpointing is chosen; micro-batches have 960 tokens."""
-    run, found = (RUNS | FEATURES)[name], simulated[name]
+    run, found = (RUNS | FEATURES | ADAPTERS)[name], simulated[name]
     shapes = Shapes.of(fake_cuda.model_config(run["shape"], 2))
     assert shapes is not None
     load = Load(
@@ -171,7 +174,8 @@ def test_the_estimate_of_memory_is_that_of_a_step(simulated: dict[str, Any], nam
         selective=run.get("recompute_granularity") == "selective",
         whole_grads=run.get("reduce_once_a_step", True),
         on_host=run.get("fsdp_cpu_offload", False),
-        others=1,
+        lora=shapes.adapter(16) if "lora_rank" in run else 0,
+        others=0 if "lora_rank" in run else 1,
         targets=768,
     )
     assert found["parameters"] == shapes.parameters

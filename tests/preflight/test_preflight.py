@@ -466,14 +466,14 @@ def test_too_few_gpus_warn_in_a_dry_run_and_stop_a_start(run: str, monkeypatch: 
 
 def test_report_of_problems(run: str) -> None:
     args = parse(f"{run} --dry-run --rm-type maths")
-    text = format_report(args, inspect(args, CPU))
+    text = format_report(args, inspect(args, CPU), [])
     assert "problems\n  --rm-type maths: there is no such reward rule" in text
     assert text.endswith("1 problem(s) found")
 
 
 def test_flags_without_effect_are_shown_reason_by_reason(run: str) -> None:
     words = f"{run} --tis-clip 3 --mis-level sequence --tis-clip-low 1"
-    shown = format_report(make_args(words.split(), machine=CPU), Findings())
+    shown = format_report(make_args(words.split(), machine=CPU), Findings(), [])
     assert "no effect here\n  --tis-clip, --tis-clip-low: needs --correction tis or icepop" in shown
     assert "\n  --mis-level: needs --correction mis\n" in shown
 

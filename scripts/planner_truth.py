@@ -1,0 +1,156 @@
+"""Predicted beside measured, as docs/planner.md shows it: python scripts/planner_truth.py memory | host | time
+
+``memory``: three models under four settings, their trainers simulated on one of eight GPUs that are not there
+(tests/gpu_sim; a C++ compiler builds its guard). ``host``: the same settings, except offload, on this machine's CPU;
+the peak of resident memory of a process for each. ``time``: CPU-seconds of a training step, after a calibration of two
+seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu_sim"))
+
+import fake_cuda
+
+from slimelite.arguments import Args
+from slimelite.plan.memory import BASE, Load, total
+from slimelite.plan.shapes import Shapes
+from slimelite.plan.time import Work, measured_cpu, train
+from slimelite.sample import Sample
+from slimelite.table import SampleTable
+
+ROOT = Path(__file__).resolve().parents[1]
+RANK, ROWS, PROMPT, RESPONSE = 16, 6, 512, 1024
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "LoRA": {"gradient_checkpointing": True, "lora_rank": RANK},
+    "offload": {"gradient_checkpointing": True, "fsdp_cpu_offload": True},
+}
+# layers, hidden, inner, heads, key/value heads, vocabulary of models that a CPU trains in seconds: SmolLM2-135M and two
+SMALL = {"SmolLM2-135M": (30, 576, 1536, 9, 3, 49152), "8 x 512": (8, 512, 2048, 8, 4, 32000)}
+SMALL["4 x 1024"] = (4, 1024, 2816, 16, 4, 16000)
+
+
+def load_of(shapes: Shapes, tokens: int, flags: dict[str, Any], **more: Any) -> Load:
+    """What the planner computes with for a case."""
+    return Load(
+        shapes,
+        tokens,
+        checkpointing=flags.get("gradient_checkpointing", False),
+        on_host=flags.get("fsdp_cpu_offload", False),
+        lora=shapes.adapter(RANK) if "lora_rank" in flags else 0,
+        **more,
+    )
+
+
+def memory() -> None:
+    """The table of simulated GPUs, two micro-batches a step."""
+    layers = {"0.5B": 24, "4B": 6, "7B": 6}
+    tokens = ROWS // 2 * (PROMPT + RESPONSE)
+    common = {"ranks": 8, "again": True, "tokens": [PROMPT, RESPONSE], "max_tokens_per_gpu": tokens}
+    guard = str(fake_cuda.build(Path(tempfile.mkdtemp())))
+    env = os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": guard}
+    print("| model (layers) | setting | predicted GB | measured GB | ratio |\n|---|---|---:|---:|---:|")
+    for shape, count in layers.items():
+        for name, flags in SETTINGS.items():
+            case = common | {"shape": shape, "layers": count} | flags
+            command = [sys.executable, str(ROOT / "tests" / "gpu_sim" / "simulate.py"), json.dumps([case])]
+            found = json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
+            shapes = Shapes.of(fake_cuda.model_config(shape, count))
+            assert shapes is not None
+            load = load_of(shapes, tokens, flags, shards=8, whole_grads=True)
+            row(f"{shape} ({count})", name, total(load.train()) / 1e9, found["peaks"]["actor_train"] / 1e9)
+
+
+def host() -> None:
+    """The table of this machine's CPU; each case is a process of its own."""
+    print("| model | setting | predicted GB | measured GB | ratio |\n|---|---|---:|---:|---:|")
+    for model in SMALL:
+        for name in ("full", "checkpointing", "LoRA"):
+            command = [sys.executable, __file__, "one", model, name]
+            measured = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+            load = load_of(small(model), ROWS // 2 * 512, SETTINGS[name], single=False, width=4)
+            row(model, name, (total(load.train()) + BASE) / 1e9, measured)
+
+
+def speed() -> None:
+    """The table of CPU-seconds; the rates are this machine's, measured beside each case."""
+    print("| model | setting | predicted s | measured CPU-s | ratio |\n|---|---|---:|---:|---:|")
+    for model in SMALL:
+        for name in ("full", "checkpointing", "LoRA"):
+            device = measured_cpu(1, 1.0)
+            load = load_of(small(model), ROWS // 2 * 512, SETTINGS[name], width=4)
+            cost = train(load, Work(ROWS, 1, 128, 384, 1), 1, device)
+            command = [sys.executable, __file__, "one", model, name]
+            done = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+            row(model, name, cost.seconds(device), float(done[-2]))
+
+
+def one(model: str, setting: str) -> None:
+    """Print CPU-seconds of the second step and peak resident GB of this process."""
+    import torch
+
+    from slimelite.training.trainer import Trainer
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config(model)))
+        given = {
+            "num_rollout": 9,
+            "num_steps_per_rollout": 1,
+            "global_batch_size": ROWS,
+            "rollout_max_response_len": 384,
+        }
+        given |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": ROWS // 2 * 512, "reduce_once_a_step": False}
+        given |= {"token_stats": "none", "rollout_temperature": 1.0}
+        rng, samples = np.random.default_rng(0), []
+        for index in range(ROWS):
+            sample = Sample(group_index=index, index=index, reward=0.0, tokens=rng.integers(0, 1000, 128).tolist())
+            sample.append_response_tokens(rng.integers(0, 1000, 384).tolist(), log_probs=[-1.0] * 384)
+            samples.append([sample])
+        table = SampleTable.from_samples(samples)
+        table.advantage = rng.normal(size=ROWS)
+        with closing(Trainer(Args(hf_checkpoint=folder, device="cpu", **given | SETTINGS[setting]))) as trainer:
+            trainer.train(0, table)
+            began = time.process_time()
+            trainer.train(1, table)
+            print(time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)
+
+
+def config(model: str) -> dict[str, Any]:
+    """The config.json of a model of ``SMALL``."""
+    layers, hidden, inner, heads, groups, vocab = SMALL[model]
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocab}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": groups}
+    return {"model_type": "llama", "tie_word_embeddings": True, "bos_token_id": 1, **sizes, **heads_of}
+
+
+def small(model: str) -> Shapes:
+    """Its shapes."""
+    shapes = Shapes.of(config(model))
+    assert shapes is not None
+    return shapes
+
+
+def row(model: str, setting: str, predicted: float, measured: float) -> None:
+    """A line of a table."""
+    print(f"| {model} | {setting} | {predicted:.2f} | {measured:.2f} | {predicted / measured:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    {"memory": memory, "host": host, "time": speed, "one": lambda: one(*sys.argv[2:])}[sys.argv[1]]()

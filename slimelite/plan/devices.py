@@ -1,0 +1,90 @@
+"""Devices that a run can be planned for: GPUs as data (gpus.toml), and this machine's host memory."""
+
+from __future__ import annotations
+
+import resource
+import tomllib
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU, or this machine's CPU.
+
+    ``bytes``: of its memory; ``rate``: operations a second of the products in training's dtype; ``bandwidth`` of its
+    memory, ``link`` to its neighbours, ``pcie`` to the host and ``net`` to other nodes [bytes/s]; ``node``: how many a
+    usual machine has; ``source`` of these figures. ``measured``: they were attained here, and are not a data sheet's.
+    """
+
+    name: str
+    bytes: int
+    rate: float
+    bandwidth: float
+    link: float
+    pcie: float
+    net: float
+    node: int
+    source: str
+    measured: bool = False
+
+
+@cache
+def gpus() -> dict[str, Device]:
+    """The GPUs of gpus.toml by name."""
+    rows = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text())
+    return {
+        name: Device(
+            name,
+            row["memory_mib"] * 2**20,
+            row["bf16"] * 1e12,
+            row["memory"] * 1e9,
+            row["link"] * 1e9,
+            row["pcie"] * 1e9,
+            row["net"] * 1e9,
+            row["node"],
+            row["source"],
+        )
+        for name, row in rows.items()
+    }
+
+
+def planned(text: str) -> tuple[Device, int]:
+    """The GPU that ``--plan-gpu`` names, and how many a node has.
+
+    Raises:
+        ValueError: there is no such GPU, or the number is none.
+    """
+    name, _, count = text.partition(":")
+    if name not in gpus():
+        near = get_close_matches(name, gpus(), n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(gpus())}"
+        raise ValueError(f"there is no such GPU in the planner's list; {hint}")
+    if count and not (count.isdecimal() and int(count)):
+        raise ValueError(f"{count} is no number of GPUs; write {name}:8")
+    return gpus()[name], int(count or 1)
+
+
+def recognized(title: str) -> Device | None:
+    """The GPU that nvidia-smi calls ``title``, such as "NVIDIA A100-SXM4-80GB"."""
+    joined = title.lower().replace(" ", "")
+    found = [name for name in gpus() if all(part in joined for part in name.split("-"))]
+    return gpus()[max(found, key=len)] if found else None
+
+
+def host_bytes() -> int:
+    """Memory that this process and its children may use: the machine's, or less where a limit is set."""
+    limits = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limits += [int(line) for line in _lines(file) if line.strip().isdecimal()]
+    soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    return min([*limits, *(limit for limit in soft if limit != resource.RLIM_INFINITY)], default=0)
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text().splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,118 @@
+"""What a dry run says of memory, time and traffic; the formulas are compared with simulated steps in tests/gpu_sim."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from slimelite.arguments import Args, ArgumentError, make_args
+from slimelite.arguments.machine import Machine, this_machine
+from slimelite.plan.devices import gpus, recognized
+from slimelite.plan.memory import largest, peak, total
+from slimelite.plan.report import Plan, plan_lines, verdict
+
+MODELS = Path(__file__).parents[2] / "models"
+RUN = (
+    "--tokenizer t --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 32 --n-samples-per-prompt 8 --dry-run "
+    "--rollout-max-prompt-len 512 --rollout-max-response-len 4096 --use-dynamic-batch-size --max-tokens-per-gpu 9216 "
+)
+
+
+def run(model: str, words: str) -> tuple[Args, Machine]:
+    """Arguments for a model of models/*.sh, and the machine that they plan for."""
+    shape = shlex.split(
+        (MODELS / f"{model}.sh").read_text().partition("MODEL_ARGS=(")[2].partition(")")[0], comments=True
+    )
+    args = make_args([*shape, *(RUN + words).split()])
+    return args, this_machine(args.plan_gpu)
+
+
+def plan(model: str, words: str) -> Plan:
+    found = Plan.of(*run(model, words))
+    assert isinstance(found, Plan)
+    return found
+
+
+def test_the_verdict_comes_first_and_the_tables_fit_a_terminal() -> None:
+    for words in ("--colocate --plan-gpu h100:8", "--plan-gpu a100-80:8 --rollout-num-gpus 2", "--device cpu"):
+        lines = "\n".join(plan_lines(*run("qwen2.5-7B", words))).splitlines()
+        assert lines[0] == "will it fit (predicted)"
+        assert lines[1].strip().startswith(("fits: ", "does not fit: "))
+        assert max(map(len, lines[2:])) <= 110
+    assert any(line.startswith("  train ") for line in lines)
+
+
+def test_what_is_said_to_fit_fits() -> None:
+    """Each remedy, given as flags, makes the verdict that of a run that fits."""
+    words = "--colocate --plan-gpu rtx4090:1"
+    first = verdict(plan("qwen2.5-7B", words))
+    assert first.startswith("does not fit: train needs 1")
+    assert "--lora-rank 16 --max-tokens-per-gpu 6144" in first
+    assert verdict(plan("qwen2.5-7B", f"{words} --lora-rank 16 --max-tokens-per-gpu 6144")).startswith("fits: ")
+    tight = "--colocate --plan-gpu l40s:8 --no-gradient-checkpointing"
+    found = plan("qwen2.5-7B", tight)
+    assert found.remedies()
+    for remedy in found.remedies():
+        assert verdict(plan("qwen2.5-7B", f"{tight} {remedy}")).startswith("fits: "), remedy
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
+    found = plan("qwen2.5-0.5B", "--colocate --plan-gpu rtx4090:1")
+    most = largest(found.load, found.usable)
+    assert peak(replace(found.load, tokens=most)) <= found.usable < peak(replace(found.load, tokens=most + 1))
+
+
+def test_phases_hold_what_is_there_at_the_same_time() -> None:
+    """Trainer and engine take turns on their GPUs, unless neither gives its memory back."""
+    turns = plan("qwen2.5-0.5B", "--colocate --plan-gpu h100:1").phases()
+    both = plan("qwen2.5-0.5B", "--colocate --no-offload-train --no-offload-rollout --plan-gpu h100:1").phases()
+    apart = plan("qwen2.5-0.5B", "--rollout-num-gpus 1 --plan-gpu h100:2").phases()
+    state = 12 * 494_032_768
+    assert both["generate"]["optimizer"] + both["train"]["KV pool"] > 0 == turns["generate"].get("optimizer", 0)
+    assert turns["train"] == apart["train"]
+    assert both["train"]["weights"] == turns["train"]["weights"] + both["generate"]["weights"] - state / 3
+    # a pool takes what is free: the engine's share and the trainer's make up the GPU
+    assert total(both["generate"]) <= 0.88 * gpus()["h100"].bytes
+
+
+@pytest.mark.parametrize(("text", "said"), [("h10:8", "did you mean h100?"), ("h100:x", "x is no number of GPUs")])
+def test_a_gpu_that_is_not_known(text: str, said: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        run("qwen2.5-7B", f"--colocate --plan-gpu {text}")
+    assert said in str(error.value.problems)
+
+
+def test_planned_gpus_are_those_that_flags_are_derived_from() -> None:
+    args, _ = run("qwen2.5-7B", "--colocate --plan-gpu a100-80:4")
+    assert (args.device, args.actor_num_gpus_per_node, args.gradient_checkpointing) == ("cuda", 4, True)
+
+
+@pytest.mark.parametrize(
+    ("title", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_names_of_nvidia_smi(title: str, name: str) -> None:
+    found = recognized(title)
+    assert found is not None
+    assert found.name == name
+    assert recognized("Tesla K80") is None
+
+
+def test_more_gpus_send_more_and_replicas_less() -> None:
+    lines = "\n".join(plan_lines(*run("qwen2.5-7B", "--colocate --plan-gpu h100:8"))).splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("what ranks send")) + 2
+    rows = [line.split() for line in lines[begin : begin + 5]]
+    assert [int(row[0]) for row in rows] == [1, 8, 64, 256, 1024]
+    seconds = [float(row[2]) for row in rows]
+    assert seconds == sorted(seconds)
+    assert all(float(row[5]) < float(row[2]) for row in rows[2:])
+    assert any("--dp-replicate-size NODES is faster" in line for line in lines)
