@@ -1,7 +1,11 @@
-"""Draws the curves of runs from the records of their ``metrics.jsonl``; ``slimelite plot`` is its command."""
+"""Draws the curves of runs from the records of their ``metrics.jsonl``; ``slimelite plot`` is its command.
+
+``python -m slimelite.tracking.plot FOLDER`` draws ``curves.png`` of one run folder, which a run starts for its own.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, isfinite, sqrt
@@ -10,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slimelite.files import whole
-from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, series
+from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series
 from slimelite.tracking.panels import GROUPS, least, unit
 from slimelite.tracking.phases import LABELS
 
@@ -213,3 +217,10 @@ def _save(figure: Figure, out: str | Path) -> None:
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     with whole(Path(out)) as partial:
         figure.savefig(partial, dpi=110, format="png")
+
+
+if __name__ == "__main__":
+    try:
+        draw_run(read_metrics(Path(sys.argv[1])), Path(sys.argv[1]) / "curves.png")
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))

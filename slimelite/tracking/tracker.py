@@ -24,10 +24,10 @@ from slimelite.token_stats import TokenStats
 from slimelite.tracking.alarms import Alarm, Alarms
 from slimelite.tracking.ci import RunChecks
 from slimelite.tracking.console import Console
+from slimelite.tracking.drawing import Drawing
 from slimelite.tracking.metrics_file import FILE_NAME, Kind, axis_of, counts_evals, eval_metrics, read_metrics
 from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
 from slimelite.tracking.phases import LABELS, PERF_NAMES, Phase, Timer, duration
-from slimelite.tracking.plot import draw_run
 from slimelite.tracking.report import (
     eval_text,
     progress,
@@ -40,9 +40,6 @@ from slimelite.tracking.run_folder import RunFolder, config_dict, versions
 from slimelite.tracking.writers import Writer, open_writers
 
 logger = logging.getLogger(__name__)
-
-# drawing the curves during a run takes at most about this share of its time
-DRAWING_SHARE = 0.02
 
 
 @dataclass(slots=True)
@@ -90,7 +87,8 @@ class Tracker:
         self._alarms = Alarms()
         self._changed: list[Alarm] = []  # alarms that began or ended in the current rollout
         self._checks = RunChecks(args)
-        self._drawn_at, self._drawing_took = time.monotonic(), 1.0
+        self._drawing = Drawing(self.folder.path)
+        self._drawn = False  # whether the last drawing has every metric
 
     def __enter__(self) -> Tracker:
         try:
@@ -110,8 +108,9 @@ class Tracker:
                     self._changed += self._alarms.judge()
                     self._report_alarms()
                 self._explain(failure)
-            if self._finished is not None:
-                self._draw()
+            if self._finished is not None and not self._drawn:
+                self._drawing.begin()
+            self._drawing.finish()
             for writer in self._writers:
                 writer.close(failure is not None)
             if failure is None:
@@ -237,10 +236,13 @@ class Tracker:
         self._report_alarms()
         if first or self._now.scores:
             self._show_samples(rollout_id)
-        if self._now.scores and time.monotonic() - self._drawn_at > self._drawing_took / DRAWING_SHARE:
-            self._draw()
+        self._drawing.look()
+        last = rollout_id + 1 == self.args.num_rollout
+        if last or (self._now.scores and self._drawing.due):
+            self._drawing.begin()  # the last one while the workers end
+            self._drawn = True
         self._now = _Rollout()
-        if rollout_id + 1 == self.args.num_rollout:
+        if last:
             self._checks.finish()
 
     def finish_early(self, why: str) -> None:
@@ -277,6 +279,7 @@ class Tracker:
         if kind == "perf":
             numbers["alarms/active"] = self._alarms.active
         self._now.row |= numbers
+        self._drawn = False
         self._checks.note(numbers)
         for writer in self._writers:
             writer.write(kind, numbers)
@@ -332,15 +335,6 @@ class Tracker:
         if table is not None and len(table):
             title = f"answers to {name} after rollout {rollout_id}" if name else f"samples of rollout {rollout_id}"
             self.console.block(samples_table(title, table))
-
-    def _draw(self) -> None:
-        began = time.monotonic()
-        try:
-            draw_run(read_metrics(self.folder.path), self.folder.path / "curves.png")
-        except OSError as error:
-            logger.warning("the curves are not drawn: %s", error)
-        self._drawn_at = time.monotonic()
-        self._drawing_took = self._drawn_at - began
 
     def _save_status(self, status: str, message: str | None = None) -> None:
         done = None if self._finished is None else self._finished + 1

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -237,12 +238,31 @@ def test_importing_it_loads_nothing_that_only_some_runs_use() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
-def test_the_curves_are_not_redrawn_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    monkeypatch.setattr("slimelite.tracking.tracker.draw_run", lambda records, out: drawn.append(out))
+def test_the_curves_are_drawn_by_another_process_and_not_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[list[str]] = []
+
+    class Popen(subprocess.Popen[str]):
+        def __init__(self, command: list[str], **options: Any) -> None:
+            begun.extend([command] * ("slimelite.tracking.plot" in command))
+            super().__init__(command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
     args = replace(make_args(tmp_path), num_rollout=4)
     play(args, range(4))
-    assert len(drawn) == 1, "at the end; two evaluations within a second of the start draw nothing"
+    assert len(begun) == 1, "at the end; two evaluations within a second of the start draw nothing"
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG"), "the run has waited for it"
+    monkeypatch.setattr("slimelite.tracking.drawing.DRAWING_SHARE", 1e9)
+    play(args, range(4))
+    assert len(begun) == 1 + 2, "after both evaluations, the second of which is in the last rollout"
+
+
+def test_curves_that_cannot_be_drawn_are_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "curves.png").mkdir()
+    play(replace(make_args(tmp_path), num_rollout=2), range(2))
+    assert "the curves are not drawn: [Errno 21] Is a directory" in capsys.readouterr().out
+    assert status(tmp_path)["status"] == "finished"
 
 
 def test_a_run_says_that_the_one_before_it_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
