@@ -167,11 +167,10 @@ class Sample:
             self.loss_mask = mask
         self.check_aligned()
         self.tokens = joined(np.asarray(before, added.dtype) if packed else before, added)
-        kept = [int(trainable)] * count
         if isinstance(mask, np.ndarray):
-            self.loss_mask = joined(mask, np.array(kept, np.int8))
+            self.loss_mask = joined(mask, np.full(count, int(trainable), np.int8))
         else:  # in place, as in slime: its retool example keeps a reference to the list and assigns it again at the end
-            mask.extend(kept)
+            mask.extend([int(trainable)] * count)
         self.rollout_log_probs = joined(held(self, "rollout_log_probs"), log_probs)
         self.weight_versions = joined(held(self, "weight_versions"), versions)
         self.response_length += count

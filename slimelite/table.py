@@ -85,8 +85,9 @@ class SampleTable:
     @property
     def mask_sums(self) -> np.ndarray:
         """[rows] response tokens the loss sees; 0 for removed samples."""
-        ends = np.concatenate([[0], np.cumsum(self.loss_mask, dtype=np.int64)])
-        sums = ends[self.response_offsets[1:]] - ends[self.response_offsets[:-1]]
+        sums, some = np.zeros(len(self), np.int64), self.response_lengths > 0
+        if some.any():
+            sums[some] = np.add.reduceat(self.loss_mask, self.response_offsets[:-1][some], dtype=np.int64)
         return np.where(self.removed, 0, sums)
 
     def numeric_components(self) -> list[dict[str, float]]:

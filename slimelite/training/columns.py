@@ -17,7 +17,7 @@ from torch import Tensor
 from slimelite.algorithms import advantages as adv
 from slimelite.algorithms.corrections import mis_weights
 from slimelite.algorithms.losses import LEVELS
-from slimelite.algorithms.packed import row_weights, segment_mean
+from slimelite.algorithms.packed import row_weights, segment_sum, select
 from slimelite.algorithms.policy import kl_estimate
 from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
 from slimelite.plugins import guarded, load_function
@@ -28,6 +28,8 @@ from slimelite.training.batch import pair_weights
 
 # rows, at most, that are computed in a step without a gradient: enough to measure its entropy and mismatch
 MEASURED_ROWS = 8
+# tokens whose means are computed at a time, since each step of it makes arrays as long
+TOKENS_AT_ONCE = 2**18
 
 
 @dataclass(kw_only=True)
@@ -83,9 +85,10 @@ class TokenColumns(TokenValues):
     def from_table(cls, table: SampleTable) -> TokenColumns:
         """The columns that need no model."""
         rows = np.repeat(np.arange(len(table)), table.response_lengths)
+        mask = table.loss_mask & ~table.removed[rows] if table.removed.any() else table.loss_mask.copy()
         return cls(
             table=table,
-            mask=torch.from_numpy(table.loss_mask & ~table.removed[rows]),
+            mask=torch.from_numpy(mask),
             segments=torch.from_numpy(rows),
             rollout_log_probs=torch.tensor(table.rollout_log_probs),
             weights=torch.zeros(len(rows), dtype=torch.float64),
@@ -103,7 +106,10 @@ class TokenColumns(TokenValues):
                 args.loss_aggregation,
                 max_response_len=args.rollout_max_response_len,
             )
-        self.weights = self.pg_weights = torch.where(self.mask, per_row[self.segments], 0.0)
+        # by numpy and in place: a long rollout has gigabytes of such a column
+        weights = np.repeat(per_row.numpy(), table.response_lengths)
+        weights *= self.mask.numpy()
+        self.weights = self.pg_weights = torch.from_numpy(weights)
         if args.custom_pg_loss_reducer_function_path:
             self.pg_weights = reducer_weights(args, table, self.mask, steps)
         self.pair_weights = pair_weights(table, steps) if args.loss.paired else None
@@ -153,7 +159,8 @@ class TokenColumns(TokenValues):
             self.advantages = adv.add_distillation(
                 self.advantages, self.old, self.teacher, self.mask, opd_kl_coef=args.opd_kl_coef
             )
-        self._check_finite(args, advantages=self.advantages, returns=self.returns)
+        returns = None if self.returns is self.advantages else self.returns
+        self._check_finite(args, advantages=self.advantages, returns=returns)
         if args.normalize_advantages:
             self.advantages = adv.whiten(self.advantages, self.mask)
         of_tokens = args.estimator.token or args.custom_advantage_function_path
@@ -161,7 +168,8 @@ class TokenColumns(TokenValues):
 
     def _estimate_advantages(self, args: Args) -> None:
         per_row = torch.tensor(self.table.advantage, dtype=torch.float32)
-        self._check_finite(args, advantages=per_row[self.segments])  # a recurrence would spread it
+        if not per_row.isfinite().all():
+            self._check_finite(args, advantages=per_row[self.segments])  # a recurrence would spread it
         kl = torch.zeros(len(self.mask))
         if args.kl_coef:
             assert self.old is not None
@@ -260,12 +268,12 @@ class TokenColumns(TokenValues):
             columns["kl"] = kl_estimate(self.old, self.ref, self.mask, "k1")
         if self.old is not None and self.teacher is not None:
             columns["opd_reverse_kl"] = self.old - self.teacher
-        trained = self._rows_with(self.mask)
+        counts = torch.from_numpy(self.table.mask_sums)
+        trained, counts = counts > 0, counts.clamp(min=1)
         means = {}
         for name, column in columns.items():
             if column is not None:
-                of_rows = segment_mean(column, self.mask, self.segments, self.rows)
-                means[name] = float(of_rows[trained].nanmean())
+                means[name] = float(self._row_means(column, counts)[trained].nanmean())
         return {name: value for name, value in means.items() if not math.isnan(value)}
 
     def trained(self) -> dict[str, np.ndarray]:
@@ -293,12 +301,14 @@ class TokenColumns(TokenValues):
 
     def token_stats(self) -> TokenStats:
         """Log-probs and entropies under the weights before the first step, as far as passes have computed them."""
-        found = torch.full((2, len(self.mask)), torch.nan)
         passes = [] if self.old is None or self.entropy is None else [(self.old, self.entropy)]
-        for values in [*passes, *self.measured]:
-            part = torch.stack(values).float()
-            found = torch.where(part.isnan(), found, part)
-        return TokenStats(self.table.sample_id, self.table.response_offsets, *found.numpy())
+        passes += self.measured
+        log_probs, entropy = passes[0] if passes else (torch.full((len(self.mask),), torch.nan),) * 2
+        for more, of_more in passes[1:]:
+            log_probs, entropy = more.where(~more.isnan(), log_probs), of_more.where(~of_more.isnan(), entropy)
+        return TokenStats(
+            self.table.sample_id, self.table.response_offsets, log_probs.float().numpy(), entropy.float().numpy()
+        )
 
     def _refuse(self, tokens: Tensor, what: str) -> None:
         """Raise ValueError if a trained token is in ``tokens`` [N] bool; ``what``: the problem that its sample has."""
@@ -306,9 +316,25 @@ class TokenColumns(TokenValues):
         if len(rows):
             raise ValueError(f"samples {self.table.sample_id[rows].tolist()[:8]} have {what}")
 
+    def _row_means(self, column: Tensor, counts: Tensor) -> Tensor:
+        """[n] the mean of ``column`` [N] over the ``counts`` trained tokens of each row, some rows at a time."""
+        ends = self.table.response_offsets
+        parts, begin = [], 0
+        while begin < self.rows:
+            end = max(begin + 1, int(np.searchsorted(ends, ends[begin] + TOKENS_AT_ONCE, "right")) - 1)
+            tokens = slice(int(ends[begin]), int(ends[end]))
+            parts.append(
+                segment_sum(select(column[tokens], self.mask[tokens]), self.segments[tokens] - begin, end - begin)
+            )
+            begin = end
+        return torch.cat([*parts, column[:0]]) / counts
+
     def _rows_with(self, tokens: Tensor) -> Tensor:
         """[n] bool: rows with a token in ``tokens`` [N] bool."""
-        return torch.bincount(self.segments[tokens], minlength=self.rows) > 0
+        found, some = np.zeros(self.rows, bool), self.table.response_lengths > 0
+        if some.any():
+            found[some] = np.logical_or.reduceat(tokens.numpy(), self.table.response_offsets[:-1][some])
+        return torch.from_numpy(found)
 
 
 def pass_begins(args: Args, num_steps: int, fresh: bool) -> int | None:
