@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
@@ -50,6 +51,10 @@ logger = logging.getLogger(__name__)
 # Trainer and engine of a colocated job share a bundle of one device: slime's fractions.
 TRAINER_SHARE, ENGINE_SHARE = 0.4, 0.2
 WAIT_REPORT_S, WAIT_LIMIT_S = 10, 300
+# glibc would keep gigabytes of freed activations; above this size [bytes], freed blocks go back to the system at once
+BLOCK = 4 << 20
+# `mallopt`'s numbers of these two thresholds (malloc.h)
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 class Host:
@@ -60,6 +65,7 @@ class Host:
         log: file for all output of the process.
         name: of the worker, in the trace.
         trace_file: of ``--trace``; None: there is no trace.
+        env: environment variables. Ray's ``runtime_env`` could set them too, but starts each worker twice for it.
         make: makes the object from ``args``.
     """
 
@@ -69,10 +75,13 @@ class Host:
         log: str,
         name: str,
         trace_file: Path | None,
+        env: dict[str, str],
         make: Callable[..., Any] | None = None,
         *args: Any,
     ) -> None:
         redirect_process_output(log)
+        os.environ.update(env)  # torch reads them when it is imported, which `make` does
+        _return_freed_memory()
         self.name = name
         if trace_file is not None:
             trace.begin(trace_file)
@@ -193,9 +202,13 @@ class Actors:
 
     def trainers(self) -> list[RayRemote[TrainerWorker]]:
         """One actor for each rank; `start_workers` makes the trainers in them."""
+        # a process may have to begin with variables of the user's, such as LD_LIBRARY_PATH
         shown = public_part(self.args.train_env_vars)[0]
+        options = {"runtime_env": {"env_vars": shown}} if shown else {}
         return [
-            self._start(Host, f"trainer_{n}", bundle, _options(self.args, self.group, bundle, TRAINER_SHARE, shown))
+            self._start(
+                Host, f"trainer_{n}", bundle, options | self._place(bundle, TRAINER_SHARE), _env(self.args.cpu_threads)
+            )
             for n, bundle in enumerate(self._bundles[: self.world])
         ]
 
@@ -206,23 +219,25 @@ class Actors:
         for n in range(count):
             place = args.engine_place(n)
             own = self._bundles[first + place.first_gpu :][: place.width]
-            options = _options(args, self.group, own[0], ENGINE_SHARE, _gpus_of(args, self.group, own))
+            options, env = self._place(own[0], ENGINE_SHARE), _env(args.cpu_threads) | self._gpus_of(own)
             # on a single node, engines listen on the loopback address only
             host = self._host(own[0]) if len(set(self._hosts.values())) > 1 else LOCAL_HOST
             if server_parts(args):
                 # other calls must be answered while a server restarts
                 options |= {"max_concurrency": 4}
-                found.append(self._start(Host, f"engine_{n}", own[0], options, build_server, args, n, host))
+                found.append(self._start(Host, f"engine_{n}", own[0], options, env, build_server, args, n, host))
             else:
-                found.append(self._start(AsyncHost, f"engine_{n}", own[0], options, build_engine, args, n, host))
+                found.append(self._start(AsyncHost, f"engine_{n}", own[0], options, env, build_engine, args, n, host))
         return found
 
     def rollout(self, make: Callable[..., RolloutWorker], *engines: Any) -> RayRemote[RolloutWorker]:
         """The actor of the rollout side, on the driver's node."""
-        options = {"num_cpus": 0, "runtime_env": {"env_vars": _env(1)}, "max_concurrency": 4}
-        return self._start(Host, "rollout", self._bundles[0], options, make, self.args, *engines)
+        options = {"num_cpus": 0, "max_concurrency": 4}
+        return self._start(Host, "rollout", self._bundles[0], options, _env(1), make, self.args, *engines)
 
-    def _start(self, kind: type[Host], name: str, bundle: int, options: dict[str, Any], *make: Any) -> RayRemote[Any]:
+    def _start(
+        self, kind: type[Host], name: str, bundle: int, options: dict[str, Any], env: dict[str, str], *make: Any
+    ) -> RayRemote[Any]:
         folder = Path(self.args.run_dir).absolute()
         log, trace_file = folder / "logs" / f"{name}.log", None
         if self.args.trace:
@@ -231,12 +246,33 @@ class Actors:
             trace_file = folder / trace.FILE if here else folder / f"trace-{self._host(bundle)}.json"
         # `ps` shows the name of the class: ray::trainer
         actor = ray.remote(type(name.rstrip("_0123456789"), (kind,), {})).options(**options)
-        handle = actor.remote(os.getcwd(), str(log), name, trace_file, *make)
+        handle = actor.remote(os.getcwd(), str(log), name, trace_file, env, *make)
         self.started.append(RayRemote(handle, name, log, self._host(bundle)))
         return self.started[-1]
 
     def _host(self, bundle: int) -> str:
         return str(self._hosts[self._nodes[bundle]])
+
+    def _place(self, bundle: int, share: float) -> dict[str, Any]:
+        """Options of an actor that has ``share`` of the device of ``bundle``."""
+        strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
+        gpus = share if self.args.device == "cuda" else 0
+        return {"num_cpus": share, "num_gpus": gpus, "scheduling_strategy": strategy}
+
+    def _gpus_of(self, bundles: list[int]) -> dict[str, str]:
+        """Environment of an engine that spans several bundles: makes the GPUs of all visible, not only the first's."""
+        if self.args.device != "cuda" or len(bundles) == 1:
+            return {}
+        probe = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()))
+        found = [probe.options(**self._place(bundle, ENGINE_SHARE)).remote() for bundle in bundles]
+        nodes, gpus = zip(*ray.get(found), strict=True)
+        if len(set(nodes)) > 1:
+            raise ClusterError(
+                f"an engine of {len(bundles)} GPUs (--rollout-num-gpus-per-engine) would span {len(set(nodes))} nodes; "
+                "engines stay within a node: lower it, or free whole nodes"
+            )
+        visible = ",".join(str(gpu) for ids in gpus for gpu in ids)
+        return {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 @contextmanager
@@ -369,37 +405,13 @@ def bundles_by_node(nodes: dict[int, str], first: str) -> list[int]:
 
 
 def _env(threads: int) -> dict[str, str]:
-    # glibc would keep gigabytes of freed activations; above this size, freed blocks go back to the system at once
-    block = str(4 << 20)
-    memory = {"MALLOC_MMAP_THRESHOLD_": block, "MALLOC_TRIM_THRESHOLD_": block}
+    memory = {"MALLOC_MMAP_THRESHOLD_": str(BLOCK), "MALLOC_TRIM_THRESHOLD_": str(BLOCK)}  # for processes of a worker's
     return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory}
 
 
-def _gpus_of(args: Args, group: PlacementGroup, bundles: list[int]) -> dict[str, str]:
-    """Environment of an engine that spans several bundles: makes the GPUs of all visible, not only the first's."""
-    if args.device != "cuda" or len(bundles) == 1:
-        return {}
-    probe = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()))
-    found = [probe.options(**_options(args, group, bundle, ENGINE_SHARE)).remote() for bundle in bundles]
-    nodes, gpus = zip(*ray.get(found), strict=True)
-    if len(set(nodes)) > 1:
-        raise ClusterError(
-            f"an engine of {len(bundles)} GPUs (--rollout-num-gpus-per-engine) would span {len(set(nodes))} nodes; "
-            "engines stay within a node: lower it, or free whole nodes"
-        )
-    visible = ",".join(str(gpu) for ids in gpus for gpu in ids)
-    return {"CUDA_VISIBLE_DEVICES": visible, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-
-
-def _options(
-    args: Args, group: PlacementGroup, bundle: int, share: float, env: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
-    return {
-        "num_cpus": share,
-        "num_gpus": share if args.device == "cuda" else 0,
-        "scheduling_strategy": strategy,
-        "runtime_env": {
-            "env_vars": {**_env(args.cpu_threads), **{name: str(text) for name, text in (env or {}).items()}}
-        },
-    }
+def _return_freed_memory() -> None:
+    """Set this process's thresholds of `_env`, which glibc reads only when a process begins."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # musl has none
+        libc.mallopt(M_MMAP_THRESHOLD, BLOCK)
+        libc.mallopt(M_TRIM_THRESHOLD, BLOCK)

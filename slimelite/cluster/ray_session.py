@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.node import Node
 from ray.exceptions import (
     AuthenticationError,
     NodeDiedError,
@@ -42,6 +43,11 @@ NO_MEMORY = (
 )
 NO_ROOM = "make room in /tmp and /dev/shm, or export RAY_TMPDIR=<a folder with a short name on another disk>"
 ENDED = "Worker unexpectedly exits"
+# Ray's methods that start a process of which a run of its own makes no use: one forwards the output of workers, which
+# ours write to files of the run folder; one adds machines; one is the dashboard's, which starts even without the page
+NEEDLESS = ("start_log_monitor", "start_monitor", "start_api_server")
+# Ray would start a worker for each core and keep it idle; ours are started when they are asked for
+SETTINGS = {"prestart_worker_first_driver": False}
 
 
 @contextmanager
@@ -94,7 +100,8 @@ def _start(bundles: int) -> None:
         try:
             if (free := shutil.disk_usage(folder).free) < ROOM:
                 raise OSError(f"{free >> 20} MB are free in {folder}, and it takes {ROOM >> 20} MB at least")
-            _init(address="local", num_cpus=cpus, include_dashboard=False)
+            with _without_needless():
+                _init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=dict(SETTINGS))
             return
         except OSError as error:
             raise ClusterError(
@@ -111,6 +118,26 @@ def _start(bundles: int) -> None:
                 f"{folder}/ray/session_latest/logs. Most often the machine is too busy, or has no memory or processes "
                 f"left (free -g, ulimit -u): end other jobs and start again; {LOCAL}"
             ) from error
+
+
+@contextmanager
+def _without_needless() -> Iterator[None]:
+    """While this lasts, Ray does not start the processes of `NEEDLESS`, which cost 2 CPU-seconds at the start of a run.
+
+    The methods are private: a version of Ray that has none of that name starts what it likes.
+    """
+    kept = {name: getattr(Node, name) for name in NEEDLESS if hasattr(Node, name)}
+    for name in kept:
+        setattr(Node, name, _start_nothing)
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(Node, name, method)
+
+
+def _start_nothing(node: Any, **_options: Any) -> None:
+    node._webui_url = ""  # `Node.start_api_server` sets it, and `Node.start_raylet` reads it
 
 
 def _init(**options: Any) -> None:
