@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from slimelite.arguments.model import ArchitectureArgs
 from slimelite.families import FAMILIES, family_of, is_true, text_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -31,7 +31,7 @@ ENTRIES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 PARTS = ("*.safetensors", "pytorch_model*.bin")
 REMEDY = "copy or save the model anew"
 # `from_pretrained` with ``output_loading_info``: (model, info)
-Loader = Callable[..., tuple[PreTrainedModel, Any]]
+Loader = Callable[..., "tuple[PreTrainedModel, Any]"]
 
 
 def has_weights(path: str | Path) -> bool:
@@ -44,6 +44,8 @@ def has_weights(path: str | Path) -> bool:
 
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
     """Write ``weights`` as a safetensors file with the umask's mode; the library itself makes it private."""
+    from safetensors.torch import save_file
+
     file.unlink(missing_ok=True)
     file.touch()
     mode = file.stat().st_mode
@@ -106,6 +108,8 @@ def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = 
     Raises:
         ValueError: see `weight_shapes` and `load_weights`.
     """
+    import torch
+
     folder = Path(path)
     shapes = weight_shapes(folder) if folder.is_dir() and has_weights(folder) else None
     if shapes is not None:

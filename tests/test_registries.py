@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from scripts.arithmetic import write_model_folder
-from slimelite.algorithms.advantages import RolloutTokens, group_advantages, token_advantages
+from slimelite.algorithms.advantages import RolloutTokens, token_advantages
 from slimelite.algorithms.estimators import ESTIMATORS
+from slimelite.algorithms.groups import group_advantages
 from slimelite.algorithms.losses import CORRECTIONS, DPO_KINDS, KL_KINDS, LEVELS, LOSSES, MODES
 from slimelite.algorithms.policy import policy_loss
 from slimelite.arguments import Args, RewardArgs
@@ -121,8 +122,8 @@ def test_an_estimator_is_one_file() -> None:
         make_args(f"{RUN} --advantage-estimator median --kl-coef 0.1".split())
     with pytest.raises(ArgumentError, match="--n-samples-per-prompt 1: median compares the responses to a prompt"):
         make_args(f"{RUN} --advantage-estimator median --n-samples-per-prompt 1".split())
-    rewards, ids = torch.tensor([3.0, 1.0, 2.0, 7.0]), torch.tensor([0, 0, 0, 1])
-    advantages, _ = group_advantages(rewards, ids, torch.from_numpy(np.arange(4)), "median")
+    rewards, ids = np.array([3.0, 1.0, 2.0, 7.0]), np.array([0, 0, 0, 1])
+    advantages, _ = group_advantages(rewards, ids, np.arange(4), "median")
     assert advantages.tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
@@ -132,7 +133,7 @@ def test_an_estimator_that_returns_another_shape_is_refused(wrong: Any, monkeypa
     ids = torch.tensor([0, 0]), torch.tensor([0, 1])
     tokens = RolloutTokens(torch.ones(2), torch.zeros(2), torch.ones(2) > 0, ids[1])
     calls = {
-        "group": lambda: group_advantages(torch.tensor([0.0, 1.0]), *ids, "own"),
+        "group": lambda: group_advantages(np.array([0.0, 1.0]), ids[0].numpy(), ids[1].numpy(), "own"),
         "token": lambda: token_advantages("own", tokens),
     }
     for part, call in calls.items():
@@ -158,9 +159,9 @@ def test_what_a_users_function_raises_names_the_option_and_the_line(
     args = Args(rollout_backend="own", hf_checkpoint=str(tmp_path), tokenizer=str(tmp_path), run_dir=str(tmp_path))
     write_model_folder(tmp_path)
     conversations = ChatReader(load_tokenizer(str(tmp_path)), "own")
-    rewards, ids = torch.tensor([0.0, 1.0]), (torch.tensor([0, 0]), torch.tensor([0, 1]))
+    rewards, ids = torch.tensor([0.0, 1.0]), (np.array([0, 0]), np.array([0, 1]))
     for registry, like, part, call in (
-        (ESTIMATORS, "rloo", "group", lambda: group_advantages(rewards, *ids, "own")),
+        (ESTIMATORS, "rloo", "group", lambda: group_advantages(rewards.numpy(), *ids, "own")),
         (LOSSES, "custom_loss", "function", lambda: LOSSES["own"](rewards)),
         (KL_KINDS, "k1", "function", lambda: KL_KINDS["own"](rewards)),
         (LOSS_MASKS, "auto", "find", lambda: conversations.tokens([])),

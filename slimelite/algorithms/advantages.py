@@ -1,7 +1,7 @@
-"""Rewards to advantages: group statistics, token-level estimators, whitening, on-policy distillation.
+"""Rewards to advantages, second step: token-level estimators, whitening, on-policy distillation.
 
-Group statistics are computed once for the whole rollout, before rows are dealt to ranks; the token-level functions run
-on packed tokens (see `packed`). Nothing here has a gradient.
+The first step, `groups`, has compared the rollouts of each prompt. These functions run on packed tokens (see `packed`).
+Nothing here has a gradient.
 """
 
 from __future__ import annotations
@@ -12,117 +12,15 @@ import torch
 from torch import Tensor
 
 from slimelite.algorithms.estimators import ESTIMATORS
-from slimelite.algorithms.packed import Metrics, checked, mean_metric, segment_sum, select, upcast
+from slimelite.algorithms.packed import checked, select, upcast
 from slimelite.registry import function
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedRewards:
-    """Rewards of the M rollouts of G groups; float64 except for the integers.
-
-    ``rewards``: [M]; ``group``: [M] int64, 0 … G − 1; ``size``: [G] int64 rollouts of each group; ``centered``: [M]
-    R − mean of the group; ``std``: [G] unbiased, 0 in a group of one. ``divide_by_std``: False is
-    ``--disable-grpo-std-normalization``.
-    """
-
-    rewards: Tensor
-    group: Tensor
-    size: Tensor
-    centered: Tensor
-    std: Tensor
-    divide_by_std: bool
-
-
-def over_std(rewards: GroupedRewards) -> Tensor:
-    """[M] (R − mean) / (std + 1e-6) (arXiv:2402.03300); without ``divide_by_std`` R − mean (arXiv:2503.20783)."""
-    return rewards.centered * (1 / (rewards.std + 1e-6))[rewards.group] if rewards.divide_by_std else rewards.centered
-
-
-def minus_mean(rewards: GroupedRewards) -> Tensor:
-    """[M] R − mean (arXiv:2501.03262)."""
-    return rewards.centered
-
-
-def leave_one_out(rewards: GroupedRewards) -> Tensor:
-    """[M] R − mean of the *other* rewards of the group = n / (n − 1)·(R − mean) (arXiv:2402.14740)."""
-    scale = rewards.size.double() / (rewards.size - 1).clamp(min=1)  # a quotient of two int64 tensors is fp32
-    return rewards.centered * scale[rewards.group]
-
-
-@torch.no_grad()
-def group_advantages(
-    rewards: Tensor,
-    group_ids: Tensor,
-    rollout_ids: Tensor,
-    estimator: str,
-    *,
-    std_normalization: bool = True,
-    normalize: bool = True,
-) -> tuple[Tensor, Metrics]:
-    """The advantage of each row from the rewards of its group's rollouts, by the ``group`` function of an estimator.
-
-    Groups may have any size (slime falls back to one group of the whole batch when sizes differ). Fan-out siblings,
-    rows of one rollout id, count once, with the mean of their rewards, and share its advantage. A group of one rollout
-    and a group of equal rewards get exactly 0; metrics ``groups_of_one`` and ``zero_variance_groups`` give their share
-    of all groups.
-
-    Args:
-        rewards: [N], one a row.
-        group_ids: [N] int64.
-        rollout_ids: [N] int64.
-        estimator: one of ``ESTIMATORS``.
-        std_normalization: False is ``--disable-grpo-std-normalization``.
-        normalize: False is ``--disable-rewards-normalization``: the rewards come back as they are.
-
-    Returns:
-        [N] advantages in the dtype of ``rewards`` (at least fp32), and metrics.
-
-    Raises:
-        ValueError: an unknown estimator, a reward that is not finite, or a rollout in two groups.
-    """
-    compare = ESTIMATORS[estimator].group
-    dtype = upcast(rewards).dtype
-    bad = (~rewards.float().isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise ValueError(
-            f"rewards of rows {bad[:8]} are not finite in fp32; --reward-error zero|drop handles such rewards"
-        )
-    rewards = rewards.double()  # in float64 squares of fp32 numbers do not overflow
-    groups, row_group = torch.unique(group_ids, return_inverse=True)
-    rollouts, row_rollout = torch.unique(rollout_ids, return_inverse=True)
-    group = torch.zeros_like(rollouts).scatter(0, row_rollout, row_group)
-    if (group[row_rollout] != row_group).any():
-        raise ValueError("rows of one rollout_id are in different groups; fan-out siblings must keep their group_index")
-
-    of_rollouts = _means(rewards, row_rollout, len(rollouts))
-    size = torch.bincount(group, minlength=len(groups))
-    centered = of_rollouts - _means(of_rollouts, group, len(groups))[group]
-    std = (segment_sum(centered.square(), group, len(groups)) / (size - 1).clamp(min=1)).sqrt()
-    metrics = {
-        "groups_of_one": mean_metric(size == 1, size > 0),
-        "zero_variance_groups": mean_metric((size > 1) & (std == 0), size > 0),
-    }
-    if not normalize or compare is None:
-        return rewards.to(dtype), metrics
-    found = function(compare, ESTIMATORS.option, estimator)(
-        GroupedRewards(of_rollouts, group, size, centered, std, std_normalization)
-    )
-    advantages = checked(found, len(rollouts), f"--advantage-estimator {estimator}: its group function")
-    return advantages[row_rollout].to(dtype), metrics
-
-
-def _means(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """[size] mean of the values of each index, computed relative to their minimum: exact if all values are equal."""
-    low = values.new_full((size,), torch.inf).scatter_reduce(0, index, values, "amin")
-    count = torch.bincount(index, minlength=size)
-    return low + segment_sum(values - low[index], index, size) / count
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutTokens:
     """The T response tokens of the rows of a whole rollout, packed, on the CPU.
 
-    ``advantages``: [rows] fp32 of `group_advantages`; ``kl``: [T] fp32 estimate of KL(old ‖ ref), 0 without
+    ``advantages``: [rows] fp32 of `groups.group_advantages`; ``kl``: [T] fp32 estimate of KL(old ‖ ref), 0 without
     ``--kl-coef``; ``mask``: [T] bool; ``segments``: [T] int64 row of each token; ``values``: [T] of the critic at the
     position that predicts the token, None without one; ``kl_coef``, ``gamma``, ``lambd``: the flags.
     """

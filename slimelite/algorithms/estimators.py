@@ -29,7 +29,7 @@ class Estimator:
         summary: the advantage as a formula, for the help.
         paper: its arXiv number.
         group: ``fn(rewards: GroupedRewards) -> [M]`` float64, the advantage of each of the M rollouts from a comparison
-            within the groups of one prompt; see `advantages.GroupedRewards`. None: the reward itself.
+            within the groups of one prompt; see `groups.GroupedRewards`. None: the reward itself.
         token: ``fn(tokens: RolloutTokens) -> [T]``, the advantage of each of the T response tokens of a whole rollout,
             packed, finite where the mask is set; or a pair of these advantages and the returns [T] that a critic
             learns. See `advantages.RolloutTokens`. None: every token has the advantage of its row.
@@ -61,12 +61,12 @@ class Estimator:
     open_below: bool = False
 
 
-_ADVANTAGES = "slimelite.algorithms.advantages"
+_GROUPS, _ADVANTAGES = "slimelite.algorithms.groups", "slimelite.algorithms.advantages"
 GRPO = Estimator(
     "grpo",
     "(R − mean) / std of the responses to a prompt",
     "2402.03300",
-    f"{_ADVANTAGES}:over_std",
+    f"{_GROUPS}:over_std",
     divides_by_std=True,
 )
 ESTIMATORS = Registry(
@@ -90,7 +90,7 @@ ESTIMATORS = Registry(
             dual_clip=False,
             open_below=True,
         ),
-        Estimator("rloo", "R − mean of the prompt's other responses", "2402.14740", f"{_ADVANTAGES}:leave_one_out"),
+        Estimator("rloo", "R − mean of the prompt's other responses", "2402.14740", f"{_GROUPS}:leave_one_out"),
         Estimator(
             "reinforce_plus_plus",
             "discounted sum of R and the KL of the tokens that follow",
@@ -104,7 +104,7 @@ ESTIMATORS = Registry(
             "reinforce_plus_plus_baseline",
             "R − mean of the responses to a prompt, less the KL of the token",
             "2501.03262",
-            f"{_ADVANTAGES}:minus_mean",
+            f"{_GROUPS}:minus_mean",
             f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
             takes_kl=True,
             whitens=True,

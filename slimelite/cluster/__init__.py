@@ -37,7 +37,7 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
         write_text(folder / "config.json", json.dumps(args.model_config, indent=2))
         args = replace(args, hf_checkpoint=str(folder))
     if args.launcher == "local":
-        from slimelite.cluster.workers import local_workers as workers
+        from slimelite.cluster.local import local_workers as workers
     else:
         if "RAY_ADDRESS" not in os.environ:
             _close_ray_to_others()

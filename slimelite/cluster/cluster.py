@@ -12,21 +12,33 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
-
-import numpy as np
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from slimelite.arguments import Args
 from slimelite.checkpoints import REMEDY, ROLLOUT_STATE, find_checkpoint, folder_of, model_folder, read_json, writing
-from slimelite.cluster.remote import POLL_S, ClusterError, Pending, Progress, Remote, Turns, check_number, check_table
-from slimelite.cluster.workers import RolloutWorker, TrainerWorker, disagreement
+from slimelite.cluster.remote import (
+    POLL_S,
+    ClusterError,
+    Names,
+    Pending,
+    Progress,
+    Remote,
+    Turns,
+    check_number,
+    check_table,
+)
+from slimelite.cluster.workers import RolloutWorker, TrainOutput, disagreement
 from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
 from slimelite.engines.registry import ENGINES
 from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutOutput
 from slimelite.table import SampleTable
-from slimelite.token_stats import TokenStats
-from slimelite.training.loss import engine_threshold
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slimelite.cluster.trainer import TrainerWorker
+else:
+    TrainerWorker = Names()  # the class needs torch, and this process does not
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,20 +49,6 @@ MOVED_ON = (
 )
 # file in a checkpoint: the table of a rollout that was generated ahead
 AHEAD = "ahead.parquet"
-
-
-class TrainOutput(NamedTuple):
-    """The result of training on a rollout.
-
-    ``metrics``: of the rollout, reduced over ranks; ``steps``: the ``train/*`` metrics of each optimizer step;
-    ``columns``: of the table, such as ``advantages`` if each response token has its own, see `TokenColumns.trained`;
-    ``token_stats``: log-prob and entropy of each response token, None with ``--token-stats none``.
-    """
-
-    metrics: dict[str, float]
-    steps: list[dict[str, float]]
-    columns: dict[str, np.ndarray]
-    token_stats: TokenStats | None
 
 
 class Cluster:
@@ -373,6 +371,8 @@ class Cluster:
                 logger.warning("%s; once more, with every engine alive", error)
 
     def _check_engines(self, version: int) -> float:
+        from slimelite.training.loss import engine_threshold  # it needs torch
+
         table = self._rollout.ask(RolloutWorker.probe)
         gaps = disagreement(table, self._all(TrainerWorker.log_probs, self._trainers[0].share(table))[0], version)
         limit = engine_threshold(self.args, exact=self.args.device == "cpu")

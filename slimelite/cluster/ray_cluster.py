@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 from ray.exceptions import RayError, RayTaskError, UnserializableException
@@ -26,13 +26,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slimelite import trace
 from slimelite.arguments import Args
 from slimelite.arguments.secret import public_part
+from slimelite.cluster.local import Workers, build_trainer, check_models
 from slimelite.cluster.ray_session import connected, explained, last_line
 from slimelite.cluster.remote import ClusterError, Progress, Remote
 from slimelite.cluster.workers import (
     LOCAL_HOST,
     RolloutWorker,
-    TrainerWorker,
-    Workers,
     build_engine,
     build_server,
     external_servers,
@@ -43,6 +42,9 @@ from slimelite.cluster.workers import (
 from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.engines.registry import ServerAddress
 from slimelite.tracking.noise import redirect_process_output
+
+if TYPE_CHECKING:
+    from slimelite.cluster.trainer import TrainerWorker
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -129,7 +131,7 @@ class RayRemote(Remote[T]):
     def __init__(self, handle: Any, name: str, log: Path, host: str) -> None:
         self.handle, self.name, self.log, self.host = handle, name, log, host
 
-    def make(self, make: Callable[..., T], secrets: dict[str, str], *args: Any) -> Future[None]:
+    def make(self, make: Callable[..., Any], secrets: dict[str, str], *args: Any) -> Future[None]:
         """Make the object in an actor that was started without one; see `Host.make`."""
         return self.future(self.handle.make.remote(make, secrets, *args))
 
@@ -332,15 +334,18 @@ def start_workers(
     first = ServerProcess.start if server_parts(args) else Engine.info
     loading: dict[Future[Any], str] = {engine.submit(first): engine.name for engine in engines}
     loading[rollout.submit(RolloutWorker.num_prompts)] = rollout.name
+    secrets = public_part(args.train_env_vars)[1]
+    if trainers:  # what is wrong with a model is said once, before engines and trainers stumble over it
+        progress(0, len(loading) + len(trainers), "workers are up; checking the models")
+        trainers[0].make(check_models, secrets, args).result()
     if trainers and engines and args.colocate and args.device == "cuda":
         _wait_until_up(loading, progress)
         loading = {}
         if args.offload_rollout:
             rollout.submit(RolloutWorker.release_memory).result()
     address = trainers[0].rendezvous().result() if len(trainers) > 1 else None
-    secrets = public_part(args.train_env_vars)[1]
     for rank, trainer in enumerate(trainers):
-        made = trainer.make(TrainerWorker, secrets, args, rank, len(trainers), address, trainer.host)
+        made = trainer.make(build_trainer, secrets, args, rank, len(trainers), address, trainer.host)
         loading[made] = trainer.name
     _wait_until_up(loading, progress)
 

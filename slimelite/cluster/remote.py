@@ -17,6 +17,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from slimelite import trace
@@ -56,6 +57,13 @@ def with_memory(error: BaseException, args: Args) -> BaseException:
     for note in getattr(error, "__notes__", []):
         told.add_note(note)
     return told
+
+
+class Names:
+    """Stands for a class of which this process needs the names of methods alone, for `Remote.submit`."""
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(__name__=name)
 
 
 class Remote(ABC, Generic[T]):

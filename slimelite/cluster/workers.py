@@ -1,21 +1,20 @@
-"""The plain objects that a launcher places in processes: engines, servers, the rollout worker and trainers."""
+"""The plain objects that a launcher places in processes, but for the trainers: engines, servers, the rollout worker.
+
+Importing this file imports no torch: an engine's process imports it when it makes its engine.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from slimelite.arguments import Args
-from slimelite.cluster.remote import LocalRemote, Progress, Remote, remote_engine
+from slimelite.cluster.remote import Remote, remote_engine
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.protocol import (
     Codec,
@@ -27,17 +26,16 @@ from slimelite.engines.protocol import (
     ServerProcess,
     SyncSetup,
     WeightBucket,
-    WeightSink,
 )
 from slimelite.engines.registry import ENGINES, ServerAddress, ServerParts
 from slimelite.registry import Function, function
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
-from slimelite.training.parallel import meeting_store
-from slimelite.training.profiling import Profiler
-from slimelite.training.trainer import Trainer
-from slimelite.training.weights import buckets
+from slimelite.token_stats import TokenStats
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 LOCAL_HOST = "127.0.0.1"
@@ -167,57 +165,18 @@ def _results(futures: Sequence[Future[T]]) -> list[T]:
     return [future.result() for future in futures]
 
 
-class TrainerWorker(Trainer):
-    """A `Trainer` that can send its weights to the engines.
+class TrainOutput(NamedTuple):
+    """The result of training on a rollout.
 
-    Args:
-        args: resolved arguments.
-        rank, world_size: rank of this trainer, and number of training ranks.
-        address: host:port where the ranks meet; None if there is only one rank.
-        host: an address of this machine that engines can reach.
-        listener: a socket at ``address``, for rank 0.
+    ``metrics``: of the rollout, reduced over ranks; ``steps``: the ``train/*`` metrics of each optimizer step;
+    ``columns``: of the table, such as ``advantages`` if each response token has its own, see `TokenColumns.trained`;
+    ``token_stats``: log-prob and entropy of each response token, None with ``--token-stats none``.
     """
 
-    def __init__(
-        self,
-        args: Args,
-        rank: int = 0,
-        world_size: int = 1,
-        address: str | None = None,
-        host: str = LOCAL_HOST,
-        listener: socket.socket | None = None,
-    ) -> None:
-        store = meeting_store(args, address, rank, world_size, listener) if address else None
-        super().__init__(args, rank=rank, world_size=world_size, init_method=store)
-        self._servers = server_sync(args, self.world.device, host) if server_parts(args) else None
-        self._profiler = Profiler(args, rank)
-        self.timed.around = self._profiler.of_pass
-
-    def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
-        """See `Trainer.train`."""
-        with self._profiler.rollout(rollout_id):
-            return super().train(rollout_id, table)
-
-    def push_to(self, engines: Sequence[Any], version: int) -> dict[str, float]:
-        """Send the weights to ``engines``, remote engines or servers; see `Trainer.push_weights`."""
-        sink: WeightSink = RemoteSink(engines) if self._servers is None else self._servers.to(engines)
-        return self.push_weights(sink, version)
-
-    def get_weights(self) -> dict[str, Tensor]:
-        """On rank 0 all weights, on the CPU, by Hugging Face name, in the optimizer's dtype; on other ranks nothing."""
-        found: dict[str, Tensor] = {}
-        size = self.args.update_weight_buffer_size
-        for bucket in buckets(self.model.named_weights(), size, memory=self.memory):
-            if self.world.rank == 0:
-                found |= {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
-        return found
-
-    def close(self) -> None:
-        """Leave the process groups."""
-        self._profiler.close()
-        if self._servers is not None:
-            self._servers.close()
-        super().close()
+    metrics: dict[str, float]
+    steps: list[dict[str, float]]
+    columns: dict[str, np.ndarray]
+    token_stats: TokenStats | None
 
 
 class RolloutWorker(RolloutManager):
@@ -295,63 +254,3 @@ def disagreement(table: SampleTable, log_probs: np.ndarray, version: int) -> np.
     gap = np.where(table.weight_versions == version, np.abs(table.rollout_log_probs - log_probs), np.inf)
     engine_of_token = np.repeat(table.group_id, table.response_lengths)
     return np.array([gap[engine_of_token == number].mean() for number in np.unique(table.group_id)])
-
-
-class Workers(NamedTuple):
-    """The workers that a launcher has started, for `Cluster`.
-
-    ``trainers``: one for each rank, rank 0 first; ``engines``: argument of `TrainerWorker.push_to`; ``others``: more
-    workers in processes of their own, whose CPU time counts.
-    """
-
-    rollout: Remote[RolloutWorker]
-    trainers: Sequence[Remote[TrainerWorker]]
-    engines: Sequence[Any]
-    others: Sequence[Remote[Any]] = ()
-
-
-@contextmanager
-def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
-    """``--launcher local``: one rank, one engine and the rollout worker, all in this process.
-
-    The engine loads first, as in `ray_cluster.start_workers`.
-    """
-    if args.device == "cpu":
-        torch.set_num_threads(args.cpu_threads)
-    with ExitStack() as stack:
-        progress(0, 0, "loading the engine")
-        engines, servers = _local_engines(args, stack)
-        rollout = RolloutWorker(args, engines)
-        stack.callback(rollout.close)
-        trains = not args.debug_rollout_only
-        if trains and args.offload_rollout:
-            rollout.release_memory()
-        progress(0, 0, "loading the trainer")
-        trainers = []
-        if trains:
-            trainer = TrainerWorker(args)
-            stack.callback(trainer.close)
-            trainers.append(LocalRemote(trainer, "trainer_0"))
-        remotes = [LocalRemote(engine, "engine_0") for engine in engines]
-        yield Workers(LocalRemote(rollout, "rollout"), trainers, servers or remotes)
-
-
-def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[ServerAddress]]:
-    """The engines, and the servers behind them, if they are servers."""
-    engines: list[Engine] = []
-    servers: list[ServerAddress] = []
-    if args.debug_train_only:
-        return engines, servers
-    if not server_parts(args):
-        engines.append(build_engine(args, 0))
-    elif args.rollout_external_engine_addrs:
-        servers += external_servers(args)
-        engines += [connect(args, server, None) for server in servers]
-    else:
-        process = build_server(args, 0)
-        stack.callback(process.close)
-        servers.append(ServerAddress(process.start(), args.engine_place(0).width))
-        engines.append(connect(args, servers[0], RemoteOwner(LocalRemote(process, "engine_0"))))
-    for engine in engines:
-        stack.callback(asyncio.run, engine.close())
-    return engines, servers

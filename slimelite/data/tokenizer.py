@@ -1,16 +1,26 @@
-"""Loads tokenizers, and finds the token ids that end a response."""
+"""Loads tokenizers, and finds the token ids that end a response.
+
+One with a ``tokenizer.json`` is loaded without torch, which train.py and the rollout side's process do not import.
+"""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import transformers
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from slimelite.checkpoints import read_json
+from slimelite.families import text_config
+
+# transformers' readers of GGUF files, which import torch, and the module of its fast tokenizers, which imports them
+GGUF, FAST = "transformers.modeling_gguf_pytorch_utils", "transformers.tokenization_utils_tokenizers"
 
 # together they have digits, operators, newlines, runs of spaces, code, accents, another script and an emoji
 PROBES = (
@@ -24,32 +34,69 @@ PROBES = (
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id; its ids are those of the folder's ``tokenizer.json``.
 
-    `AutoTokenizer` picks a class by ``model_type``. Some of these classes rebuild the tokenizer from its vocabulary and
-    silently drop the file's pre-tokenizer and decoder (for example of a Qwen2 model with a word-level tokenizer). If
-    ids differ from the file's on the probe texts, the file is loaded directly.
+    Its class is the one that ``tokenizer_config.json`` names. Where it names none for a ``tokenizer.json``,
+    `AutoTokenizer` chooses by ``model_type``, which imports torch and torch.compile. Some classes rebuild the tokenizer
+    from its vocabulary and silently drop the file's pre-tokenizer and decoder (for example of a Qwen2 model with a
+    word-level tokenizer). If ids differ from the file's on the probe texts, the file is loaded directly.
 
     Raises:
         ValueError: there is no tokenizer at ``path``, or no class reproduces the file's ids.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        kind = _named_class(path) if file is not None else None
+        tokenizer = (kind or transformers.AutoTokenizer).from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises all kinds of errors for malformed files
         raise ValueError(
             f"no tokenizer at {path!r}, which is to be a folder with tokenizer.json or a hub id ({_short(error)})"
         ) from error
-    file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
     if file is None:
         if not tokenizer(PROBES[1], add_special_tokens=False)["input_ids"]:
             raise ValueError(f"the tokenizer at {path!r} knows no words: its tokenizer.json is missing")
         return tokenizer
     truth = Tokenizer.from_file(file)
     if not _agrees(tokenizer, truth):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
         if not _agrees(tokenizer, truth):
             raise ValueError(
                 f"{file} does not load faithfully: transformers gives other ids than the file; save it anew"
             )
     return tokenizer
+
+
+def _named_class(path: str) -> type[PreTrainedTokenizerBase] | None:
+    """The class for a ``tokenizer.json`` that ``tokenizer_config.json`` names; None if it names no such class."""
+    file = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+    config = read_json(Path(file)) if file is not None else {}
+    name = config.get("tokenizer_class")
+    if not isinstance(name, str) or "auto_map" in config:
+        return None
+    _import_fast_tokenizers()
+    base = transformers.PreTrainedTokenizerFast
+    kind = getattr(transformers, name.removesuffix("Fast") if name != base.__name__ else name, base)
+    return kind if isinstance(kind, type) and issubclass(kind, base) else None
+
+
+def _import_fast_tokenizers() -> None:
+    """Import transformers' fast tokenizers without torch, which they import only for a function that reads GGUF files.
+
+    A module with a function of that name stands in meanwhile; the function imports the real one when it is called.
+    """
+    if "torch" in sys.modules or FAST in sys.modules:
+        return
+    stand_in = ModuleType(GGUF)
+
+    def load_gguf_checkpoint(*args: Any, **options: Any) -> Any:
+        return importlib.import_module(GGUF).load_gguf_checkpoint(*args, **options)
+
+    stand_in.load_gguf_checkpoint = load_gguf_checkpoint  # type: ignore[attr-defined]
+    sys.modules[GGUF] = stand_in
+    try:
+        importlib.import_module(FAST)
+    except ImportError:  # another version of transformers wants more of the module
+        sys.modules.pop(FAST, None)
+    finally:
+        del sys.modules[GGUF]
 
 
 def _short(error: BaseException) -> str:
@@ -90,5 +137,5 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _eos_ids(config: dict[str, Any]) -> list[int | None]:
-    eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    eos = config.get("eos_token_id", text_config(config).get("eos_token_id"))
     return eos if isinstance(eos, list) else [eos]

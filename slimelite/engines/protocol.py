@@ -6,15 +6,18 @@ be in this process, in a Ray actor or behind HTTP.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
 from slimelite.per_token import held, listed
+
+if TYPE_CHECKING:
+    import torch
 
 # tokens to text, special tokens included
 Decode = Callable[[list[int]], str]
@@ -154,17 +157,21 @@ class WeightBucket:
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """(name, view into ``flat``) for each tensor."""
-        sizes = [int(torch.Size(shape).numel()) for shape in self.shapes]
+        sizes = [math.prod(shape) for shape in self.shapes]
         parts = self.flat.split(sizes)
         return [(n, p.view(s)) for n, p, s in zip(self.names, parts, self.shapes, strict=True)]
 
     def __reduce__(self) -> tuple[Callable[..., WeightBucket], tuple[Any, ...]]:
         # between processes pickle 5 sends numpy bytes out of band; a torch tensor would be copied into the pickle
+        import torch
+
         dtype = str(self.flat.dtype).removeprefix("torch.")
         return _received, (self.names, self.shapes, dtype, self.flat.cpu().view(torch.uint8).numpy())
 
 
 def _received(names: list[str], shapes: list[tuple[int, ...]], dtype: str, raw: Any) -> WeightBucket:
+    import torch
+
     # torch.tensor copies, because an array from shared memory is read-only
     return WeightBucket(names, shapes, torch.tensor(raw).view(getattr(torch, dtype)))
 

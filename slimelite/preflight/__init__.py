@@ -42,7 +42,7 @@ def problems(args: Args) -> list[str]:
 
 def inspect(args: Args, machine: Machine) -> Findings:
     """Every check that can be made without loading a model; one that fails does not hide the others."""
-    from slimelite.preflight.inputs import InputChecks  # it needs torch and transformers
+    from slimelite.preflight.inputs import InputChecks  # it needs transformers
 
     findings = Findings()
     try:

@@ -16,18 +16,15 @@ from slimelite.checkpoints import STATE_FILE, damage, read_json
 from slimelite.data.conversations import ChatReader
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
-from slimelite.engines.registry import ENGINES
 from slimelite.families import text_config
-from slimelite.model_files import check_architecture, has_weights, shape_problems
+from slimelite.model_files import check_architecture, has_weights, shape_problems, weight_shapes
 from slimelite.plugins import load_function
 from slimelite.preflight.findings import Findings, fill, one_line
-from slimelite.registry import function
 from slimelite.rewards.grader import check_reward
 from slimelite.rewards.rules import RULES
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
-from slimelite.training.loading import inspect_model
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -51,7 +48,7 @@ class InputChecks:
     def __init__(self, args: Args, findings: Findings) -> None:
         self.args = args
         self.findings = findings
-        # plugins and rules that failed a check, so that they are not called
+        # plugins and rules that failed a check, so that they are not called, and flags of models that did
         self.broken: set[str] = set()
         # config of the model; empty if it cannot be read
         self.config: dict[str, Any] = {}
@@ -61,6 +58,15 @@ class InputChecks:
         """Check everything that the arguments name, as far as that is possible without loading a model."""
         self.load_plugins()
         self.read_models()
+        if self.args.dry_run or self.args.debug_rollout_only or self.args.launcher == "local":
+            from slimelite.training.inspection import inspect_models  # it needs torch
+
+            problems, facts = inspect_models(self.args, self.broken)
+            self.findings.problems += problems
+            self.findings.facts += facts
+            if any(problem.startswith("--hf-checkpoint ") for problem in problems):
+                self.config = {}  # its tokenizer would be blamed for the same
+        # else the first trainer does it, when it starts
         self.read_saved_rollout()
         self.read_tokenizer()
         self.ask_teacher()
@@ -121,23 +127,16 @@ class InputChecks:
                 findings.warnings.append(f"--ref-load {reference} holds no weights: the reference is random")
 
     def _read_model(self, option: str, path: str) -> dict[str, Any]:
-        """The config of the model at ``path`` that ``option`` names; {} and a problem if it makes no model."""
-        args = self.args
+        """The config of the model at ``path`` that ``option`` names; {} and a problem if its files make no model."""
         with self.findings.blaming(f"{option} {path}"):
             config = _read_config(path)
             if problems := list(shape_problems(config)):
                 raise ValueError(f"config.json: {'; '.join(problems)}")
-            check_config = ENGINES[args.rollout_backend].check_config
-            if not args.debug_rollout_only or check_config:
-                trained = option == "--hf-checkpoint" and not args.debug_rollout_only
-                model, packed = inspect_model(args, path, new_head=option == "--critic-load", trained=trained)
-                if not packed:
-                    self.findings.facts.append(
-                        f"{option}: {model.model_type} is trained on one sequence a forward pass"
-                    )
-                if option == "--hf-checkpoint" and not args.debug_train_only and check_config:
-                    function(check_config, ENGINES.option, args.rollout_backend)(model)
+            folder = Path(path)
+            if folder.is_dir() and has_weights(folder):
+                weight_shapes(folder)
             return config
+        self.broken.add(option)
         return {}
 
     def read_saved_rollout(self) -> None:
@@ -200,7 +199,6 @@ class InputChecks:
         """
         mine, size = (text_config(config).get("vocab_size") for config in (self.config, _read_config(teacher)))
         folder = Path(teacher)
-        inspect_model(self.args, teacher)
         if not has_weights(teacher):
             self.findings.warnings.append(f"--opd-teacher-load {teacher} holds no weights: the teacher is random")
         if self.tokenizer is None or (folder.is_dir() and not (folder / "tokenizer.json").is_file()):

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from slimelite.algorithms.advantages import group_advantages
+from slimelite.algorithms.groups import group_advantages
 from slimelite.arguments import Args
 from slimelite.engines.protocol import MEMORY_TAGS, Engine
 from slimelite.rewards.grader import Grader
@@ -300,16 +299,15 @@ class RolloutManager:
             return {}
         if args.supervised or not args.compute_advantages_and_returns:
             return {}
-        advantages, metrics = group_advantages(
-            torch.from_numpy(table.reward),
-            torch.from_numpy(table.group_id),
-            torch.from_numpy(table.rollout_id),
+        table.advantage, metrics = group_advantages(
+            table.reward,
+            table.group_id,
+            table.rollout_id,
             args.advantage_estimator,
             std_normalization=args.grpo_std_normalization,
             normalize=args.rewards_normalization,
         )
-        table.advantage = advantages.numpy().astype(np.float64)
-        return prefixed("rollout/", {name: float(total / weight) for name, (total, weight) in metrics.items()})
+        return prefixed("rollout/", metrics)
 
     def _warn_of_old_weights(self, table: SampleTable, version: int | None) -> None:
         """Warn once if tokens from older weights are trained on without a correction."""

@@ -26,20 +26,26 @@ async def stubborn() -> None:
             await asyncio.sleep(3600)
 
 
+ROOT = Path(__file__).parent.parent.parent
+
+
 def tiny_run(folder: Path, *flags: str) -> Args:
     """A tiny model that answers prompts in this process."""
+    return parse_args(tiny_flags(folder, "--launcher", "local", *flags))
+
+
+def tiny_flags(folder: Path, *flags: str) -> list[str]:
+    """Flags of a run of a tiny model, which this makes, with prompts."""
     build_model(folder / "model")
     prompts = [{"prompt": " ".join(f"w{n + m:02}" for m in range(8)), "label": ""} for n in range(20, 60)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
-    return parse_args(
-        [
-            *("--launcher", "local", "--device", "cpu", "--rollout-backend", "embedded", "--num-rollout", "1"),
-            *("--hf-checkpoint", str(folder / "model"), "--run-dir", str(folder / "run")),
-            *("--prompt-data", str(folder / "prompts.jsonl"), "--input-key", "prompt", "--label-key", "label"),
-            *("--rm-type", "zero", "--n-samples-per-prompt", "8"),
-            *flags,
-        ]
-    )
+    return [
+        *("--device", "cpu", "--rollout-backend", "embedded", "--num-rollout", "1"),
+        *("--hf-checkpoint", str(folder / "model"), "--run-dir", str(folder / "run")),
+        *("--prompt-data", str(folder / "prompts.jsonl"), "--input-key", "prompt", "--label-key", "label"),
+        *("--rm-type", "zero", "--n-samples-per-prompt", "8"),
+        *flags,
+    ]
 
 
 def test_an_interrupt_does_not_wait_for_the_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

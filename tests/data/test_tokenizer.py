@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from scripts.arithmetic import write_model_folder
-from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
+from slimelite.data.tokenizer import PROBES, load_tokenizer, stop_token_ids
 
 from .tokenizers import byte_tokenizer
 
@@ -36,6 +38,58 @@ def test_a_faithful_class_is_kept(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path))
     assert type(tokenizer) is type(AutoTokenizer.from_pretrained(tmp_path))
     assert tokenizer("émigré\n")["input_ids"] == byte_tokenizer()("émigré\n")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [
+        ("Qwen2Tokenizer", "qwen2"),
+        ("PreTrainedTokenizerFast", "qwen2"),
+        ("PreTrainedTokenizerFast", "llama"),
+        ("GPT2TokenizerFast", "llama"),
+        ("Qwen2Tokenizer", "llama"),
+        ("NoSuchTokenizer", "llama"),
+        ("NoSuchTokenizer", "gpt2"),
+    ],
+)
+def test_the_named_class_is_all_that_auto_tokenizer_would_give(name: str, model_type: str, tmp_path: Path) -> None:
+    """`load_tokenizer` must not import `AutoTokenizer`, and so finds the class itself."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<own>", "ab"])
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": name}))
+    ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
+    assert type(ours) is type(theirs)
+    for attribute in ("special_tokens_map", "all_special_ids", "eos_token_id", "chat_template", "padding_side"):
+        assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    assert {i: str(token) for i, token in ours.added_tokens_decoder.items()} == {
+        i: str(token) for i, token in theirs.added_tokens_decoder.items()
+    }
+    assert ours.get_vocab() == theirs.get_vocab()
+    for probe in (*PROBES, "<own>ab <s>x</s>"):
+        ids = ours(probe)["input_ids"]
+        assert ids == theirs(probe)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids)
+        assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+    chat = [{"role": "user", "content": TEXT}]
+    shown = [t.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for t in (ours, theirs)]
+    assert shown[0] == shown[1]
+
+
+def test_a_tokenizer_is_loaded_without_torch_and_can_still_read_gguf_files(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    program = (
+        "import sys; from slimelite.data.tokenizer import load_tokenizer; t = load_tokenizer(sys.argv[1]);"
+        "assert t('a')['input_ids']; assert 'torch' not in sys.modules; import transformers as t;"
+        "from transformers.tokenization_utils_tokenizers import load_gguf_checkpoint as load\n"
+        "try: load(sys.argv[1] + '/none')\n"
+        "except (ImportError, OSError, ValueError) as error: print(type(error).__name__)\n"
+        "assert 'transformers.modeling_gguf_pytorch_utils' in sys.modules and 'torch' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_tokenizer_is_an_error_that_names_the_folder(tmp_path: Path) -> None:

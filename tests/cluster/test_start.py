@@ -1,0 +1,79 @@
+"""What a start on Ray costs, in processes and in modules: each worker imports what its role needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cluster.test_local import ROOT, tiny_flags
+
+PROGRAM = """
+import json, sys, psutil, ray
+from slimelite.arguments import parse_args
+from slimelite.cluster import launch
+from slimelite.preflight import preflight, problems
+from slimelite.tracking import Tracker
+
+HEAVY = ("torch", "torch._dynamo", "sympy", "accelerate", "matplotlib", "pandas", "wandb")
+
+def loaded(_=None):
+    return sorted(set(HEAVY) & set(sys.modules))
+
+args = parse_args(sys.argv[1:], inspect=problems)
+assert preflight(args) == 0
+with Tracker(args) as tracker, launch(args) as cluster:
+    cluster.sync(0).result()
+    rollout = cluster.generate(0).result()
+    tracker.log_rollout(0, rollout.table, rollout.metrics)
+    tracker.log_train(0, *cluster.train(0, rollout.table).result())
+    workers = [cluster._rollout, *cluster._engines, *cluster._trainers]
+    modules = {w.name: ray.get(w.handle.__ray_call__.remote(loaded)) for w in workers} | {"train.py": loaded()}
+    commands = [" ".join(p.cmdline()[:3]) for p in psutil.Process().children(recursive=True)]
+print(json.dumps([modules, commands]))
+"""
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.run(
+        [sys.executable, *command],
+        env=env | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_each_role_imports_its_own_and_ray_starts_what_is_needed(tmp_path: Path) -> None:
+    flags = tiny_flags(tmp_path, "--launcher", "ray", "--colocate", "--rollout-batch-size", "2")
+    done = run("-c", PROGRAM, *flags, "--rollout-max-response-len", "4")
+    assert done.returncode == 0, done.stderr
+    modules, commands = json.loads(done.stdout.splitlines()[-1])
+    assert modules["train.py"] == modules["rollout"] == []
+    assert "torch" in modules["engine_0"]
+    assert "torch" in modules["trainer_0"]
+    assert not {"pandas", "wandb", "matplotlib"} & {*modules["engine_0"], *modules["trainer_0"]}
+    assert sum("ray::" in command and "Agent" not in command for command in commands) == 3, commands
+    needless = ("log_monitor.py", "monitor.py", "dashboard.py", "ray::IDLE")
+    assert not [command for command in commands if any(name in command for name in needless)]
+    assert any("gcs_server" in command for command in commands)
+
+
+def test_what_is_wrong_with_a_model_is_one_line_of_the_first_trainers(tmp_path: Path) -> None:
+    """train.py's own process has no torch to find it with; the engine, which stumbles over it too, stays silent."""
+    flags = tiny_flags(tmp_path, "--launcher", "ray", "--colocate", "--rollout-batch-size", "2")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "nope"}))
+    done = run("train.py", *flags, "--rollout-max-response-len", "4")
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("train.py: warning")]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith(
+        f"train.py: --hf-checkpoint {tmp_path / 'model'}: the installed transformers can build no"
+    )
+    assert lines[0].endswith("compare it with the original, or take another model")
