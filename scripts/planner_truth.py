@@ -1,9 +1,8 @@
-"""Predicted beside measured, as docs/planner.md shows it: python scripts/planner_truth.py memory | host | time
+"""Predicted beside measured, as docs/planner.md shows it: python scripts/planner_truth.py memory | host
 
 ``memory``: three models under four settings, their trainers simulated on one of eight GPUs that are not there
-(tests/gpu_sim; a C++ compiler builds its guard). ``host``: the same settings, except offload, on this machine's CPU;
-the peak of resident memory of a process for each. ``time``: CPU-seconds of a training step, after a calibration of two
-seconds.
+(tests/gpu_sim; a C++ compiler builds its guard). ``host``: three smaller models on this machine's CPU: peak of resident
+memory, and CPU-seconds of a step after a calibration of two seconds.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from slimelite.table import SampleTable
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK, ROWS, PROMPT, RESPONSE = 16, 6, 512, 1024
+HERE = 128  # tokens of a prompt and of a response on this machine's CPU
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},
     "checkpointing": {"gradient_checkpointing": True},
@@ -58,15 +58,17 @@ def load_of(shapes: Shapes, tokens: int, flags: dict[str, Any], **more: Any) -> 
     )
 
 
-def memory() -> None:
-    """The table of simulated GPUs, two micro-batches a step."""
-    layers = {"0.5B": 24, "4B": 6, "7B": 6}
+def memory(only: str = "") -> None:
+    """The table of simulated GPUs, two micro-batches a step, or its rows of one model."""
+    layers = {"0.5B": 12, "4B": 6, "7B": 6}
     tokens = ROWS // 2 * (PROMPT + RESPONSE)
     common = {"ranks": 8, "again": True, "tokens": [PROMPT, RESPONSE], "max_tokens_per_gpu": tokens}
     guard = str(fake_cuda.build(Path(tempfile.mkdtemp())))
     env = os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": guard}
     print("| model (layers) | setting | predicted GB | measured GB | ratio |\n|---|---|---:|---:|---:|")
     for shape, count in layers.items():
+        if only not in ("", shape):
+            continue
         for name, flags in SETTINGS.items():
             case = common | {"shape": shape, "layers": count} | flags
             command = [sys.executable, str(ROOT / "tests" / "gpu_sim" / "simulate.py"), json.dumps([case])]
@@ -77,28 +79,18 @@ def memory() -> None:
             row(f"{shape} ({count})", name, total(load.train()) / 1e9, found["peaks"]["actor_train"] / 1e9)
 
 
-def host() -> None:
-    """The table of this machine's CPU; each case is a process of its own."""
-    print("| model | setting | predicted GB | measured GB | ratio |\n|---|---|---:|---:|---:|")
-    for model in SMALL:
-        for name in ("full", "checkpointing", "LoRA"):
-            command = [sys.executable, __file__, "one", model, name]
-            measured = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
-            load = load_of(small(model), ROWS // 2 * 512, SETTINGS[name], single=False, width=4)
-            row(model, name, (total(load.train()) + BASE) / 1e9, measured)
-
-
-def speed() -> None:
-    """The table of CPU-seconds; the rates are this machine's, measured beside each case."""
-    print("| model | setting | predicted s | measured CPU-s | ratio |\n|---|---|---:|---:|---:|")
-    for model in SMALL:
-        for name in ("full", "checkpointing", "LoRA"):
+def host(only: str = "", setting: str = "") -> None:
+    """The table of this machine's CPU, or its rows of one model and setting; each case is a process of its own."""
+    print("| model | setting | predicted GB | peak GB | ratio | predicted s | CPU-s | ratio |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    for model in [only] if only else SMALL:
+        for name in [setting] if setting else ("full", "checkpointing", "LoRA"):
             device = measured_cpu(1, 1.0)
-            load = load_of(small(model), ROWS // 2 * 512, SETTINGS[name], width=4)
-            cost = train(load, Work(ROWS, 1, 128, 384, 1), 1, device)
+            load = load_of(small(model), ROWS // 2 * (HERE + HERE), SETTINGS[name], width=4)
+            seconds = train(load, Work(ROWS, 1, HERE, HERE, 1), 1, device).seconds(device)
             command = [sys.executable, __file__, "one", model, name]
-            done = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-            row(model, name, cost.seconds(device), float(done[-2]))
+            spent, resident = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-2:]
+            row(model, name, (total(load.train()) + BASE) / 1e9, float(resident), seconds, float(spent))
 
 
 def one(model: str, setting: str) -> None:
@@ -114,14 +106,18 @@ def one(model: str, setting: str) -> None:
             "num_rollout": 9,
             "num_steps_per_rollout": 1,
             "global_batch_size": ROWS,
-            "rollout_max_response_len": 384,
+            "rollout_max_response_len": HERE,
         }
-        given |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": ROWS // 2 * 512, "reduce_once_a_step": False}
+        given |= {
+            "use_dynamic_batch_size": True,
+            "max_tokens_per_gpu": ROWS // 2 * 2 * HERE,
+            "reduce_once_a_step": False,
+        }
         given |= {"token_stats": "none", "rollout_temperature": 1.0}
         rng, samples = np.random.default_rng(0), []
         for index in range(ROWS):
-            sample = Sample(group_index=index, index=index, reward=0.0, tokens=rng.integers(0, 1000, 128).tolist())
-            sample.append_response_tokens(rng.integers(0, 1000, 384).tolist(), log_probs=[-1.0] * 384)
+            sample = Sample(group_index=index, index=index, reward=0.0, tokens=rng.integers(0, 1000, HERE).tolist())
+            sample.append_response_tokens(rng.integers(0, 1000, HERE).tolist(), log_probs=[-1.0] * HERE)
             samples.append([sample])
         table = SampleTable.from_samples(samples)
         table.advantage = rng.normal(size=ROWS)
@@ -147,10 +143,11 @@ def small(model: str) -> Shapes:
     return shapes
 
 
-def row(model: str, setting: str, predicted: float, measured: float) -> None:
-    """A line of a table."""
-    print(f"| {model} | {setting} | {predicted:.2f} | {measured:.2f} | {predicted / measured:.2f} |", flush=True)
+def row(model: str, setting: str, *pairs: float) -> None:
+    """A line of a table, with the ratio of each pair of predicted and measured."""
+    cells = [f"{a:.2f} | {b:.2f} | {a / b:.2f}" for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+    print(f"| {model} | {setting} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":
-    {"memory": memory, "host": host, "time": speed, "one": lambda: one(*sys.argv[2:])}[sys.argv[1]]()
+    {"memory": memory, "host": host, "one": one}[sys.argv[1]](*sys.argv[2:])

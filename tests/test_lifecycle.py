@@ -20,7 +20,7 @@ import json, subprocess, sys, time
 from slimelite.lifecycle import StopSignals, Watchdog, this_process
 folder, how = sys.argv[1:]
 with StopSignals() as stop:
-    with Watchdog(folder):
+    with Watchdog(folder, "Predicted: more than there is"):
         open(folder + "/status.json", "w").write(json.dumps({"status": "running", "rollouts_done": 3} | this_process()))
         daemon = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], start_new_session=True, stdout=subprocess.DEVNULL)
         print(daemon.pid, flush=True)
@@ -108,6 +108,7 @@ def test_after_sigkill_nothing_is_left_and_the_status_says_so(tmp_path: Path) ->
         time.sleep(0.02)
     found = json.loads((tmp_path / "status.json").read_text())
     assert (found["status"], found["rollouts_done"]) == (WITHOUT_A_WORD, 3)
+    assert found["message"].endswith("ran out of memory. Predicted: more than there is")
     assert "SIGKILL" in found["message"]
     assert not list(tmp_path.glob("*.partial"))
 

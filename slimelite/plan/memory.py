@@ -20,8 +20,9 @@ CHUNK = {2: 2**27, 4: 2**24}
 
 # an assumption: CUDA graphs and work space of a server's engine [bytes]
 GRAPHS = 1.5e9
-# resident memory of a process with Python, torch and transformers [bytes]
-BASE = 0.45e9
+# resident memory of a process that trains on a CPU, beside its tensors [bytes]: 0.47 GB of an idle trainer, and what
+# the allocator and the products' library keep
+BASE = 0.65e9
 
 Parts = dict[str, float]
 

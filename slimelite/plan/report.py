@@ -157,7 +157,12 @@ def plan_lines(args: Args, machine: Machine) -> list[str]:
     """The lines of a dry run about memory, time and traffic."""
     plan = Plan.of(args, machine)
     if isinstance(plan, str):
-        return ["will it fit (predicted)", f"  unknown: {plan} not known here; --plan-gpu h100:8 plans for other GPUs"]
+        remedies = {"the longest micro-batch is": "--rollout-max-prompt-len or --use-dynamic-batch-size bounds it"}
+        remedies["the model's shapes are"] = (
+            "give a folder with a config.json, of a decoder with attention in each layer"
+        )
+        remedy = remedies.get(plan, "--plan-gpu h100:8 names GPUs")
+        return ["will it fit (predicted)", f"  unknown: {plan} not known here; {remedy}"]
     if not plan.phases():
         return []
     lines = [f"will it fit (predicted)\n  {verdict(plan)}", *_memory(plan)]
