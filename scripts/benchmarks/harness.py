@@ -224,14 +224,18 @@ class Report:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The answers as a table in Markdown."""
-    lines = ["| question | answer | target | median | spread | met |", "|---|---|---|---|---|---|"]
+    """The answers as a table in Markdown; an answer of an earlier checkout stands beside the same one of now."""
+    lines = ["| question | answer | target | before | now | lowest to highest | met |", "|---|---|---|---|---|---|---|"]
     for name, entry in report["questions"].items():
+        earlier = {a["title"].replace("@before", ""): a for a in entry["answers"] if "@before" in a["title"]}
         for found in entry["answers"]:
+            if "@before" in found["title"]:
+                continue
             sign = "≥" if found["higher_is_better"] else "≤"
             target = f"{sign} {found['target']:g}" if found["target"] is not None else ""
             met = {True: "yes", False: "**no**", None: ""}[found.get("met")]
-            spread = f"{found['low']:.3g}–{found['high']:.3g}"
-            lines.append(f"| {name} | {found['title']} | {target} | {found['median']:.3g} | {spread} | {met} |")
-        lines += [f"| {name} | {side} failed |  |  |  |  |" for side, x in entry["sides"].items() if "failed" in x]
+            before = f"{earlier[found['title']]['median']:.3g}" if found["title"] in earlier else ""
+            now = f"{found['median']:.3g} | {found['low']:.3g} to {found['high']:.3g}"
+            lines.append(f"| {name} | {found['title']} | {target} | {before} | {now} | {met} |")
+        lines += [f"| {name} | {side} failed | | | | | |" for side, x in entry["sides"].items() if "failed" in x]
     return "\n".join(lines)

@@ -152,14 +152,14 @@ def path(s: Setting, say: Say) -> Plan:  # noqa: ARG001
 
 SFT_135M = (
     "--input-key conversation --rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss "
-    "--calculate-per-token-loss --disable-compute-advantages-and-returns --debug-train-only --rollout-batch-size 16 "
-    "--global-batch-size 16 --optimizer adam --lr 1e-5 --use-dynamic-batch-size --max-tokens-per-gpu 2048"
+    "--calculate-per-token-loss --disable-compute-advantages-and-returns --debug-train-only --rollout-batch-size 8 "
+    "--global-batch-size 8 --optimizer adam --lr 1e-5 --use-dynamic-batch-size --max-tokens-per-gpu 2048"
 )
 
 
 @question("two-ranks", "two ranks on two cores against one rank on one thread, SmolLM2-135M (wall time)", 8)
 def two_ranks(s: Setting, say: Say) -> Plan:  # noqa: ARG001
-    """SFT of 16 rows of 100 to 420 tokens a step. It needs two cores without other work."""
+    """SFT of 8 rows of 100 to 420 tokens a step. It needs two cores without other work."""
     model, data = smollm2(s), prompts(s, "questions", (40, 220))
     flags = f"--hf-checkpoint {model} --prompt-data {data} {SFT_135M} --num-rollout {s.steps or 4}"
 
@@ -215,6 +215,8 @@ def async_rollout(s: Setting, say: Say) -> Plan:  # noqa: ARG001
 WORK = re.compile(r"torch/(nn|autograd|optim)/|torch/_tensor.py|transformers/models|engines/embedded|slimelite/rewards")
 # frames under which a run's steps happen: the loop of train.py, the rollout's and the engine's threads
 STEPS = re.compile(r"\btrain \(.*train\.py|threading\.py")
+# a thread that waits: py-spy takes it for a busy one where the machine is busy
+IDLE = re.compile(r"(^|;)(\w+\.)*(wait|_worker|select|_wait_for_tstate_lock) \([^;]*$")
 
 
 def overhead(samples: Path) -> Figures:
@@ -222,7 +224,7 @@ def overhead(samples: Path) -> Figures:
     total = own = 0
     for line in samples.read_text().splitlines():
         stack, _, count = line.rpartition(" ")
-        if STEPS.search(stack) and "_find_and_load" not in stack:
+        if STEPS.search(stack) and "_find_and_load" not in stack and not IDLE.search(stack):
             total += int(count)
             own += int(count) * (not WORK.search(stack))
     return {"own_share": [own / total], "samples": [float(total)]}
@@ -303,8 +305,9 @@ def quickstart(s: Setting, say: Say) -> Plan:  # noqa: ARG001
     _, data = quickstart_model(s)
     fake = s.work / "venv"
     fake.mkdir(exist_ok=True)
-    if not (fake / "bin").exists():
-        (fake / "bin").symlink_to(Path(sys.executable).parent)
+    for part in Path(sys.prefix).iterdir():
+        if not part.name.startswith(".") and not (fake / part.name).exists():
+            (fake / part.name).symlink_to(part)
 
     def figures(used: dict[str, Any]) -> Figures:
         scores = [mark["line"]["eval/heldout"] for mark in used["marks"] if "eval/heldout" in mark["line"]]

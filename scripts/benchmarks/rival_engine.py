@@ -59,10 +59,12 @@ def vllm(given: argparse.Namespace) -> Iterator[Generate]:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # as slimelite runs it: compiling takes minutes of one core before the first token
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     from vllm import LLM, SamplingParams
 
     sizes = {"max_num_seqs": given.rows, "max_model_len": given.prompt + given.new}
-    engine = LLM(given.model, dtype="float32", seed=0, disable_log_stats=True, **sizes)
+    engine = LLM(given.model, dtype="float32", seed=0, enforce_eager=True, disable_log_stats=True, **sizes)
     params = SamplingParams(max_tokens=given.new, ignore_eos=True, temperature=1.0, detokenize=False)
 
     def generate(prompts: list[list[int]]) -> int:
