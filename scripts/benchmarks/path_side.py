@@ -24,16 +24,28 @@ import numpy as np
 
 
 def plan(given: argparse.Namespace) -> dict[str, float]:
-    """Steps of all samples, and micro-batches on one rank, of short and of long rows."""
-    from slimelite.training.batch import PackingLimits, deal, split_steps
+    """Steps of all samples, and micro-batches on one rank, of short and of long rows; a prompt has eight samples."""
+    from slimelite.table import SampleTable
+    from slimelite.training.planning import PackingLimits, deal, split_steps
+    from slimelite.training.prefixes import Prefixes
 
     rng, found = np.random.default_rng(0), dict[str, float]()
     rows = np.arange(given.samples)
     for name, low, high in (("short", 20, 60), ("long", 100, 4000)):
         lengths = rng.integers(low, high, given.samples)
+        prompts = np.repeat(rng.integers(low // 2, low, given.samples // 8 + 1), 8)[: given.samples]
+        groups = [rng.integers(6, 110, size) for size in prompts[::8]]
+        table = SampleTable(
+            sample_id=rows,
+            prompt_offsets=np.concatenate([[0], np.cumsum(prompts)]),
+            response_offsets=np.concatenate([[0], np.cumsum(lengths - prompts)]),
+            prompt_tokens=np.concatenate([groups[row // 8] for row in rows]).astype(np.int32),
+            response_tokens=rng.integers(6, 110, int((lengths - prompts).sum()), dtype=np.int32),
+        )
         start = time.process_time()
+        prefixes = Prefixes.of(table, shares=True)
         for step in split_steps(rows, rows, given.samples):
-            deal(step, lengths, rows, 1, PackingLimits(16384))
+            deal(step, prompts, lengths - prompts, rows, 1, PackingLimits(16384), prefixes)
         found[f"plan_{name}_cpu"] = time.process_time() - start
     return found
 
@@ -87,7 +99,7 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     sent = pickle.loads(head, buffers=[bytes(buffer) for buffer in buffers])
     wired = time.process_time()
     for row in range(0, len(sent), 4):
-        MicroBatch.from_table(sent, np.arange(row, min(row + 4, len(sent))), torch.device("cpu"))
+        MicroBatch.from_table(sent, np.arange(row, min(row + 4, len(sent))), torch.device("cpu"), shares=True)
     batched = time.process_time()
     used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
     columns = [value for value in vars(table).values() if isinstance(value, np.ndarray)]

@@ -140,6 +140,12 @@ class DataArgs:
     max_tokens_per_gpu: int | None = flag(
         None, "a forward and backward pass has at most this many tokens", DYNAMIC_BATCH, required=True, at_least=1
     )
+    share_prefixes: bool = flag(
+        True,
+        "a prefix that samples of a forward pass share, such as a group's prompt, is computed once, where the model's "
+        "layers allow it; without it the same gradients cost more, which serves to compare",
+        TRAINING,
+    )
     log_probs_max_tokens_per_gpu: int | None = flag(
         None,
         "a pass that only computes log-probs has at most this many tokens",

@@ -69,7 +69,7 @@ class Plan:
         serving = Serving(
             load.shapes, width, min(sequences, rows[0] * rows[1]), context, load.width, server and not shared
         )
-        work = Work(*rows, prompt, response, args.num_steps_per_rollout or 1)
+        work = Work(*rows, prompt, response, args.num_steps_per_rollout or 1, args.share_prefixes)
         return cls(args, load, serving, work, ranks, engines, device, memory * (1 if shared else USABLE), shared)
 
     def phases(self) -> dict[str, Parts]:

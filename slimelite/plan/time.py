@@ -24,7 +24,7 @@ ADAM = 28
 @dataclass(frozen=True)
 class Work:
     """A rollout: ``prompts`` of ``prompt`` tokens with ``samples`` responses of ``response`` tokens each; ``steps``:
-    optimizer steps that it is trained in.
+    optimizer steps that it is trained in; ``shares``: training computes a prompt once for its responses.
     """
 
     prompts: int
@@ -32,6 +32,7 @@ class Work:
     prompt: int
     response: int
     steps: int
+    shares: bool
 
     @property
     def rows(self) -> int:
@@ -41,12 +42,13 @@ class Work:
     @property
     def tokens(self) -> int:
         """Tokens that training computes."""
-        return self.rows * (self.prompt + self.response)
+        return (self.prompts if self.shares else self.rows) * self.prompt + self.rows * self.response
 
     def forward(self, shapes: Shapes) -> float:
         """Operations of one forward pass over the rollout."""
         lengths = np.full(self.rows, self.prompt + self.response)
-        return forward_flops(shapes).total(lengths, np.full(self.rows, self.response))
+        repeated = self.shares & (np.arange(self.rows) % self.samples > 0)
+        return forward_flops(shapes).total(lengths, np.full(self.rows, self.response), repeated * self.prompt)
 
 
 @dataclass(frozen=True)

@@ -1,87 +1,42 @@
-"""Variable-length causal attention over packed sequences, without a mask tensor.
+"""Causal attention over a packed row of shared prefixes, without a mask tensor.
 
-A micro-batch is one row of T tokens: sequences laid end to end. The attention function is registered with
-transformers under ``ATTENTION``; for such a name transformers builds no mask, and hands the model's keyword argument
-``sequences`` through to every layer.
+A micro-batch is one row of T tokens (`slimelite.training.layout`): a tree of shared prefixes, or sequences laid end to
+end. The attention function is registered with transformers under ``ATTENTION``; for such a name transformers builds no
+mask, and hands the model's keyword argument ``sequences`` through to every layer.
 
-- CUDA, half precision: `torch.nn.attention.varlen.varlen_attn` on ``cu_seqlens``.
-- elsewhere: sequences of similar length are padded on the right to [sequences, heads, length, head width] and go
-  through causal SDPA together. Causal attention from a real token never reaches the padding after it, so that no
-  padding mask is needed. 256 short sequences become a handful of calls, long ones stay nearly unpadded.
+A token attends to its own node, causally, and to all of each node above, so that attention is a few calls without a
+mask: one for the nodes, one for each level of shared nodes with their descendants as queries. Each call gives the
+log-sum-exp of its scores, by which their results are merged. The keys and values of a prefix are read once, not once
+for each row. In the backward pass every call gets the *merged* result and log-sum-exp: with p = exp(s - lse) and
+delta = dO·O of all keys together its gradients are exactly its part of the whole.
+
+- CUDA, half precision: the kernel behind `torch.nn.attention.varlen.varlen_attn`.
+- CPU: the kernel behind `scaled_dot_product_attention`, on blocks of similar sizes padded to one another.
+
+Where a window of tokens is shorter than the rows, or with fp32 on a GPU, the keys of a node and of its path above are
+gathered instead, as many as the window reaches.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
 from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
+
+from slimelite.training.layout import Blocks, Bucket, PackedSequences
 
 ATTENTION = "slimelite_varlen"
 
-# a bucket holds sequences at least this long relative to its longest one: at most a tenth of it is padding
-BUCKET_RATIO = 0.9
-
 # torch 2.11 has no enable_gqa; there key/value heads are repeated
 VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-@dataclass(frozen=True, slots=True)
-class PackedSequences:
-    """Where the sequences of one packed row begin and end, and how they are bucketed by length.
-
-    ``cu_seqlens``: [sequences + 1] int32, the first position of each sequence, and T; ``max_length``: tokens of the
-    longest. ``buckets``: (sequences, padded length) of each bucket; ``pad_index``: [padded tokens] int64, the packed
-    position that each padded position copies; ``unpad_index``: [T] int64, the padded position of each packed token.
-    """
-
-    cu_seqlens: Tensor
-    max_length: int
-    buckets: tuple[tuple[int, int], ...]
-    pad_index: Tensor
-    unpad_index: Tensor
-
-    @classmethod
-    def from_lengths(cls, lengths: Sequence[int] | np.ndarray, device: torch.device | str = "cpu") -> PackedSequences:
-        """Lay out sequences of these lengths (each at least 1)."""
-        sizes = np.asarray(lengths, np.int64)
-        assert (sizes > 0).all(), f"every packed sequence has tokens, not {sizes.tolist()}"
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        buckets, pad_index, unpad_index = _bucket(sizes, starts)
-        return cls(
-            cu_seqlens=torch.from_numpy(starts.astype(np.int32)).to(device),
-            max_length=int(sizes.max()),
-            buckets=buckets,
-            pad_index=torch.from_numpy(pad_index).to(device),
-            unpad_index=torch.from_numpy(unpad_index).to(device),
-        )
-
-
-def _bucket(sizes: np.ndarray, starts: np.ndarray) -> tuple[tuple[tuple[int, int], ...], np.ndarray, np.ndarray]:
-    order = np.argsort(-sizes, kind="stable")
-    buckets, pad_parts = [], []
-    unpad_index = np.empty(starts[-1], np.int64)
-    first = offset = 0
-    while first < len(order):
-        longest = sizes[order[first]]
-        end = first + int(np.searchsorted(-sizes[order[first:]], -BUCKET_RATIO * longest, side="right"))
-        rows = order[first:end]
-        position, length = np.arange(longest)[None], sizes[rows][:, None]
-        # padding repeats the first token; any finite value would do
-        source = starts[rows][:, None] + np.where(position < length, position, 0)
-        padded = offset + np.arange(source.size).reshape(source.shape)
-        unpad_index[source[position < length]] = padded[position < length]
-        buckets.append((len(rows), int(longest)))
-        pad_parts.append(source.ravel())
-        first, offset = end, offset + source.size
-    return tuple(buckets), np.concatenate(pad_parts), unpad_index
 
 
 def register_attention() -> None:
@@ -123,42 +78,234 @@ def varlen_attention(
         raise ValueError(f"{name} uses attention dropout, score capping or sinks, which training here does not support")
     assert attention_mask is None, "a packed row has no mask tensor"
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        out = _flash_attention(q, k, v, sequences, scaling, sliding_window)
+    scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if q.is_cuda and half and not VARLEN_GQA:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if sliding_window is not None and sliding_window >= sequences.longest_row:
+        sliding_window = None
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # kernels want one width; zeros change neither scores nor results
+        widest = max(width, q.shape[-1])
+        q, k, v = (pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))
+    if sliding_window is None and (half or not q.is_cuda):
+        out = _MergedAttention.apply(q, k, v, sequences, scale)
+    elif sliding_window is not None and q.is_cuda and half:
+        out = _gathered_varlen(q, k, v, sequences, scale, sliding_window)
     else:
-        out = _bucketed_attention(q, k, v, sequences, scaling, sliding_window)
-    return out.unflatten(0, (len(query), -1)), None
+        out = _gathered_buckets(q, k, v, sequences, scale, sliding_window)
+    return out[..., :width].unflatten(0, (len(query), -1)), None
 
 
-def _flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scaling: float | None, sliding_window: int | None
-) -> Tensor:
-    """[T, heads, width] from q, k, v [T, (key/value) heads, width] in half precision on a GPU."""
-    attend = partial(varlen_attn, scale=scaling, window_size=(-1 if sliding_window is None else sliding_window - 1, 0))
+class _Context(FunctionCtx):
+    """The values that the forward pass saves for the backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    kernel: _Padded | _Varlen
+
+
+class _MergedAttention(torch.autograd.Function):
+    """[T, heads, width] from q, k, v [T, (key/value) heads, width]."""
+
+    @staticmethod
+    def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float) -> Tensor:
+        ctx.kernel = kernel = (_Varlen if q.is_cuda else _Padded)(sequences, scale)
+        out, lse = kernel.own(q, k, v)
+        for call in kernel.calls:
+            rows, part, part_lse = kernel.shared(call, q, k, v)
+            before = lse.index_select(0, rows)
+            after = torch.logaddexp(before, part_lse)
+            kept = out.index_select(0, rows) * (before - after).exp_()[..., None]
+            # the sum is at least in fp32, as the log-sum-exp is
+            out.index_copy_(0, rows, kept.addcmul_(part, (part_lse - after).exp_()[..., None]).to(out.dtype))
+            lse.index_copy_(0, rows, after)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = ctx.kernel.own_gradients(grad, q, k, v, out, lse)
+        for call in ctx.kernel.calls:
+            ctx.kernel.add_gradients(call, (dq, dk, dv), grad, q, k, v, out, lse)
+        return dq, dk, dv, None, None
+
+
+class _Padded:
+    """The kernel of CPUs, for `Bucket`."""
+
+    def __init__(self, sequences: PackedSequences, scale: float) -> None:
+        self._own, self._scale = sequences.own_buckets, scale
+        self.calls: list[Any] = sequences.shared_buckets
+
+    def own(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention of each token to its own node: [T, heads, width], and log-sum-exp [T, heads]."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+        for bucket in self._own:
+            rows, part, part_lse = self._attend(bucket, q, k, v, causal=True)
+            out.index_copy_(0, rows, part)
+            lse.index_copy_(0, rows, part_lse)
+        return out, lse
+
+    def shared(self, bucket: Bucket, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The attention of ``rows`` [m] of the tokens to shared nodes: rows, [m, heads, width], and [m, heads]."""
+        return self._attend(bucket, q, k, v, causal=False)
+
+    def own_gradients(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v from what `own` computed; ``given``: of the result, q, k, v, result, log-sum-exp."""
+        gradients = torch.zeros_like(given[1]), torch.zeros_like(given[2]), torch.zeros_like(given[3])
+        for bucket in self._own:
+            self._add(bucket, gradients, *given, causal=True)
+        return gradients
+
+    def add_gradients(self, bucket: Bucket, gradients: tuple[Tensor, Tensor, Tensor], *given: Tensor) -> None:
+        """Add those from what `shared` computed; see `own_gradients`."""
+        self._add(bucket, gradients, *given, causal=False)
+
+    def _attend(
+        self, bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q_, k_, v_ = self._blocks(bucket, q, k, v)
+        out, lse = torch.empty_like(q_), q_.new_empty(q_.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        for heads in self._heads(q, k):
+            part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q_[:, :, heads].transpose(1, 2), k_, v_, 0.0, causal, attn_mask=_mask(bucket, q), scale=self._scale
+            )
+            out[:, :, heads], lse[:, :, heads] = (x.transpose(1, 2) for x in part)
+        out, lse = (x.flatten(0, 1) for x in (out, lse))
+        if len(bucket.rows) < len(out):
+            out, lse = (x.index_select(0, bucket.real) for x in (out, lse))
+        return bucket.rows, out, lse
+
+    def _add(
+        self,
+        bucket: Bucket,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+    ) -> None:
+        q_, k_, v_ = self._blocks(bucket, q, k, v)
+        grad_, out_, lse_ = (x.index_select(0, bucket.queries) for x in (grad, out, lse))
+        if len(bucket.rows) < len(grad_):  # padding has no gradient
+            grad_ = torch.zeros_like(grad_).index_copy_(0, bucket.real, grad.index_select(0, bucket.rows))
+        grad_, out_, lse_ = (x.unflatten(0, (bucket.count, -1)) for x in (grad_, out_, lse_))
+        dq = torch.empty_like(q_)
+        for heads in self._heads(q, k):
+            own = (x[:, :, heads].transpose(1, 2) for x in (grad_, q_))
+            result = (x[:, :, heads].transpose(1, 2) for x in (out_, lse_))
+            dq_, *dkv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *own, k_, v_, *result, 0.0, causal, attn_mask=_mask(bucket, q), scale=self._scale
+            )
+            dq[:, :, heads] = dq_.transpose(1, 2)
+            for total, part in zip(gradients[1:], dkv, strict=True):
+                total.index_add_(0, bucket.keys, part.transpose(1, 2).flatten(0, 1))
+        gradients[0].index_add_(0, bucket.rows, dq.flatten(0, 1).index_select(0, bucket.real))
+
+    def _blocks(self, bucket: Bucket, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[blocks, queries, heads, width], and keys and values [blocks, heads, keys, width]."""
+        q_, k_, v_ = (
+            x.index_select(0, index).unflatten(0, (bucket.count, -1))
+            for x, index in ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
+        )
+        return q_, k_.transpose(1, 2), v_.transpose(1, 2)
+
+    def _heads(self, q: Tensor, k: Tensor) -> list[slice]:
+        """Those of the queries that go with the heads of the keys, in turn: no key or value is copied for a head."""
+        repeats = q.shape[1] // k.shape[1]
+        return [slice(i, None, repeats) for i in range(repeats)]
+
+
+def _mask(bucket: Bucket, like: Tensor) -> Tensor | None:
+    """[blocks, 1, 1, keys] that keeps padding from being attended to."""
+    if bucket.hidden is None:
+        return None
+    return torch.zeros(bucket.hidden.shape, dtype=like.dtype).masked_fill_(bucket.hidden, -math.inf)
+
+
+class _Varlen:
+    """The kernel of GPUs, for `Blocks`; its methods are those of `_Padded`."""
+
+    def __init__(self, sequences: PackedSequences, scale: float) -> None:
+        self._nodes, self._scale = sequences.own_blocks, scale
+        self.calls: list[Any] = sequences.shared_blocks
+
+    def own(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """See `_Padded.own`."""
+        out, lse = self._attend(q, k, v, self._nodes, causal=True)
+        # what the kernel returned may be kept for recomputation and must not change
+        return out.clone() if self.calls else out, lse
+
+    def shared(self, blocks: Blocks, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `_Padded.shared`."""
+        q_, k_, v_ = (x.index_select(0, at) for x, at in ((q, blocks.queries), (k, blocks.keys), (v, blocks.keys)))
+        return blocks.queries, *self._attend(q_, k_, v_, blocks, causal=False)
+
+    def own_gradients(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `_Padded.own_gradients`."""
+        return self._gradients(given, self._nodes, causal=True)
+
+    def add_gradients(self, blocks: Blocks, gradients: tuple[Tensor, Tensor, Tensor], *given: Tensor) -> None:
+        """See `_Padded.add_gradients`."""
+        at = (blocks.queries, blocks.queries, blocks.keys, blocks.keys, blocks.queries, blocks.queries)
+        parts = tuple(x.index_select(0, index) for x, index in zip(given, at, strict=True))
+        found = self._gradients(parts, blocks, causal=False)
+        for total, part, index in zip(gradients, found, (at[0], at[2], at[2]), strict=True):
+            total.index_add_(0, index, part)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, *, causal: bool) -> tuple[Tensor, Tensor]:
+        attend = partial(varlen_attn, scale=self._scale, window_size=(-1, 0 if causal else -1))
+        if VARLEN_GQA:
+            attend = partial(attend, enable_gqa=True)
+        aux = AuxRequest(lse=True)
+        out, lse = attend(q, k, v, blocks.cu_queries, blocks.cu_keys, *blocks.longest, return_aux=aux)
+        return out, lse.t().contiguous()
+
+    def _gradients(self, given: tuple[Tensor, ...], blocks: Blocks, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        grad, q, k, v, out, lse = given
+        no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        where = (blocks.cu_queries, blocks.cu_keys, *blocks.longest, causal, no_dropout)
+        dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
+            *(grad.contiguous(), q, k, v, out, lse.t().contiguous()),
+            *where,
+            self._scale,
+            [-1, 0 if causal else -1],
+        )
+        return dq, dk, dv
+
+
+def _gathered_varlen(q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, window: int) -> Tensor:
+    """[T, heads, width] from q, k, v [T, (key/value) heads, width] in half precision on a GPU.
+
+    A window ends at the last key, so that each node's keys are those of its path that the window reaches, and its own.
+    """
+    blocks = sequences.window(window).blocks
+    attend = partial(varlen_attn, scale=scale, window_size=(window - 1, 0))
     if VARLEN_GQA:
         attend = partial(attend, enable_gqa=True)
-    else:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    cu_seqlens, longest = sequences.cu_seqlens, sequences.max_length
-    out = attend(q, k, v, cu_seqlens, cu_seqlens, longest, longest)
+    keys, values = (x.index_select(0, blocks.keys) for x in (k, v))
+    out = attend(q, keys, values, blocks.cu_queries, blocks.cu_keys, *blocks.longest)
     assert isinstance(out, Tensor)
     return out
 
 
-def _bucketed_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scaling: float | None, sliding_window: int | None
+def _gathered_buckets(
+    q: Tensor, k: Tensor, v: Tensor, sequences: PackedSequences, scale: float, window: int | None
 ) -> Tensor:
     """[T, heads, width] from q, k, v [T, (key/value) heads, width]."""
-    sizes = [count * length for count, length in sequences.buckets]
-    parts = [x.index_select(0, sequences.pad_index).split(sizes) for x in (q, k, v)]
-    outputs = []
-    for (count, length), *bucket in zip(sequences.buckets, *parts, strict=True):
-        q_, k_, v_ = (x.unflatten(0, (count, length)).transpose(1, 2) for x in bucket)
-        band = None
-        if sliding_window is not None and length > sliding_window:
-            band = q.new_ones(length, length, dtype=torch.bool).tril().triu(1 - sliding_window)
+    outputs, layout = [], sequences.window(window)
+    for bucket, seen in layout.buckets:
+        parts = ((q, bucket.queries), (k, bucket.keys), (v, bucket.keys))
+        q_, k_, v_ = (x.index_select(0, at).unflatten(0, (bucket.count, -1)).transpose(1, 2) for x, at in parts)
         out = scaled_dot_product_attention(
-            q_, k_, v_, attn_mask=band, is_causal=band is None, scale=scaling, enable_gqa=True
+            q_, k_, v_, attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=True
         )
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs).index_select(0, sequences.unpad_index)
+        outputs.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.real))
+    return torch.cat(outputs).index_select(0, layout.inverse)

@@ -18,7 +18,7 @@ from slimelite.arguments import Args
 from slimelite.checkpoints import STATE_FILE, Checksums
 from slimelite.table import SampleTable
 from slimelite.training import checkpoint
-from slimelite.training.batch import MicroBatch, Step
+from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.learner import Learner
 from slimelite.training.loading import build_model, build_policy
@@ -27,6 +27,7 @@ from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.optimizer import CRITIC_FLAGS
 from slimelite.training.parallel import World, reshard
+from slimelite.training.planning import Step
 from slimelite.training.sums import MetricSums, Scores
 
 FOLDER = "critic"  # subfolder of a checkpoint
@@ -84,7 +85,7 @@ class Critic(Learner[ValueModel]):
         """
         scores = Scores(len(table.response_tokens), self.world)
         for rows in dealt[self.world.dp_rank]:
-            batch = MicroBatch.from_table(table, rows, self.world.device)
+            batch = MicroBatch.from_table(table, rows, self.world.device, shares=self.model.shares)
             scores.add(batch, self.model(batch))
         reshard(self.model)
         (values,) = scores.gather()

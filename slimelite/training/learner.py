@@ -12,10 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from slimelite.arguments import Args
 from slimelite.table import SampleTable
-from slimelite.training.batch import MicroBatch, Step
+from slimelite.training.batch import MicroBatch
 from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import FLAGS, LrSchedule, Optimizers
 from slimelite.training.parallel import World, reshard
+from slimelite.training.planning import Step
 from slimelite.training.sums import MetricSums
 
 
@@ -77,7 +78,7 @@ class Learner(Generic[Model]):
             self.model.set_requires_gradient_sync(reduces)
             # FSDP then frees its send buffers too: for embedding and head together these are 4 GB in a 7B model
             self.model.set_is_last_backward(reduces)
-            loss = share(MicroBatch.from_table(table, rows, self.world.device))
+            loss = share(MicroBatch.from_table(table, rows, self.world.device, shares=self.model.shares))
             # FSDP averages over ranks; the weights already divide by the whole step
             (loss * self.world.dp_size).backward()
             total = total + loss.detach()

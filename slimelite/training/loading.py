@@ -18,7 +18,7 @@ from slimelite.model_files import check_weights, has_weights, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.lora import add_adapters
 from slimelite.training.model import LanguageModel, PolicyModel
-from slimelite.training.packing import NoSmallModel, may_pack, one_line, without_noise
+from slimelite.training.packing import NoSmallModel, Packing, may_pack, one_line, without_noise
 from slimelite.training.parallel import World, shard_model
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def build_model(
         ValueError: see `read_config`, `may_pack`, `load_model` and `add_adapters`.
     """
     config = read_config(path)
-    packed = _may_pack(args, config, world)
+    packing = _may_pack(args, config, world)
     hf = load_model(
         str(path), config, seed=args.seed, attention=_attention(args), empty=world.rank > 0, new_head=new_head
     )
@@ -77,7 +77,8 @@ def build_model(
     elif args.lora_rank:
         add_adapters(hf, args, args.seed)
     model = wrap(hf).train()
-    model.packed = packed
+    model.packed = packing >= Packing.PACKED
+    model.shares = args.share_prefixes and packing is Packing.SHARED
     if args.compile:
         model.compile_layers()
     # not the buffers: rotary frequencies rounded to bf16 give angles that are radians off at position 1,000
@@ -172,19 +173,20 @@ def inspect_model(
     if trained and args.lora_rank:
         add_adapters(empty, args, seed=0)
     try:
-        return config, may_pack(config, _attention(args), pairs=args.loss.paired)
+        return config, bool(may_pack(config, _attention(args), pairs=args.loss.paired))
     except NoSmallModel:  # the trainer warns of it
         return config, False
 
 
-def _may_pack(args: Args, config: PretrainedConfig, world: World) -> bool:
-    """`may_pack`, agreed on by all ranks: False if any rank says so or cannot test it."""
+def _may_pack(args: Args, config: PretrainedConfig, world: World) -> Packing:
+    """`may_pack`, agreed on by all ranks: the least that any rank says; `Packing.ALONE` if one cannot test it."""
     try:
-        packed = may_pack(config, _attention(args), pairs=args.loss.paired)
+        packing = may_pack(config, _attention(args), pairs=args.loss.paired)
     except NoSmallModel as error:
-        packed = False
+        packing = Packing.ALONE
         logger.warning("%s", error)
-    return not world.all_reduce(torch.tensor(float(not packed)))
+    refused = world.all_reduce(torch.tensor([float(packing < wanted) for wanted in Packing]))
+    return max(wanted for wanted, ranks in zip(Packing, refused.tolist(), strict=True) if not ranks)
 
 
 def _attention(args: Args) -> str:

@@ -177,6 +177,8 @@ class LanguageModel(nn.Module):
         self.hf = hf
         # whether sequences are laid end to end, see `packing.may_pack`; else each is a row of its own
         self.packed = True
+        # whether a prefix that rows of a micro-batch share is computed once, see there
+        self.shares = False
         self.compiled = False
 
     def compile_layers(self) -> None:
@@ -272,8 +274,10 @@ class ForwardFlops:
         width = config.num_hidden_layers * config.num_attention_heads * head_dim
         return cls(2.0 * matrices, 2.0 * head.numel(), 4.0 * width)
 
-    def total(self, lengths: np.ndarray, targets: np.ndarray) -> float:
-        """Operations for rows of ``lengths`` [n] tokens, ``targets`` [n] of them in the response; causal attention."""
-        lengths = lengths.astype(np.float64)
-        pairs = lengths * (lengths + 1) / 2
-        return float((self.per_token * lengths + self.per_target * targets + self.per_pair * pairs).sum())
+    def total(self, lengths: np.ndarray, targets: np.ndarray, shared: np.ndarray) -> float:
+        """Operations for rows of ``lengths`` [n] tokens, ``targets`` [n] of them in the response, of which the first
+        ``shared`` [n] were computed for another row; causal attention.
+        """
+        ends, starts = lengths.astype(np.float64), shared.astype(np.float64)
+        pairs = (ends * (ends + 1) - starts * (starts + 1)) / 2
+        return float((self.per_token * (ends - starts) + self.per_target * targets + self.per_pair * pairs).sum())

@@ -1,13 +1,15 @@
 """Decides whether a model may be trained on packed sequences, by testing a small copy of it before training.
 
 A layer that carries a state from token to token (linear attention, Mamba, a convolution) does not stop where one packed
-sequence ends and the next begins, unless its code handles that. No error is raised: the log-probs are merely wrong.
+sequence ends and the next begins, unless its code handles that, and cannot go back to where a shared prefix ended. No
+error is raised: the log-probs are merely wrong.
 """
 
 from __future__ import annotations
 
 import copy
 import pickle
+from enum import IntEnum
 from functools import lru_cache
 
 import numpy as np
@@ -19,6 +21,7 @@ from slimelite.table import SampleTable
 from slimelite.training.attention import register_attention
 from slimelite.training.batch import MicroBatch
 from slimelite.training.model import PolicyModel
+from slimelite.training.prefixes import SHORTEST
 
 # largest difference of log-probs that counts as rounding [nats]; docs/algorithms.md reports those of 165 families
 TOLERANCE = 1e-3
@@ -30,9 +33,16 @@ class NoSmallModel(ValueError):
     """transformers itself cannot run a small copy of the model, so that packed log-probs cannot be compared."""
 
 
-def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -> bool:
-    """Whether packed sequences get the same log-probs as each alone; if False, the model is trained on one sequence a
-    forward pass, which gives the right log-probs.
+class Packing(IntEnum):
+    """How the rows of a micro-batch may share a forward pass."""
+
+    ALONE = 0  # not at all: one sequence a forward pass
+    PACKED = 1  # sequences end to end
+    SHARED = 2  # a prefix that rows share is in it once
+
+
+def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -> Packing:
+    """How rows may be packed so that they get the same log-probs as each alone.
 
     The answer is cached, because the models of a run mostly have the same config.
 
@@ -48,7 +58,7 @@ def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -
 
 
 @lru_cache(maxsize=16)
-def _may_pack(pickled: bytes, attention: str, pairs: bool) -> bool:
+def _may_pack(pickled: bytes, attention: str, pairs: bool) -> Packing:
     config = pickle.loads(pickled)
     small = _small_model(config)
     # flash attention needs a GPU; sdpa masks packed sequences by the same position ids
@@ -76,8 +86,8 @@ def _small_model(config: PretrainedConfig) -> SmallModel:
 
 
 class SmallModel:
-    """A small copy of a model, two rows, and the log-probs that transformers' own forward pass with eager attention
-    gives to each row alone.
+    """A small copy of a model, four rows, and the log-probs that transformers' own forward pass with eager attention
+    gives to each row alone. The last two share a prefix.
     """
 
     def __init__(self, config: PretrainedConfig, device: str) -> None:
@@ -88,6 +98,7 @@ class SmallModel:
             for parameter in self._model.parameters():
                 parameter.add_(torch.randn_like(parameter) * SPREAD)
             rows = [torch.randint(1, VOCABULARY, (length,)) for length in LENGTHS]
+        rows[3][:SHORTEST] = rows[2][:SHORTEST]
         self._model.to(device)
         self._right, samples = [], []
         for i, ids in enumerate(rows):
@@ -97,22 +108,22 @@ class SmallModel:
             samples[i].append_response_tokens(ids[1:].tolist(), log_probs=[0.0] * (len(ids) - 1))
         self._table = SampleTable.from_samples([samples])
 
-    def compare(self, attention: str, pairs: bool) -> tuple[bool, str]:
-        """Whether packed rows get the right log-probs with this attention; and the problem of unpacked rows, or ""."""
+    def compare(self, attention: str, pairs: bool) -> tuple[Packing, str]:
+        """How packed rows get the right log-probs with this attention; and the problem of unpacked rows, or ""."""
         register_attention()
         try:
             with torch.random.fork_rng(devices=[]):  # the test does not change the run's own random numbers
                 twin = self._build(attention)
             twin.load_state_dict(self._model.state_dict())
             policy = PolicyModel(twin.to(self._model.device))
-            together = self._gap(policy, [0, 1], packed=True)
-            apart = max(self._gap(policy, rows, packed=False) for rows in [[0], [1]] + [[0, 1]] * pairs)
+            right = [packing for packing, rows in TESTS.items() if self._gap(policy, rows, packing) < TOLERANCE]
+            apart = max(self._gap(policy, rows, Packing.ALONE) for rows in [[0], [1]] + [[0, 1]] * pairs)
         except Exception as error:  # models may raise anything when they are called in an unsupported way
             if isinstance(error, KeyError) and attention in str(error):
-                return False, "its attention cannot be exchanged for the one here"
-            return False, f"its forward pass fails here: {one_line(error)}"
+                return Packing.ALONE, "its attention cannot be exchanged for the one here"
+            return Packing.ALONE, f"its forward pass fails here: {one_line(error)}"
         problem = f"its log-probs differ by {apart:.1e} from transformers' own" if apart >= TOLERANCE else ""
-        return together < TOLERANCE, problem
+        return max(right, default=Packing.ALONE), problem
 
     def _build(self, attention: str) -> PreTrainedModel:
         # transformers keeps the attention in the config
@@ -121,10 +132,10 @@ class SmallModel:
         assert isinstance(model, PreTrainedModel)
         return model.requires_grad_(False).train()
 
-    def _gap(self, policy: PolicyModel, rows: list[int], *, packed: bool) -> float:
+    def _gap(self, policy: PolicyModel, rows: list[int], packing: Packing) -> float:
         """The largest difference from the right log-probs [nats]."""
-        policy.packed = packed
-        batch = MicroBatch.from_table(self._table, np.array(rows, np.int64), self._model.device)
+        policy.packed, shares = packing >= Packing.PACKED, packing is Packing.SHARED
+        batch = MicroBatch.from_table(self._table, np.array(rows, np.int64), self._model.device, shares=shares)
         difference = policy(batch, 1.0)[0] - torch.cat([self._right[row] for row in rows])
         # NaN is not below any tolerance
         return float(difference.abs().nan_to_num(nan=torch.inf).max())
@@ -137,10 +148,12 @@ def one_line(error: Exception | None) -> str:
 
 
 VOCABULARY = 80
-# both exceed WINDOW, one is below and one above CONTEXT, so that windows and length-dependent ropes have an effect
-LENGTHS = (9, 13)
+# all exceed WINDOW, one is below and others above CONTEXT, so that windows and length-dependent ropes have an effect
+LENGTHS = (9, 13, SHORTEST + 5, SHORTEST + 8)
 WINDOW = 5
 CONTEXT = 10
+# the rows that are tested together
+TESTS = {Packing.PACKED: [0, 1], Packing.SHARED: [0, 2, 3]}
 
 HIDDEN = 64
 HEAD = 16

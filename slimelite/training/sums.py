@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ from slimelite.tracking.phases import Timer
 from slimelite.training.batch import MicroBatch
 from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel
 from slimelite.training.parallel import World, reshard
+from slimelite.training.planning import tokens_shared
+from slimelite.training.prefixes import Prefixes
 
 Sums = dict[str, tuple[float, float]]
 StepSums = dict[tuple[int, str], tuple[float, float]]  # by optimizer step and name
@@ -130,7 +133,7 @@ def table_scores(
     """Log-probs and entropies by a pass over ``dealt``, the rows of each rank's micro-batches; see `Scores.gather`."""
     scores = Scores(len(table.response_tokens), world)
     for rows in dealt[world.dp_rank]:
-        batch = MicroBatch.from_table(table, rows, world.device)
+        batch = MicroBatch.from_table(table, rows, world.device, shares=model.shares)
         scores.add(batch, *model(batch, temperature))
     reshard(model)
     log_probs, entropy = scores.gather()
@@ -146,11 +149,14 @@ class PassTimer:
     def __init__(self, worker: str) -> None:
         self._worker, self._timer = worker, Timer()
         self.around: Callable[[str], AbstractContextManager[None]] = lambda _name: nullcontext()
+        # by pass, the tokens that are computed on all ranks, and those of the rows
+        self._tokens: dict[str, tuple[int, int]] = {}
         self._flops: dict[str, float] = {}
 
     def restart(self) -> None:
         """Forget what was measured."""
         self._timer.restart()
+        self._tokens.clear()
         self._flops.clear()
 
     @contextmanager
@@ -159,21 +165,31 @@ class PassTimer:
         name: str,
         model: LanguageModel | None = None,
         table: SampleTable | None = None,
-        rows: np.ndarray | slice = slice(None),
+        dealt: Iterable[list[np.ndarray]] = (),
     ) -> Iterator[None]:
-        """Time a pass; with ``model`` and ``table``, also count its operations over the ``rows`` of the table."""
-        flops = ForwardFlops.of(model) if model is not None else None
-        if flops is not None and table is not None:
-            total = flops.total(table.total_lengths[rows], table.response_lengths[rows])
-            self._flops[name] = self._flops.get(name, 0.0) + total
+        """Time a pass; with ``model`` and ``table``, also count its tokens and its operations over the micro-batches
+        ``dealt`` to each rank.
+        """
+        if model is not None and table is not None:
+            rows, shared = tokens_shared(chain(*dealt), Prefixes.of(table, shares=model.shares))
+            lengths = table.total_lengths[rows]
+            before = self._tokens.get(name, (0, 0))
+            self._tokens[name] = (before[0] + int((lengths - shared).sum()), before[1] + int(lengths.sum()))
+            flops = ForwardFlops.of(model)
+            if flops is not None:
+                total = flops.total(lengths, table.response_lengths[rows], shared)
+                self._flops[name] = self._flops.get(name, 0.0) + total
         with trace.span(self._worker, "passes", name), self.around(name), self._timer(name):
             yield
 
     def metrics(self, ranks: int) -> dict[str, float]:
-        """``perf/{name}_time`` and, where operations were counted, ``perf/{name}_tflops`` of one rank."""
+        """``perf/{name}_time``; where operations were counted, ``perf/{name}_tflops`` of one rank; and of training the
+        share of the rows' tokens that were computed.
+        """
         seconds = self._timer.seconds
         metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
         for name, flops in self._flops.items():
             passes = 3 if name.endswith("_train") else 1  # the backward pass costs two
             metrics[f"perf/{name}_tflops"] = passes * flops / seconds[name] / ranks / 1e12
-        return metrics
+        computed, of_rows = self._tokens.get("actor_train", (0, 0))
+        return metrics | ({"perf/computed_tokens_ratio": computed / of_rows} if of_rows else {})

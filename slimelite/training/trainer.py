@@ -20,7 +20,7 @@ from slimelite.checkpoints import Checksums
 from slimelite.table import SampleTable
 from slimelite.token_stats import TokenStats
 from slimelite.training import checkpoint, weights
-from slimelite.training.batch import MicroBatch, PackingLimits, Step, deal, split_steps
+from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns, pass_begins
 from slimelite.training.critic import Critic, FrozenPolicy, build_reference
 from slimelite.training.learner import Learner
@@ -30,6 +30,8 @@ from slimelite.training.loss import LossInputs, check_first_step, micro_batch_lo
 from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory, keep_freed_memory, return_freed_memory
 from slimelite.training.parallel import be_deterministic, join_world
+from slimelite.training.planning import PackingLimits, Step, deal, split_steps
+from slimelite.training.prefixes import Prefixes
 from slimelite.training.sums import MetricSums, PassTimer, Scores, table_scores
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,8 @@ class Trainer(Learner[PolicyModel]):
         parts = [part for part in (self, self.reference, self.teacher, self.critic) if part is not None]
         leaking = {part.model.hf.config.model_type for part in parts if not part.model.packed}
         self._packed = not leaking
+        # micro-batches are planned for all models alike
+        self._shares = all(part.model.shares for part in parts)
         limits = PackingLimits(args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size)
         self.limits = PackingLimits(None, 1) if leaking else limits
         if leaking and self.world.rank == 0:
@@ -119,8 +123,11 @@ class Trainer(Learner[PolicyModel]):
             self._measure_rest(table, columns, steps, computed)
         if self.critic is not None:
             trained = columns.trained_rows()
-            with self.timed("critic_train", self.critic.model, table, trained):
-                self.critic.train(table, columns, self._schedule(table, steps, trained), sums)
+            schedule = self._schedule(table, steps, trained)
+            with self.timed(
+                "critic_train", self.critic.model, table, chain(*(step.micro_batches for step in schedule))
+            ):
+                self.critic.train(table, columns, schedule, sums)
         if trains:
             self._train_policy(table, columns, steps, computed, sums, partial(self.update, sums))
         self.progress.rollout_id = rollout_id
@@ -196,7 +203,7 @@ class Trainer(Learner[PolicyModel]):
         takes = columns.old is None and (len(steps) == 1 or columns.later is not None)
         measures = columns.old is None and args.token_stats != "none"
         scores = Scores(len(table.response_tokens), self.world) if takes or measures else None
-        with self.timed("actor_train", self.model, table, computed):
+        with self.timed("actor_train", self.model, table, chain(*(step.micro_batches for step in schedule))):
             for sums.step, step in enumerate(schedule):
                 first = sums.step == 0
                 then(self.gradient(table, columns, step, sums, scores if first else None, checked=checked and first))
@@ -370,7 +377,7 @@ class Trainer(Learner[PolicyModel]):
             with self.teacher.weights() as model:
                 columns.teacher, _ = self._pass("teacher_log_probs", model, table, dealt)
         if self.critic is not None:
-            with self.timed("values", self.critic.model, table, rows):
+            with self.timed("values", self.critic.model, table, dealt):
                 columns.values = self.critic.values(table, dealt)
         args = self.args
         if not args.supervised and (args.kl_coef != 0 or args.use_opd or args.custom_advantage_function_path):
@@ -383,7 +390,7 @@ class Trainer(Learner[PolicyModel]):
         self, name: str, model: PolicyModel, table: SampleTable, dealt: list[list[np.ndarray]]
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the table under ``model``, timed and counted as ``name``."""
-        with self.timed(name, model, table, np.concatenate([rows for parts in dealt for rows in parts])):
+        with self.timed(name, model, table, dealt):
             return table_scores(model, table, dealt, self.world, self.temperature)
 
     def _schedule(self, table: SampleTable, steps: list[np.ndarray], computed: np.ndarray) -> list[Step]:
@@ -392,7 +399,8 @@ class Trainer(Learner[PolicyModel]):
 
     def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
         limits = PackingLimits(max_tokens) if self._packed and max_tokens is not None else self.limits
-        return deal(rows, table.total_lengths, table.unit_id, self.world.dp_size, limits)
+        prompts, prefixes = np.diff(table.prompt_offsets), Prefixes.of(table, shares=self._shares)
+        return deal(rows, prompts, table.response_lengths, table.unit_id, self.world.dp_size, limits, prefixes)
 
     def _metrics(
         self, table: SampleTable, columns: TokenColumns, computed: np.ndarray, sums: MetricSums

@@ -32,6 +32,7 @@ from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.learner import Learner
 from slimelite.training.offload import HostMemory
+from slimelite.training.packing import Packing
 from slimelite.training.sums import MetricSums, Scores
 from slimelite.training.trainer import Trainer
 
@@ -57,10 +58,12 @@ def model_folder(shape: str, layers: int) -> str:
     return folder
 
 
-def rollout(rows: int, prompt: int, response: int) -> SampleTable:
+def rollout(rows: int, prompt: int, response: int, shared: bool) -> SampleTable:
+    """Each sample has a prompt of its own, or, if ``shared``, two have one."""
     rng, samples = np.random.default_rng(0), []
+    prompts = rng.integers(0, 1000, (rows, prompt)).tolist()
     for row in range(rows):
-        sample = Sample(group_index=row // 2, index=row, reward=0.0, tokens=rng.integers(0, 1000, prompt).tolist())
+        sample = Sample(group_index=row // 2, index=row, reward=0.0, tokens=prompts[row // 2 if shared else row])
         sample.append_response_tokens(rng.integers(0, 1000, response).tolist(), log_probs=[-1.0] * response)
         samples.append([sample])
     table = SampleTable.from_samples(samples)
@@ -85,8 +88,14 @@ def keep_the_hosts_numbers() -> None:
     MetricSums._local_sums = lambda sums: dict.fromkeys(sums._pairs, (1.0, 1.0))
     MetricSums._gather = lambda sums, local: [local]
     critic.explained_variance = lambda *_: (1.0, 1.0)
-    loading._may_pack = lambda *_: True  # seen on a small copy of the model, with numbers
+    loading._may_pack = lambda *_: Packing.SHARED  # seen on a small copy of the model, with numbers
     trainer.join_world = fake_cuda.outside(parallel.join_world)
+
+
+def plain_attention(*qkv: Any) -> torch.Tensor:
+    """What torch does without a layout."""
+    q, k, v = (x.transpose(0, 1)[None] for x in qkv[:3])
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0].transpose(0, 1)
 
 
 def plant(name: str) -> Any:
@@ -95,7 +104,7 @@ def plant(name: str) -> Any:
     faults = {
         "column left on the host": (MicroBatch, "take", lambda batch, column: take(batch, column).cpu()),
         "fp32 compute": (parallel, "MixedPrecisionPolicy", lambda **_: MixedPrecisionPolicy()),
-        "attention of CPUs": (attention, "_flash_attention", attention._bucketed_attention),
+        "attention of CPUs": (attention._MergedAttention, "apply", plain_attention),
         "logits rounded to bf16": (model, "_product", lambda left, right: (left @ right).float()),
         "weights gathered in fp32": (lora, "whole", lambda t: parallel.whole(t.float()).to(t.dtype)),
         "offload forgotten": (HostMemory, "offload", lambda memory, **_: None),
@@ -114,17 +123,18 @@ def simulate(
     layers: int = 2,
     again: bool = False,
     tokens: tuple[int, int] = (64, 256),
+    shared: bool = False,
     **flags: Any,
 ) -> dict[str, Any]:
     """What was found; memory in bytes. ``again``: train once more when it is back on the device. ``tokens``: of a
-    prompt and of a response.
+    prompt and of a response. ``shared``: two responses have one prompt.
     """
     given: dict[str, Any] = {"num_rollout": 9, "num_steps_per_rollout": 1, "global_batch_size": 6 * ranks}
     given |= {"use_dynamic_batch_size": True, "max_tokens_per_gpu": 1024, "rollout_max_response_len": 256}
     given |= {"use_reference": True, "use_kl_loss": True, "kl_loss_coef": 0.1, "rollout_temperature": 0.8}
     args = Args(hf_checkpoint=model_folder(shape, layers), device="cuda", **given | flags)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    table = rollout(6 * ranks, *tokens)  # by default two micro-batches of 960 tokens for each rank
+    table = rollout(6 * ranks, *tokens, shared)  # by default two micro-batches of 960 tokens for each rank
     with fake_cuda.simulation() as meter, closing(Trainer(args, rank=rank, world_size=ranks, init_method="-")) as t:
         found: dict[str, Any] = {"parameters": sum(p.numel() for _, p in t.model.named_weights())}
         found["shard"] = sum(local(p).numel() for _, p in t.model.named_weights())

@@ -10,9 +10,9 @@ from training.tiny import loss_inputs, random_table, tiny_args
 from slimelite.arguments import Args
 from slimelite.plugins import load_function
 from slimelite.table import SampleTable
-from slimelite.training.batch import split_steps
 from slimelite.training.columns import TokenColumns
 from slimelite.training.loss import Loss, micro_batch_loss
+from slimelite.training.planning import split_steps
 
 from .conftest import Given
 

@@ -12,7 +12,7 @@ from tiny import exact_norms, gradients, random_table
 from slimelite.algorithms.estimators import ESTIMATORS as REGISTERED
 from slimelite.algorithms.estimators import Estimator
 from slimelite.table import SampleTable
-from slimelite.training.batch import Step, split_steps
+from slimelite.training.planning import Step, split_steps
 from slimelite.training.sums import MetricSums
 from slimelite.training.trainer import Trainer
 
@@ -75,8 +75,14 @@ ACTS = {
 
 
 def awkward_table() -> SampleTable:
-    """Groups of four with fan-out siblings, a removed sample, an empty row, a fully masked one and masked tools."""
-    table = random_table(seed=3, groups=5, group_size=4)
+    """Groups of four with fan-out siblings, a removed sample, a fully masked one, two equal ones and masked tools.
+
+    Prompts are long enough for training to compute them once where their samples are in one micro-batch.
+    """
+    table = random_table(seed=3, groups=5, group_size=4, prompt=(16, 25))
+    table = table.select([6 if row == 7 else row for row in range(20)])
+    table.sample_id, table.rollout_id, table.unit_id = np.arange(20), np.arange(20), np.arange(20)
+    table.advantage[7] = -1.5
     table.rollout_id[1] = table.rollout_id[0]
     table.removed[5] = True
     table.loss_mask[table.response_offsets[9] : table.response_offsets[10]] = False
@@ -94,9 +100,8 @@ def exact_step(
     The policy has moved since the rollout began, and the engine disagrees: old and engine log-probs are the policy's
     with noise, of each row by its sample id. ``arrange`` reorders the micro-batches of each rank.
     """
-    models: list[Any] = [trainer.model, *([trainer.reference.model] if trainer.reference else [])]
-    if trainer.critic:
-        models.append(trainer.critic.model)
+    parts = (trainer, trainer.reference, trainer.teacher, trainer.critic)
+    models: list[Any] = [part.model for part in parts if part is not None]
     for model in models:
         model.double()
         exact_norms(model)

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slimelite.arguments import Args
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
-from slimelite.training.batch import Step, split_steps
 from slimelite.training.columns import TokenColumns
 from slimelite.training.critic import Critic
 from slimelite.training.parallel import World
+from slimelite.training.planning import Step, split_steps
 from slimelite.training.sums import MetricSums, table_scores
 from slimelite.training.trainer import Trainer
 

@@ -46,7 +46,7 @@ def hf_log_probs(folder: Path, table: SampleTable) -> tuple[Any, list[Tensor]]:
 @pytest.mark.parametrize("zeros", [0.0, 1.0])
 def test_the_gradient_is_that_of_a_plain_loop(model: Path, teacher: Path, zeros: float, whitened: bool) -> None:
     """Also when every advantage is 0 before the teacher speaks: those rows are computed, none is skipped."""
-    table = random_table(zero_advantage=zeros)
+    table = random_table(zero_advantage=zeros, prompt=(16, 25))
     hf, student = hf_log_probs(model, table)
     judged = hf_log_probs(teacher, table)[1]
     masks = [torch.from_numpy(table.row_slice("loss_mask", r)) for r in range(len(table))]

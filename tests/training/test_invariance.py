@@ -82,7 +82,9 @@ def test_micro_batches_do_not_matter(model: Path, estimator: str, aggregation: s
     ids=["grpo, every term", "gspo, muon", "ppo", "sft"],
 )
 def test_fp32_runs_end_at_the_same_weights(model: Path, given: dict[str, Any]) -> None:
-    """Twelve optimizer steps, three a rollout."""
+    """Twelve optimizer steps, three a rollout. Adam divides by gradients that are little but rounding: without shared
+    prefixes too, these runs end up to 7e-5 of the way apart.
+    """
     found = []
     for packing in ({"max_tokens_per_gpu": 10_000}, {"max_tokens_per_gpu": 70}, {"use_dynamic_batch_size": False}):
         with one_rank(tiny_args(model, **given | packing, global_batch_size=8, lr=1e-3)) as trainer:
@@ -92,7 +94,7 @@ def test_fp32_runs_end_at_the_same_weights(model: Path, given: dict[str, Any]) -
             found.append((losses, weights_of(trainer)))
     for losses, weights in found[1:]:
         assert losses == pytest.approx(found[0][0], rel=1e-5, abs=1e-5)
-        assert_same_run(weights, found[0][1], start)
+        assert_same_run(weights, found[0][1], start, limit=1e-4)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

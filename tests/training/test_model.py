@@ -147,8 +147,10 @@ def test_forward_operations_are_those_of_torch(tmp_path: Path, tied: bool) -> No
     # transformers computes logits everywhere, and scores that the causal mask hides
     seen = (flops.per_token + flops.per_target) * length + flops.per_pair * length**2
     assert seen == pytest.approx(counter.get_total_flops(), rel=0.01)
-    two = flops.total(np.array([10, 30]), np.array([4, 5]))
+    two = flops.total(np.array([10, 30]), np.array([4, 5]), np.array([0, 0]))
     assert two == flops.per_token * 40 + flops.per_target * 9 + flops.per_pair * (55 + 465)
+    shared = flops.total(np.array([10, 30]), np.array([4, 5]), np.array([0, 8]))
+    assert two - shared == flops.per_token * 8 + flops.per_pair * 36
 
 
 def test_a_mixture_of_experts_is_not_counted(tmp_path: Path) -> None:
@@ -165,6 +167,6 @@ def test_speed_is_operations_over_seconds(tmp_path: Path) -> None:
         flops = ForwardFlops.of(trainer.model)
     # the first of two steps computes its own old log-probs
     for name, passes, rows in (("actor_train", 3, 0), ("log_probs", 1, 8), ("ref_log_probs", 1, 0)):
-        total = flops.total(table.total_lengths[rows:], table.response_lengths[rows:])
+        total = flops.total(table.total_lengths[rows:], table.response_lengths[rows:], np.zeros(len(table) - rows))
         counted = metrics[f"perf/{name}_tflops"] * metrics[f"perf/{name}_time"] * 1e12
         assert counted == pytest.approx(passes * total), name

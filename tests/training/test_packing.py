@@ -19,7 +19,7 @@ from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.batch import MicroBatch
 from slimelite.training.loading import inspect_model
 from slimelite.training.model import PolicyModel
-from slimelite.training.packing import NoSmallModel, may_pack
+from slimelite.training.packing import NoSmallModel, Packing, may_pack
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -127,21 +127,21 @@ def test_dense_models_stay_packed(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "packs"),
+    ("family", "changes", "packing"),
     [
-        ("qwen2", {}, True),
-        ("qwen3", {}, True),
-        ("llama", {}, True),
-        ("mistral", {}, True),
-        ("gemma3_text", {}, True),
-        ("qwen3_moe", {"num_hidden_layers": 4}, True),
-        ("nemotron_h", {}, False),
-        ("qwen3_next", {"num_hidden_layers": 4}, False),
-        ("phi3", {"rope_parameters": LONG_ROPE}, False),
+        ("qwen2", {}, Packing.SHARED),
+        ("qwen3", {}, Packing.SHARED),
+        ("llama", {}, Packing.SHARED),
+        ("mistral", {}, Packing.SHARED),
+        ("gemma3_text", {}, Packing.SHARED),
+        ("qwen3_moe", {"num_hidden_layers": 4}, Packing.SHARED),
+        ("nemotron_h", {}, Packing.ALONE),
+        ("qwen3_next", {"num_hidden_layers": 4}, Packing.ALONE),
+        ("phi3", {"rope_parameters": LONG_ROPE}, Packing.ALONE),
     ],
 )
-def test_families_at_their_own_depth(family: str, changes: dict[str, Any], packs: bool) -> None:
-    assert may_pack(AutoConfig.for_model(family, **changes), ATTENTION) is packs
+def test_families_at_their_own_depth(family: str, changes: dict[str, Any], packing: Packing) -> None:
+    assert may_pack(AutoConfig.for_model(family, **changes), ATTENTION) is packing
 
 
 def test_pairs_that_padding_mixes_are_refused() -> None:

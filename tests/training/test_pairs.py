@@ -32,7 +32,7 @@ def dpo_args(models: tuple[Path, Path], **changes: Any) -> Args:
 
 def pair_table(pairs: int = 5) -> SampleTable:
     """Pairs whose rows are shuffled among each other, masked in the middle; the second is removed."""
-    table = random_table(seed=3, groups=pairs, group_size=2, longest=12)
+    table = random_table(seed=3, groups=pairs, group_size=2, longest=12, prompt=(16, 25))
     table.loss_mask[table.response_offsets[:-1]] = True
     table.rollout_id = table.unit_id = table.group_id.copy()
     table.reward = np.tile([1.0, 0.0], pairs)

@@ -18,10 +18,11 @@ from slimelite.arguments import Args
 from slimelite.engines.protocol import WeightBucket
 from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
-from slimelite.training.batch import MicroBatch, split_steps
+from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.lora import gathered
 from slimelite.training.loss import LossInputs
+from slimelite.training.planning import split_steps
 from slimelite.training.trainer import Trainer
 from tests.ranks import start_ranks
 
@@ -80,15 +81,19 @@ def random_table(
     zero_advantage: float = 0.0,
     masked: float = 0.2,
     longest: int = 16,
+    prompt: tuple[int, int] = (2, 9),
 ) -> SampleTable:
-    """Groups of responses of 1 to ``longest`` random tokens with random advantages, masks and engine log-probs."""
+    """Groups of responses of 1 to ``longest`` random tokens with random advantages, masks and engine log-probs.
+
+    ``prompt``: tokens of the shortest prompt, and one more than of the longest.
+    """
     rng = np.random.default_rng(seed)
     samples = []
     for g in range(groups):
-        prompt = rng.integers(0, VOCAB, rng.integers(2, 9)).tolist()
+        start = rng.integers(0, VOCAB, rng.integers(*prompt)).tolist()
         samples.append([])
         for i in range(group_size):
-            sample = Sample(group_index=g, index=g * group_size + i, tokens=list(prompt), reward=float(rng.random()))
+            sample = Sample(group_index=g, index=g * group_size + i, tokens=list(start), reward=float(rng.random()))
             response = rng.integers(0, VOCAB, rng.integers(1, longest + 1)).tolist()
             sample.append_response_tokens(response, log_probs=(-rng.random(len(response)) - 3.5).tolist())
             sample.loss_mask = [int(rng.random() > masked) for _ in response]

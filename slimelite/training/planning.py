@@ -1,0 +1,272 @@
+"""Plans training: rows -> optimizer steps -> ranks -> micro-batches.
+
+Tokens are counted as they are computed: a prefix that rows of a micro-batch share counts once (*tree tokens*). A *unit*
+is what must stay together, mostly a single row; of units with several rows only what all their rows share is counted as
+shared, so that their tree tokens are at most those of the plan.
+
+Invariants (tests/training/test_planning.py asserts each):
+
+1. Every row is in exactly one step. Steps take rollouts in the order of their first rows.
+2. A step has at least ``global_batch_size`` rollouts, except the last, which has the remaining ones (at least one). It
+   has more only where it would otherwise split rows that belong together (3).
+3. Rows with equal rollout id (siblings of a fan-out) or equal unit id (a preference pair) are in one step.
+4. Within a step every computed row is in exactly one micro-batch of one rank; rows with equal unit id share it.
+5. A micro-batch exceeds ``max_tokens``, in tree tokens or in response tokens, only when it is a single unit; without
+   ``max_tokens`` it holds ``micro_batch_size`` rows, fewer if it is its rank's last, more only to keep a unit whole.
+6. All ranks have the same number of micro-batches, at least one; a rank with fewer rows gets empty ones.
+7. Ranks differ in tree tokens, each rank's rows taken together, by at most the tokens of the largest unit.
+8. Rows that share a prefix are apart only where 5 or 7 asks for it: with one rank, rows whose tree tokens are within
+   ``max_tokens`` share a micro-batch.
+9. The result depends only on the arguments, so that every rank computes the same one.
+
+Planning takes n log n steps for n rows.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from itertools import pairwise
+
+import numpy as np
+
+from slimelite.training.prefixes import Prefixes
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step: the loss divides by all ``rows``; ``micro_batches[rank]``: the rows that a rank computes."""
+
+    rows: np.ndarray
+    micro_batches: list[list[np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackingLimits:
+    """How large a micro-batch may be: ``max_tokens`` tokens or, if that is None, ``micro_batch_size`` rows."""
+
+    max_tokens: int | None
+    micro_batch_size: int = 1
+
+
+def split_steps(rollout_ids: np.ndarray, unit_ids: np.ndarray, global_batch_size: int) -> list[np.ndarray]:
+    """The rows [int64, ascending] of each optimizer step of ``global_batch_size`` rollouts."""
+    labels = np.unique(_connected(rollout_ids, unit_ids), return_inverse=True)[1]
+    rollouts = np.bincount(labels[np.unique(rollout_ids, return_index=True)[1]])
+    step_of, count, step = np.zeros(len(rollouts), np.int64), 0, 0
+    for label, more in enumerate(rollouts.tolist()):
+        if count >= global_batch_size:
+            count, step = 0, step + 1
+        step_of[label] = step
+        count += more
+    order = np.argsort(step_of[labels], kind="stable")
+    return np.split(order, np.cumsum(np.bincount(step_of[labels]))[:-1]) if len(order) else []
+
+
+def deal(
+    rows: np.ndarray,
+    prompts: np.ndarray,
+    responses: np.ndarray,
+    unit_ids: np.ndarray,
+    dp_size: int,
+    limits: PackingLimits,
+    prefixes: Prefixes,
+) -> list[list[np.ndarray]]:
+    """Deal ``rows`` to ranks and pack each rank's share into micro-batches: [rank][micro-batch] -> rows.
+
+    Units that share a prefix go to a rank together, the largest such *clump* first, each to the rank with the fewest
+    tokens; then the fullest rank gives the end of a clump to the emptiest one while that helps. Within a rank, clumps
+    that are too large for a micro-batch are cut where they share least, and packed best-fit decreasing.
+
+    Args:
+        rows: [n] int64 rows of the table.
+        prompts, responses: tokens of every row of the table; ``unit_ids``: unit of every row.
+        dp_size: number of ranks.
+        limits: how large a micro-batch may be.
+        prefixes: what the rows of the table share.
+    """
+    units = _Units(rows, prompts, responses, unit_ids, prefixes)
+    shares = _level([np.sort(np.concatenate(parts)) for parts in _spread(units, dp_size)], units)
+    packed = [_pack(units, share, limits) for share in shares]
+    count = max(1, *(len(p) for p in packed))
+    return [[units.rows_of(part) for part in p + [[]] * (count - len(p))] for p in packed]
+
+
+def tokens_shared(dealt: Iterable[np.ndarray], prefixes: Prefixes) -> tuple[np.ndarray, np.ndarray]:
+    """The rows [n] of all micro-batches ``dealt``, and the tokens [n] of each that another row there has computed."""
+    parts = list(dealt)
+    rows = np.concatenate([np.zeros(0, np.int64), *parts])
+    order, shared = prefixes.within(rows, np.repeat(np.arange(len(parts)), [len(part) for part in parts]))
+    return rows[order], shared
+
+
+class _Units:
+    """Units by their first row among the sorted rows.
+
+    ``tokens``: [u] tree tokens of each alone; ``responses``: [u] its response tokens.
+    """
+
+    def __init__(
+        self,
+        rows: np.ndarray,
+        prompts: np.ndarray,
+        responses: np.ndarray,
+        unit_ids: np.ndarray,
+        prefixes: Prefixes,
+    ) -> None:
+        self._prefixes = prefixes
+        inverse = np.unique(unit_ids[rows], return_inverse=True)[1]
+        order, shared = prefixes.within(rows, inverse)
+        begins = np.flatnonzero(np.diff(inverse[order], prepend=-1))
+        rows, ends = rows[order], np.append(begins, len(rows))[1:]
+        # by the first row of each
+        first = prefixes.rank[rows[begins]]
+        by_first = np.argsort(first)
+        self._rows, self._begins, self._ends = rows, begins[by_first], ends[by_first]
+        self._first, self._last = first[by_first], prefixes.rank[rows[ends - 1]][by_first]
+        own = prompts[rows] + responses[rows] - shared
+        self.tokens, self.responses = (
+            np.add.reduceat(values, begins)[by_first] if len(rows) else values for values in (own, responses[rows])
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def shared(self, share: np.ndarray) -> np.ndarray:
+        """[m] the tokens that each unit of ``share`` [m], ascending, has in common with the one before it."""
+        found = np.zeros(len(share), np.int64)
+        last = np.maximum(self._last[share[:-1]], self._last[share[1:]])
+        found[1:] = self._prefixes.between(self._first[share[:-1]], last)
+        return found
+
+    def rows_in(self, unit: int) -> int:
+        """How many rows ``unit`` has."""
+        return int(self._ends[unit] - self._begins[unit])
+
+    def rows_of(self, units: list[int]) -> np.ndarray:
+        """The rows of ``units``."""
+        return np.concatenate([np.zeros(0, np.int64), *(self._rows[self._begins[u] : self._ends[u]] for u in units)])
+
+
+def _spread(units: _Units, dp_size: int) -> list[list[np.ndarray]]:
+    """The clumps of each rank, as arrays of units."""
+    everyone = np.arange(len(units))
+    shared = units.shared(everyone)
+    clumps = np.split(everyone, np.flatnonzero(shared == 0)[1:])
+    sizes = np.add.reduceat(units.tokens - shared, np.flatnonzero(shared == 0)) if len(units) else np.zeros(0)
+    parts: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(dp_size)]
+    loads = [(0, rank) for rank in range(dp_size)]
+    heapify(loads)
+    for i in np.argsort(-sizes, kind="stable").tolist():
+        load, rank = loads[0]
+        parts[rank].append(clumps[i])
+        heapreplace(loads, (load + int(sizes[i]), rank))
+    return parts
+
+
+def _level(shares: list[np.ndarray], units: _Units) -> list[np.ndarray]:
+    """``shares``, the units of each rank, after moving ends of clumps from the fullest rank to the emptiest one.
+
+    A move makes the fuller of the two emptier. There is one while they differ by more than the tokens of the last unit
+    of any clump, so that this ends only when they do not.
+    """
+    loads = [int((units.tokens[share] - units.shared(share)).sum()) for share in shares]
+    while True:
+        full, empty = loads.index(max(loads)), loads.index(min(loads))
+        share = shares[full]
+        shared = units.shared(share)
+        steps = units.tokens[share] - shared
+        ends = np.append(np.flatnonzero(shared == 0)[1:], len(share))
+        end = np.repeat(ends, np.diff(ends, prepend=0))
+        before = np.concatenate([[0], np.cumsum(steps)])
+        moved = before[end] - before[:-1]  # by giving away the units from this one to the end of its clump
+        worse = np.maximum(loads[full] - moved, loads[empty] + moved + shared)
+        if not len(share) or worse.min() >= loads[full]:
+            return shares
+        best = np.lexsort((shared, worse))[0]
+        part = slice(best, end[best])
+        shares[empty] = np.sort(np.concatenate([shares[empty], share[part]]))
+        shares[full] = np.delete(share, part)
+        for rank in (full, empty):
+            loads[rank] = int((units.tokens[shares[rank]] - units.shared(shares[rank])).sum())
+
+
+def _pack(units: _Units, share: np.ndarray, limits: PackingLimits) -> list[list[int]]:
+    """The units of each micro-batch of a rank with the units ``share``."""
+    if limits.max_tokens is None:
+        return _by_rows(units, share, limits.micro_batch_size)
+    pieces = _pieces(units, share, limits.max_tokens)
+    bins: list[list[int]] = []
+    # the bins with room, by how much there is
+    room: list[tuple[int, int]] = []
+    for size, piece in sorted(pieces, key=lambda p: (-p[0], p[1][0])):
+        at = bisect_left(room, (size, -1))
+        if at < len(room):
+            left, number = room.pop(at)
+            bins[number] += piece
+        else:
+            left, number = limits.max_tokens, len(bins)
+            bins.append(list(piece))
+        if left - size > 0:
+            insort(room, (left - size, number))
+    return bins
+
+
+def _by_rows(units: _Units, share: np.ndarray, micro_batch_size: int) -> list[list[int]]:
+    """The units of ``share`` in their order, in micro-batches of so many rows."""
+    bins: list[list[int]] = []
+    rows = micro_batch_size
+    for unit in share.tolist():
+        if rows >= micro_batch_size:
+            bins.append([])
+            rows = 0
+        bins[-1].append(unit)
+        rows += units.rows_in(unit)
+    return bins
+
+
+def _pieces(units: _Units, share: np.ndarray, max_tokens: int) -> list[tuple[int, list[int]]]:
+    """The clumps of ``share``, those above ``max_tokens`` cut where they share least: (size, units) of each piece.
+
+    A size is in tree tokens or in response tokens, whichever are more: equal responses are the same tree tokens, but
+    each has log-probs of its own.
+    """
+    shared = units.shared(share)
+    steps = np.concatenate([[0], np.cumsum(units.tokens[share] - shared)]).tolist()
+    responses = np.concatenate([[0], np.cumsum(units.responses[share])]).tolist()
+    again = shared.tolist()
+
+    def size(first: int, end: int) -> int:
+        tree = steps[end] - steps[first] + again[first]
+        return int(max(tree, responses[end] - responses[first]))
+
+    clumps = [*np.flatnonzero(shared == 0).tolist(), len(share)]
+    left = list(pairwise(clumps))[::-1]
+    found: list[tuple[int, int]] = []
+    while left:
+        first, end = left.pop()
+        if end - first > 1 and size(first, end) > max_tokens:
+            inner = shared[first + 1 : end]
+            cuts = [first, *(first + 1 + np.flatnonzero(inner == inner.min())).tolist(), end]
+            left += list(pairwise(cuts))[::-1]
+        elif found and again[first] and size(found[-1][0], end) <= max_tokens:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((first, end))
+    return [(size(first, end), share[first:end].tolist()) for first, end in found]
+
+
+def _connected(*ids: np.ndarray) -> np.ndarray:
+    """[rows] the first row of each row's group: rows that share an id in any column, directly or through other rows."""
+    labels = np.arange(len(ids[0]))
+    inverses = [np.unique(column, return_inverse=True)[1] for column in ids]
+    while True:
+        before = labels
+        for inverse in inverses:
+            lowest = np.full(inverse.max(initial=0) + 1, len(labels))
+            np.minimum.at(lowest, inverse, labels)
+            labels = lowest[inverse]
+        if (labels == before).all():
+            return labels
