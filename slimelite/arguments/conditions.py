@@ -58,6 +58,7 @@ BEST_EVALUATION = EVALUATION & when(
 # where it runs
 GPUS = when("GPUs", lambda a: a.device == "cuda")
 OWN_ENGINES = INFERENCE & when("no --rollout-external-engine-addrs", lambda a: not a.rollout_external_engine_addrs)
+EMBEDDED = INFERENCE & when("--rollout-backend embedded", lambda a: a.rollout_backend == "embedded")
 SGLANG = INFERENCE & when("--rollout-backend sglang", lambda a: ENGINES[a.rollout_backend].server)
 
 # losses

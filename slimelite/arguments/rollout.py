@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from slimelite.arguments.conditions import (
     DYNAMIC_BATCH,
+    EMBEDDED,
     EVALUATION,
     INFERENCE,
     NEW_ROLLOUTS,
@@ -165,6 +166,14 @@ class RolloutArgs:
         INFERENCE,
         choices=("auto", ENGINES),
         auto="sglang on GPUs where it is installed, else embedded",
+    )
+    kv_cache_tokens: int | None = flag(
+        None,
+        "the embedded engine keeps keys and values of this many tokens, running and cached ones; it takes the memory "
+        "when it is used",
+        EMBEDDED,
+        at_least=1,
+        auto="what fits 4 GiB on a CPU, 60 % of the free memory on a GPU",
     )
     rollout_temperature: float = flag(
         1.0,

@@ -16,7 +16,7 @@ from slimelite.engines.protocol import Codec, Decode, Engine, EngineSetup, Gener
 
 T = TypeVar("T")
 # requests decoded at once, by device, unless --sglang-max-running-requests is given
-RUNNING_REQUESTS = {"cpu": 128, "cuda": 256}
+RUNNING_REQUESTS = {"cpu": 256, "cuda": 512}
 
 
 class _Call:

@@ -31,9 +31,10 @@ class EngineSetup:
     """The settings that one engine of a run is built with; see `slimelite.engines.registry`.
 
     ``host``: the address of this machine that it listens on. ``log``: file for the output of a server.
-    ``memory_share``: share of the GPU's memory for weights and KV cache. ``releases_memory``: whether the run will
-    call `Engine.release_memory`. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by field
-    name. None leaves the choice to the engine.
+    ``kv_cache_tokens``: most tokens in the KV cache. ``repeatable``: the same requests in the same order give the same
+    bits, whatever was asked before. ``memory_share``: share of the GPU's memory for weights and KV cache.
+    ``releases_memory``: whether the run will call `Engine.release_memory`. ``width``: number of GPUs. ``options``: the
+    other ``--sglang-*`` options, by field name. None leaves the choice to the engine.
     """
 
     model_path: str
@@ -43,6 +44,8 @@ class EngineSetup:
     log: Path
     max_running_requests: int | None = None
     max_context_len: int | None = None
+    kv_cache_tokens: int | None = None
+    repeatable: bool = False
     memory_share: float | None = None
     releases_memory: bool = False
     width: int = 1

@@ -48,10 +48,11 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def start_engine(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> EmbeddedEngine:
+def start_engine(model_folder: Path, tokenizer: PreTrainedTokenizerBase, **options: Any) -> EmbeddedEngine:
     return EmbeddedEngine(
         str(model_folder),
         max_running_requests=32,
+        **options,
         decode=lambda ids: str(tokenizer.decode(ids)),
         encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
     )
@@ -60,6 +61,14 @@ def start_engine(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> Embe
 @pytest.fixture(scope="session")
 def engine(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[EmbeddedEngine]:
     engine = start_engine(model_folder, tokenizer)
+    yield engine
+    asyncio.run(engine.close())
+
+
+@pytest.fixture
+def repeatable_engine(model_folder: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[EmbeddedEngine]:
+    """An engine as --deterministic-mode builds it."""
+    engine = start_engine(model_folder, tokenizer, repeatable=True)
     yield engine
     asyncio.run(engine.close())
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from slimelite.arguments import EvalDataset
+from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.table import OFFSETS, SampleTable
 
 from .conftest import MakeArgs, MakeManager, plugin
@@ -125,6 +126,36 @@ def test_straight_equals_resumed_bit_for_bit(make_args: MakeArgs, make_manager: 
         assert same(expected, got)
     dealt = [set(t.group_id.tolist()) for t in tables]
     assert not set.intersection(*dealt)
+
+
+def test_straight_equals_resumed_with_a_header_that_rollouts_share(
+    make_args: MakeArgs,
+    make_manager: MakeManager,
+    repeatable_engine: EmbeddedEngine,
+    prompt_file: str,
+    tmp_path: Path,
+) -> None:
+    """What the engine has cached differs between the two: the resumed run begins with a cold cache."""
+    rows = [json.loads(line) for line in Path(prompt_file).read_text().splitlines()]
+    for row in rows:
+        row["messages"].insert(0, {"role": "user", "content": "1+2=3 4+5=9 7+1=8 2+2=4 3+5=8 6+2=8"})
+    shared = tmp_path / "shared.jsonl"
+    shared.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = make_args(deterministic_mode=True, prompt_data=[str(shared)], rollout_max_response_len=24)
+    straight = make_manager(args, [repeatable_engine])
+    outputs = [straight.generate(i) for i in range(3)]
+    first = make_manager(args, [repeatable_engine])
+    assert same(outputs[0].table, first.generate(0).table)
+    repeatable_engine._scheduler.release_cache()
+    resumed = make_manager(args, [repeatable_engine])
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for index in (1, 2):
+        again = resumed.generate(index)
+        assert same(outputs[index].table, again.table)
+        # equal bits may be luck; equal work is not
+        name = "rollout/avg_cached_tokens_per_sample"
+        assert again.metrics[name] == outputs[index].metrics[name]
+    assert (again.table.total_lengths - again.table.response_lengths).min() > 40
 
 
 def test_a_saved_rollout_replays_without_engines_or_prompts(

@@ -1,148 +1,183 @@
-"""The KV cache of all running sequences, and plans for how a batch of packed tokens writes to it and attends to it."""
+"""Plans for how a batch of packed tokens writes keys and values to memory, and what it attends to."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from slimelite.engines.embedded.model import DecoderShape
+from slimelite.engines.embedded.memory import KVMemory, Slab
+from slimelite.engines.embedded.prefixes import Node
 
 # attention lengths are rounded up to a multiple of this, which aligns masks and lets the allocator reuse memory
 LENGTH_BUCKET = 16
 
 
-def round_up(length: int) -> int:
-    """``length`` rounded up to a multiple of `LENGTH_BUCKET`."""
-    return -(-length // LENGTH_BUCKET) * LENGTH_BUCKET
+@dataclass(slots=True)
+class Sharing:
+    """A prefix that several rows read by reference: ``rows`` are their numbers in the batch."""
+
+    node: Node
+    rows: list[int]
 
 
-class KVCache:
-    """A pool of ``tokens`` positions per layer, cut into rows of ``row_len``; each running sequence has one row.
+class SlabPart:
+    """The part of a decoding step that one slab does: rows ``first`` … of the batch are the rows of the slab."""
 
-    ``row_len`` follows the longest running sequence, so that short sequences leave room for more rows.
-    ``pool``: [layers, 2 * tokens * kv heads, head dim], keys in the first half and values in the second. Each half is
-    laid out as [rows, kv heads, row_len], so that the keys of one head of one sequence are contiguous.
-    """
+    def __init__(self, memory: KVMemory, slab: Slab, first: int, positions: np.ndarray) -> None:
+        count, device, heads = len(positions), memory.device, memory.kv_heads
+        self.rows = slice(first, first + count)
+        self._slab, self._length = slab, -(-(int(positions.max()) + 1) // LENGTH_BUCKET) * LENGTH_BUCKET
+        keys = (np.arange(count)[:, None] * heads + np.arange(heads)) * slab.length + positions[:, None]
+        slots = np.concatenate((keys, keys + slab.capacity * heads * slab.length), axis=1).ravel()
+        self._slots = torch.from_numpy(slots).to(device)
+        hidden = torch.arange(self._length, device=device) > torch.from_numpy(positions).to(device)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=memory.dtype, device=device).masked_fill_(hidden, -torch.inf)
+        self._exact = memory.dtype == torch.float32
+        self._mask = (mask.repeat_interleave(heads, 0) if self._exact else mask[:, None])[..., None, :]
 
-    def __init__(self, shape: DecoderShape, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.tokens = tokens
-        self.row_len = 0
-        self.kv_heads = shape.num_kv_heads
-        self.heads_per_kv = shape.num_heads // shape.num_kv_heads
-        size = (shape.num_layers, 2 * tokens * shape.num_kv_heads, shape.head_dim)
-        # zeros, because unwritten positions must be finite: their attention weight is 0, and 0 * NaN is NaN
-        if device.type == "cpu":
-            # numpy's zeros commit memory only when it is written; torch.zeros commits all of it at once
-            self.pool = torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
-        else:
-            self.pool = torch.zeros(size, device=device, dtype=dtype)
-        # [layers, 2, rows, kv heads, row_len, head dim]
-        self._rows = self.pool.new_empty(0)
+    def write(self, layer: int, key_value: torch.Tensor) -> None:
+        """Store ``key_value`` [rows, 2 * kv heads, head dim]."""
+        stored = self._slab.layers[layer]
+        stored.view(-1, stored.shape[-1]).index_copy_(0, self._slots, key_value.flatten(0, 1))
 
-    def fits(self, rows: int, row_len: int) -> bool:
-        """Whether ``rows`` rows of ``row_len`` positions fit the pool."""
-        return rows * row_len <= self.tokens
-
-    def set_row_len(self, row_len: int, lengths: np.ndarray) -> None:
-        """Cut the pool into rows of ``row_len``; row i keeps the content of its first ``lengths[i]`` positions."""
-        assert row_len >= self.row_len or not len(lengths), "rows with content never shrink"
-        if row_len == self.row_len:
-            return
-        old, rows, elements = self._rows, self.tokens // row_len, self.kv_heads * row_len
-        halves = self.pool.unflatten(1, (2, -1))[:, :, : rows * elements]
-        self.row_len, self._rows = row_len, halves.unflatten(2, (rows, self.kv_heads, row_len))
-        for row in reversed(range(len(lengths))):  # a new place overlaps only rows that have moved
-            length = int(lengths[row])
-            self._rows[:, :, row, :, :length] = old[:, :, row, :, :length].clone()
-
-    def slots(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Indices into a pool layer for ``positions`` [T] of ``rows`` [T]: [T * 2 * kv heads], keys, then values."""
-        heads = np.arange(self.kv_heads)
-        keys = (rows[:, None] * self.kv_heads + heads) * self.row_len + positions[:, None]
-        return np.concatenate((keys, keys + self.tokens * self.kv_heads), axis=1).ravel()
-
-    def rows_of(self, layer: int, rows: slice | torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of ``rows`` [rows, kv heads, length, head dim]; they are views when ``rows`` is a slice."""
-        keys, values = self._rows[layer, :, :, :, :length]
-        return keys[rows], values[rows]
-
-    def copy(self, source: int, destination: int, length: int) -> None:
-        """Copy the first ``length`` positions of a row over another's."""
-        self._rows[:, :, destination, :, :length] = self._rows[:, :, source, :, :length]
+    def attend(self, layer: int, query: torch.Tensor, with_mass: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """[rows, heads, head dim] -> the same, and, if asked for, the log of the sum of the weights [rows, heads]."""
+        rows, heads, head_dim = query.shape
+        keys, values = self._slab.layers[layer][:, :rows, :, : self._length]
+        # query heads that share a kv head become several queries of that head, so that the cache is not copied
+        if not self._exact:
+            grouped = query.view(rows, keys.shape[1], -1, head_dim)
+            return F.scaled_dot_product_attention(grouped, keys, values, self._mask).view(query.shape), None
+        # in fp32 this is up to twice as fast on a CPU at these sizes; lower precisions would round the scores
+        grouped = query.reshape(len(self._mask), -1, head_dim)
+        scores = torch.baddbmm(self._mask, grouped, keys.flatten(0, 1).transpose(1, 2), alpha=head_dim**-0.5)
+        mass = scores.logsumexp(-1).view(rows, heads) if with_mass else None
+        return torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(query.shape), mass
 
 
 class DecodePlan:
-    """Plan of a decoding step: one token for each of rows 0..n-1, at ``positions`` [n]."""
+    """Plan of a decoding step: one token for each row of ``slabs``, in this order, at ``positions`` [T].
 
-    def __init__(self, cache: KVCache, positions: np.ndarray) -> None:
-        device, rows = cache.pool.device, len(positions)
-        self._cache, self._rows, self._length = cache, slice(0, rows), round_up(int(positions.max()) + 1)
-        self._slots = torch.from_numpy(cache.slots(np.arange(rows), positions)).to(device)
-        self.positions = torch.from_numpy(positions).to(device)
-        mask = _mask(self.positions[:, None], self._length, cache.pool.dtype)
-        self._exact = cache.pool.dtype == torch.float32
-        self._mask = mask.repeat_interleave(cache.kv_heads, 0) if self._exact else mask.unsqueeze(1)
+    ``bases`` [T]: number of tokens before a row's first one in its slab. These come from ``sharing``: each list there
+    has at most one entry for a row, and every prefix is multiplied once with the queries of all its rows. Softmax is
+    taken over each part, and the parts are weighed by their masses, which rounds differently than one softmax
+    (relative error of about 1e-6 in fp32).
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        slabs: Sequence[Slab],
+        positions: np.ndarray,
+        bases: np.ndarray,
+        sharing: Sequence[Sequence[Sharing]],
+    ) -> None:
+        own, first = positions - bases, 0
+        self._parts: list[SlabPart] = []
+        for slab in slabs:
+            self._parts.append(SlabPart(memory, slab, first, own[first : first + len(slab.rows)]))
+            first += len(slab.rows)
+        self.positions = torch.from_numpy(positions).to(memory.device)
+        self._sharing = [
+            (torch.tensor([row for shared in level for row in shared.rows], device=memory.device), level)
+            for level in sharing
+        ]
 
     def write(self, layer: int, key_value: torch.Tensor) -> None:
-        self._cache.pool[layer].index_copy_(0, self._slots, key_value.flatten(0, 1))
+        for part in self._parts:
+            part.write(layer, key_value[part.rows])
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        keys, values = self._cache.rows_of(layer, self._rows, self._length)
-        rows, kv_heads, _, head_dim = keys.shape
-        # query heads that share a kv head become several queries of that head, so that the cache is not copied
-        if not self._exact:
-            grouped = query.view(rows, kv_heads, -1, head_dim)
-            return F.scaled_dot_product_attention(grouped, keys, values, self._mask).reshape(rows, -1)
-        # in fp32 this is up to twice as fast on a CPU at these sizes; lower precisions would round the scores
-        grouped = query.reshape(rows * kv_heads, -1, head_dim)
-        keys, values = keys.flatten(0, 1), values.flatten(0, 1)
-        scores = torch.baddbmm(self._mask, grouped, keys.transpose(1, 2), alpha=head_dim**-0.5)
-        return torch.bmm(scores.softmax(-1), values).view(rows, -1)
+        with_mass = bool(self._sharing)
+        found = [part.attend(layer, query[part.rows], with_mass) for part in self._parts]
+        out = found[0][0] if len(found) == 1 else torch.cat([part for part, _ in found])
+        if with_mass:
+            mass = torch.cat([part for _, part in found if part is not None])
+            for rows, level in self._sharing:
+                _add_shared(layer, rows, level, query, out, mass)
+        return out.flatten(1)
+
+
+def _add_shared(
+    layer: int, rows: torch.Tensor, level: Sequence[Sharing], query: torch.Tensor, out: torch.Tensor, mass: torch.Tensor
+) -> None:
+    """Merge the attention of ``rows`` to the prefixes of ``level`` into ``out`` and ``mass``."""
+    heads, head_dim = query.shape[1:]
+    queries = (query[rows] * head_dim**-0.5).split([len(shared.rows) for shared in level])
+    outs, masses = [], []
+    for shared, part in zip(level, queries, strict=True):
+        keys, values = shared.node.at(layer)
+        grouped = part.view(len(part), len(keys), -1, head_dim).transpose(0, 1)
+        scores = torch.bmm(grouped.flatten(1, 2), keys.transpose(1, 2))
+        masses.append(scores.logsumexp(-1).view(grouped.shape[:-1]).transpose(0, 1).reshape(-1, heads))
+        outs.append(torch.bmm(scores.softmax(-1), values).view(grouped.shape).transpose(0, 1).reshape(part.shape))
+    shared_out, shared_mass, own_mass = torch.cat(outs), torch.cat(masses), mass[rows]
+    share = torch.sigmoid(shared_mass - own_mass)
+    out[rows] = torch.lerp(out[rows], shared_out, share[..., None])
+    mass[rows] = torch.logaddexp(shared_mass, own_mass)
+
+
+@dataclass(slots=True)
+class Piece:
+    """Some ``tokens`` of a prefill, from position ``done`` on.
+
+    ``kv``: the segment for its tokens from position ``start`` on. ``path``: the nodes with those before.
+    """
+
+    tokens: np.ndarray
+    path: list[Node]
+    kv: torch.Tensor
+    start: int
+    done: int
 
 
 class PrefillPlan:
-    """Plan of a prefill: ``counts[i]`` tokens of row ``rows[i]`` from position ``starts[i]`` on, packed row after row.
+    """Plan of a prefill of ``pieces``, packed one after the other; each attends to what is before it and to itself."""
 
-    ``positions``: [T]. Only attention pads the queries, to [rows, largest count].
-    """
-
-    def __init__(self, cache: KVCache, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> None:
-        device, width = cache.pool.device, int(counts.max())
-        real = np.arange(width) < counts[:, None]
-        padded_positions = starts[:, None] + np.arange(width)
-        positions = padded_positions[real]
-        unpad = np.flatnonzero(real)
-        pad = np.zeros(real.size, np.int64)
-        pad[unpad] = np.arange(len(unpad))
-        self._cache, self._length = cache, round_up(int(positions.max()) + 1)
-        self._rows, self._pad, self._unpad, self._slots, self.positions, last = (
-            torch.from_numpy(array).to(device)
-            for array in (
-                rows,
-                pad,
-                unpad,
-                cache.slots(np.repeat(rows, counts), positions),
-                positions,
-                padded_positions,
-            )
-        )
-        mask = _mask(last, self._length, cache.pool.dtype)
-        self._mask = mask.repeat(1, cache.heads_per_kv, 1).unsqueeze(1)
+    def __init__(self, memory: KVMemory, pieces: list[Piece]) -> None:
+        self._pieces, self._heads = pieces, memory.kv_heads
+        self._counts = [len(piece.tokens) for piece in pieces]
+        positions = [
+            np.arange(piece.done, piece.done + count) for piece, count in zip(pieces, self._counts, strict=True)
+        ]
+        self.positions = torch.from_numpy(np.concatenate(positions)).to(memory.device)
+        # [count, past + count] for each piece that has a past
+        self._masks = [
+            _causal_mask(count, piece.done, memory) for piece, count in zip(pieces, self._counts, strict=True)
+        ]
+        self._key_value = torch.empty(0)
 
     def write(self, layer: int, key_value: torch.Tensor) -> None:
-        self._cache.pool[layer].index_copy_(0, self._slots, key_value.flatten(0, 1))
+        self._key_value = key_value.unflatten(1, (2, self._heads)).permute(1, 2, 0, 3)
+        for piece, part in zip(self._pieces, self._key_value.split(self._counts, 2), strict=True):
+            first = piece.done - piece.start
+            piece.kv[layer, :, :, first : first + part.shape[2]] = part
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        keys, values = self._cache.rows_of(layer, self._rows, self._length)
-        rows, kv_heads, _, head_dim = keys.shape
-        shared = query.shape[1] // kv_heads
-        padded = query[self._pad].view(rows, -1, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(padded, keys, values, self._mask)
-        out = out.view(rows, kv_heads, shared, -1, head_dim).permute(0, 3, 1, 2, 4)
-        return out.reshape(-1, query.shape[1] * head_dim)[self._unpad]
+        out, first = torch.empty_like(query), 0
+        numbered = zip(self._pieces, self._counts, self._masks, strict=True)
+        for (count, past), group in groupby(numbered, lambda entry: (entry[1], entry[0].done)):
+            members = list(group)
+            # pieces of one length without a past are one call, the others a call each
+            for batch in [members] if not past else [[member] for member in members]:
+                last = first + count * len(batch)
+                queries = query[first:last].unflatten(0, (len(batch), count)).transpose(1, 2)
+                keys, values = self._key_value[:, :, first:last].unflatten(2, (len(batch), count)).transpose(1, 2)
+                if past:
+                    piece = batch[0][0]
+                    before = [node.at(layer) for node in piece.path] + [piece.kv[layer, :, :, : past - piece.start]]
+                    keys, values = torch.cat((*(part[:, None] for part in before), torch.stack((keys, values))), 3)
+                found = F.scaled_dot_product_attention(
+                    queries, keys, values, batch[0][2], is_causal=not past, enable_gqa=True
+                )
+                out[first:last] = found.transpose(1, 2).flatten(0, 1)
+                first = last
+        return out.flatten(1)
 
 
 class ScorePlan:
@@ -161,7 +196,9 @@ class ScorePlan:
         return out[0].transpose(0, 1).flatten(1)
 
 
-def _mask(last: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [rows, queries, length]; each query sees the columns up to its ``last`` [rows, queries]."""
-    hidden = torch.arange(length, device=last.device) > last[..., None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=last.device).masked_fill_(hidden, -torch.inf)
+def _causal_mask(count: int, past: int, memory: KVMemory) -> torch.Tensor | None:
+    """Additive mask of ``count`` tokens over those before and themselves; None without a past, where none is needed."""
+    if not past:
+        return None
+    hidden = torch.full((count, past + count), -torch.inf, dtype=memory.dtype, device=memory.device)
+    return hidden.triu_(past + 1)

@@ -14,20 +14,24 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
 from slimelite.engines.checks import LOWEST_TEMPERATURE, check_ids, check_tokens, is_temperature, is_whole
-from slimelite.engines.embedded.attention import KVCache, round_up
+from slimelite.engines.embedded.memory import KVMemory
 from slimelite.engines.embedded.model import Decoder, DecoderShape, DecoderWeights
-from slimelite.engines.embedded.scheduler import Running, Scheduler, Scoring
+from slimelite.engines.embedded.rows import Running
+from slimelite.engines.embedded.scheduler import Scheduler
+from slimelite.engines.embedded.scoring import Scoring
 from slimelite.engines.in_process import InProcessEngine, build_in_process
 from slimelite.engines.protocol import (
+    Codec,
     Decode,
     EngineInfo,
+    EngineSetup,
     GenerateRequest,
     GenerateResult,
     WeightBucket,
     check_memory_tags,
 )
 
-# default size of the KV cache: bytes on a CPU (committed only as it is used), a share of the free memory on a GPU
+# default size of the KV cache: bytes on a CPU, a share of the free memory on a GPU
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6
 
@@ -39,7 +43,10 @@ class EmbeddedEngine(InProcessEngine):
     weights arrive continues with them: its keys and values are recomputed, so that each token is sampled from the model
     that its weight version names.
 
-    An idle engine answers the same requests, sent with seeds in one `generate` call, with bit-identical results.
+    The keys and values of prompts, and of responses that are long enough, are kept for requests that begin alike, until
+    the next weights come or others need the memory. Cached ones differ by rounding from ones that are computed in
+    another batch (log-probs by about 1e-6 in fp32). With ``repeatable`` an engine that was idle forgets them: then it
+    answers the same requests, sent with seeds in one `generate` call, with bit-identical results.
     """
 
     name = "embedded"
@@ -53,6 +60,7 @@ class EmbeddedEngine(InProcessEngine):
         max_running_requests: int = 64,
         max_context_len: int | None = None,
         kv_cache_tokens: int | None = None,
+        repeatable: bool = False,
         decode: Decode | None = None,
         encode: Callable[[str], list[int]] | None = None,
         eos_token_ids: Iterable[int] | None = None,
@@ -67,7 +75,9 @@ class EmbeddedEngine(InProcessEngine):
             dtype: default fp32 on a CPU, bf16 on a GPU.
             max_context_len: most tokens of prompt and response together; default: the smaller of the model's limit
                 and the cache.
-            kv_cache_tokens: size of the cache in tokens, over all sequences.
+            kv_cache_tokens: most tokens that the cache holds, over all sequences and kept prefixes; memory is taken as
+                they come. Default: 4 GiB of them on a CPU, 60 % of the free memory on a GPU.
+            repeatable: forget kept prefixes when requests reach an idle engine, see above.
             decode: tokens to text, special tokens included; stop strings and the HTTP front need it.
             encode: text to tokens, for the HTTP front.
             eos_token_ids: default: those of generation_config.json and config.json.
@@ -87,22 +97,17 @@ class EmbeddedEngine(InProcessEngine):
         self._weights.load(model_path, config, seed)
         self._update, self._vocab_size = self._weights.incoming, shape.vocab_size
         wanted = max_context_len or config.max_position_embeddings
-        tokens = kv_cache_tokens or default_cache_tokens(shape, place, dtype, max_running_requests * round_up(wanted))
+        tokens = kv_cache_tokens or default_cache_tokens(shape, place, dtype)
         if wanted > tokens and max_context_len:
             raise ValueError(
-                f"a context of {wanted} tokens does not fit a KV cache of {tokens} tokens; give the engine more "
-                "memory, or lower --rollout-max-context-len"
+                f"a context of {wanted} tokens does not fit a KV cache of {tokens} tokens; raise "
+                "--kv-cache-tokens or give the engine more memory, or lower --rollout-max-context-len"
             )
         self._max_context_len = min(wanted, tokens)
-        self._max_running = max_running_requests
+        self._max_running, self._repeatable = max_running_requests, repeatable
         decoder = Decoder(self._weights, config, self._max_context_len)
-        self._scheduler = Scheduler(
-            decoder,
-            lambda: KVCache(shape, round_up(tokens), place, dtype),
-            max_running_requests,
-            self._max_context_len,
-            decode,
-        )
+        memory = KVMemory(shape, tokens, place, dtype)
+        self._scheduler = Scheduler(decoder, memory, max_running_requests, decode)
         self._eos = frozenset(read_eos_ids(model_path, config) if eos_token_ids is None else eos_token_ids)
         self._device = place
         self._extra = {"model_path": model_path, "device": str(place), "dtype": str(dtype).removeprefix("torch.")}
@@ -139,7 +144,10 @@ class EmbeddedEngine(InProcessEngine):
         return await asyncio.wrap_future(scoring.future)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
-        """See `Engine.release_memory`. Running requests wait for `resume_memory`; a CPU keeps its weights."""
+        """See `Engine.release_memory`. Running requests wait for `resume_memory`; a CPU keeps its weights.
+
+        The cache needs no resuming: it takes memory when the next step writes to it.
+        """
         check_memory_tags(tags)
 
         def release() -> None:
@@ -159,14 +167,14 @@ class EmbeddedEngine(InProcessEngine):
         def resume() -> None:
             if "weights" in tags:
                 self._weights.resume()
-            if "kv_cache" in tags:
-                self._scheduler.allocate_cache()
             self._released.difference_update(tags)
 
         await self._do(resume)
 
     def _submit(self, requests: Sequence[GenerateRequest]) -> list[Future[GenerateResult]]:
         check_ids(requests, self._scheduler.request_ids())
+        if self._repeatable and not self._scheduler.has_work:
+            self._scheduler.release_cache()
         taken = []
         for request in requests:
             params = request.params
@@ -175,6 +183,7 @@ class EmbeddedEngine(InProcessEngine):
                 request=request,
                 seed=int(self._seeds.integers(2**63)) if params.seed is None else params.seed,
                 stop_ids=tuple(sorted(t for t in stop_ids if 0 <= t < self._vocab_size)),
+                tokens=np.array(request.input_ids, np.int64),
             )
             running.future.set_running_or_notify_cancel()
             taken.append(running)
@@ -196,6 +205,9 @@ class EmbeddedEngine(InProcessEngine):
     def _load(self, bucket: WeightBucket) -> None:
         self._weights.update(bucket.tensors())
 
+    def _begin_update(self) -> None:
+        self._scheduler.release_cache()
+
     def _end_update(self, version: int) -> None:
         self._scheduler.set_weight_version(version)
 
@@ -204,7 +216,10 @@ class EmbeddedEngine(InProcessEngine):
         super()._work()
 
 
-build = partial(build_in_process, EmbeddedEngine)
+def build(setup: EngineSetup, codec: Codec) -> InProcessEngine:
+    """Build the engine of a run."""
+    engine = partial(EmbeddedEngine, kv_cache_tokens=setup.kv_cache_tokens, repeatable=setup.repeatable)
+    return build_in_process(engine, setup, codec)
 
 
 def read_eos_ids(model_path: str, config: PretrainedConfig) -> set[int]:
@@ -215,10 +230,10 @@ def read_eos_ids(model_path: str, config: PretrainedConfig) -> set[int]:
     return {t for ids in found for t in (ids if isinstance(ids, list) else [ids]) if t is not None}
 
 
-def default_cache_tokens(shape: DecoderShape, device: torch.device, dtype: torch.dtype, wanted: int) -> int:
-    """``wanted`` tokens, or fewer if the default share of memory does not hold them."""
+def default_cache_tokens(shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> int:
+    """How many tokens the default share of memory holds; none of it is taken before it is used."""
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     free = CPU_CACHE_BYTES
     if device.type == "cuda":
         free = math.floor(torch.cuda.mem_get_info(device)[0] * GPU_CACHE_SHARE)
-    return min(wanted, free // token_bytes)
+    return free // token_bytes

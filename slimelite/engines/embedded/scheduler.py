@@ -2,259 +2,119 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from slimelite.engines.checks import holds_stop
-from slimelite.engines.embedded.attention import DecodePlan, KVCache, PrefillPlan, ScorePlan, round_up
+from slimelite.engines.embedded.attention import DecodePlan, Piece, PrefillPlan, Sharing
+from slimelite.engines.embedded.memory import KVMemory, Slab, class_length
 from slimelite.engines.embedded.model import Decoder
-from slimelite.engines.embedded.sampler import SamplingBatch, sample, stream_of, uniforms
-from slimelite.engines.protocol import Decode, FinishReason, GenerateRequest, GenerateResult
+from slimelite.engines.embedded.prefixes import Node, PrefixTree
+from slimelite.engines.embedded.rows import Fill, RowTable, Running
+from slimelite.engines.embedded.sampler import sample, uniforms
+from slimelite.engines.embedded.scoring import NOT_FINITE, Scoring
+from slimelite.engines.protocol import Decode, FinishReason
 
-ROW = np.dtype(
-    [
-        ("length", np.int64),  # tokens so far; the last one is not in the KV cache yet
-        ("start", np.int64),  # number of input_ids
-        ("limit", np.int64),  # length at which max_new_tokens is reached
-        ("min_length", np.int64),  # length below which stop ids are not drawn
-        ("stream", np.uint64),  # start of the row's random stream
-        ("stream_shift", np.int64),  # add it to the length for the position in the stream
-        ("temperature", np.float64),
-        ("top_p", np.float64),
-        ("top_k", np.int64),
-        ("has_stop_strings", np.bool_),
-    ]
-)
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A waiting or running request. ``versions``: (index of a generated token, weight version from that token on)."""
-
-    request: GenerateRequest
-    seed: int
-    stop_ids: tuple[int, ...]
-    future: Future[GenerateResult] = field(default_factory=Future)
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    cached_tokens: int = 0
-
-    @property
-    def prompt_length(self) -> int:
-        """Number of prompt tokens, without the response tokens that ``input_ids`` may end with."""
-        return len(self.request.input_ids) - self.request.position
-
-    @property
-    def need(self) -> int:
-        """Cache positions that the request may use at most."""
-        return len(self.request.input_ids) + self.request.params.max_new_tokens
-
-    def shares_prompt(self, other: Running) -> bool:
-        """Whether both start with the same prompt."""
-        mine = self.request.input_ids[: self.prompt_length]
-        return mine == other.request.input_ids[: other.prompt_length]
-
-    def result(self, tokens: np.ndarray, log_probs: np.ndarray, reason: FinishReason) -> GenerateResult:
-        """The result for the caller, from the generated tokens."""
-        starts = np.array([start for start, _ in self.versions], np.int64)
-        counts = np.diff(starts, append=len(tokens))
-        versions = np.repeat([version for _, version in self.versions], counts)
-        columns: dict[str, Any] = {"output_ids": tokens, "log_probs": log_probs, "weight_versions": versions}
-        return GenerateResult(
-            self.request.request_id, finish_reason=reason, cached_tokens=self.cached_tokens, **columns
-        ).packed()
+# most prompt tokens in one prefill call, which bounds the memory of its activations
+PREFILL_TOKENS = 1024
+# most prompt tokens that are prefilled before a decoding step, while there are rows that wait for it
+STEP_TOKENS = 2 * PREFILL_TOKENS
+# a prompt with more tokens to prefill than this gets one call a step even while no row waits, since others may come
+LONG_PROMPT = 4 * PREFILL_TOKENS
+# requests whose next tokens are alike, at least this many, wait for the first of them to be prefilled; and a shorter
+# known prefix is not used, unless it is the whole prompt
+ALIKE = 16
+# a shorter shared prefix is copied into its rows: products of a few queries with it cost more than reading copies
+REFERENCE = 128
+# shorter segments are not worth keeping when the row ends that has them
+KEEP = 64
 
 
-class RowTable:
-    """Per-row state; rows 0..count-1 are running, and removing a row moves the last one into its place.
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The batch of a decoding step: the rows of ``slabs``, which are rows ``order`` of the table, and what they share.
 
-    ``tokens``: [rows, context] prompt and response; ``log_probs``: the same shape, filled in for the response only.
+    ``back``: the batch's row for each row of the table.
     """
 
-    def __init__(self, max_rows: int, max_context_len: int, vocab_size: int, device: torch.device) -> None:
-        self.sequences: list[Running] = []
-        self.state = np.zeros(max_rows, ROW)
-        self.tokens = np.zeros((max_rows, max_context_len), np.int64)
-        self.log_probs = np.zeros((max_rows, max_context_len), np.float32)
-        self.stop_ids = np.full((max_rows, 4), -1, np.int64)
-        self._row_ids = np.arange(max_rows)
-        self._vocab_size, self._device = vocab_size, device
-        self._sampling: SamplingBatch | None = None
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def add(self, sequence: Running) -> None:
-        """Start a row for ``sequence``."""
-        request, params = sequence.request, sequence.request.params
-        row, length = len(self.sequences), len(request.input_ids)
-        self.sequences.append(sequence)
-        self.state[row] = (
-            length,
-            length,
-            length + params.max_new_tokens,
-            length + params.min_new_tokens,
-            stream_of(sequence.seed),
-            request.position - length,
-            params.temperature,
-            params.top_p,
-            params.top_k,
-            bool(params.stop),
-        )
-        self.tokens[row, :length] = request.input_ids
-        if (extra := len(sequence.stop_ids) - self.stop_ids.shape[1]) > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, extra)), constant_values=-1)
-        self.stop_ids[row] = -1
-        self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
-        self._sampling = None
-
-    def remove(self, row: int, reason: FinishReason) -> None:
-        """Deliver the row's result and move the last row into its place; the caller moves its cache."""
-        sequence = self.sequences[row]
-        length, start = int(self.state["length"][row]), int(self.state["start"][row])
-        tokens, log_probs = self.tokens[row, start:length], self.log_probs[row, start:length]
-        sequence.future.set_result(sequence.result(tokens, log_probs, reason))
-        last = len(self.sequences) - 1
-        if row != last:
-            used = int(self.state["length"][last])
-            self.state[row] = self.state[last]
-            self.tokens[row, :used] = self.tokens[last, :used]
-            self.log_probs[row, :used] = self.log_probs[last, :used]
-            self.stop_ids[row] = self.stop_ids[last]
-            self.sequences[row] = self.sequences[last]
-        self.sequences.pop()
-        self._sampling = None
-
-    def last_tokens(self) -> np.ndarray:
-        """[rows] the last token of each row, which the next step feeds to the model."""
-        rows = len(self)
-        return self.tokens[self._row_ids[:rows], self.state["length"][:rows] - 1]
-
-    def append(self, tokens: np.ndarray, log_probs: np.ndarray) -> None:
-        """Add one generated token to every row."""
-        rows = len(self)
-        lengths = self.state["length"][:rows]
-        self.tokens[self._row_ids[:rows], lengths] = tokens
-        self.log_probs[self._row_ids[:rows], lengths] = log_probs
-        lengths += 1
-
-    def sampling(self) -> SamplingBatch:
-        """How to sample the rows; recomputed only after a row is added or removed."""
-        if self._sampling is None:
-            state = self.state[: len(self)]
-            columns = (state["temperature"], state["top_p"], state["top_k"])
-            self._sampling = SamplingBatch.build(*columns, self._vocab_size, self._device)
-        return self._sampling
-
-    def banned(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(rows, tokens): stop ids of rows that have not reached min_new_tokens; None if there are none."""
-        state = self.state[: len(self)]
-        early = state["length"] < state["min_length"]
-        if not early.any():
-            return None
-        rows, columns = np.nonzero((self.stop_ids[: len(self)] >= 0) & early[:, None])
-        tokens = self.stop_ids[rows, columns]
-        return torch.from_numpy(rows).to(self._device), torch.from_numpy(tokens).to(self._device)
-
-    def stopped(self, tokens: np.ndarray) -> np.ndarray:
-        """[rows] bool: the new token is a stop id of the row; `banned` prevents that before min_new_tokens."""
-        return (tokens[:, None] == self.stop_ids[: len(self)]).any(1)
-
-
-# most padded prompt tokens in one prefill call, which bounds the memory of its activations and mask
-PREFILL_TOKENS = 1024
-NOT_FINITE = "the model's logits are not finite: its weights (or the last ones sent) hold inf or NaN"
-# (row, first token, end): a range of tokens whose keys and values are to be computed
-Piece = tuple[int, int, int]
-# most logits that scoring holds at a time
-SCORE_ELEMENTS = 2**24
-
-
-@dataclass(slots=True)
-class Scoring:
-    """A waiting `Engine.score` call: the log-probs of ``tokens[start:]`` are wanted."""
-
-    tokens: list[int]
-    start: int
-    temperature: float
-    future: Future[list[float]] = field(default_factory=Future)
+    slabs: list[Slab]
+    order: np.ndarray
+    back: torch.Tensor
+    sharing: list[list[Sharing]]
 
 
 class Scheduler:
-    """Runs sequences in submission order, at most ``max_rows`` at a time and as many as the cache holds.
+    """Runs sequences in submission order, at most ``max_rows`` at a time and as many as the memory holds.
 
-    A row's last token is never in the cache: prefill covers the tokens before it, and the next decoding step feeds
-    it. So a new prompt, a copied prompt, a continued response and a recomputed row all need the same decoding step.
+    A sequence waits, then fills (the tokens before its last one are found in the prefix tree or prefilled), then it is
+    a row of the table and decodes. A row's last token is never in the cache: the next decoding step feeds it. So a new
+    prompt, a copied prompt, a continued response and a recomputed row all need the same decoding step.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        new_cache: Callable[[], KVCache],
-        max_rows: int,
-        max_context_len: int,
-        decode: Decode | None,
-    ) -> None:
-        device = decoder.weights.embed.device
-        self.rows = RowTable(max_rows, max_context_len, decoder.weights.shape.vocab_size, device)
+    def __init__(self, decoder: Decoder, memory: KVMemory, max_rows: int, decode: Decode | None) -> None:
+        self.rows = RowTable(max_rows, decoder.weights.shape.vocab_size, memory.device)
         self.waiting: deque[Running] = deque()
+        self.filling: list[Running] = []
         self.scoring: deque[Scoring] = deque()
         self.weight_version = 0
-        self._cache: KVCache | None = new_cache()
-        self._new_cache = new_cache
-        self._decoder, self._decode, self._device = decoder, decode, device
+        self.prefixes = PrefixTree(memory)
+        self._memory, self._decoder, self._decode = memory, decoder, decode
         self._max_rows = max_rows
-        # True: the running rows must be prefilled again, after a weight update or a release of the cache
-        self._stale = False
+        self._fills: dict[object, Fill] = {}
+        # True after a row had to give its memory back: nobody is admitted until another one ends
+        self._full = False
+        self._steps = 0
+        # None after a row has come, gone or moved
+        self._layout: Layout | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do something."""
-        return bool(self.waiting or self.rows.sequences or self.scoring)
+        return bool(self.waiting or self.filling or self.rows.sequences or self.scoring)
 
     def request_ids(self) -> set[str]:
-        """Ids of all running and waiting requests."""
-        return {sequence.request.request_id for sequence in (*self.rows.sequences, *self.waiting)}
+        """Ids of all requests that have not ended."""
+        return {sequence.request.request_id for sequence in self._sequences()}
 
     def set_weight_version(self, version: int) -> None:
-        """Note that the weights have changed: new tokens carry ``version``, and running rows are prefilled again."""
+        """Note that the weights have changed: what they computed is dropped, and new tokens carry ``version``."""
+        self.release_cache()
         self.weight_version = version
-        self._stale = True
-        generated = self.rows.state["length"] - self.rows.state["start"]
-        for row, sequence in enumerate(self.rows.sequences):
-            sequence.versions.append((int(generated[row]), version))
+        for sequence in self._sequences():
+            if sequence.versions:
+                sequence.versions.append((len(sequence.log_probs), version))
 
     def release_cache(self) -> None:
-        """Free the cache; running rows keep their tokens and wait for `allocate_cache`."""
-        self._cache = None
-        self._stale = True
-
-    def allocate_cache(self) -> None:
-        """Allocate an empty cache if there is none; the next step prefills the running rows again."""
-        self._cache = self._cache or self._new_cache()
+        """Free all keys and values; sequences keep their tokens, and the next step prefills them again."""
+        for row in reversed(range(len(self.rows))):
+            self.filling.insert(0, self.rows.remove(row))
+        for sequence in self.filling:
+            sequence.slab = sequence.leaf = None
+            self._end_fill(sequence)
+        for slab in list(self._memory.slabs.values()):
+            self._memory.drop(slab)
+        self.prefixes.clear()
+        self._memory.segment_tokens = 0
+        self._layout = None
 
     def step(self) -> None:
-        """Score one waiting sequence, admit the requests that fit, then decode one token for every row."""
-        cache = self._cache
-        assert cache is not None, "no step while the cache is released"
+        """Score one waiting sequence, admit and prefill the requests that fit, then decode one token for every row."""
+        self._steps += 1
         if self.scoring:
             scoring = self.scoring.popleft()
             try:
-                scoring.future.set_result(self._score(scoring))
+                scoring.future.set_result(scoring.compute(self._decoder))
             except Exception as error:  # scoring changes no row, so the requests go on
                 scoring.future.set_exception(error)
-        if self._stale and self.rows.sequences:
-            cache.set_row_len(round_up(max(s.need for s in self.rows.sequences)), self._cached_lengths()[:0])
-            self._fill(cache, 0)
-        self._stale = False
-        self._admit(cache)
+        self._admit()
+        self._prefill()
+        self._grow()
         if self.rows.sequences:
-            self._decode_step(cache)
+            self._decode_step()
 
     def abort(self, request_ids: Collection[str] | None) -> None:
         """End these sequences (all, if None); each returns the tokens it has so far."""
@@ -262,114 +122,245 @@ class Scheduler:
         def meant(sequence: Running) -> bool:
             return request_ids is None or sequence.request.request_id in request_ids
 
-        for row in reversed(range(len(self.rows))):
-            if meant(self.rows.sequences[row]):
-                self._remove(row, "abort")
-        stay = deque(sequence for sequence in self.waiting if not meant(sequence))
-        for sequence in self.waiting:
-            if meant(sequence):
-                sequence.future.set_result(sequence.result(np.zeros(0, np.int64), np.zeros(0, np.float32), "abort"))
-        self.waiting = stay
+        self._end([(row, "abort") for row, sequence in enumerate(self.rows.sequences) if meant(sequence)])
+        for sequence in filter(meant, [*self.filling, *self.waiting]):
+            self._stop_filling(sequence)
+            sequence.deliver("abort")
+        self.filling = [sequence for sequence in self.filling if not meant(sequence)]
+        self.waiting = deque(sequence for sequence in self.waiting if not meant(sequence))
 
     def fail(self, error: Exception) -> None:
         """Pass ``error`` to every caller and drop all requests, so that the engine can serve new ones."""
-        for sequence in (*self.rows.sequences, *self.waiting):
+        # the cache may hold NaN, and a masked NaN still makes the attention output NaN
+        self.release_cache()
+        for sequence in self._sequences():
             sequence.future.set_exception(error)
         for scoring in self.scoring:
             scoring.future.set_exception(error)
-        self.rows.sequences.clear()
+        self.filling.clear()
         self.waiting.clear()
         self.scoring.clear()
-        if self._cache is not None:
-            # the old cache may hold NaN, and a masked NaN still makes the attention output NaN
-            self.release_cache()
-            self.allocate_cache()
 
-    def _cached_lengths(self) -> np.ndarray:
-        return self.rows.state["length"][: len(self.rows)] - 1
+    def _sequences(self) -> Iterable[Running]:
+        return (*self.rows.sequences, *self.filling, *self.waiting)
 
-    def _admit(self, cache: KVCache) -> None:
-        """Start waiting sequences, first come first served, while a row and its cache positions are free."""
-        first = len(self.rows)
-        row_len = cache.row_len if first else 0
-        while self.waiting and len(self.rows) < self._max_rows:
-            longer = max(row_len, round_up(self.waiting[0].need))
-            if not cache.fits(len(self.rows) + 1, longer):
+    def _admit(self) -> None:
+        """Let waiting sequences fill, first come first served, while there are rows and memory for them."""
+        memory, previous = self._memory, self.filling[-1].request.input_ids if self.filling else ()
+        expected = sum(class_length(len(s.tokens)) for s in self.filling)
+        while self.waiting and len(self.rows) + len(self.filling) < self._max_rows:
+            sequence = self.waiting[0]
+            shared = sequence.request.input_ids == previous
+            expected += class_length(_headroom(sequence) + (0 if shared else len(sequence.tokens)))
+            busy = bool(self.filling or self.rows.sequences)
+            if busy and (self._full or expected > memory.free + self.prefixes.idle_tokens):
                 break
-            row_len = longer
-            sequence = self.waiting.popleft()
-            sequence.versions.append((0, self.weight_version))
-            self.rows.add(sequence)
-        if len(self.rows) > first:
-            cache.set_row_len(row_len, self._cached_lengths()[:first])
-            self._fill(cache, first)
+            previous = sequence.request.input_ids
+            self._full = False
+            if not sequence.versions:
+                sequence.versions.append((0, self.weight_version))
+            self.filling.append(self.waiting.popleft())
 
-    def _fill(self, cache: KVCache, first: int) -> None:
-        """Prefill rows ``first`` and up; a prompt that several rows share is computed once and copied."""
-        lengths = self._cached_lengths()
-        sequences = self.rows.sequences
-        leaders: dict[str | None, int] = {}
-        leading: list[Piece] = []
-        following: list[Piece] = []
-        for row, sequence in enumerate(sequences):
-            key = sequence.request.prefix_key
-            leader = row if key is None else leaders.setdefault(key, row)
-            if row < first:
+    def _prefill(self) -> None:
+        """Prefill, at most `STEP_TOKENS` if rows wait, and make rows of the sequences that need no more of it."""
+        budget = STEP_TOKENS if self.rows.sequences else None
+        while self.filling:
+            batch, ready = self._pick(PREFILL_TOKENS if budget is None else min(budget, PREFILL_TOKENS))
+            self._place(ready)
+            if not batch:
+                if self.rows.sequences or not ready:
+                    return
                 continue
-            if leader == row or not sequence.shares_prompt(sequences[leader]):
-                leading.append((row, 0, int(lengths[row])))
-            else:
-                # the last prompt token of a new leader is not cached yet, so one token less can be copied
-                following.append((row, sequence.prompt_length - 1, int(lengths[row])))
-                sequence.cached_tokens = sequence.prompt_length - 1
-        self._prefill(cache, leading)
-        for row, shared, _ in following:
-            cache.copy(leaders[sequences[row].request.prefix_key], row, shared)
-        self._prefill(cache, following)
+            pieces = [piece for _, piece in batch]
+            tokens = torch.from_numpy(np.concatenate([piece.tokens for piece in pieces])).to(self._memory.device)
+            self._decoder.forward(tokens, PrefillPlan(self._memory, pieces), cache_only=True)
+            for sequence, piece in batch:
+                self._advance(sequence, len(piece.tokens))
+            if budget is not None:
+                budget -= len(tokens)
 
-    def _prefill(self, cache: KVCache, pieces: list[Piece]) -> None:
-        """Compute keys and values of ``pieces`` in batches of at most `PREFILL_TOKENS` tokens, padding included."""
-        batch: list[Piece] = []
-        for row, start, end in sorted(pieces, key=lambda piece: piece[1] - piece[2]):
-            while end - start > PREFILL_TOKENS:
-                self._prefill_batch(cache, [(row, start, start + PREFILL_TOKENS)])
-                start += PREFILL_TOKENS
-            widest = max((e - s for _, s, e in batch), default=0)
-            if (len(batch) + 1) * max(widest, end - start) > PREFILL_TOKENS:
-                self._prefill_batch(cache, batch)
-                batch = []
-            if end > start:
-                batch.append((row, start, end))
-        if batch:
-            self._prefill_batch(cache, batch)
+    def _pick(self, room: int) -> tuple[list[tuple[Running, Piece]], list[Running]]:
+        """What the next prefill call computes, at most ``room`` tokens, and the sequences that need none."""
+        batch: list[tuple[Running, Piece]] = []
+        ready: list[Running] = []
+        for sequence in self.filling:
+            target = len(sequence.tokens) - 1
+            if sequence.fill is None and not (sequence.behind and not sequence.behind.ended):
+                self._find(sequence)
+            if sequence.fill is None:
+                if sequence.leaf is not None and sequence.leaf.end == target:
+                    ready.append(sequence)
+                continue
+            fill = sequence.fill
+            left = fill.end - fill.done
+            if fill.step == self._steps and left > LONG_PROMPT:
+                continue
+            if room <= 0 or (left > room and (batch or (room < PREFILL_TOKENS and left <= PREFILL_TOKENS))):
+                break
+            fill.step = self._steps
+            piece_tokens = sequence.tokens[fill.done : fill.done + min(left, room)]
+            path = sequence.leaf.path() if sequence.leaf is not None else []
+            batch.append((sequence, Piece(piece_tokens, path, fill.kv, fill.start, fill.done)))
+            room -= len(piece_tokens)
+        return batch, ready
 
-    def _prefill_batch(self, cache: KVCache, batch: list[Piece]) -> None:
-        rows, starts, ends = np.array(batch, np.int64).T
-        tokens = np.concatenate([self.rows.tokens[row, start:end] for row, start, end in batch])
-        plan = PrefillPlan(cache, rows, starts, ends - starts)
-        self._decoder.forward(torch.from_numpy(tokens).to(self._device), plan, cache_only=True)
+    def _find(self, sequence: Running) -> None:
+        """Find the known prefix of a sequence, then start a prefill of the rest or wait for one of the same tokens."""
+        prompt = sequence.tokens[:-1]
+        leaf = self.prefixes.match(prompt, sequence.leaf)
+        if leaf.end < min(ALIKE, len(prompt)):
+            # prompts without a past are prefilled together, which is faster than to save a few tokens
+            leaf = self.prefixes.root
+        if sequence.leaf is not None:
+            self.prefixes.leave(sequence.leaf)
+        sequence.leaf, sequence.behind = leaf, None
+        self.prefixes.use(leaf)
+        start, end = leaf.end, len(prompt)
+        if start < end:
+            key = (leaf, prompt[start : start + ALIKE].tobytes())
+            if key in self._fills:
+                sequence.behind = self._fills[key]
+                return
+            if not self._make_room(end - start) and self.rows.sequences:
+                return
+            sequence.fill = self._fills[key] = Fill(key, self._memory.segment(end - start), start, end)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = start
 
-    def _score(self, scoring: Scoring) -> list[float]:
-        tokens = torch.tensor(scoring.tokens, device=self._device)
-        hidden = self._decoder.forward(tokens, ScorePlan(len(tokens), self._device))[scoring.start - 1 : -1]
-        rows = max(1, SCORE_ELEMENTS // len(self._decoder.weights.head))
-        found: list[float] = []
-        for states, targets in zip(hidden.split(rows), tokens[scoring.start :].split(rows), strict=True):
-            log_probs = (self._decoder.logits(states) / scoring.temperature).log_softmax(-1)
-            found += log_probs.gather(-1, targets[:, None])[:, 0].tolist()
-        if not np.isfinite(found).all():
-            raise RuntimeError(NOT_FINITE)
-        return found
+    def _advance(self, sequence: Running, count: int) -> None:
+        """Note that ``count`` tokens of a prefill are done; a whole one becomes a node that others may use."""
+        fill, leaf = sequence.fill, sequence.leaf
+        assert fill is not None
+        assert leaf is not None
+        fill.done += count
+        if fill.done == fill.end:
+            del self._fills[fill.key]
+            fill.ended, sequence.fill = True, None
+            sequence.leaf = self.prefixes.add(sequence.tokens[:-1], fill.kv, fill.start, leaf)
+            self.prefixes.use(sequence.leaf)
+            self.prefixes.leave(leaf)
 
-    def _decode_step(self, cache: KVCache) -> None:
-        rows = self.rows
+    def _end_fill(self, sequence: Running) -> None:
+        """Drop the prefill of a sequence that is unfinished; others no longer wait for it."""
+        if (fill := sequence.fill) is not None:
+            self._memory.give_back(fill.kv)
+            del self._fills[fill.key]
+            fill.ended, sequence.fill = True, None
+        sequence.behind = None
+
+    def _stop_filling(self, sequence: Running) -> None:
+        self._end_fill(sequence)
+        if sequence.leaf is not None:
+            self.prefixes.leave(sequence.leaf)
+            sequence.leaf = None
+
+    def _place(self, ready: list[Running]) -> None:
+        """Make rows of sequences whose tokens before the last are all known."""
+        together: dict[tuple[Node, int], list[Running]] = {}
+        for sequence in ready:
+            assert sequence.leaf is not None
+            shared = self._shared(sequence.leaf)
+            sequence.base = shared[-1].end if shared else 0
+            length = class_length(len(sequence.tokens) - sequence.base + _headroom(sequence))
+            together.setdefault((sequence.leaf, length), []).append(sequence)
+        # one allocation for these and for those that are likely to follow them into the same slab
+        lengths = Counter(class_length(len(s.tokens) - s.base + _headroom(s)) for s in self.filling)
+        for length in {length for _, length in together}:
+            if self._make_room((slab := self._memory.slab(length)).growth(lengths[length])):
+                slab.reserve(lengths[length])
+        placed: set[Running] = set()
+        for (leaf, length), members in together.items():
+            slab = self._memory.slab(length)
+            if not self._make_room(slab.growth(len(members))) and (self.rows.sequences or placed):
+                continue
+            path, base = leaf.path(), members[0].base
+            for node in path:
+                if node.end <= base:
+                    self.prefixes.own(node)
+            copied = [node for node in path if node.end > base]
+            places = slab.extend(members)
+            for layer in range(self._memory.num_layers):
+                for node in copied:
+                    slab.layers[layer][:, places, :, node.start - base : node.end - base] = node.at(layer)[:, None]
+            for node in copied:
+                if node.users == 1 and node.kv is not None:
+                    self.prefixes.lend(node, members[0])
+            for sequence in members:
+                self.rows.add(sequence)
+            placed.update(members)
+        if placed:
+            self.filling = [sequence for sequence in self.filling if sequence not in placed]
+            self._layout = None
+
+    def _shared(self, leaf: Node) -> list[Node]:
+        """The nodes on the way to ``leaf`` that are read by reference, because several sequences run through them."""
+        # lower precisions have no attention here that returns its mass without rounding the scores
+        if self._memory.dtype != torch.float32:
+            return []
+        shared = [node for node in leaf.path() if node.users > 1]
+        return shared if shared and shared[-1].end >= REFERENCE else []
+
+    def _make_room(self, tokens: int) -> bool:
+        """Evict cached prefixes until ``tokens`` fit; False if they do not."""
+        while tokens > self._memory.free:
+            if not self.prefixes.evict():
+                return False
+        return True
+
+    def _grow(self) -> None:
+        """Move rows whose place is full to one of the next class; if there is no memory, the last rows wait again."""
+        state = self.rows.state[: len(self.rows)]
+        full = np.flatnonzero(state["length"] - state["base"] > state["room"])
+        for room in np.unique(state["room"][full]).tolist():
+            moving = [row for row in full.tolist() if self.rows.state["room"][row] == room]
+            new = self._memory.slab(class_length(room + 1))
+            while not self._make_room(new.growth(len(moving))) and len(self.rows) > 1:
+                self._preempt()
+                moving = [row for row in moving if row < len(self.rows)]
+            moving = [row for row in moving if row < len(self.rows)]
+            if not moving:
+                continue
+            old, members = self._memory.slabs[room], [self.rows.sequences[row] for row in moving]
+            left = [sequence.slot for sequence in members]
+            source, places = torch.tensor(left, device=self._memory.device), new.extend(members)
+            for layer in range(self._memory.num_layers):
+                new.layers[layer][:, places, :, :room] = old.layers[layer][:, source]
+            old.remove(left)
+            self.rows.state["room"][moving] = new.length
+            self._layout = None
+
+    def _arrange(self) -> Layout:
+        """The order of the batch: slab after slab, so that each slab's keys and values are read where they are."""
+        slabs = [slab for slab in self._memory.slabs.values() if slab.rows]
+        index = {sequence: row for row, sequence in enumerate(self.rows.sequences)}
+        ordered = [sequence for slab in slabs for sequence in slab.rows]
+        order = np.array([index[sequence] for sequence in ordered])
+        levels: list[dict[Node, list[int]]] = []
+        for place, sequence in enumerate(ordered):
+            if sequence.base and sequence.leaf is not None:
+                for depth, node in enumerate(node for node in sequence.leaf.path() if node.end <= sequence.base):
+                    if depth == len(levels):
+                        levels.append({})
+                    levels[depth].setdefault(node, []).append(place)
+        sharing = [[Sharing(node, rows) for node, rows in level.items()] for level in levels]
+        back = torch.from_numpy(np.argsort(order)).to(self._memory.device)
+        return Layout(slabs, order, back, sharing)
+
+    def _decode_step(self) -> None:
+        rows, device = self.rows, self._memory.device
         state = rows.state[: len(rows)]
         lengths = state["length"]
-        fed = torch.from_numpy(rows.last_tokens()).to(self._device)
-        hidden = self._decoder.forward(fed, DecodePlan(cache, lengths - 1))
+        if self._layout is None:
+            self._layout = self._arrange()
+        layout = self._layout
+        fed = torch.from_numpy(rows.last_tokens()[layout.order]).to(device)
+        plan = DecodePlan(
+            self._memory, layout.slabs, lengths[layout.order] - 1, state["base"][layout.order], layout.sharing
+        )
+        hidden = self._decoder.forward(fed, plan)[layout.back]
         uniform = uniforms(state["stream"], lengths + state["stream_shift"])
         sampled, sampled_log_probs = sample(
-            self._decoder.logits(hidden), rows.sampling(), torch.from_numpy(uniform).to(self._device), rows.banned()
+            self._decoder.logits(hidden), rows.sampling(), torch.from_numpy(uniform).to(device), rows.banned()
         )
         tokens, log_probs = sampled.cpu().numpy(), sampled_log_probs.cpu().numpy()
         if not np.isfinite(log_probs).all():
@@ -378,23 +369,61 @@ class Scheduler:
         stopped = rows.stopped(tokens)
         for row in np.flatnonzero(state["has_stop_strings"] & ~stopped):
             stopped[row] = self._completes_stop_string(int(row))
-        for row in np.flatnonzero(stopped | (lengths >= state["limit"]))[::-1]:
-            self._remove(int(row), "stop" if stopped[row] else "length")
+        ended = np.flatnonzero(stopped | (lengths >= state["limit"])).tolist()
+        if ended:
+            self._end([(row, "stop" if stopped[row] else "length") for row in ended])
 
     def _completes_stop_string(self, row: int) -> bool:
         """Whether the end of the response, including tokens from before a continuation, holds a stop string."""
-        params, state = self.rows.sequences[row].request.params, self.rows.state[row]
+        request, state = self.rows.sequences[row].request, self.rows.state[row]
         length = int(state["length"])
         if length < state["min_length"]:
             return False
         assert self._decode is not None, "the engine takes no stop strings without a decode function"
-        prompt = self.rows.sequences[row].prompt_length
-        return holds_stop(self._decode, self.rows.tokens[row, prompt:length], params.stop)
+        prompt = len(request.input_ids) - request.position
+        return holds_stop(self._decode, self.rows.tokens[row, prompt:length], request.params.stop)
 
-    def _remove(self, row: int, reason: FinishReason) -> None:
-        """End a row and move the last row into its place, in the cache too."""
-        last = len(self.rows) - 1
-        length = int(self._cached_lengths()[last])
-        self.rows.remove(row, reason)
-        if row != last and self._cache is not None and not self._stale:
-            self._cache.copy(last, row, length)
+    def _end(self, ended: list[tuple[int, FinishReason]]) -> None:
+        """End these rows of the table, in ascending order; the tokens of long ones stay known."""
+        places: dict[Slab, list[int]] = {}
+        for row, reason in reversed(ended):
+            sequence = self.rows.remove(row)
+            self._retire(sequence, keep=True, places=places)
+            sequence.deliver(reason)
+        for slab, slots in places.items():
+            slab.remove(slots)
+        self._full, self._layout = False, None
+
+    def _preempt(self) -> None:
+        """Take the memory of the table's last row back; its sequence is the next to be admitted."""
+        sequence = self.rows.remove(len(self.rows) - 1)
+        places: dict[Slab, list[int]] = {}
+        self._retire(sequence, keep=False, places=places)
+        for slab, slots in places.items():
+            slab.remove(slots)
+        self.waiting.appendleft(sequence)
+        self._full, self._layout = True, None
+
+    def _retire(self, sequence: Running, *, keep: bool, places: dict[Slab, list[int]]) -> None:
+        """Let go of a sequence's nodes and note its place; segments get what only the row holds and others may use."""
+        leaf, slab = sequence.leaf, sequence.slab
+        assert leaf is not None
+        assert slab is not None
+        known, count = sequence.tokens[:-1], len(sequence.tokens) - 1 - leaf.end
+        if keep and count >= KEEP and self._make_room(count):
+            kv = self._memory.segment(count)
+            for layer in range(self._memory.num_layers):
+                kv[layer] = sequence.at(layer)[:, :, leaf.end - sequence.base : len(known) - sequence.base]
+            self.prefixes.add(known, kv, leaf.end, leaf)
+        for node in reversed(leaf.path()):
+            wanted = node.users > 1 or node.children or (keep and len(node.tokens) >= KEEP)
+            if node.holder is sequence and wanted:
+                self.prefixes.own(node)
+        self.prefixes.leave(leaf)
+        places.setdefault(slab, []).append(sequence.slot)
+        sequence.leaf = sequence.slab = None
+
+
+def _headroom(sequence: Running) -> int:
+    """Tokens that a new place has room for beyond the known ones; a row that needs more moves when it gets there."""
+    return min(sequence.remaining, 8 + len(sequence.tokens) // 4)

@@ -1,0 +1,132 @@
+"""Memory for keys and values: slabs of rows of one length class for the running rows, segments for cached prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+
+from slimelite.engines.embedded.model import DecoderShape
+
+if TYPE_CHECKING:
+    from slimelite.engines.embedded.rows import Running
+
+# the shortest row [tokens]; classes are this, and then 1.5 and 2 times the power of two before
+SHORTEST = 64
+
+
+def class_length(tokens: int) -> int:
+    """The length of the shortest class of rows that holds ``tokens``: 64, 96, 128, 192, 256, 384, …"""
+    length = SHORTEST
+    while 2 * length < tokens:
+        length *= 2
+    return next(size for size in (length, length * 3 // 2, 2 * length) if size >= tokens)
+
+
+class Slab:
+    """Rows of ``length`` positions, one for each of ``rows``.
+
+    ``layers``: for each layer [2, capacity, kv heads, length, head dim], keys, then values. A running row's first
+    position here is its `Running.base`: what comes before is in segments that it shares with other rows.
+    """
+
+    def __init__(self, memory: KVMemory, length: int) -> None:
+        self.length = length
+        self.rows: list[Running] = []
+        self.capacity = 0
+        self._memory = memory
+        self.layers = [memory.zeros(2, 0, memory.kv_heads, length, memory.head_dim) for _ in range(memory.num_layers)]
+
+    def growth(self, rows: int) -> int:
+        """Tokens of memory that `extend` by this many rows would take."""
+        return max(0, len(self.rows) + rows - self.capacity) * self.length
+
+    def reserve(self, rows: int) -> None:
+        """Take the memory for this many further rows at once; it grows by half at least, if there is so much."""
+        if (wanted := len(self.rows) + rows) > self.capacity:
+            more = min(self.capacity // 2, self._memory.free // self.length)
+            self._resize(max(wanted, self.capacity + more))
+
+    def extend(self, rows: list[Running]) -> slice:
+        """Give each of ``rows`` a place; returns the places, whose content is undefined but finite."""
+        self.reserve(len(rows))
+        first = len(self.rows)
+        for slot, row in enumerate(rows, first):
+            row.slab, row.slot = self, slot
+        self.rows += rows
+        return slice(first, len(self.rows))
+
+    def remove(self, slots: Collection[int]) -> None:
+        """Take back the places ``slots``; the last rows move into the gaps, and memory is given back."""
+        gone = set(slots)
+        count = len(self.rows) - len(gone)
+        moving = [slot for slot in range(count, len(self.rows)) if slot not in gone]
+        gaps = sorted(slot for slot in gone if slot < count)
+        if moving:
+            source = torch.tensor(moving, device=self._memory.device)
+            target = torch.tensor(gaps, device=self._memory.device)
+            for layer in self.layers:
+                layer[:, target] = layer[:, source]
+        for slot, moved in zip(gaps, moving, strict=True):
+            self.rows[slot] = self.rows[moved]
+            self.rows[slot].slot = slot
+        del self.rows[count:]
+        if not self.rows:
+            self._memory.drop(self)
+        elif 2 * count < self.capacity:
+            self._resize(count)
+
+    def _resize(self, capacity: int) -> None:
+        """Layer by layer, so that only one layer is there twice at a time."""
+        kept = min(len(self.rows), capacity)
+        self._memory.slab_tokens += (capacity - self.capacity) * self.length
+        self.capacity = capacity
+        for index, old in enumerate(self.layers):
+            new = self._memory.zeros(2, capacity, *old.shape[2:])
+            new[:, :kept] = old[:, :kept]
+            self.layers[index] = new
+
+
+class KVMemory:
+    """All keys and values, at most ``tokens`` of them (a row that runs alone may exceed that while it moves).
+
+    ``slabs``: by length. ``slab_tokens``, ``segment_tokens``: what they hold, in tokens.
+    """
+
+    def __init__(self, shape: DecoderShape, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.tokens, self.device, self.dtype = tokens, device, dtype
+        self.num_layers, self.kv_heads, self.head_dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
+        self.heads_per_kv = shape.num_heads // shape.num_kv_heads
+        self.slabs: dict[int, Slab] = {}
+        self.slab_tokens = self.segment_tokens = 0
+
+    @property
+    def free(self) -> int:
+        """Tokens that can be taken without giving any back."""
+        return max(0, self.tokens - self.slab_tokens - self.segment_tokens)
+
+    def zeros(self, *size: int) -> torch.Tensor:
+        # zeros, because unwritten positions must be finite: their attention weight is 0, and 0 * NaN is NaN
+        return torch.zeros(size, device=self.device, dtype=self.dtype)
+
+    def slab(self, length: int) -> Slab:
+        """The slab whose rows have this length."""
+        if length not in self.slabs:
+            self.slabs[length] = Slab(self, length)
+        return self.slabs[length]
+
+    def drop(self, slab: Slab) -> None:
+        """Give back a slab with all its rows."""
+        self.slab_tokens -= slab.capacity * slab.length
+        del self.slabs[slab.length]
+
+    def segment(self, tokens: int) -> torch.Tensor:
+        """Uninitialised memory for a segment [layers, 2, kv heads, tokens, head dim]; `give_back` ends its count."""
+        self.segment_tokens += tokens
+        size = (self.num_layers, 2, self.kv_heads, tokens, self.head_dim)
+        return torch.empty(size, device=self.device, dtype=self.dtype)
+
+    def give_back(self, segment: torch.Tensor) -> None:
+        """Count a segment no longer."""
+        self.segment_tokens -= segment.shape[3]

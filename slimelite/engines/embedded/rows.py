@@ -1,0 +1,204 @@
+"""What the scheduler knows of each request, and the table of the rows that decode."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from slimelite.engines.embedded.memory import Slab
+from slimelite.engines.embedded.prefixes import Node
+from slimelite.engines.embedded.sampler import SamplingBatch, stream_of
+from slimelite.engines.protocol import FinishReason, GenerateRequest, GenerateResult
+
+ROW = np.dtype(
+    [
+        ("length", np.int64),  # tokens so far; the last one is not in the KV cache yet
+        ("start", np.int64),  # number of input_ids
+        ("limit", np.int64),  # length at which max_new_tokens is reached
+        ("min_length", np.int64),  # length below which stop ids are not drawn
+        ("base", np.int64),  # tokens before the first one in the row's slab
+        ("room", np.int64),  # tokens that the row's place in its slab holds
+        ("stream", np.uint64),  # start of the row's random stream
+        ("stream_shift", np.int64),  # add it to the length for the position in the stream
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("top_k", np.int64),
+        ("has_stop_strings", np.bool_),
+    ]
+)
+
+
+class Fill:
+    """A prefill under way: ``kv`` receives the keys and values of tokens [start, end) and has those before ``done``.
+
+    ``ended``: all are there, or the request has gone. ``step``: the scheduler's step that computed the last of them.
+    """
+
+    __slots__ = ("done", "end", "ended", "key", "kv", "start", "step")
+
+    def __init__(self, key: object, kv: torch.Tensor, start: int, end: int) -> None:
+        self.key, self.kv, self.start, self.end = key, kv, start, end
+        self.done, self.ended, self.step = start, False, -1
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A waiting, filling or decoding request.
+
+    ``tokens``: prompt and generated tokens while the request is in no row of the table; ``log_probs``: likewise, of the
+    generated ones. ``versions``: (index of a generated token, weight version from that token on).
+    ``leaf``: the node that ends its known prefix. ``fill``: its prefill; ``behind``: that of another request, which it
+    waits for, because both begin alike. ``base``: number of leading tokens that it reads from nodes; the later ones
+    are in its place ``slot`` of ``slab``.
+    """
+
+    request: GenerateRequest
+    seed: int
+    stop_ids: tuple[int, ...]
+    tokens: np.ndarray
+    future: Future[GenerateResult] = field(default_factory=Future)
+    log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    cached_tokens: int | None = None
+    leaf: Node | None = None
+    fill: Fill | None = None
+    behind: Fill | None = None
+    base: int = 0
+    slab: Slab | None = None
+    slot: int = 0
+
+    @property
+    def remaining(self) -> int:
+        """Number of tokens that it may still generate."""
+        return self.request.params.max_new_tokens - len(self.log_probs)
+
+    def at(self, layer: int) -> torch.Tensor:
+        """The keys and values in its slab [2, kv heads, class length, head dim]."""
+        assert self.slab is not None
+        return self.slab.layers[layer][:, self.slot]
+
+    def deliver(self, reason: FinishReason) -> None:
+        """Give the result to the caller."""
+        starts = np.array([start for start, _ in self.versions], np.int64)
+        counts = np.diff(starts, append=len(self.log_probs))
+        versions = np.repeat([version for _, version in self.versions], counts)
+        tokens = self.tokens[len(self.request.input_ids) :]
+        columns: dict[str, Any] = {"output_ids": tokens, "log_probs": self.log_probs, "weight_versions": versions}
+        result = GenerateResult(
+            self.request.request_id, finish_reason=reason, cached_tokens=self.cached_tokens or 0, **columns
+        )
+        self.future.set_result(result.packed())
+
+
+class RowTable:
+    """Per-row state; rows 0..count-1 decode, and removing a row moves the last one into its place.
+
+    ``tokens``: [rows, width] prompt and response; ``log_probs``: the same shape, filled in for the response only. The
+    width follows the longest row.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.sequences: list[Running] = []
+        self.state = np.zeros(max_rows, ROW)
+        self.tokens = np.zeros((max_rows, 256), np.int64)
+        self.log_probs = np.zeros((max_rows, 256), np.float32)
+        self.stop_ids = np.full((max_rows, 4), -1, np.int64)
+        self._row_ids = np.arange(max_rows)
+        self._vocab_size, self._device = vocab_size, device
+        self._sampling: SamplingBatch | None = None
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(self, sequence: Running) -> None:
+        """Start or continue a row for ``sequence``, which has a place in a slab."""
+        request, params = sequence.request, sequence.request.params
+        row, length, start = len(self.sequences), len(sequence.tokens), len(request.input_ids)
+        assert sequence.slab is not None
+        self.sequences.append(sequence)
+        self.state[row] = (
+            length,
+            start,
+            start + params.max_new_tokens,
+            start + params.min_new_tokens,
+            sequence.base,
+            sequence.slab.length,
+            stream_of(sequence.seed),
+            request.position - start,
+            params.temperature,
+            params.top_p,
+            params.top_k,
+            bool(params.stop),
+        )
+        self._widen(length)
+        self.tokens[row, :length] = sequence.tokens
+        self.log_probs[row, start:length] = sequence.log_probs
+        if (extra := len(sequence.stop_ids) - self.stop_ids.shape[1]) > 0:
+            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, extra)), constant_values=-1)
+        self.stop_ids[row] = -1
+        self.stop_ids[row, : len(sequence.stop_ids)] = sequence.stop_ids
+        self._sampling = None
+
+    def remove(self, row: int) -> Running:
+        """Take the sequence of a row out, with its tokens, and move the last row into its place."""
+        sequence = self.sequences[row]
+        length, start = int(self.state["length"][row]), int(self.state["start"][row])
+        sequence.tokens = self.tokens[row, :length].copy()
+        sequence.log_probs = self.log_probs[row, start:length].copy()
+        last = len(self.sequences) - 1
+        if row != last:
+            used = int(self.state["length"][last])
+            self.state[row] = self.state[last]
+            self.tokens[row, :used] = self.tokens[last, :used]
+            self.log_probs[row, :used] = self.log_probs[last, :used]
+            self.stop_ids[row] = self.stop_ids[last]
+            self.sequences[row] = self.sequences[last]
+        self.sequences.pop()
+        self._sampling = None
+        return sequence
+
+    def last_tokens(self) -> np.ndarray:
+        """[rows] the last token of each row, which the next step feeds to the model."""
+        rows = len(self)
+        return self.tokens[self._row_ids[:rows], self.state["length"][:rows] - 1]
+
+    def append(self, tokens: np.ndarray, log_probs: np.ndarray) -> None:
+        """Add one generated token to every row."""
+        rows = len(self)
+        lengths = self.state["length"][:rows]
+        self._widen(int(lengths.max()) + 1)
+        self.tokens[self._row_ids[:rows], lengths] = tokens
+        self.log_probs[self._row_ids[:rows], lengths] = log_probs
+        lengths += 1
+
+    def sampling(self) -> SamplingBatch:
+        """How to sample the rows; recomputed only after a row is added or removed."""
+        if self._sampling is None:
+            state = self.state[: len(self)]
+            columns = (state["temperature"], state["top_p"], state["top_k"])
+            self._sampling = SamplingBatch.build(*columns, self._vocab_size, self._device)
+        return self._sampling
+
+    def banned(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(rows, tokens): stop ids of rows that have not reached min_new_tokens; None if there are none."""
+        state = self.state[: len(self)]
+        early = state["length"] < state["min_length"]
+        if not early.any():
+            return None
+        rows, columns = np.nonzero((self.stop_ids[: len(self)] >= 0) & early[:, None])
+        tokens = self.stop_ids[rows, columns]
+        return torch.from_numpy(rows).to(self._device), torch.from_numpy(tokens).to(self._device)
+
+    def stopped(self, tokens: np.ndarray) -> np.ndarray:
+        """[rows] bool: the new token is a stop id of the row; `banned` prevents that before min_new_tokens."""
+        return (tokens[:, None] == self.stop_ids[: len(self)]).any(1)
+
+    def _widen(self, length: int) -> None:
+        if (extra := length - self.tokens.shape[1]) > 0:
+            extra = max(extra, self.tokens.shape[1])
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, extra)))
+            self.log_probs = np.pad(self.log_probs, ((0, 0), (0, extra)))
