@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -107,6 +108,8 @@ class RolloutManager:
         needs_prompts = args.load_debug_rollout_data is None
         self.source = build_source(args, self._plugin_args(), tokenizer) if needs_prompts else None
         self._warned_of_old_weights = False
+        # imports and models stay: the collector need not walk their million objects again whenever samples are made
+        gc.freeze()
 
     def complete_args(self, start_rollout_id: int, num_rollout: int) -> None:
         """Set arguments that are known only after start-up, for plugins that read them."""
@@ -224,6 +227,7 @@ class RolloutManager:
 
     def close(self) -> None:
         """End the grader's workers and the event loop; the engines belong to the caller."""
+        gc.unfreeze()
         self._context.grader.close()
         self._thread.close()
 
