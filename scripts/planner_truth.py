@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu_sim"
 import fake_cuda
 
 from slimelite.arguments import Args
-from slimelite.plan.memory import BASE, Load, total
+from slimelite.plan.memory import Load, total
 from slimelite.plan.shapes import Shapes
 from slimelite.plan.time import Work, measured_cpu, train
 from slimelite.sample import Sample
@@ -90,7 +90,7 @@ def host(only: str = "", setting: str = "") -> None:
             seconds = train(load, Work(ROWS, 1, HERE, HERE, 1), 1, device).seconds(device)
             command = [sys.executable, __file__, "one", model, name]
             spent, resident = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-2:]
-            row(model, name, (total(load.train()) + BASE) / 1e9, float(resident), seconds, float(spent))
+            row(model, name, (total(load.train()) + load.process()) / 1e9, float(resident), seconds, float(spent))
 
 
 def one(model: str, setting: str) -> None:

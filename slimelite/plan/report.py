@@ -88,7 +88,8 @@ class Plan:
             pushed = load.sync(args.update_weight_buffer_size, offloaded=bool(args.offload_train))
             found["sync"] = _sum(pushed, kept or weights)
         if self.shared:
-            processes = {"processes": BASE * (1 if args.launcher == "local" else 2 + self.ranks + self.engines)}
+            others = 0 if args.launcher == "local" else 2 + self.engines
+            processes = {"processes": BASE * others + (self.ranks * load.process() or BASE)}
             found = {name: _sum(parts, processes) for name, parts in found.items()}
         return found
 
