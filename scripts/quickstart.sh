@@ -30,6 +30,7 @@ SFT_ARGS=(
     --calculate-per-token-loss
     --disable-compute-advantages-and-returns
     --debug-train-only
+    --launcher local # one process: a trainer without an engine has nobody to be placed beside
     --rollout-shuffle
     --num-rollout 10
     --rollout-batch-size 3200
