@@ -12,7 +12,7 @@ from typing import Any
 from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.evaluation import resolve_eval_datasets
-from slimelite.arguments.lora import read_adapter, words
+from slimelite.arguments.lora import INNER, read_adapter, words
 from slimelite.arguments.machine import Machine, derive_devices, derive_engine_groups, derive_engines
 from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.model import model_config_from_flags
@@ -181,6 +181,9 @@ def _lora(draft: Draft) -> None:
         if not (args.lora_target_modules or args.lora_exclude_modules):
             for name, value in targets.items():
                 draft.set(name, value, "--lora-adapter-path")
+    own = ENGINES[args.rollout_backend].adapters and not args.rollout_external_engine_addrs
+    inner = set(draft.args.lora_modules) <= set(INNER)
+    draft.default("lora_sync", "adapter" if own and inner else "merged", "what the engines take")
     if draft.args.lora_rank and draft.args.lora_dropout:
         draft.notes.append(
             f"--lora-dropout {args.lora_dropout}: the policy that is trained is not the one that generated, and only "

@@ -8,12 +8,23 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
-from slimelite.arguments.conditions import CRITIC, LORA, TRAINING, when
+from slimelite.arguments.conditions import CRITIC, INFERENCE, LORA, TRAINING, when
 from slimelite.arguments.flags import flag, resolved
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ALL_LINEAR = "all-linear"
+# names that stand for several modules: miles' and Megatron's
+GROUPS = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "unembed": ("lm_head",),
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+INNER = (*GROUPS["attn"], *GROUPS["mlp"])
 # fields of an adapter_config.json with a meaning that the adapters here do not have, unless empty
 UNKNOWN_TO_US = (
     *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "fan_in_fan_out"),
@@ -71,6 +82,13 @@ class LoraArgs:
         "--save-hf writes the whole model with the adapter merged into it, instead of the adapter",
         LORA & when("--save-hf", lambda a: a.save_hf),
     )
+    lora_sync: Literal["adapter", "merged"] = flag(
+        None,
+        "a weight sync sends the adapter, which the engines compute beside the frozen weights, or the matrices that it "
+        "changes, with the adapter merged into them",
+        LORA & INFERENCE,
+        auto="adapter for SGLang servers of the run and the layers between embedding and LM head, else merged",
+    )
     critic_lora_rank: int = flag(
         0, "the critic's weights are frozen too, and it learns adapters of this rank and its head", CRITIC, at_least=0
     )
@@ -78,6 +96,17 @@ class LoraArgs:
     # modules that get an adapter and those that do not: words of the flags, or of the adapter's config
     lora_targets: tuple[str, ...] = resolved((ALL_LINEAR,))
     lora_excluded: tuple[str, ...] = resolved(())
+
+    @property
+    def lora_modules(self) -> tuple[str, ...]:
+        """The last names of modules that may have an adapter in a model whose layers have Llama's names."""
+        named = [INNER if name == ALL_LINEAR else GROUPS.get(name, (name,)) for name in self.lora_targets]
+        return tuple(dict.fromkeys(name.rpartition(".")[2] for names in named for name in names))
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether a weight sync sends the adapter alone."""
+        return self.lora_rank > 0 and self.lora_sync == "adapter"
 
     @property
     def lora_scaling(self) -> float:

@@ -280,6 +280,8 @@ def _training(args: Args) -> Iterator[str]:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}"
     elif args.use_critic and args.min_lr > args.critic_lr:
         yield f"--min-lr {args.min_lr} is above --critic-lr {args.critic_lr}"
+    if args.sends_adapter and not (ENGINES[args.rollout_backend].adapters and not args.rollout_external_engine_addrs):
+        yield "--lora-sync adapter is for SGLang servers that the run starts (--rollout-backend sglang); take merged"
     if args.lora_rank and args.optimizer == "muon" and not args.debug_rollout_only:
         yield "--optimizer muon with --lora-rank: Muon is for whole matrices, not for the two factors of one; take adam"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:

@@ -12,6 +12,7 @@ from slimelite.arguments import Args
 from slimelite.cluster.workers import LOCAL_HOST, RemoteSink, server_parts, server_sync
 from slimelite.engines.protocol import WeightSink
 from slimelite.table import SampleTable
+from slimelite.training.lora import adapter_format
 from slimelite.training.parallel import meeting_store
 from slimelite.training.profiling import Profiler
 from slimelite.training.trainer import Trainer
@@ -40,7 +41,10 @@ class TrainerWorker(Trainer):
     ) -> None:
         store = meeting_store(args, address, rank, world_size, listener) if address else None
         super().__init__(args, rank=rank, world_size=world_size, init_method=store)
-        self._servers = server_sync(args, self.world.device, host) if server_parts(args) else None
+        self._servers = None
+        if server_parts(args):
+            adapter = adapter_format(self.model.hf, args, args.hf_checkpoint) if args.sends_adapter else None
+            self._servers = server_sync(args, self.world.device, host, adapter)
         self._profiler = Profiler(args, rank)
         self.timed.around = self._profiler.of_pass
 

@@ -17,6 +17,8 @@ from slimelite.arguments import Args
 from slimelite.cluster.remote import Remote, remote_engine
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.protocol import (
+    AdapterFormat,
+    AdapterKind,
     Codec,
     Engine,
     EngineSetup,
@@ -65,6 +67,7 @@ def engine_setup(args: Args, index: int, host: str = LOCAL_HOST) -> EngineSetup:
         releases_memory=bool(args.offload_rollout),
         width=place.width,
         options={**args.sglang_overrides, **place.overrides},
+        adapter=AdapterKind(args.lora_rank, args.lora_modules) if args.sends_adapter else None,
     )
 
 
@@ -96,8 +99,10 @@ def external_servers(args: Args) -> list[ServerAddress]:
     return found
 
 
-def server_sync(args: Args, device: torch.device, host: str = LOCAL_HOST) -> Any:
-    """The transport of weights on ``device`` to the servers; ``host``: this machine's address for them."""
+def server_sync(args: Args, device: torch.device, host: str = LOCAL_HOST, adapter: AdapterFormat | None = None) -> Any:
+    """The transport of weights on ``device`` to the servers, or of an ``adapter`` alone; ``host``: this machine's
+    address for them.
+    """
     setup = SyncSetup(
         model_path=str(args.hf_checkpoint),
         transport=str(args.update_weight_transport),
@@ -106,6 +111,7 @@ def server_sync(args: Args, device: torch.device, host: str = LOCAL_HOST) -> Any
         directory=args.update_weight_disk_dir,
         keep_folders=args.update_weight_disk_keep_files,
         timeout_s=60.0 * args.distributed_timeout_minutes,
+        adapter=adapter,
     )
     return _function(args, _parts(args).sync)(setup)
 

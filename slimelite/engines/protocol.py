@@ -31,10 +31,17 @@ class EngineSetup:
     """The settings that one engine of a run is built with; see `slimelite.engines.registry`.
 
     ``host``: the address of this machine that it listens on. ``log``: file for the output of a server.
+<<<<<<< HEAD
     ``kv_cache_tokens``: most tokens in the KV cache. ``repeatable``: the same requests in the same order give the same
     bits, whatever was asked before. ``memory_share``: share of the GPU's memory for weights and KV cache.
     ``releases_memory``: whether the run will call `Engine.release_memory`. ``width``: number of GPUs. ``options``: the
     other ``--sglang-*`` options, by field name. None leaves the choice to the engine.
+=======
+    ``adapter``: what adapters the run will send by themselves; None: it sends weights.
+    ``memory_share``: share of the GPU's memory for weights and KV cache. ``releases_memory``: whether the run will
+    call `Engine.release_memory`. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by field
+    name. None leaves the choice to the engine.
+>>>>>>> 399482b (SGLang servers of the run get the adapter alone (--lora-sync), and plugins that name none sample from it through a front; --dry-run passes miles' LoRA scripts)
     """
 
     model_path: str
@@ -50,6 +57,23 @@ class EngineSetup:
     releases_memory: bool = False
     width: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    adapter: AdapterKind | None = None
+
+
+@dataclass(frozen=True)
+class AdapterKind:
+    """The LoRA adapters that an engine is to take: their rank, and the names of the modules that have one."""
+
+    rank: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AdapterFormat:
+    """The adapter that a trainer sends: peft's ``config``, and the shape of each part by peft's name."""
+
+    config: Mapping[str, object]
+    shapes: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -68,6 +92,7 @@ class SyncSetup:
     ``transport``: "ipc", "nccl", "http" or "disk", see ``--update-weight-transport``. ``device``: where this rank's
     weights are. ``host``: a name of this machine that the servers can reach. ``directory``: folder for transport
     "disk"; ``keep_folders`` keeps earlier versions in it. ``timeout_s``: after which a broadcast fails [s].
+    ``adapter``: it sends this adapter alone, whatever the transport; None: weights.
     """
 
     model_path: str
@@ -77,6 +102,7 @@ class SyncSetup:
     directory: str | None = None
     keep_folders: bool = False
     timeout_s: float = 600.0
+    adapter: AdapterFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)

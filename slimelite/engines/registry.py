@@ -49,6 +49,7 @@ class EngineKind:
     that switches this on.
     ``releases_memory``: whether it can release its device memory while the trainer works.
     ``wide``: whether one engine may use several GPUs.
+    ``adapters``: whether it samples from a LoRA adapter beside the model's weights.
     ``package``: the Python package that it needs.
     ``check_config``: (Hugging Face config) -> None; raises ValueError for a model that the engine does not compute.
     ``lacking``: () -> one sentence for each thing that the engine needs on a GPU and this machine does not have.
@@ -60,6 +61,7 @@ class EngineKind:
     repeats: bool | str = False
     releases_memory: bool = True
     wide: bool = False
+    adapters: bool = False
     package: str | None = None
     check_config: Function | None = None
     lacking: Function | None = None
@@ -89,6 +91,7 @@ ENGINES.add(
         ),
         repeats="enable_deterministic_inference",
         wide=True,
+        adapters=True,
         package="sglang",
         lacking="slimelite.engines.sglang.server:missing_for_kernels",
     )

@@ -114,6 +114,10 @@ class InputChecks:
             if args.debug_rollout_only:
                 what = f"the engines sample from random ones (--rollout-seed {args.rollout_seed})"
             findings.warnings.append(f"--hf-checkpoint {path} holds no weights: {what}")
+        if self.config and not has_weights(path) and args.sends_adapter:
+            (findings.warnings if args.dry_run else findings.problems).append(
+                f"--lora-sync adapter: engines have the frozen weights from {path}, which holds none; take merged"
+            )
         critic = args.critic_load if args.use_critic else None
         if critic and (Path(critic) / STATE_FILE).is_file():
             if wrong := damage(Path(critic)):

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from slimelite.arguments import Args
 from slimelite.model_files import check_weights, has_weights, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
-from slimelite.training.lora import add_adapters
+from slimelite.training.lora import adapters, add_adapters
 from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.packing import NoSmallModel, Packing, may_pack, one_line, without_noise
 from slimelite.training.parallel import World, shard_model
@@ -172,6 +172,12 @@ def inspect_model(
     check_weights(path, empty, unread=LM_HEAD if new_head else ())
     if trained and args.lora_rank:
         add_adapters(empty, args, seed=0)
+        odd = {name.rpartition(".")[2] for name, _ in adapters(empty)} - {*args.lora_modules}
+        if args.sends_adapter and odd:
+            raise ValueError(
+                f"--lora-sync adapter: the servers start with room for {', '.join(args.lora_modules)}, and "
+                f"{', '.join(sorted(odd))} has an adapter too; take merged"
+            )
     try:
         return config, bool(may_pack(config, _attention(args), pairs=args.loss.paired))
     except NoSmallModel:  # the trainer warns of it

@@ -15,20 +15,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from slimelite.arguments.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ALL_LINEAR, LoraArgs
+from slimelite.arguments.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ALL_LINEAR, GROUPS, LoraArgs
+from slimelite.engines.protocol import AdapterFormat
 from slimelite.model_files import write_weights
 from slimelite.training.parallel import whole
 
-# names that stand for several modules: miles' and Megatron's
-GROUPS = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-    "unembed": ("lm_head",),
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
 # parameters of an adapter, as peft names those of a linear layer
 PARTS = ("lora_A", "lora_B")
 PEFT_PREFIX = "base_model.model."
@@ -235,6 +226,14 @@ def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, ob
         "bias": "none",
         "inference_mode": True,
     }
+
+
+def adapter_format(hf: nn.Module, args: LoraArgs, base: str | None) -> AdapterFormat:
+    """What engines are told of the adapters of ``hf``. They scale by alpha / rank, so that this alpha makes up for
+    ``--lora-type rslora``.
+    """
+    config = peft_config(hf, args, base) | {"lora_alpha": args.lora_scaling * args.lora_rank, "use_rslora": False}
+    return AdapterFormat(config, {name: tuple(part.shape) for name, part in peft_weights(hf)})
 
 
 def save_adapter(directory: Path, weights: Mapping[str, Tensor], config: Mapping[str, object]) -> None:

@@ -254,12 +254,15 @@ class ForwardFlops:
     ``per_token``: of the matrices between embedding and head; ``per_target``: of the head, which is applied only to
     response positions; ``per_pair``: of attention scores and values, for each pair of a token and one that it attends
     to. Norms, activations and rotary embeddings are left out, as is usual (arXiv:2001.08361, section 2.1). A backward
-    pass costs twice a forward pass; recomputation is not counted.
+    pass costs twice a forward pass; recomputation is not counted. ``frozen_per_token`` and ``frozen_per_target``: the
+    parts of weights that are not trained, whose own gradient the backward pass leaves out.
     """
 
     per_token: float
     per_target: float
     per_pair: float
+    frozen_per_token: float = 0.0
+    frozen_per_target: float = 0.0
 
     @classmethod
     def of(cls, model: LanguageModel) -> ForwardFlops | None:
@@ -269,10 +272,18 @@ class ForwardFlops:
             return None
         head = model.hf.get_output_embeddings().weight
         outer = {id(head), id(model.hf.get_input_embeddings().weight)}
-        matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) not in outer)
+        matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outer]
+        trains = bool(model.trained())
+        frozen = sum(p.numel() for p in matrices if trains and not p.requires_grad)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         width = config.num_hidden_layers * config.num_attention_heads * head_dim
-        return cls(2.0 * matrices, 2.0 * head.numel(), 4.0 * width)
+        return cls(
+            2.0 * sum(p.numel() for p in matrices),
+            2.0 * head.numel(),
+            4.0 * width,
+            2.0 * frozen,
+            2.0 * head.numel() if trains and not head.requires_grad else 0.0,
+        )
 
     def total(self, lengths: np.ndarray, targets: np.ndarray, shared: np.ndarray) -> float:
         """Operations for rows of ``lengths`` [n] tokens, ``targets`` [n] of them in the response, of which the first
@@ -281,3 +292,8 @@ class ForwardFlops:
         ends, starts = lengths.astype(np.float64), shared.astype(np.float64)
         pairs = (ends * (ends + 1) - starts * (starts + 1)) / 2
         return float((self.per_token * (ends - starts) + self.per_target * targets + self.per_pair * pairs).sum())
+
+    def step(self, lengths: np.ndarray, targets: np.ndarray, shared: np.ndarray) -> float:
+        """Operations of forward and backward for the same rows."""
+        frozen = self.frozen_per_token * float((lengths - shared).sum()) + self.frozen_per_target * float(targets.sum())
+        return 3 * self.total(lengths, targets, shared) - frozen

@@ -177,7 +177,8 @@ class PassTimer:
             self._tokens[name] = (before[0] + int((lengths - shared).sum()), before[1] + int(lengths.sum()))
             flops = ForwardFlops.of(model)
             if flops is not None:
-                total = flops.total(lengths, table.response_lengths[rows], shared)
+                count = flops.step if name.endswith("_train") else flops.total
+                total = count(lengths, table.response_lengths[rows], shared)
                 self._flops[name] = self._flops.get(name, 0.0) + total
         with trace.span(self._worker, "passes", name), self.around(name), self._timer(name):
             yield
@@ -189,7 +190,6 @@ class PassTimer:
         seconds = self._timer.seconds
         metrics = {f"perf/{name}_time": value for name, value in seconds.items()}
         for name, flops in self._flops.items():
-            passes = 3 if name.endswith("_train") else 1  # the backward pass costs two
-            metrics[f"perf/{name}_tflops"] = passes * flops / seconds[name] / ranks / 1e12
+            metrics[f"perf/{name}_tflops"] = flops / seconds[name] / ranks / 1e12
         computed, of_rows = self._tokens.get("actor_train", (0, 0))
         return metrics | ({"perf/computed_tokens_ratio": computed / of_rows} if of_rows else {})

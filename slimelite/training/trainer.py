@@ -302,8 +302,8 @@ class Trainer(Learner[PolicyModel]):
     def push_weights(self, sink: weights.WeightSink | None, version: int) -> dict[str, float]:
         """Send all weights through ``sink`` as weight version ``version``, even if offloaded; see `weights.push`."""
         self.progress.weight_version = version
-        size = self.args.update_weight_buffer_size
-        return weights.push(self.model, self.world, sink, version, size, self.memory)
+        size, alone = self.args.update_weight_buffer_size, self.args.sends_adapter
+        return weights.push(self.model, self.world, sink, version, size, self.memory, adapter_alone=alone)
 
     def save(self, directory: str, rollout_id: int) -> Checksums:
         """Write a checkpoint from which `load` resumes after rollout ``rollout_id``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
@@ -84,12 +85,19 @@ def _fill(
 
 
 def push(
-    model: PolicyModel, world: World, sink: WeightSink | None, version: int, bucket_bytes: int, memory: HostMemory
+    model: PolicyModel,
+    world: World,
+    sink: WeightSink | None,
+    version: int,
+    bucket_bytes: int,
+    memory: HostMemory,
+    *,
+    adapter_alone: bool = False,
 ) -> dict[str, float]:
     """Send all weights, in the dtype that the trainer computes in, through ``sink`` (collective).
 
     With adapters, the weights that they change are merged and sent; the frozen ones go along until the engines have
-    them.
+    them. ``adapter_alone``: the adapters are sent instead, in one bucket, in fp32 and by peft's names.
 
     Only ranks that call their sink (see `WeightSink`) need one. Weights that ``memory`` holds are copied to the device
     one at a time.
@@ -101,16 +109,19 @@ def push(
         sink = None
     # an exception of the sink is raised after the last gather; otherwise the other ranks would wait in the next gather
     failure: Exception | None = None
-    partial, changed = False, [name for name, weight in model.named_weights() if not isinstance(weight, Tensor)] or None
+    merged = set() if adapter_alone else {n for n, weight in model.named_weights() if not isinstance(weight, Tensor)}
+    partial = False
     try:
-        partial = sink is not None and sink.begin(version, changed)
+        partial = sink is not None and sink.begin(version, merged or None)
     except Exception as error:
         failure = error
-    if changed is not None:  # rank 0's answer holds on every rank
-        partial = bool(world.all_reduce(torch.tensor(float(partial and world.rank == 0))))
-    named = ((name, weight) for name, weight in model.named_weights() if not partial or name in (changed or ()))
+    weights, dtype = model.named_weights(), world.compute_dtype
+    if adapter_alone:
+        weights, dtype, bucket_bytes = peft_weights(model.hf), torch.float32, sys.maxsize
+    elif merged and world.all_reduce(torch.tensor(float(partial and world.rank == 0))):  # rank 0's answer, everywhere
+        weights = ((name, weight) for name, weight in weights if name in merged)
     sent = count = 0
-    for bucket in buckets(named, bucket_bytes, world.compute_dtype, world.device, memory):
+    for bucket in buckets(weights, bucket_bytes, dtype, world.device, memory):
         if sink is not None and failure is None:
             failure = _failure(sink.send, bucket)
         sent += bucket.flat.nbytes

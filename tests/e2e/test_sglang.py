@@ -102,3 +102,40 @@ def test_a_killed_engine_costs_nothing_but_time(
     # back for the next rollout: it answers requests after its second start
     second = (run / "logs" / "sglang_0.log").read_text().split("fired up and ready")[-1]
     assert '"POST /generate HTTP/1.1" 200' in second
+
+
+# samples through the address that slime's plugins post to, without a `lora_path` of its own
+PLUGIN = """
+from slime.rollout.sglang_rollout import generate as posts
+
+async def generate(args, sample, sampling_params):
+    return await posts(args, sample, sampling_params)
+"""
+
+
+def test_servers_sample_from_the_adapter_alone(
+    grpo_args: list[str], sglang_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Both ways of requests: a plugin's through the front in training, our client's in the probe after each sync."""
+    (tmp_path / "own.py").write_text(PLUGIN)
+    flags = ["--launcher", "local", "--num-rollout", "3", "--check-weight-update-equal", "--lora-rank", "4"]
+    flags += ["--lora-type", "rslora", "--lr", "0.1", "--custom-generate-function-path", f"{tmp_path}/own.py:generate"]
+    run = tmp_path / "run"
+    done = run_process(
+        *(sys.executable, "train.py", *grpo_args, *SGLANG, *flags, "--run-dir", str(run)),
+        env=sglang_environment,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    gaps = metrics(run, "train/train_rollout_logprob_abs_diff")
+    assert len(gaps) == 3
+    assert max(gaps) < 1e-3
+    assert max(metrics(run, "perf/update_weights_logprob_abs_diff")) < 1e-3
+    # the adapter is far from 0, so that requests without it would show
+    assert max(metrics(run, "train/grad_norm")) > 0
+    log = (run / "logs" / "sglang_0.log").read_text()
+    assert log.count('"POST /load_lora_adapter_from_tensors HTTP/1.1" 200') == 4
+    assert log.count('"POST /unload_lora_adapter HTTP/1.1" 200') == 3
+    assert "update_weights_from" not in log
+    sent = metrics(run, "perf/update_weights_bytes")
+    assert max(sent) < 100_000

@@ -29,6 +29,7 @@ from slimelite.engines.protocol import (
     check_memory_tags,
 )
 from slimelite.engines.registry import ServerAddress
+from slimelite.engines.sglang.front import ADAPTER, AdapterFront
 from slimelite.engines.sglang.server import ON_CPU, REPORT_S, START_S, Server, SglangServer, server_command
 from slimelite.engines.sglang.sync import ServerSink, build_sink, check_model
 from slimelite.http_client import Client, HttpError, NoAnswer, Refused, Retry, ask
@@ -45,6 +46,8 @@ IDLE_S = 30.0
 REQUEST_ROOM = 4
 # SGLang ends a request this many tokens below its context length, so that we ask for a longer one
 CONTEXT_MARGIN = 2
+# what a request has for the adapter
+POLICY = {"lora_path": ADAPTER}
 
 
 @dataclass(slots=True)
@@ -73,6 +76,7 @@ class SglangEngine(Engine):
         codec: Codec | None = None,
         owner: Restartable | None = None,
         wait_s: float = START_S,
+        front_host: str | None = None,
     ) -> None:
         """Read the config of the model; no request is sent to the server yet.
 
@@ -81,6 +85,8 @@ class SglangEngine(Engine):
             codec: without it only the server looks for stop strings, and only for the end tokens that it knows.
             owner: can start the server anew at the same address; None: the server belongs to someone else.
             wait_s: how long `restart` waits for the server to answer [s].
+            front_host: the policy is an adapter of the server, which requests have to name; those of others go through
+                a front on this address of this machine. None: the policy is the server's model.
         """
         self.url = server.url.rstrip("/")
         # callers use several event loops, but a connection belongs to one: requests run on this thread's loop
@@ -90,6 +96,7 @@ class SglangEngine(Engine):
         self._eos = tuple(codec.eos_token_ids) if codec else ()
         self._decode = codec.decode if codec else None
         self._owner = owner
+        self._front = AdapterFront(self.url, front_host) if front_host else None
         self._wait_s = wait_s
         self._running: dict[str, _Running] = {}
         self._released: set[str] = set()
@@ -105,7 +112,7 @@ class SglangEngine(Engine):
             max_context_len=server["max_req_input_len"] + REQUEST_ROOM,
             max_running_requests=server["internal_states"][0]["effective_max_running_requests_per_dp"],
             seeds=bool(server["enable_deterministic_inference"]),
-            url=self.url,
+            url=None if self._front else self.url,
             extra={"model_path": model["model_path"], "sglang": server["version"], "dtype": str(server["dtype"])},
         )
         return self._known
@@ -186,11 +193,13 @@ class SglangEngine(Engine):
             raise ValueError(f"{self.url} has not answered for {self._wait_s:.0f} s; start that server again") from None
 
     async def start_http(self) -> str:
-        """The server's own address."""
-        return self.url
+        """The server's own address, or that of a front which adds the adapter to requests."""
+        return await self._front.start() if self._front else self.url
 
     async def close(self) -> None:
         """Close the connections; the server goes on, because another object owns it."""
+        if self._front is not None:
+            await self._front.stop()
         await self._thread.result(self._http.close())
         await asyncio.to_thread(self._thread.close)
 
@@ -236,7 +245,8 @@ class SglangEngine(Engine):
             # SGLang aborts every request whose id starts with the given one, so no id may be a prefix of another
             running.rid = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
             try:
-                answer = await self._ask("POST", "/generate", _body(request, result, running.rid, self._eos, seeds))
+                body = _body(request, result, running.rid, self._eos, seeds)
+                answer = await self._ask("POST", "/generate", body if self._front is None else body | POLICY)
             except NoAnswer as error:  # retried here, under a new id: the server may still have the old one
                 failures += 1
                 if not RETRY.again(error, failures):
@@ -343,13 +353,18 @@ def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
     ``placement``: ``host``, ``port`` and other fields that depend on where the engine is (``base_gpu_id``, ``nnodes``,
     ``node_rank``, ``dist_init_addr``, ``load_format``, ...). Fields that are None are left out.
     """
-    implied = {
+    implied: dict[str, object] = {
         "mem_fraction_static": setup.memory_share,
         "max_running_requests": setup.max_running_requests,
         "context_length": setup.max_context_len,
         # on a GPU the trainer always computes in bf16; SGLang would choose fp16 for a model whose config says fp32
         **(ON_CPU if setup.device == "cpu" else {"dtype": "bfloat16"}),
     }
+    if setup.adapter is not None:
+        # two in a batch: the policy, and none, for requests of someone who looks at the frozen model
+        implied |= {"enable_lora": True, "max_lora_rank": setup.adapter.rank, "max_loras_per_batch": 2}
+        implied["lora_target_modules"] = list(setup.adapter.modules)
+        implied |= {"lora_backend": "torch_native"} if setup.device == "cpu" else {}
     decided = {
         "model_path": setup.model_path,
         "device": setup.device,
@@ -381,7 +396,8 @@ def build_server(setup: EngineSetup) -> SglangServer:
 
 def connect(setup: EngineSetup, codec: Codec, address: ServerAddress, owner: Restartable | None) -> SglangEngine:
     """The engine that uses the server at ``address``."""
-    return SglangEngine(Server.at(address), setup.model_path, codec, owner)
+    front = setup.host if setup.adapter else None
+    return SglangEngine(Server.at(address), setup.model_path, codec, owner, front_host=front)
 
 
 def external_servers(addresses: Sequence[str], model_path: str) -> list[Server]:

@@ -101,6 +101,21 @@ class Server(ServerAddress):
         self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self.post("/continue_generation")
 
+    def load_adapter(self, name: str, config: Mapping[str, object], tensors: bytes) -> None:
+        """Load an adapter in place of an earlier one of that name; no request may be running.
+
+        ``config``: peft's; ``tensors``: base64 of a pickle for each tensor-parallel rank, see `sync.pickled`.
+        """
+        if any(model["id"] == name for model in self.get("/v1/models")["data"]):
+            self.post("/unload_lora_adapter", {"lora_name": name})
+        body = {
+            "lora_name": name,
+            "config_dict": dict(config),
+            "serialized_named_tensors": [tensors.decode()] * self.tp_size,
+            "load_format": "flattened_bucket",
+        }
+        self.post("/load_lora_adapter_from_tensors", body, ONCE)
+
     def open_update(self) -> None:
         """Pause and begin an update; an earlier update that broke off is closed."""
         self.pause()

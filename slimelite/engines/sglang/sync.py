@@ -33,8 +33,9 @@ from transformers import AutoConfig
 from transformers.utils import cached_file
 
 from slimelite.engines.checks import WeightUpdate, model_shapes
-from slimelite.engines.protocol import SyncSetup, WeightBucket, WeightSyncError
+from slimelite.engines.protocol import AdapterFormat, SyncSetup, WeightBucket, WeightSyncError
 from slimelite.engines.registry import ServerAddress
+from slimelite.engines.sglang.front import ADAPTER
 from slimelite.engines.sglang.server import ONCE, Server, each
 from slimelite.http_client import HttpError
 from slimelite.model_files import write_weights
@@ -374,11 +375,30 @@ class IpcSink(ServerSink):
             raise self._failed("; ".join(failures))
 
 
+class AdapterSink(ServerSink):
+    """Sends the adapter alone, in one request: the servers have the frozen weights from their files.
+
+    It has one name in every version, since no request is in flight between the old one and the new one, and requests
+    that wait for the update then need not know which came.
+    """
+
+    def __init__(self, setup: SyncSetup, adapter: AdapterFormat) -> None:
+        super().__init__(setup)
+        self.update = WeightUpdate(adapter.shapes)
+        self._config = adapter.config
+
+    def _transfer(self, bucket: WeightBucket) -> None:
+        tensors = base64.b64encode(pickled(WeightBucket(bucket.names, bucket.shapes, bucket.flat.cpu())))
+        each(self.own, lambda server: server.load_adapter(ADAPTER, self._config, tensors))
+
+
 SINKS: dict[str, type[ServerSink]] = {"http": HttpSink, "disk": DiskSink, "nccl": GroupSink, "ipc": IpcSink}
 
 
 def build_sink(setup: SyncSetup) -> ServerSink:
-    """The sink for ``setup.transport``."""
+    """The sink for ``setup.transport``, or for an adapter."""
+    if setup.adapter is not None:
+        return AdapterSink(setup, setup.adapter)
     return SINKS[setup.transport](setup)
 
 

@@ -74,3 +74,23 @@ def stand_in(package: str, version: str, decorators: bool = False) -> StandIn:
     sys.modules[package] = module
     sys.meta_path.append(Finder(package))
     return module
+
+
+def without_pinned_memory() -> None:
+    """Without a GPU nothing can be pinned, and SGLang's adapters (``srt/lora``) ask for it all the same: here the wish
+    is left out, in SGLang's processes alone, since torch knows its own functions by identity (`torch.device` contexts).
+    """
+    import torch
+
+    if torch.cuda.is_available() or "sglang" not in sys.modules:
+        return
+
+    def unpinned(make: Any) -> Any:
+        def call(*args: Any, pin_memory: bool = False, **named: Any) -> Any:
+            return make(*args, **named)
+
+        return call
+
+    for name in ("tensor", "empty", "zeros", "ones", "arange"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor

@@ -1,0 +1,71 @@
+"""A front for a server whose policy is an adapter: requests of plugins that name none get it, else they would sample
+from the frozen weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import suppress
+
+from aiohttp import ClientSession, ClientTimeout, web
+
+from slimelite.threads import LoopThread
+
+# the adapter's name at the server, in every version
+ADAPTER = "policy"
+# SGLang's endpoints that take `lora_path`
+SAMPLING = ("/generate", "/v1/completions", "/v1/chat/completions")
+# headers that belong to one connection
+OWN_HEADERS = {"host", "content-length", "transfer-encoding", "connection", "content-encoding", "accept-encoding"}
+LARGEST_BODY = 1 << 30
+
+
+class AdapterFront:
+    """Passes requests on to the server at ``target``, and adds ``lora_path`` to those that sample without it."""
+
+    def __init__(self, target: str, host: str) -> None:
+        self._target, self._host = target, host
+        self._thread: LoopThread | None = None
+
+    async def start(self) -> str:
+        """Start listening on a free port and return the base URL."""
+        self._thread = LoopThread("adapter front")
+        return await self._thread.result(self._listen())
+
+    async def stop(self) -> None:
+        """Stop listening, if `start` was called."""
+        if self._thread is not None:
+            await self._thread.result(self._runner.cleanup())
+            await self._thread.result(self._http.close())
+            await asyncio.to_thread(self._thread.close)
+            self._thread = None
+
+    async def _listen(self) -> str:
+        # a response of a long rollout may take hours
+        self._http = ClientSession(timeout=ClientTimeout(total=None))
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_route("*", "/{path:.*}", self._pass_on)
+        # when a client disconnects, its handler is cancelled, and the connection to the server closes too
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self._host, 0).start()
+        return f"http://{self._host}:{self._runner.addresses[0][1]}"
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        if request.path in SAMPLING:
+            with suppress(ValueError):  # the server says what is wrong with it
+                found = json.loads(body)
+                if isinstance(found, dict) and found.get("lora_path") is None:
+                    body = json.dumps({**found, "lora_path": ADAPTER}).encode()
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in OWN_HEADERS}
+        url = self._target + request.raw_path
+        async with self._http.request(request.method, url, data=body, headers=headers) as answer:
+            kept = {name: value for name, value in answer.headers.items() if name.lower() not in OWN_HEADERS}
+            response = web.StreamResponse(status=answer.status, headers=kept)
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
