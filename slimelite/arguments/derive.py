@@ -181,10 +181,12 @@ def _lora(draft: Draft) -> None:
         if not (args.lora_target_modules or args.lora_exclude_modules):
             for name, value in targets.items():
                 draft.set(name, value, "--lora-adapter-path")
+    if not draft.args.lora_rank:
+        return
     own = ENGINES[args.rollout_backend].adapters and not args.rollout_external_engine_addrs
     inner = set(draft.args.lora_modules) <= set(INNER)
     draft.default("lora_sync", "adapter" if own and inner else "merged", "what the engines take")
-    if draft.args.lora_rank and draft.args.lora_dropout:
+    if args.lora_dropout:
         draft.notes.append(
             f"--lora-dropout {args.lora_dropout}: the policy that is trained is not the one that generated, and only "
             "the latter is compared with the reference and the engines; 0 is what reinforcement learning wants"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from slimelite.stages import read_stages
+
 from .conftest import ROOT, metrics, run_process
 
 pytestmark = pytest.mark.e2e
@@ -89,3 +91,12 @@ def test_mistakes_end_before_a_stage_begins(words: str, said: str, tmp_path: Pat
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stage_of_adapters_ends_with_a_whole_model(tmp_path: Path) -> None:
+    """The next stage starts from it."""
+    for name, flags in (("sft", {"lora_rank": 4}), ("rl", {"lr": 1e-5})):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(flags))
+    argv = ["--stages", f"{tmp_path}/sft.yaml", f"{tmp_path}/rl.yaml", "--run-dir", str(tmp_path / "run")]
+    assert ["--lora-merge" in stage.argv for stage in read_stages(argv)] == [True, False]
+    assert all("--lora-merge" in stage.argv for stage in read_stages([*argv, "--lora-rank", "8"]))

@@ -22,6 +22,7 @@ from slimelite.training.batch import MicroBatch
 from slimelite.training.loading import inspect_model
 from slimelite.training.lora import add_adapters, peft_weights
 from slimelite.training.model import ForwardFlops, PolicyModel
+from slimelite.training.parallel import World
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import full_weights
 from tests.training.test_oracle import CASES, pairs
@@ -327,6 +328,21 @@ def test_what_is_sent_is_merged_afresh(model: Path) -> None:
             assert torch.equal(sent, expected), name
         assert sink.tensors.keys() == base.keys()
         assert dict(full_weights(trainer.model, torch.float32)).keys() == base.keys()
+
+
+def test_frozen_weights_are_bf16_where_training_computes_in_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs: FSDP gathers frozen bf16 and trained fp32 parameters together."""
+    monkeypatch.setattr(World, "compute_dtype", property(lambda world: torch.bfloat16))
+    with one_rank(tiny_args(model, **LORA, **KL)) as trainer:
+        first, second = (trainer.train(step, random_table()) for step in range(2))
+        kinds = {parameter.requires_grad: parameter.dtype for parameter in trainer.model.parameters()}
+        assert kinds == {True: torch.float32, False: torch.bfloat16}
+        assert first["train/kl_loss"] == 0 < second["train/kl_loss"]
+        moments = [v for o in trainer.optimizers.all for state in o.state.values() for v in state.values()]
+        assert {moment.dtype for moment in moments} == {torch.float32}
+        sink = Recorder()
+        trainer.push_weights(sink, 0)
+        assert {tensor.dtype for tensor in sink.tensors.values()} == {torch.bfloat16}
 
 
 def test_a_critic_may_have_adapters(model: Path, tmp_path: Path) -> None:
