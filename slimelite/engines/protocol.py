@@ -31,17 +31,11 @@ class EngineSetup:
     """The settings that one engine of a run is built with; see `slimelite.engines.registry`.
 
     ``host``: the address of this machine that it listens on. ``log``: file for the output of a server.
-<<<<<<< HEAD
     ``kv_cache_tokens``: most tokens in the KV cache. ``repeatable``: the same requests in the same order give the same
     bits, whatever was asked before. ``memory_share``: share of the GPU's memory for weights and KV cache.
     ``releases_memory``: whether the run will call `Engine.release_memory`. ``width``: number of GPUs. ``options``: the
-    other ``--sglang-*`` options, by field name. None leaves the choice to the engine.
-=======
-    ``adapter``: what adapters the run will send by themselves; None: it sends weights.
-    ``memory_share``: share of the GPU's memory for weights and KV cache. ``releases_memory``: whether the run will
-    call `Engine.release_memory`. ``width``: number of GPUs. ``options``: the other ``--sglang-*`` options, by field
-    name. None leaves the choice to the engine.
->>>>>>> 399482b (SGLang servers of the run get the adapter alone (--lora-sync), and plugins that name none sample from it through a front; --dry-run passes miles' LoRA scripts)
+    other ``--sglang-*`` options, by field name. ``adapter``: what adapters the run will send by themselves; None: it
+    sends weights. None elsewhere leaves the choice to the engine.
     """
 
     model_path: str

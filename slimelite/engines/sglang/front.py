@@ -8,16 +8,15 @@ import asyncio
 import json
 from contextlib import suppress
 
-from aiohttp import ClientSession, ClientTimeout, web
+from aiohttp import web
 
+from slimelite.http_client import Client, Refused
 from slimelite.threads import LoopThread
 
 # the adapter's name at the server, in every version
 ADAPTER = "policy"
 # SGLang's endpoints that take `lora_path`
 SAMPLING = ("/generate", "/v1/completions", "/v1/chat/completions")
-# headers that belong to one connection
-OWN_HEADERS = {"host", "content-length", "transfer-encoding", "connection", "content-encoding", "accept-encoding"}
 LARGEST_BODY = 1 << 30
 
 
@@ -42,8 +41,7 @@ class AdapterFront:
             self._thread = None
 
     async def _listen(self) -> str:
-        # a response of a long rollout may take hours
-        self._http = ClientSession(timeout=ClientTimeout(total=None))
+        self._http = Client(texts=True)
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         # when a client disconnects, its handler is cancelled, and the connection to the server closes too
@@ -52,20 +50,17 @@ class AdapterFront:
         await web.TCPSite(self._runner, self._host, 0).start()
         return f"http://{self._host}:{self._runner.addresses[0][1]}"
 
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+    async def _pass_on(self, request: web.Request) -> web.Response:
         body = await request.read()
         if request.path in SAMPLING:
             with suppress(ValueError):  # the server says what is wrong with it
                 found = json.loads(body)
                 if isinstance(found, dict) and found.get("lora_path") is None:
                     body = json.dumps({**found, "lora_path": ADAPTER}).encode()
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in OWN_HEADERS}
-        url = self._target + request.raw_path
-        async with self._http.request(request.method, url, data=body, headers=headers) as answer:
-            kept = {name: value for name, value in answer.headers.items() if name.lower() not in OWN_HEADERS}
-            response = web.StreamResponse(status=answer.status, headers=kept)
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
+        try:
+            answer = await self._http.ask(request.method, self._target + request.raw_path, body or None)
+        except Refused as error:
+            return web.json_response({"error": {"message": str(error)}}, status=error.status)
+        if isinstance(answer, str | None):  # a streamed answer comes whole
+            return web.Response(text=answer or "")
+        return web.json_response(answer)
