@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import materials
 import torch
 from transformers import AutoModelForCausalLM
 
-from slimelite.arguments import Args
+from slimelite.arguments import Args, parse_args
 from slimelite.engines.protocol import SyncSetup, WeightSink
 from slimelite.engines.sglang.server import Server
 from slimelite.engines.sglang.sync import build_sink
@@ -117,7 +118,11 @@ def ray_sink(args: Args, log: Path) -> Iterator[WeightSink]:
     from slimelite.cluster.workers import RemoteSink, build_engine
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    engine = ray.remote(AsyncHost).options(num_cpus=1).remote(os.getcwd(), str(log), build_engine, args, 0)
+    engine = (
+        ray.remote(AsyncHost)
+        .options(num_cpus=1)
+        .remote(os.getcwd(), str(log), "engine", None, {}, build_engine, args, 0)
+    )
     try:
         yield RemoteSink([RayRemote(engine, "engine", log, "127.0.0.1")])
     finally:
@@ -147,7 +152,11 @@ def main() -> None:
         def run(name: str, sink: WeightSink) -> None:
             times[name] = seconds(lambda: update(sink, model, given.buffer, versions), given.rounds)
 
-        args = Args(hf_checkpoint=str(folder), tokenizer=str(folder), device="cpu", sglang_max_running_requests=8)
+        prompts = materials.rows(root / "prompts.parquet", 4, (8, 8), (1, 1), model.config.vocab_size)
+        flags = f"--hf-checkpoint {folder} --prompt-data {prompts} --input-key messages --apply-chat-template "
+        flags += "--rm-type random --num-rollout 1 --rollout-batch-size 1 --n-samples-per-prompt 2 "
+        flags += f"--global-batch-size 2 --rollout-max-response-len 8 --run-dir {root}/run"
+        args = parse_args(flags.split())
         with ray_sink(args, root / "engine.log") as sink:
             run("embedded", sink)
         if given.engines == "both":
