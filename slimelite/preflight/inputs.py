@@ -52,6 +52,7 @@ class InputChecks:
         self.broken: set[str] = set()
         # config of the model; empty if it cannot be read
         self.config: dict[str, Any] = {}
+        self.teacher: dict[str, Any] = {}
         self.tokenizer: PreTrainedTokenizerBase | None = None
 
     def run(self) -> None:
@@ -97,8 +98,10 @@ class InputChecks:
                 self.findings.problems.append(one_line(error))
 
     def read_models(self) -> None:
-        """Check the configs of policy, critic and reference, and the policy's against the architecture flags."""
+        """Check the configs of all models, and the policy's against the architecture flags."""
         args, findings, path = self.args, self.findings, self.args.hf_checkpoint
+        if args.use_opd and args.opd_type == "trainer" and args.opd_teacher_load:
+            self.teacher = self._read_model("--opd-teacher-load", args.opd_teacher_load)
         if args.model_config is not None:
             self.config = args.model_config
             findings.facts.append(
@@ -193,7 +196,7 @@ class InputChecks:
             if server is not None and not args.debug_train_only:
                 server.ask_once()
                 self.findings.facts.append(f"the teacher at {server.url} scores prompts")
-            elif args.use_opd and args.opd_type == "trainer" and args.opd_teacher_load:
+            elif self.teacher and args.opd_teacher_load:
                 self._compare_vocabularies(args.opd_teacher_load)
 
     def _compare_vocabularies(self, teacher: str) -> None:
@@ -201,7 +204,7 @@ class InputChecks:
 
         Equal tokenizers suffice: models of one family pad their vocabularies to different sizes.
         """
-        mine, size = (text_config(config).get("vocab_size") for config in (self.config, _read_config(teacher)))
+        mine, size = (text_config(config).get("vocab_size") for config in (self.config, self.teacher))
         folder = Path(teacher)
         if not has_weights(teacher):
             self.findings.warnings.append(f"--opd-teacher-load {teacher} holds no weights: the teacher is random")

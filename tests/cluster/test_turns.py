@@ -114,11 +114,11 @@ def test_they_never_load_at_once_on_the_same_gpus(shared: bool, released: bool) 
 
     start_workers(args, *workers, progress)  # type: ignore[arg-type]
     assert len(seen) == 1
-    assert ("trainer make" in seen[0]) != shared
-    order = [c for c in calls if c in ("engine start", "rollout release_memory", "trainer make")]
+    assert ("trainer build_trainer" in seen[0]) != shared
+    order = [c for c in calls if c in ("engine start", "rollout release_memory", "trainer build_trainer")]
     if shared:
-        assert order == ["engine start", *(["rollout release_memory"] if released else []), "trainer make"]
-    assert "trainer make" in calls
+        assert order == ["engine start", *(["rollout release_memory"] if released else []), "trainer build_trainer"]
+    assert "trainer build_trainer" in calls
 
 
 def test_trainers_meet_with_the_nccl_settings_of_sglangs_servers() -> None:
