@@ -182,7 +182,9 @@ class Serving:
 
     def least(self) -> Parts:
         """Memory with a cache that holds a single sequence."""
-        parts: Parts = {"weights": self.width * self.shapes.parameters / self.gpus}
+        # on a CPU the embedded engine has a packed copy of its matrices
+        copies = 2 if self.width == 4 else 1
+        parts: Parts = {"weights": copies * self.width * self.shapes.parameters / self.gpus}
         logits = min(self.sequences, 256) * self.shapes.vocab * 4 * 2
         parts |= {"KV pool": self.kv_token() * self.context, "logits": logits}
         return parts | ({"graphs": GRAPHS} if self.graphs else {})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from slimelite.engines.embedded.model import DecoderShape, DecoderWeights
+from slimelite.engines.embedded.model import PACK_ELEMENTS, DecoderShape, DecoderWeights, Linear
 from tests.engines.tiny_models import build_model
 
 CPU = torch.device("cpu")
@@ -33,8 +33,10 @@ def test_every_name_of_the_checkpoint_has_a_place_of_its_own(tmp_path: Path, fam
     assert weights.incoming.missing() == []
     layer, prefix = weights.layers[1], "model.layers.1"
     qkv = [state[f"{prefix}.self_attn.{x}_proj.weight"] for x in "qkv"]
-    assert torch.equal(layer.qkv, torch.cat(qkv))
-    assert torch.equal(layer.gate_up, torch.cat([state[f"{prefix}.mlp.{x}_proj.weight"] for x in ("gate", "up")]))
+    assert torch.equal(layer.qkv.weight, torch.cat(qkv))
+    assert torch.equal(
+        layer.gate_up.weight, torch.cat([state[f"{prefix}.mlp.{x}_proj.weight"] for x in ("gate", "up")])
+    )
     weights.incoming.begin(2)
     assert len(weights.incoming.missing()) == len(state) - weights.shape.tied
 
@@ -46,7 +48,7 @@ def test_a_tied_head_may_come_under_either_name(tmp_path: Path) -> None:
     weights.update(list({**state, HEAD: head}.items()))
     assert weights.incoming.missing() == []
     assert torch.equal(weights.embed, head)
-    assert weights.head is weights.embed
+    assert weights.head.weight is weights.embed
 
 
 def test_a_bad_bucket_changes_nothing(tmp_path: Path) -> None:
@@ -56,3 +58,16 @@ def test_a_bad_bucket_changes_nothing(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             weights.update([(EMBED, state[EMBED] + 1), bad])
         assert torch.equal(weights.embed, state[EMBED])
+
+
+def test_a_packed_copy_follows_its_weight() -> None:
+    weight, x, bias = torch.randn(512, PACK_ELEMENTS // 512), torch.randn(9, PACK_ELEMENTS // 512), torch.randn(512)
+    top, bottom = weight.split(256)
+    product = Linear(weight, bias)
+    with torch.inference_mode():
+        for part in (None, top, bottom):
+            if part is not None:
+                part.copy_(torch.randn(part.shape))
+            for rows in (1, 9):
+                error = (product(x[:rows]) - (x[:rows] @ weight.T + bias)).abs()
+                assert (error / (x[:rows].abs() @ weight.abs().T + bias.abs())).max() < 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 # refused: the cos/sin tables of these rope types depend on the sequence length, and `Decoder` keeps one table for all
 DYNAMIC_ROPE = ("dynamic", "longrope")
+# on a CPU, weights with at least this many elements have a packed copy; a smaller one's call costs more than it saves
+PACK_ELEMENTS = 2**18
+# the number of rows for which weights are packed; the layout for 8 to 256 is the same, and good for one row too
+PACK_ROWS = 64
 
 
 def check_config(config: PretrainedConfig) -> None:
@@ -83,22 +88,51 @@ class DecoderShape:
         )
 
 
+class Linear:
+    """A product with ``weight`` [out, in], plus ``bias`` [out].
+
+    On an x86 CPU in fp32 a large weight has a second copy in oneDNN's blocked layout, so that a product need not
+    rearrange the weight first: that saves 30 to 45 % of the time with 8 rows, about 10 % with 256. The copy is made
+    before the first product and again after a change of ``weight``. Its products round differently (by at most 1e-6
+    of the sum of the terms' magnitudes).
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+        self._packs = (
+            weight.device.type == "cpu"
+            and weight.dtype == torch.float32
+            and weight.numel() >= PACK_ELEMENTS
+            and platform.machine() in ("x86_64", "AMD64")
+            and torch.backends.mkldnn.is_available()
+        )
+        self._packed = torch.empty(0)
+        # PyTorch's count of the changes of the weight and its views that the packed copy has
+        self._version: int | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out]."""
+        if not self._packs:
+            return F.linear(x, self.weight, self.bias)
+        if self._version != self.weight._version:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
+            self._version = self.weight._version
+        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return found
+
+
 @dataclass(slots=True)
 class LayerWeights:
     """One layer. ``qkv`` stacks the rows of query, key and value heads; ``gate_up`` those of gate and up."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
+    out: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
 
 
 class DecoderWeights:
@@ -114,9 +148,10 @@ class DecoderWeights:
         self.embed = self._weight((shape.vocab_size, shape.hidden_size), "model.embed_tokens.weight")
         self.layers = [self._layer(f"model.layers.{i}") for i in range(shape.num_layers)]
         self.norm = self._weight((shape.hidden_size,), "model.norm.weight")
-        self.head = self.embed
+        head = self.embed
         if not shape.tied:
-            self.head = self._weight((shape.vocab_size, shape.hidden_size), "lm_head.weight")
+            head = self._weight((shape.vocab_size, shape.hidden_size), "lm_head.weight")
+        self.head = Linear(head)
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
         shapes = {name: tuple(target.shape) for name, target in self._targets.items()}
         self.incoming = WeightUpdate(shapes, aliases)
@@ -136,26 +171,20 @@ class DecoderWeights:
         gate_up_names = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
         gate_up_rows = (s.intermediate_size, s.intermediate_size)
 
-        def linear(names: list[str], rows: tuple[int, ...], columns: int) -> torch.Tensor:
-            return self._weight((sum(rows), columns), *(f"{n}.weight" for n in names), rows=rows)
+        def linear(names: list[str], rows: tuple[int, ...], columns: int, has_bias: bool) -> Linear:
+            weight = self._weight((sum(rows), columns), *(f"{n}.weight" for n in names), rows=rows)
+            bias = self._weight((sum(rows),), *(f"{n}.bias" for n in names), rows=rows) if has_bias else None
+            return Linear(weight, bias)
 
-        def bias(present: bool, names: list[str], rows: tuple[int, ...]) -> torch.Tensor | None:
-            return self._weight((sum(rows),), *(f"{n}.bias" for n in names), rows=rows) if present else None
-
-        out_name, down_name = [f"{attention}.o_proj"], [f"{mlp}.down_proj"]
         return LayerWeights(
             input_norm=self._weight((s.hidden_size,), f"{prefix}.input_layernorm.weight"),
-            qkv=linear(qkv_names, qkv_rows, s.hidden_size),
-            qkv_bias=bias(s.qkv_bias, qkv_names, qkv_rows),
+            qkv=linear(qkv_names, qkv_rows, s.hidden_size, s.qkv_bias),
             q_norm=self._weight((s.head_dim,), f"{attention}.q_norm.weight") if s.qk_norm else None,
             k_norm=self._weight((s.head_dim,), f"{attention}.k_norm.weight") if s.qk_norm else None,
-            out=linear(out_name, (s.hidden_size,), qkv_rows[0]),
-            out_bias=bias(s.out_bias, out_name, (s.hidden_size,)),
+            out=linear([f"{attention}.o_proj"], (s.hidden_size,), qkv_rows[0], s.out_bias),
             mlp_norm=self._weight((s.hidden_size,), f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=linear(gate_up_names, gate_up_rows, s.hidden_size),
-            gate_up_bias=bias(s.mlp_bias, gate_up_names, gate_up_rows),
-            down=linear(down_name, (s.hidden_size,), s.intermediate_size),
-            down_bias=bias(s.mlp_bias, down_name, (s.hidden_size,)),
+            gate_up=linear(gate_up_names, gate_up_rows, s.hidden_size, s.mlp_bias),
+            down=linear([f"{mlp}.down_proj"], (s.hidden_size,), s.intermediate_size, s.mlp_bias),
         )
 
     @torch.no_grad()
@@ -248,7 +277,7 @@ class Decoder:
         x = F.embedding(tokens, w.embed)
         for index, layer in enumerate(w.layers):
             normed = F.rms_norm(x, hidden, layer.input_norm, shape.norm_eps)
-            heads = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(tokens), -1, shape.head_dim)
+            heads = layer.qkv(normed).view(len(tokens), -1, shape.head_dim)
             query, key_value = heads[:, : shape.num_heads], heads[:, shape.num_heads :]
             if layer.q_norm is not None:
                 key = key_value[:, : shape.num_kv_heads]
@@ -260,12 +289,12 @@ class Decoder:
             plan.write(index, key_value)
             if cache_only and index == shape.num_layers - 1:
                 break
-            x += F.linear(plan.attend(index, query), layer.out, layer.out_bias)
+            x += layer.out(plan.attend(index, query))
             normed = F.rms_norm(x, hidden, layer.mlp_norm, shape.norm_eps)
-            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            x += F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            x += layer.down(F.silu(gate) * up)
         return F.rms_norm(x, hidden, w.norm, shape.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, vocab] in fp32."""
-        return F.linear(hidden, self.weights.head).float()
+        return self.weights.head(hidden).float()

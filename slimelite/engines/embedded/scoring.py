@@ -30,7 +30,7 @@ class Scoring:
         device = decoder.weights.embed.device
         tokens = torch.tensor(self.tokens, device=device)
         hidden = decoder.forward(tokens, ScorePlan(len(tokens), device))[self.start - 1 : -1]
-        rows = max(1, SCORE_ELEMENTS // len(decoder.weights.head))
+        rows = max(1, SCORE_ELEMENTS // len(decoder.weights.head.weight))
         found: list[float] = []
         for states, targets in zip(hidden.split(rows), tokens[self.start :].split(rows), strict=True):
             log_probs = (decoder.logits(states) / self.temperature).log_softmax(-1)
