@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ ENTRIES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 # other files that look like parts of a model
 PARTS = ("*.safetensors", "pytorch_model*.bin")
 REMEDY = "copy or save the model anew"
+# config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
+LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+# activations of gated MLPs in transformers, besides rare ones
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 # `from_pretrained` with ``output_loading_info``: (model, info)
 Loader = Callable[..., "tuple[PreTrainedModel, Any]"]
 
@@ -190,6 +195,42 @@ def shape_problems(config: dict[str, Any]) -> Iterator[str]:
     if heads and width and _rotates(config, config) and (config.get("head_dim") or width // heads) % 2:
         head = f"head_dim {config['head_dim']}" if config.get("head_dim") else f"hidden_size {width} over {heads} heads"
         yield f"{head}: rotary positions need heads of an even width"
+
+
+def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> bool:
+    """Whether nothing in ``config`` (config.json's content) and ``shapes`` (of `weight_shapes`) speaks against a model.
+
+    It costs milliseconds and no import of torch, where a model that is built on trial costs seconds. It is a guess:
+    False may be said of a model that transformers builds, and True of one that it does not.
+    """
+    try:
+        from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES as types  # it needs no torch
+    except ImportError:  # another version of transformers keeps them elsewhere
+        return False
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    numbers: list[Any] = [config.get(name) for name in sizes]
+    count, width, heads, inner, known = numbers
+    odd = any(config.get(name, harmless) != harmless for name, harmless in LOGIT_TRANSFORMS.items())
+    odd |= any(config.get(name) for name in ("auto_map", "quantization_config", "text_config", "use_sliding_window"))
+    odd |= config.get("model_type") not in types or config.get("hidden_act") not in ACTIVATIONS
+    if odd or not all(isinstance(number, int) for number in numbers):
+        return False
+    if config.get("layer_types") not in (None, ["full_attention"] * count):
+        return False
+    if shapes is None:
+        return True
+    layers: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    for name, shape in shapes.items():
+        if part := re.search(r"\.layers\.(\d+)\.(.+)", name):
+            layers.setdefault(part[1], set()).add((part[2], shape))
+    # each layer has the same weights, of the sizes that the config names
+    if len(layers) != count or len({frozenset(layer) for layer in layers.values()}) != 1:
+        return False
+    queries = heads * (config.get("head_dim") or width // heads)
+    found = {size for _, shape in layers.popitem()[1] for size in shape}
+    embeddings = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
+    head = config.get("tie_word_embeddings") or "lm_head.weight" in shapes
+    return {width, queries, inner} <= found and embeddings == [(known, width)] and bool(head)
 
 
 def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[str]:

@@ -79,6 +79,20 @@ def test_a_result_copies_what_it_packs() -> None:
     assert result.log_probs == [-0.25, -0.5]
 
 
+def test_a_result_travels_between_processes_in_one_piece() -> None:
+    """A buffer for each array would cost Ray more than the bytes in them; a lone list stays one."""
+    result = GenerateResult("a", [1, 2], [-0.25, -0.5], [3, 3], "stop", 7).packed()
+    plain = GenerateResult("b", [1, 2], [-0.1, -0.2], [3, 3], "stop")
+    buffers: list[pickle.PickleBuffer] = []
+    sent = pickle.dumps([result, plain], protocol=5, buffer_callback=buffers.append)
+    assert not buffers
+    received, other = pickle.loads(sent)
+    for name, dtype in RESULT_TOKENS.items():
+        assert held(received, name).dtype == dtype
+    assert held(other, "log_probs") == [-0.1, -0.2]
+    assert (received, other) == (result, plain)
+
+
 def test_a_long_rollout_makes_no_python_list_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [answer(0, array) for _ in range(4)]
     monkeypatch.setattr("slimelite.per_token.Listed.__get__", None)  # reading a list would fail

@@ -161,6 +161,17 @@ class GenerateResult:
             setattr(self, name, np.array(held(self, name), dtype))
         return self
 
+    def __reduce__(self) -> tuple[Callable[..., GenerateResult], tuple[Any, ...]]:
+        # Ray would send each array as a buffer of its own, 768 of them for 256 responses: that took it twice the time
+        columns = [held(self, name) for name in RESULT_TOKENS]
+        tokens = [(c.tobytes(), c.dtype.char) if isinstance(c, np.ndarray) else c for c in columns]
+        return _unpickled, (self.request_id, *tokens, self.finish_reason, self.cached_tokens)
+
+
+def _unpickled(request_id: str, *rest: Any) -> GenerateResult:
+    fields: list[Any] = [np.frombuffer(*value) if isinstance(value, tuple) else value for value in rest]
+    return GenerateResult(request_id, *fields)
+
 
 # the per-token columns of a result, and the dtypes of their arrays
 RESULT_TOKENS = {"output_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}

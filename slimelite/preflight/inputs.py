@@ -16,8 +16,9 @@ from slimelite.checkpoints import STATE_FILE, damage, read_json
 from slimelite.data.conversations import ChatReader
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
-from slimelite.families import text_config
-from slimelite.model_files import check_architecture, has_weights, shape_problems, weight_shapes
+from slimelite.engines.registry import ENGINES
+from slimelite.families import FAMILIES, text_config
+from slimelite.model_files import check_architecture, has_weights, looks_sound, shape_problems, weight_shapes
 from slimelite.plugins import load_function
 from slimelite.preflight.findings import Findings, fill, one_line
 from slimelite.rewards.grader import check_reward
@@ -50,6 +51,8 @@ class InputChecks:
         self.findings = findings
         # plugins and rules that failed a check, so that they are not called, and flags of models that did
         self.broken: set[str] = set()
+        # whether a model may be one that cannot be built, or that the engine does not compute
+        self.doubtful = False
         # config of the model; empty if it cannot be read
         self.config: dict[str, Any] = {}
         self.teacher: dict[str, Any] = {}
@@ -59,15 +62,16 @@ class InputChecks:
         """Check everything that the arguments name, as far as that is possible without loading a model."""
         self.load_plugins()
         self.read_models()
-        if self.args.dry_run or self.args.debug_rollout_only or self.args.launcher == "local":
+        args = self.args
+        if args.dry_run or args.debug_rollout_only or args.launcher == "local" or self.doubtful:
             from slimelite.training.inspection import inspect_models  # it needs torch
 
-            problems, facts = inspect_models(self.args, self.broken)
+            problems, facts = inspect_models(args, self.broken)
             self.findings.problems += problems
             self.findings.facts += facts
             if any(problem.startswith("--hf-checkpoint ") for problem in problems):
                 self.config = {}  # its tokenizer would be blamed for the same
-        # else the first trainer does it, when it starts
+        # else the first trainer does it, when it starts: this process imports no torch for a model that looks sound
         self.read_saved_rollout()
         self.read_tokenizer()
         self.ask_teacher()
@@ -140,8 +144,10 @@ class InputChecks:
             if problems := list(shape_problems(config)):
                 raise ValueError(f"config.json: {'; '.join(problems)}")
             folder = Path(path)
-            if folder.is_dir() and has_weights(folder):
-                weight_shapes(folder)
+            shapes = weight_shapes(folder) if folder.is_dir() and has_weights(folder) else None
+            self.doubtful |= not looks_sound(config, shapes)
+            if option == "--hf-checkpoint" and ENGINES[self.args.rollout_backend].check_config:
+                self.doubtful |= not any(f.embedded and f.name == config.get("model_type") for _, f in FAMILIES.items())
             return config
         self.broken.add(option)
         return {}

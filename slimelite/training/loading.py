@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimelite.arguments import Args
-from slimelite.model_files import check_weights, has_weights, load_weights
+from slimelite.model_files import LOGIT_TRANSFORMS, check_weights, has_weights, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.lora import adapters, add_adapters
 from slimelite.training.model import LanguageModel, PolicyModel
@@ -23,8 +23,6 @@ from slimelite.training.parallel import World, shard_model
 
 logger = logging.getLogger(__name__)
 
-# config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
-LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
 LM_HEAD = ("lm_head.weight",)
 # operators whose results selective recomputation keeps
 KEPT = {

@@ -65,10 +65,12 @@ def test_each_role_imports_its_own_and_ray_starts_what_is_needed(tmp_path: Path)
 
 
 def test_what_is_wrong_with_a_model_is_one_line_of_the_first_trainers(tmp_path: Path) -> None:
-    """train.py's own process has no torch to find it with; the engine, which stumbles over it too, stays silent."""
+    """It is nothing that shows without torch, which train.py's process lacks; the engine, which stumbles over it too,
+    stays silent.
+    """
     flags = tiny_flags(tmp_path, "--launcher", "ray", "--colocate", "--rollout-batch-size", "2")
     config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "nope"}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_parameters": {"rope_type": "nope"}}))
     done = run("train.py", *flags, "--rollout-max-response-len", "4")
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if not line.startswith("train.py: warning")]
