@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from .conftest import FIRST_VERSION_FLAGS as FLAGS
 from .conftest import ROOT, run_process
 
 pytestmark = pytest.mark.e2e
-# the fixture was made so: with the slowest kernels the bits are those of every x86-64 CPU
-SAME_BITS = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
+# the fixture was made so, with the slowest kernels
+SLOWEST = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
 EVALS = [f"heldout-{i}.parquet" for i in ("0000001", "0000003", "start")]
-MADE_WITH = ("2.13.0", "x86_64", ("glibc", "2.36"))
 
 
 def measured(run: Path) -> dict[tuple[Any, ...], float]:
@@ -36,17 +34,17 @@ def measured(run: Path) -> dict[tuple[Any, ...], float]:
     return {key: value for key, value in found.items() if key[-1] not in ("time", "kind") and key[0] != "start"}
 
 
-def test_its_checkpoint_goes_on_to_the_bit(old: Path) -> None:
+def test_its_checkpoint_goes_on(old: Path) -> None:
     straight = measured(old / "run")
     after = {key for key in straight if max(key[1] or 0, key[3] or 0) >= 2}
     assert len(after) >= 190
     flags = (*FLAGS, "--run-dir", "run", "--load", "checkpoints", "--save-hf", "resumed")
-    done = run_process(sys.executable, str(ROOT / "train.py"), *flags, cwd=old, env=SAME_BITS)
+    done = run_process(sys.executable, str(ROOT / "train.py"), *flags, cwd=old, env=SLOWEST)
     assert done.returncode == 0, done.stderr
     resumed = measured(old / "run")
     assert sorted(p.name for p in (old / "run" / "eval").iterdir()) == EVALS, "renamed, as evaluations are named now"
-    here = (torch.__version__.partition("+")[0], platform.machine(), platform.libc_ver())
-    rel, tol = (0, 0) if here == MADE_WITH else (1e-3, 1e-6)  # other libraries round otherwise
+    # shared prefixes, merged attention and the engine's packed matrices round otherwise than the first version did
+    rel, tol = 1e-4, 1e-6
     assert resumed.keys() >= straight.keys()
     for key, value in straight.items():
         assert resumed[key] == pytest.approx(value, rel=rel, abs=tol), key
