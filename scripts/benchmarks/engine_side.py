@@ -66,6 +66,7 @@ def main() -> None:
         count, prompt, new, *share = map(int, text.split("x"))
         cases[text] = (count, prompt, new, share[0] if share else 1)
     model: Any = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
+    model.generation_config = GenerationConfig(pad_token_id=0)  # else generate() takes the end token from there
     vocab = model.config.vocab_size
     engines = {
         text: EmbeddedEngine(given.model, max_running_requests=case[0], max_context_len=case[1] + case[2])

@@ -102,7 +102,7 @@ def in_turn(
     found: dict[str, Any] = {}
     for turn in range(rounds):
         for side in sides(turn):
-            record = found.setdefault(side.name, {"command": shown(side.command, work), "figures": {}})
+            record = found.setdefault(side.name, {"command": shown(side, work), "figures": {}})
             if "failed" in record:
                 continue
             try:
@@ -126,11 +126,11 @@ def brief(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.4g}" if values else "-"
 
 
-def shown(command: Sequence[str], work: Path) -> str:
-    """A command as a line, without this machine's folders."""
-    line = " ".join(command)
-    home = Path(sys.executable).parent
-    for path, name in ((str(work), "WORK"), (str(ROOT), "."), (str(home), "BIN")):
+def shown(side: Side, work: Path) -> str:
+    """A side's command as a line, without this machine's folders."""
+    line = " ".join(side.command)
+    here, home = str(HERE), str(Path(side.command[0]).parent)
+    for path, name in ((str(work), "WORK"), (here, "scripts/benchmarks"), (str(side.cwd), "."), (home + "/", "")):
         line = line.replace(path, name)
     return line
 

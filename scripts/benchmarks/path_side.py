@@ -72,8 +72,8 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
 
         async def generate(self, asked: Sequence[GenerateRequest]) -> list[GenerateResult]:
             await asyncio.sleep(0)
-            versions = [0] * len(tokens)
-            return [GenerateResult(r.request_id, list(tokens), list(log_probs), versions[:], "length") for r in asked]
+            done = [GenerateResult(r.request_id, tokens, log_probs, [0] * len(tokens), "length") for r in asked]
+            return [result.packed() for result in done]  # arrays, as the engines give them
 
         async def abort(self, _: Any = None) -> None:
             return
