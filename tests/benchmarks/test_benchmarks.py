@@ -144,6 +144,7 @@ def test_the_short_run_answers_every_quick_question(tmp_path: Path) -> None:
             assert 0.1 < side["figures"]["cpu"][0] < 120
             assert 0.01 < side["figures"]["peak_pss_gb"][0] < 4
     local = found["questions"]["grpo-tiny"]["sides"]["local"]["figures"]
-    assert local["rows_computed"] == [1.0]
+    # coins of eight samples are all equal once in 128 groups
+    assert 0.9 < local["rows_computed"][0] <= 1
     assert 0 < local["step_cpu"][0] < local["start_cpu"][0] < local["cpu"][0]
     assert found["questions"]["path"]["sides"]["carry"]["figures"]["peak_over_table"][0] >= 0
