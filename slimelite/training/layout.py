@@ -243,7 +243,8 @@ class Window:
         count, depths, found = self._reach + sizes, ranges(nodes.depths, sizes), []
         for group in _groups(sizes, count):
             at = Bucket.of((nodes.starts, sizes), (np.cumsum(count) - count, count), group)
-            keys = self._keys[at.keys]
+            # numpy takes a tensor of one element for a number
+            keys = self._keys[at.keys.numpy()]
             rows, columns = depths[at.queries].reshape(len(group), -1, 1), depths[keys].reshape(len(group), 1, -1)
             seen = columns <= rows
             if self._size is not None:

@@ -302,6 +302,57 @@ def test_an_aborted_prefill_leaves_its_followers_to_others(folder: Path) -> None
     run(scenario())
 
 
+async def parted(folder: Path, coming: list[GenerateRequest]) -> None:
+    """Three rows read a prompt of 300 tokens by reference while ``coming`` arrive."""
+    model = build_model(folder, max_position_embeddings=16384)
+    engine = EmbeddedEngine(str(folder))
+    group, arrived = [ask(f"g{i}", words(0, 300), 60) for i in range(3)], asyncio.Event()
+    loop, step = asyncio.get_running_loop(), engine._scheduler.step
+
+    def noting() -> None:
+        step()
+        if len(engine._scheduler.rows) == 3:
+            engine._scheduler.step = step  # type: ignore[method-assign]
+            asyncio.run_coroutine_threadsafe(come(), loop).result()
+
+    async def come() -> None:
+        others.append(asyncio.ensure_future(engine.generate(coming)))
+        loop.call_later(0.01, arrived.set)
+
+    others: list[asyncio.Future[list[GenerateResult]]] = []
+    engine._scheduler.step = noting  # type: ignore[method-assign]
+    results = await engine.generate(group)
+    await arrived.wait()
+    check(model, [*group, *coming], [*results, *await others[0]])
+    await engine.close()
+
+
+def test_a_prefix_that_rows_read_is_split_by_a_prompt_that_takes_several_steps(folder: Path) -> None:
+    run(parted(folder, [ask("long", [*words(0, 150), *words(5, 6000)], 3)]))
+
+
+def test_a_prefix_is_split_by_a_request_that_is_prefilled_together(folder: Path) -> None:
+    """The second request parts from the group earlier than the first, whose prefill has been picked by then."""
+    run(parted(folder, [ask("late", [*words(0, 280), *words(6, 30)], 5), ask("soon", [*words(0, 90), 2, 3], 5)]))
+
+
+def test_a_row_moves_into_the_place_that_its_preemption_has_emptied(folder: Path) -> None:
+    """The last row is the only one of the next class, whose slab is dropped with it, and row b moves there."""
+    model = build_model(folder, max_position_embeddings=16384)
+
+    async def scenario() -> None:
+        engine = EmbeddedEngine(str(folder), max_context_len=300, kv_cache_tokens=300)
+        kv = engine._scheduler._memory
+        requests = [ask("a", words(0, 20), 42), ask("b", words(1, 40), 50), ask("c", words(2, 70), 60)]
+        check(model, requests, await engine.generate(requests))
+        while engine._scheduler.prefixes.evict():
+            pass
+        assert (kv.slab_tokens, kv.segment_tokens) == (0, 0)
+        await engine.close()
+
+    run(scenario())
+
+
 def test_what_the_config_says_is_what_the_memory_holds(folder: Path) -> None:
     shape = DecoderShape.from_config(AutoConfig.from_pretrained(folder))
     kv = KVMemory(shape, 100, torch.device("cpu"), torch.float32)

@@ -82,6 +82,16 @@ def test_packed_equals_padded(family: str) -> None:
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_gathered_keys_of_a_single_token(window: int | None) -> None:
+    """The token of an empty micro-batch, or a short row beside a much longer one."""
+    for lengths in ([1], [300, 1]):
+        q, k, v = torch.randn(3, sum(lengths), 2, 4, dtype=torch.float64)
+        sequences = PackedSequences.from_lengths(lengths)
+        found = _gathered_buckets(q, k, v, sequences, 0.5, window)
+        torch.testing.assert_close(found[-1], v[-1])
+
+
 def test_the_sliding_window_matters() -> None:
     torch.manual_seed(1)
     ids = [torch.randint(0, 50, (30,))]

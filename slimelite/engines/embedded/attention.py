@@ -126,11 +126,11 @@ def _add_shared(
 class Piece:
     """Some ``tokens`` of a prefill, from position ``done`` on.
 
-    ``kv``: the segment for its tokens from position ``start`` on. ``path``: the nodes with those before.
+    ``kv``: the segment for its tokens from position ``start`` on. ``leaf``: the last node with those before.
     """
 
     tokens: np.ndarray
-    path: list[Node]
+    leaf: Node
     kv: torch.Tensor
     start: int
     done: int
@@ -141,6 +141,7 @@ class PrefillPlan:
 
     def __init__(self, memory: KVMemory, pieces: list[Piece]) -> None:
         self._pieces, self._heads = pieces, memory.kv_heads
+        self._paths = {piece.leaf: piece.leaf.path() for piece in pieces}
         self._counts = [len(piece.tokens) for piece in pieces]
         positions = [
             np.arange(piece.done, piece.done + count) for piece, count in zip(pieces, self._counts, strict=True)
@@ -170,7 +171,8 @@ class PrefillPlan:
                 keys, values = self._key_value[:, :, first:last].unflatten(2, (len(batch), count)).transpose(1, 2)
                 if past:
                     piece = batch[0][0]
-                    before = [node.at(layer) for node in piece.path] + [piece.kv[layer, :, :, : past - piece.start]]
+                    before = [node.at(layer) for node in self._paths[piece.leaf]]
+                    before.append(piece.kv[layer, :, :, : past - piece.start])
                     keys, values = torch.cat((*(part[:, None] for part in before), torch.stack((keys, values))), 3)
                 found = F.scaled_dot_product_attention(
                     queries, keys, values, batch[0][2], is_causal=not past, enable_gqa=True

@@ -51,11 +51,12 @@ class Node:
 class PrefixTree:
     """Finds the longest known prefix of a sequence; what nobody uses is evicted, least recently used first.
 
-    ``idle_tokens``: tokens of the segments that nobody uses.
+    ``idle_tokens``: tokens of the segments that nobody uses. ``splits``: nodes that were split so far, which makes what
+    `Node.path` has returned before incomplete.
     """
 
     def __init__(self, memory: KVMemory) -> None:
-        self._memory = memory
+        self._memory, self.splits = memory, 0
         self.clear()
 
     def clear(self) -> None:
@@ -163,6 +164,7 @@ class PrefixTree:
     def _split(self, node: Node, count: int) -> Node:
         """Insert a node for the first ``count`` tokens of ``node`` above it; ``node`` keeps the rest."""
         assert node.parent is not None
+        self.splits += 1
         front = Node(node.parent, node.tokens[:count], None)
         front.users, front.holder = node.users, node.holder
         front.parent.children[int(front.tokens[0])] = front  # type: ignore[union-attr]

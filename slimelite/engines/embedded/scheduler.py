@@ -38,13 +38,14 @@ KEEP = 64
 class Layout:
     """The batch of a decoding step: the rows of ``slabs``, which are rows ``order`` of the table, and what they share.
 
-    ``back``: the batch's row for each row of the table.
+    ``back``: the batch's row for each row of the table. ``splits``: those of the prefix tree that ``sharing`` knows.
     """
 
     slabs: list[Slab]
     order: np.ndarray
     back: torch.Tensor
     sharing: list[list[Sharing]]
+    splits: int
 
 
 class Scheduler:
@@ -199,8 +200,8 @@ class Scheduler:
                 break
             fill.step = self._steps
             piece_tokens = sequence.tokens[fill.done : fill.done + min(left, room)]
-            path = sequence.leaf.path() if sequence.leaf is not None else []
-            batch.append((sequence, Piece(piece_tokens, path, fill.kv, fill.start, fill.done)))
+            assert sequence.leaf is not None
+            batch.append((sequence, Piece(piece_tokens, sequence.leaf, fill.kv, fill.start, fill.done)))
             room -= len(piece_tokens)
         return batch, ready
 
@@ -313,14 +314,15 @@ class Scheduler:
         full = np.flatnonzero(state["length"] - state["base"] > state["room"])
         for room in np.unique(state["room"][full]).tolist():
             moving = [row for row in full.tolist() if self.rows.state["room"][row] == room]
-            new = self._memory.slab(class_length(room + 1))
-            while not self._make_room(new.growth(len(moving))) and len(self.rows) > 1:
-                self._preempt()
+            longer = class_length(room + 1)
+            while not self._make_room(self._memory.slab(longer).growth(len(moving))) and len(self.rows) > 1:
+                self._preempt()  # the slab goes with its last row
                 moving = [row for row in moving if row < len(self.rows)]
             moving = [row for row in moving if row < len(self.rows)]
             if not moving:
                 continue
-            old, members = self._memory.slabs[room], [self.rows.sequences[row] for row in moving]
+            new, old = self._memory.slab(longer), self._memory.slabs[room]
+            members = [self.rows.sequences[row] for row in moving]
             left = [sequence.slot for sequence in members]
             source, places = torch.tensor(left, device=self._memory.device), new.extend(members)
             for layer in range(self._memory.num_layers):
@@ -344,13 +346,13 @@ class Scheduler:
                     levels[depth].setdefault(node, []).append(place)
         sharing = [[Sharing(node, rows) for node, rows in level.items()] for level in levels]
         back = torch.from_numpy(np.argsort(order)).to(self._memory.device)
-        return Layout(slabs, order, back, sharing)
+        return Layout(slabs, order, back, sharing, self.prefixes.splits)
 
     def _decode_step(self) -> None:
         rows, device = self.rows, self._memory.device
         state = rows.state[: len(rows)]
         lengths = state["length"]
-        if self._layout is None:
+        if self._layout is None or self._layout.splits != self.prefixes.splits:
             self._layout = self._arrange()
         layout = self._layout
         fed = torch.from_numpy(rows.last_tokens()[layout.order]).to(device)
