@@ -187,7 +187,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         rest = plan.usable * (1 / USABLE - 1) / 1e9
         yield f"  {rest:.1f} GB more of each GPU are left to CUDA, NCCL and the allocator's fragmentation"
         frozen = plan.load.width * plan.load.shapes.parameters * plan.load.others / plan.load.shards
-        host = (total(plan.load.state()) if plan.args.offload_train or plan.load.on_host else 0) + frozen
+        state = total(replace(plan.load, on_host=False).state())
+        host = (state if plan.args.offload_train or plan.load.on_host else 0) + frozen
         if host:
             yield f"  host memory for each rank: {host / 1e9:.1f} GB of weights, moments and reference"
 

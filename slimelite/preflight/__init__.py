@@ -37,7 +37,11 @@ def preflight(args: Args) -> int:
 
 def problems(args: Args) -> list[str]:
     """The problems that the checks find with ``args`` on this machine."""
-    return inspect(args, this_machine(args.plan_gpu)).problems
+    try:
+        machine = this_machine(args.plan_gpu)
+    except ValueError:  # of --plan-gpu, which the parser has said already
+        machine = this_machine()
+    return inspect(args, machine).problems
 
 
 def inspect(args: Args, machine: Machine) -> Findings:

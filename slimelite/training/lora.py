@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from slimelite.arguments.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ALL_LINEAR, GROUPS, LoraArgs
 from slimelite.engines.protocol import AdapterFormat
+from slimelite.files import write_text
 from slimelite.model_files import write_weights
 from slimelite.training.parallel import whole
 
@@ -205,6 +206,11 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Adapter))
 
 
+def last_name(module: str) -> str:
+    """``q_proj`` of ``model.layers.0.self_attn.q_proj``."""
+    return module.rpartition(".")[2]
+
+
 def peft_weights(hf: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(peft's name, parameter) of all parts of the adapters."""
     for name, module in adapters(hf):
@@ -213,7 +219,12 @@ def peft_weights(hf: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, object]:
-    """What peft's ``adapter_config.json`` says of the adapters of ``hf``."""
+    """What peft's ``adapter_config.json`` says of the adapters of ``hf``. Modules are named by their last names, and by
+    their whole names where another one with the same last name has no adapter.
+    """
+    adapted = {name for name, _ in adapters(hf)}
+    bare = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear | nn.Embedding)} - adapted
+    ambiguous = {last_name(name) for name in bare}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -222,7 +233,7 @@ def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, ob
         "lora_alpha": args.lora_alpha,
         "lora_dropout": args.lora_dropout,
         "use_rslora": args.lora_type == "rslora",
-        "target_modules": sorted({name.rpartition(".")[2] for name, _ in adapters(hf)}),
+        "target_modules": sorted({name if last_name(name) in ambiguous else last_name(name) for name in adapted}),
         "bias": "none",
         "inference_mode": True,
     }
@@ -230,9 +241,11 @@ def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, ob
 
 def adapter_format(hf: nn.Module, args: LoraArgs, base: str | None) -> AdapterFormat:
     """What engines are told of the adapters of ``hf``. They scale by alpha / rank, so that this alpha makes up for
-    ``--lora-type rslora``.
+    ``--lora-type rslora``, and know modules by their last names.
     """
-    config = peft_config(hf, args, base) | {"lora_alpha": args.lora_scaling * args.lora_rank, "use_rslora": False}
+    scaled = {"lora_alpha": args.lora_scaling * args.lora_rank, "use_rslora": False}
+    modules = sorted({last_name(name) for name, _ in adapters(hf)})
+    config = peft_config(hf, args, base) | scaled | {"target_modules": modules}
     return AdapterFormat(config, {name: tuple(part.shape) for name, part in peft_weights(hf)})
 
 
@@ -241,7 +254,7 @@ def save_adapter(directory: Path, weights: Mapping[str, Tensor], config: Mapping
     partial = directory / f"{ADAPTER_WEIGHTS}.partial"
     write_weights(weights, partial)
     partial.replace(directory / ADAPTER_WEIGHTS)
-    (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text(directory / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 @torch.no_grad()

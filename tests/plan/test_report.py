@@ -78,6 +78,16 @@ def test_phases_hold_what_is_there_at_the_same_time() -> None:
     assert total(both["generate"]) <= 0.88 * gpus()["h100"].bytes
 
 
+def test_what_is_offloaded_is_counted_on_the_host() -> None:
+    def host(words: str) -> list[str]:
+        lines = "\n".join(plan_lines(*run("qwen2.5-7B", f"--plan-gpu h100:8 {words}"))).splitlines()
+        return [line for line in lines if "host memory for each rank" in line]
+
+    assert "11.4 GB" in host("--colocate")[0]
+    assert host("--colocate --fsdp-cpu-offload") == host("--colocate")
+    assert not host("--actor-num-gpus-per-node 4 --rollout-num-gpus 4")
+
+
 @pytest.mark.parametrize(("text", "said"), [("h10:8", "did you mean h100?"), ("h100:x", "x is no number of GPUs")])
 def test_a_gpu_that_is_not_known(text: str, said: str) -> None:
     with pytest.raises(ArgumentError) as error:

@@ -388,6 +388,15 @@ def test_rows_that_are_left_out_are_counted(run: str, tmp_path: Path) -> None:
     assert all(row in problem for row in ("row 1 (line 2): ", "row 2 (line 3): ", "row 3 (line 4): "))
 
 
+def test_a_dry_run_for_an_unknown_gpu_ends_in_a_message(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        train.main(f"{run} --dry-run --plan-gpu h10:8 --lr fast".split())
+    assert end.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("--plan-gpu h10:8: there is no such GPU in the planner's list; did you mean h100?") == 1
+    assert "--lr takes a number" in err
+
+
 def test_dry_run_names_misread_flags_and_missing_files_together(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         train.main(f"{run} --dry-run --lr fast --prompt-data absent.jsonl".split())

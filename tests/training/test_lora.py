@@ -156,6 +156,17 @@ def test_peft_opens_a_saved_adapter(model: Path, tmp_path: Path, flags: dict[str
     assert not (folder / "config.json").exists()
 
 
+def test_an_adapter_of_some_layers_says_which(model: Path, tmp_path: Path) -> None:
+    """peft and --lora-adapter-path make no adapter where training had none."""
+    folder, expected = saved_run(model, tmp_path / "adapter", lora_excluded=("layers.0.self_attn.q_proj", "o_proj"))
+    saved = load_file(folder / "adapter_model.safetensors")
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
+    assert {default_name(name) for name in saved} == {name for name in peft.state_dict() if "lora_" in name}
+    again = tiny_args(model, **LORA | read_adapter(str(folder)), lora_adapter_path=str(folder))
+    with one_rank(again) as trainer:
+        np.testing.assert_array_equal(trainer.log_probs(random_table()), expected)
+
+
 def test_the_merged_model_is_pefts(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tied")
     folder, expected = saved_run(model, tmp_path / "adapter")
