@@ -242,19 +242,18 @@ class Window:
         nodes, sizes, device = self._sequences.nodes, self._sequences.sizes, self._sequences.device
         count, depths, found = self._reach + sizes, ranges(nodes.depths, sizes), []
         for group in _groups(sizes, count):
-            at = Bucket.of((nodes.starts, sizes), (np.cumsum(count) - count, count), group)
-            # numpy takes a tensor of one element for a number
-            keys = self._keys[at.keys.numpy()]
-            rows, columns = depths[at.queries].reshape(len(group), -1, 1), depths[keys].reshape(len(group), 1, -1)
-            seen = columns <= rows
+            rows, real = _padded(nodes.starts[group], sizes[group])
+            columns, there = _padded((np.cumsum(count) - count)[group], count[group])
+            keys = self._keys[columns]
+            seen = depths[keys][:, None] <= depths[rows][..., None]
             if self._size is not None:
-                seen &= columns > rows - self._size
-            if at.hidden is not None:
-                seen &= ~at.hidden[:, 0].numpy()
+                seen &= depths[keys][:, None] > depths[rows][..., None] - self._size
+            seen &= there[:, None]
             plain = self._size is None and not self._reach[group].any()
-            queries, real, places = (x.to(device) for x in (at.queries, at.real, torch.from_numpy(keys)))
-            mask = None if plain else torch.from_numpy(seen)[:, None].to(device)
-            found.append((Bucket(at.count, queries, real, queries[real], places, None), mask))
+            arrays = (rows.ravel(), keys.ravel(), np.flatnonzero(real), seen[:, None])
+            queries, places, at, mask = (torch.from_numpy(array).to(device) for array in arrays)
+            bucket = Bucket(len(group), queries, at, queries[at], places, None)
+            found.append((bucket, None if plain else mask))
         return found
 
     @cached_property
