@@ -157,7 +157,9 @@ class RemoteSink:
 
     def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
         """Stop every engine's decoding."""
-        return all(_results([e.submit(Engine.begin_weight_update, version, changed) for e in self.engines]))
+        # a user's engine may have no second parameter, which only a run with adapters needs
+        told = (version,) if changed is None else (version, changed)
+        return all(_results([engine.submit(Engine.begin_weight_update, *told) for engine in self.engines]))
 
     def send(self, bucket: WeightBucket) -> None:
         """Load one bucket into every engine."""

@@ -43,7 +43,7 @@ def test_its_checkpoint_goes_on(old: Path) -> None:
     assert done.returncode == 0, done.stderr
     resumed = measured(old / "run")
     assert sorted(p.name for p in (old / "run" / "eval").iterdir()) == EVALS, "renamed, as evaluations are named now"
-    # shared prefixes, merged attention and the engine's packed matrices round otherwise than the first version did
+    # shared prefixes in the trainer and merged attention in the engine round otherwise than the first version did
     rel, tol = 1e-4, 1e-6
     assert resumed.keys() >= straight.keys()
     for key, value in straight.items():

@@ -103,7 +103,7 @@ def test_rewards_start_at_zero_and_the_margin_grows(models: tuple[Path, Path]) -
 def test_a_reference_that_is_updated_starts_again(models: tuple[Path, Path]) -> None:
     with one_rank(dpo_args(models, ref_update_interval=1)) as trainer:
         margins = [trainer.train(i, pair_table())["train/rewards/margins"] for i in range(2)]
-    assert abs(margins[0]) > 0.1
+    assert abs(margins[0]) > 1e-3
     assert margins[1] == pytest.approx(0, abs=1e-5)
 
 
