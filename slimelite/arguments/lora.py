@@ -82,7 +82,7 @@ class LoraArgs:
         "--save-hf writes the whole model with the adapter merged into it, instead of the adapter",
         LORA & when("--save-hf", lambda a: a.save_hf),
     )
-    lora_sync: Literal["adapter", "merged"] = flag(
+    lora_sync: Literal["adapter", "merged"] | None = flag(
         None,
         "a weight sync sends the adapter, which the engines compute beside the frozen weights, or the matrices that it "
         "changes, with the adapter merged into them",

@@ -261,7 +261,7 @@ def test_what_may_not_be_read_is_a_line_that_names_it(run: str, tmp_path: Path) 
     with not_root():
         assert any(f"{closed}/run/metrics.jsonl" in problem for problem in inspect(args, CPU).problems)
         # a long path is cut
-        with pytest.raises(ArgumentError, match=r"--run-dir /.*/closed/.* cannot be used: Permission denied"):
+        with pytest.raises(ArgumentError, match=r"--run-dir /.*closed.* cannot be used: Permission denied"):
             parse(words)
     closed.chmod(0o700)
 

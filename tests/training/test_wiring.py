@@ -235,6 +235,8 @@ ELSEWHERE = {
     "dpo_beta": "test_oracle.py",
     "dpo_loss": "test_oracle.py",
     "dpo_label_smoothing": "test_oracle.py",
+    "ci_test": "test_passes.py, whether old log-probs are computed",
+    "mis_batch_normalize": "test_passes.py, likewise",
     "custom_tis_function_path": "test_loss.py",
     "custom_pg_loss_reducer_function_path": "test_loss.py",
     "custom_reward_post_process_path": "named by an error alone; tests/rollout/test_manager.py",
