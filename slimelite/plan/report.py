@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PARTS = ("weights", "optimizer", "gradients", "activations", "logits", "gathered", "reference")
 COLUMNS = (*PARTS, "KV pool", "graphs", "buffers", "processes")  # of engines: their pool and CUDA graphs
+# phases whose memory the size of an engine decides
+OF_ENGINES = ("generate", "sync")
 LORA_RANK = 16
 # sequences that an engine decodes at once, unless a flag says it: the embedded engine's default, and about SGLang's
 SEQUENCES = {False: 64, True: 256}
@@ -147,11 +149,25 @@ def verdict(plan: Plan) -> str:
     where = "this machine has" if plan.shared else "tensors can use on a GPU"
     if needs <= has:
         return f"fits: {worst} needs most, {needs:.1f} of the {has:.1f} GB that {where}"
-    said = f"does not fit: {worst} needs {needs:.1f} of the {has:.1f} GB that {where}"
-    if worst != "train" and worst != "log-probs":
-        wider = next((n for n in (2, 4, 8) if total(replace(plan.serving, gpus=n).least()) <= plan.usable), None)
-        return f"{said}; " + (f"--rollout-num-gpus-per-engine {wider} would fit" if wider else "a smaller model would")
-    return f"{said}; " + (" or ".join(plan.remedies()) or "no flag that is known here is enough") + " would fit"
+    said = f"does not fit: {worst} needs {needs:.1f} of the {has:.1f} GB that {where}; {_remedy(plan, worst)}"
+    # a trainer and an engine that both do not fit need a change each
+    rest = [name for name in needed if (name in OF_ENGINES) != (worst in OF_ENGINES) and needed[name] > plan.usable]
+    if not rest:
+        return said
+    second = max(rest, key=lambda name: needed[name])
+    return f"{said}; and {second} needs {needed[second] / 1e9:.1f} GB; {_remedy(plan, second)}"
+
+
+def _remedy(plan: Plan, phase: str) -> str:
+    """What would make ``phase`` fit."""
+    if phase not in OF_ENGINES:
+        return (" or ".join(plan.remedies()) or "no flag that is known here is enough") + " would fit"
+    sizes = [n for n in (2, 4, 8) if total(replace(plan.serving, gpus=n).least()) <= plan.usable]
+    if plan.shared or not sizes:
+        return "a smaller model would"
+    wider = next((n for n in sizes if plan.engines * plan.serving.gpus % n == 0), None)
+    more = "" if wider else f" on {sizes[0]} GPUs"
+    return f"--rollout-num-gpus-per-engine {wider or sizes[0]}{more} would fit"
 
 
 def plan_lines(args: Args, machine: Machine) -> list[str]:

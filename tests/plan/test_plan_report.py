@@ -59,6 +59,17 @@ def test_what_is_said_to_fit_fits() -> None:
         assert verdict(plan("qwen2.5-7B", f"{tight} {remedy}")).startswith("fits: "), remedy
 
 
+def test_a_trainer_and_an_engine_that_do_not_fit_need_a_change_each() -> None:
+    said = verdict(plan("qwen3-32B", "--colocate --plan-gpu l40s:8"))
+    assert "--lora-rank 16" in said
+    assert "; and sync needs 71" in said
+    assert said.endswith("; --rollout-num-gpus-per-engine 2 would fit")
+    both = "--colocate --plan-gpu l40s:8 --lora-rank 16 --rollout-num-gpus-per-engine 2"
+    assert verdict(plan("qwen3-32B", both)).startswith("fits: ")
+    alone = verdict(plan("qwen3-32B", "--debug-rollout-only --plan-gpu l40s:1"))
+    assert alone.endswith("; --rollout-num-gpus-per-engine 2 on 2 GPUs would fit")
+
+
 def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     found = plan("qwen2.5-0.5B", "--colocate --plan-gpu rtx4090:1")
     most = largest(found.load, found.usable)
