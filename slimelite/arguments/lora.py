@@ -29,7 +29,10 @@ INNER = (*GROUPS["attn"], *GROUPS["mlp"])
 UNKNOWN_TO_US = (
     *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "fan_in_fan_out"),
     *("lora_bias", "megatron_config", "trainable_token_indices", "layer_replication", "target_parameters"),
+    *("use_qalora", "alora_invocation_tokens"),
 )
+# ways to begin an adapter that change the frozen weights too, so that the adapter alone is another model
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ def read_adapter(folder: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no config of a peft adapter ({error!r:.100})") from error
     odd = [name for name in UNKNOWN_TO_US if config.get(name)]
+    begun = str(config.get("init_lora_weights", "")).lower()
+    odd += [f"init_lora_weights {begun}"] if begun.startswith(CHANGES_BASE) else []
     odd += ["bias"] if config.get("bias", "none") != "none" else []
     if kind != "LORA" or odd or rank < 1:
         raise ValueError(

@@ -220,14 +220,14 @@ def _settings(plan: Plan) -> Iterator[str]:
     if not load.lora:
         adapter = replace(load, checkpointing=True, lora=load.shapes.adapter(LORA_RANK), models=1)
         variants[f"--lora-rank {LORA_RANK} --gradient-checkpointing"] = adapter
-    yield f"  {'with':45}{'needs GB':>10}{'largest --max-tokens-per-gpu':>30}{'response':>10}"
+    yield f"  {'with':45}{'needs GB':>10}{'largest --max-tokens-per-gpu':>30}{'response':>12}"
     for words, tried in variants.items():
         if plan.shared and tried.on_host:
             continue
         most = largest(tried, plan.usable - kept)
         mark = " (as given)" if tried == load else ""
         response = max(0, most - plan.work.prompt)
-        yield f"  {words + mark:45}{(peak(tried) + kept) / 1e9:>10.1f}{most:>30,}{response:>10,}"
+        yield f"  {words + mark:45}{(peak(tried) + kept) / 1e9:>10.1f}{most:>30,}{response:>12,}"
 
 
 def _time(plan: Plan) -> Iterator[str]:

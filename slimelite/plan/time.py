@@ -134,7 +134,11 @@ def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
     moved = (4 if load.checkpointing else 3) * activations(load, tokens)
     moved += work.steps * ADAM * load.trained * load.models / load.shards
     sent = traffic(load, passes=max(work.steps, tokens / load.tokens), steps=work.steps)
-    return Cost(operations, moved, sent, sending(device, sent, load.shards))
+    sends = sending(device, sent, load.shards)
+    if load.on_host and not device.measured:  # shards come from the host for each pass and step, and gradients go there
+        shard = (load.width * load.shapes.parameters + 4 * load.trained) / load.shards
+        sends += shard * max(work.steps, tokens / load.tokens) / (device.pcie * BYTES)
+    return Cost(operations, moved, sent, sends)
 
 
 def traffic(load: Load, *, passes: float, steps: int) -> float:

@@ -412,6 +412,7 @@ def test_a_wrong_adapter_is_refused(model: Path, tmp_path: Path) -> None:
     for changes, said in (
         ({"use_dora": True}, "a plain LoRA, not use_dora"),
         ({"bias": "all"}, "not bias"),
+        ({"init_lora_weights": "pissa_niter_4"}, "not init_lora_weights pissa"),
         ({"peft_type": "IA3"}, "not IA3"),
         ({"target_modules": ".*_proj"}, "must be lists of names, not patterns"),
     ):
