@@ -94,7 +94,7 @@ class TestSglang(EngineContract):
         async def scenario() -> list[str]:
             both = [self.request((5, 6), name, max_new_tokens=200) for name in ("long-1", "long-12")]
             running = asyncio.ensure_future(self.engine.generate(both))
-            for _ in range(20):  # the first may come before the request is there
+            while not running.done():  # the first may come before the request is there
                 await self.engine.abort(["long-1"])
                 await asyncio.sleep(0.01)
             return [result.finish_reason for result in await running]
