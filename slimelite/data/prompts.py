@@ -148,7 +148,9 @@ def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokeni
 
 
 def before_answers(messages: Messages) -> Messages:
-    """The prompt part of messages: all of them, or, if the last is an answer, those before the first answer."""
+    """The messages that are the prompt: all of them, or those before the first ``assistant`` message if the last
+    message is one (as in SFT data, whose rows hold the answers too).
+    """
     if messages[-1]["role"] != "assistant":
         return messages
     return messages[: next(i for i, m in enumerate(messages) if m["role"] == "assistant")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -40,7 +41,7 @@ class Adapter(nn.Module):
     peft_parts: tuple[str, str]
 
     def adapt(self, rows: int, columns: int, args: LoraArgs) -> None:
-        """Give the module its parts: A is [rank, ``columns``] and B is [``rows``, rank]."""
+        """Add the trainable parameters ``lora_A`` [rank, ``columns``] and ``lora_B`` [``rows``, rank] to the module."""
         self.scaling, self.dropout = args.lora_scaling, args.lora_dropout
         device = self.weight.device
         self.lora_A = nn.Parameter(torch.empty(args.lora_rank, columns, device=device))
@@ -50,9 +51,9 @@ class Adapter(nn.Module):
         """The frozen weight, A and B, sharded or not."""
         return [self.weight, self.lora_A, self.lora_B]
 
+    @abstractmethod
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """The weight that computes what ``weight`` and the adapter compute together, in fp32 or float64."""
-        raise NotImplementedError
 
 
 class LoraLinear(Adapter, nn.Linear):

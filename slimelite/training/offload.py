@@ -138,7 +138,7 @@ def return_freed_memory() -> None:
 
 
 class _MallocInfo(ctypes.Structure):
-    """struct mallinfo2 of malloc.h; ``fordblks``: free bytes of the heap."""
+    """What glibc's ``mallinfo2`` returns about the heap; only ``fordblks``, its free bytes, is read here."""
 
     _fields_: ClassVar = [
         *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),

@@ -89,8 +89,10 @@ class Slab:
 
 
 class KVMemory:
-    """All keys and values, at most ``tokens`` of them (a row that runs alone may exceed that while it moves).
+    """All keys and values: rows are admitted and prefixes kept while there are at most ``tokens`` of them.
 
+    What rows that run already need is taken even so: a prefix that others still read when its row ends, and the place
+    of a row that runs alone. So ``tokens`` can be exceeded by about a prompt.
     ``slabs``: by length. ``slab_tokens``, ``segment_tokens``: what they hold, in tokens.
     """
 

@@ -418,8 +418,10 @@ class Scheduler:
                 kv[layer] = sequence.at(layer)[:, :, leaf.end - sequence.base : len(known) - sequence.base]
             self.prefixes.add(known, kv, leaf.end, leaf)
         for node in reversed(leaf.path()):
-            wanted = node.users > 1 or node.children or (keep and len(node.tokens) >= KEEP)
-            if node.holder is sequence and wanted:
+            if node.holder is not sequence:
+                continue
+            size = len(node.tokens)
+            if node.users > 1 or node.children or (keep and size >= KEEP and self._make_room(size)):
                 self.prefixes.own(node)
         self.prefixes.leave(leaf)
         places.setdefault(slab, []).append(sequence.slot)
