@@ -6,22 +6,38 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+from collections.abc import Set
 from contextlib import suppress
 
+import aiohttp
 from aiohttp import web
+from multidict import CIMultiDictProxy
+from yarl import URL
 
-from slimelite.http_client import Client, Refused
+from slimelite.http_client import CONNECT_S, KEEP_ALIVE_S
 from slimelite.threads import LoopThread
+
+logger = logging.getLogger(__name__)
 
 # the adapter's name at the server, in every version
 ADAPTER = "policy"
 # SGLang's endpoints that take `lora_path`
 SAMPLING = ("/generate", "/v1/completions", "/v1/chat/completions")
 LARGEST_BODY = 1 << 30
+# headers of one connection, not of the request or its answer (RFC 9110, section 7.6.1)
+CONNECTION = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
+# headers of a request that goes on to another address with another body; aiohttp's server has decompressed the body and
+# answered "Expect: 100-continue"
+OWN = {"host", "content-length", "content-encoding", "expect"}
+# headers that aiohttp's client would add where a request has none
+ADDED = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
 
 
 class AdapterFront:
-    """Passes requests on to the server at ``target``, and adds ``lora_path`` to those that sample without it."""
+    """Passes requests on to the server at ``target`` with their headers, adds ``lora_path`` to those that sample
+    without it, and passes answers back piece by piece, so that streams stay streams.
+    """
 
     def __init__(self, target: str, host: str) -> None:
         self._target, self._host = target, host
@@ -36,12 +52,18 @@ class AdapterFront:
         """Stop listening, if `start` was called."""
         if self._thread is not None:
             await self._thread.result(self._runner.cleanup())
-            await self._thread.result(self._http.close())
+            await self._thread.result(self._session.close())
             await asyncio.to_thread(self._thread.close)
             self._thread = None
 
     async def _listen(self) -> str:
-        self._http = Client(texts=True)
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+            cookie_jar=aiohttp.DummyCookieJar(),  # cookies belong to the client
+            skip_auto_headers=ADDED,
+            auto_decompress=False,
+        )
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         # when a client disconnects, its handler is cancelled, and the connection to the server closes too
@@ -50,17 +72,40 @@ class AdapterFront:
         await web.TCPSite(self._runner, self._host, 0).start()
         return f"http://{self._host}:{self._runner.addresses[0][1]}"
 
-    async def _pass_on(self, request: web.Request) -> web.Response:
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         if request.path in SAMPLING:
             with suppress(ValueError):  # the server says what is wrong with it
                 found = json.loads(body)
                 if isinstance(found, dict) and found.get("lora_path") is None:
                     body = json.dumps({**found, "lora_path": ADAPTER}).encode()
+        response: web.StreamResponse | None = None
         try:
-            answer = await self._http.ask(request.method, self._target + request.raw_path, body or None)
-        except Refused as error:
-            return web.json_response({"error": {"message": str(error)}}, status=error.status)
-        if isinstance(answer, str | None):  # a streamed answer comes whole
-            return web.Response(text=answer or "")
-        return web.json_response(answer)
+            async with self._session.request(
+                request.method,
+                URL(self._target + request.raw_path, encoded=True),
+                headers=_passed(request.headers, OWN),
+                data=body or None,
+                allow_redirects=False,
+            ) as answer:
+                response = web.StreamResponse(status=answer.status, headers=_passed(answer.headers))
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+                await response.write_eof()
+                return response
+        except (aiohttp.ClientError, TimeoutError) as error:
+            said = f"{self._target}{request.path} does not answer: {str(error) or type(error).__name__}"
+            if response is None:
+                return web.json_response({"error": {"message": said}}, status=502)
+            if request.transport is not None:  # None: it is the client that has left
+                # the status is sent already; a connection that breaks off says that the answer is not whole
+                logger.warning("%s", said)
+                request.transport.abort()
+            return response
+
+
+def _passed(headers: CIMultiDictProxy[str], dropped: Set[str] = frozenset()) -> list[tuple[str, str]]:
+    """``headers`` without ``dropped`` ones and those of one connection, which may name more of its own."""
+    named = {name.strip().lower() for line in headers.getall("Connection", []) for name in line.split(",")}
+    return [pair for pair in headers.items() if pair[0].lower() not in CONNECTION | named | dropped]

@@ -1,0 +1,159 @@
+"""The front that adds the adapter to requests, spoken to in raw HTTP, before a server that shows what arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from slimelite.engines.sglang.front import ADAPTER, AdapterFront
+
+Ask = Callable[[str], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+
+
+class Upstream:
+    """Answers with the request itself, streams events as `more` is set, or breaks off."""
+
+    def __init__(self) -> None:
+        self.more, self.left = asyncio.Event(), asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        if request.path == "/busy":
+            return web.Response(
+                status=429, text="no", content_type="text/plain", headers={"Retry-After": "7", "Set-Cookie": "a=b"}
+            )
+        if request.path == "/zipped":
+            data = gzip.compress(b"packed")
+            return web.Response(body=data, headers={"Content-Encoding": "gzip", "Content-Type": "text/plain"})
+        if request.path not in ("/generate", "/v1/completions"):
+            return web.json_response(
+                {"path": request.raw_path, "headers": [*request.headers.items()], "body": body.decode()}
+            )
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + body + b"\n\n")
+        try:
+            await self.more.wait()
+        finally:
+            self.left.set()
+        if request.path == "/generate":
+            await response.write(b"data: [DONE]\n\n")
+        else:
+            assert request.transport is not None
+            request.transport.abort()
+        return response
+
+
+def through_a_front(scenario: Callable[[Upstream, Ask], Awaitable[None]], *, listens: bool = True) -> None:
+    """Run ``scenario`` with a front before an upstream that listens, or not."""
+
+    async def work() -> None:
+        upstream, app = Upstream(), web.Application()
+        app.router.add_route("*", "/{path:.*}", upstream.answer)
+        runner = web.AppRunner(app, handler_cancellation=True)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        if not listens:
+            await runner.cleanup()
+        front = AdapterFront(f"http://127.0.0.1:{port}", "127.0.0.1")
+        url = await front.start()
+
+        async def ask(request: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+            head, _, body = request.partition("\n\n")
+            lines = [*head.splitlines(), "Connection: close", f"Content-Length: {len(body)}"]
+            writer.write(("\r\n".join(lines) + "\r\n\r\n" + body).encode())
+            return reader, writer
+
+        try:
+            await scenario(upstream, ask)
+        finally:
+            await front.stop()
+            await runner.cleanup()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+async def read(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> tuple[str, bytes]:
+    """Head and body of an answer, whose connection ends with it."""
+    reader, writer = connection
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    return head.decode(), body
+
+
+def test_headers_travel_both_ways() -> None:
+    async def scenario(_: Upstream, ask: Ask) -> None:
+        given = "Host: there\nAuthorization: Bearer k\nX-SMG-Routing-Key: 1\nX-Twice: a\nX-Twice: b\nAccept: */*"
+        _, body = await read(await ask(f"POST /encode%20it?a=1&a=%2F HTTP/1.1\n{given}\nTE: gzip\n\nas it is"))
+        found: dict[str, Any] = json.loads(body)
+        assert (found["path"], found["body"]) == ("/encode%20it?a=1&a=%2F", "as it is")
+        headers = [(name, value) for name, value in found["headers"] if name not in ("Host", "Content-Length")]
+        assert headers == [tuple(line.split(": ")) for line in given.splitlines()[1:]]
+        head, body = await read(await ask("GET /busy HTTP/1.1\nHost: there\n\n"))
+        assert head.startswith("HTTP/1.1 429 ")
+        assert "Retry-After: 7" in head
+        assert "Set-Cookie: a=b" in head
+        assert body == b"no"
+        head, body = await read(await ask("GET /zipped HTTP/1.1\nHost: there\n\n"))
+        assert "Content-Encoding: gzip" in head
+        assert gzip.decompress(body) == b"packed"
+
+    through_a_front(scenario)
+
+
+def test_requests_that_sample_get_the_adapter_and_answers_stream() -> None:
+    async def scenario(upstream: Upstream, ask: Ask) -> None:
+        sent = {"text": "a", "stream": True}
+        reader, writer = await ask(f"POST /generate HTTP/1.1\nHost: there\n\n{json.dumps(sent)}")
+        # the first event is here while the server still works on the second
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        assert "Content-Type: text/event-stream" in head
+        first = (await reader.readuntil(b"\n\n")).partition(b"data: ")[2]
+        assert json.loads(first) == {**sent, "lora_path": ADAPTER}
+        upstream.more.set()
+        assert b"data: [DONE]" in await reader.read()
+        writer.close()
+        for body in ('{"lora_path": "mine"}', "no JSON", "[1]"):
+            _, answer = await read(await ask(f"POST /generate HTTP/1.1\nHost: there\n\n{body}"))
+            assert f"data: {body}\n\n".encode() in answer
+
+    through_a_front(scenario)
+
+
+def test_a_client_that_leaves_ends_its_request_at_the_server() -> None:
+    async def scenario(upstream: Upstream, ask: Ask) -> None:
+        reader, writer = await ask("POST /generate HTTP/1.1\nHost: there\n\n{}")
+        await reader.readuntil(b"\n\n")
+        assert not upstream.left.is_set()
+        writer.transport.abort()
+        await upstream.left.wait()
+        assert not upstream.more.is_set()
+
+    through_a_front(scenario)
+
+
+def test_a_server_that_breaks_off_or_does_not_answer() -> None:
+    async def breaks_off(upstream: Upstream, ask: Ask) -> None:
+        upstream.more.set()
+        reader, writer = await ask("POST /v1/completions HTTP/1.1\nHost: there\n\n{}")
+        try:
+            answer = await reader.read()
+        except ConnectionResetError:
+            return
+        writer.close()
+        assert not answer.endswith(b"0\r\n\r\n"), "chunks end with an empty one, if the answer is whole"
+
+    async def silent(_: Upstream, ask: Ask) -> None:
+        head, body = await read(await ask("GET /health HTTP/1.1\nHost: there\n\n"))
+        assert head.startswith("HTTP/1.1 502 ")
+        assert "/health does not answer: " in json.loads(body)["error"]["message"]
+
+    through_a_front(breaks_off)
+    through_a_front(silent, listens=False)
