@@ -8,6 +8,8 @@ from hashlib import sha256
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
+# the programs of slimelite/page, which all pages have
+SHARED = ("elements.js", "token_box.js")
 PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -27,11 +29,11 @@ PAGE = """<!DOCTYPE html>
 
 
 def document(scripts: Sequence[Traversable], styles: Sequence[Traversable], data: str, *, asks: bool = False) -> str:
-    """A page of these files, after slimelite/page/elements.js and base.css, with ``data`` (JSON) in the element of this
-    id. ``asks``: it may send requests to the server that it came from, and to no other.
+    """A page of these files, after the `SHARED` ones, with ``data`` (JSON) in the element of this id. ``asks``: it may
+    send requests to the server that it came from, and to no other.
     """
     shared = files("slimelite") / "page"
-    script = "\n".join(file.read_text(encoding="utf-8") for file in (shared / "elements.js", *scripts))
+    script = "\n".join(file.read_text(encoding="utf-8") for file in (*map(shared.joinpath, SHARED), *scripts))
     style = "\n".join(file.read_text(encoding="utf-8") for file in (shared / "base.css", *styles))
     policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
     policy += "; connect-src 'self'" if asks else ""

@@ -18,11 +18,11 @@ from aiohttp.web_log import AccessLogger
 from slimelite.engines.http_front import parse_sampling_params
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens, Scores
 from slimelite.http_client import Client
+from slimelite.http_server import RequestError
 from slimelite.rollout.groups import slime_params
 from slimelite.sample import Sample, versions_of
 from slimelite.serving.format import ChatFormat, Tools, schemas
 from slimelite.serving.front import SAMPLING_ROUTES, Front
-from slimelite.serving.requests import RequestError
 from slimelite.serving.sessions import Session, Sessions
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS, read_reasoning, read_tools
 from slimelite.threads import LoopThread

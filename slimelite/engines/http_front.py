@@ -1,32 +1,24 @@
 """Serves SGLang's /generate and /abort_request for any engine, so that generate plugins can use HTTP.
 
-The front of `slimelite.serving` answers the same endpoints through the same `GenerateApi`.
+The front of `slimelite.serving` is the same server with more endpoints.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
 
 from aiohttp import web
 
-from slimelite.engines.protocol import (
-    Decode,
-    Engine,
-    EngineInfo,
-    GenerateRequest,
-    GenerateResult,
-    SamplingParams,
-    Scores,
-)
+from slimelite.engines.protocol import Decode, Engine, GenerateRequest, GenerateResult, SamplingParams
+from slimelite.engines.sampling import Generating, Sampler, engine_sampler, news
+from slimelite.http_server import Answer, Server, read_json, sse
 from slimelite.text import is_text
 from slimelite.threads import LoopThread
 
-# samples the response to one request
-Complete = Callable[[GenerateRequest], Awaitable[GenerateResult]]
 # largest request body: this many bytes per token of the context (text, or ids in decimal), plus BODY_BYTES
 BODY_BYTES_PER_TOKEN = 16
 BODY_BYTES = 1 << 20
@@ -78,36 +70,45 @@ def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
     )
 
 
-class Generating(Protocol):
-    """The part of `Engine` that requests of clients need."""
+class GenerateServer(Server):
+    """SGLang's endpoints over an engine.
 
-    async def info(self) -> EngineInfo: ...
-
-    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]: ...
-
-    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores: ...
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None: ...
-
-
-class GenerateApi:
-    """SGLang's endpoints over an engine: parsed JSON in, JSON out.
-
-    The text of a response keeps its stop string; slime requests that with ``no_stop_trim``.
+    The text of a response keeps its stop string; slime requests that with ``no_stop_trim``. ``max_context_len`` limits
+    the length of a body.
     """
 
-    def __init__(self, engine: Generating, encode: Callable[[str], list[int]] | None, decode: Decode | None) -> None:
+    def __init__(
+        self,
+        engine: Generating,
+        encode: Callable[[str], list[int]] | None,
+        decode: Decode | None,
+        max_context_len: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        super().__init__(BODY_BYTES + BODY_BYTES_PER_TOKEN * max_context_len, host, port)
         self._engine, self._encode, self._decode = engine, encode, decode
 
-    async def generate(self, body: dict[str, Any], complete: Complete | None = None) -> dict[str, Any]:
-        """``/generate``. ``complete``: samples the response; None: the engine does.
+    def _routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/generate", self._generate),
+            web.post("/abort_request", self._abort),
+            web.get("/health", self._health),
+            web.get("/health_generate", self._health_generate),
+            web.get("/get_model_info", self._model_info),
+            web.get("/model_info", self._model_info),
+        ]
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        return await self._respond(http, await self._sampled(await read_json(http), engine_sampler(self._engine)))
+
+    async def _sampled(self, body: dict[str, Any], sample: Sampler) -> Answer:
+        """The answer to a body of ``/generate``.
 
         Raises:
             ValueError: the request cannot be served.
         """
         check_types(body, {"rid": str, "sampling_params": dict, "stream": bool, "return_logprob": bool})
-        if body.get("stream"):
-            raise ValueError("stream=true is not supported; use --rollout-backend sglang, or /v1/completions")
         ids = body.get("input_ids")
         if ids is None:
             if self._encode is None or not is_text(body.get("text")):
@@ -125,37 +126,50 @@ class GenerateApi:
             params=parse_sampling_params(params),
             prefix_key=f"http-{hash(input_ids)}",
         )
-        result = (await self._engine.generate([request]))[0] if complete is None else await complete(request)
-        reply = self._reply(len(input_ids), result, (await self._engine.info()).weight_version)
-        if body.get("return_logprob"):
-            reply["meta_info"]["output_token_logprobs"] = _entries(result.log_probs, result.output_ids)
-        return reply
+        if body.get("stream"):
+            return self._stream(body, request, sample)
+        return self._reply(body, request, await sample(request, None), (await self._engine.info()).weight_version)
 
-    async def abort(self, body: dict[str, Any]) -> None:
-        """``/abort_request``.
+    async def _stream(self, body: dict[str, Any], request: GenerateRequest, sample: Sampler) -> AsyncGenerator[bytes]:
+        """SGLang's events: each has all tokens so far, and the last one the reason of the end."""
+        version = (await self._engine.info()).weight_version
+        ids: list[int] = []
+        log_probs: list[float] = []
+        async with aclosing(news([lambda on_tokens: sample(request, on_tokens)], stream=True)) as coming:
+            async for new in coming:
+                ids, log_probs = [*ids, *new.ids], [*log_probs, *new.log_probs]
+                result = new.result or GenerateResult(request.request_id, ids, log_probs, [], "abort")
+                reply = self._reply(body, request, result, version)
+                if new.result is None:
+                    reply["text"] = reply["text"].rstrip("\ufffd")  # an unfinished character
+                    reply["meta_info"]["finish_reason"] = None
+                yield sse(reply)
+        yield sse("[DONE]")
 
-        Raises:
-            ValueError: neither a request nor all are named.
-        """
+    async def _abort(self, http: web.Request) -> web.Response:
+        body = await read_json(http)
         check_types(body, {"rid": str, "abort_all": bool})
         if not body.get("abort_all") and not body.get("rid"):
             raise ValueError("send rid, or abort_all=true")
         await self._engine.abort(None if body.get("abort_all") else [body["rid"]])
+        return web.Response()
 
-    async def can_generate(self) -> bool:
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _health_generate(self, _: web.Request) -> web.Response:
         """Whether the engine generates a token within `HEALTH_TIMEOUT`."""
         params = SamplingParams(max_new_tokens=1, temperature=0.0)
         request = GenerateRequest(request_id=f"health-{uuid.uuid4().hex}", input_ids=(0,), params=params)
         try:
             await asyncio.wait_for(self._engine.generate([request]), HEALTH_TIMEOUT)
         except TimeoutError:
-            return False
-        return True
+            return web.Response(status=503, text=f"no token within {HEALTH_TIMEOUT:.0f} s")
+        return web.Response()
 
-    async def model_info(self) -> dict[str, Any]:
-        """``/get_model_info``."""
+    async def _model_info(self, _: web.Request) -> web.Response:
         info = await self._engine.info()
-        return {"is_generation": True, "weight_version": str(info.weight_version), **info.extra}
+        return web.json_response({"is_generation": True, "weight_version": str(info.weight_version), **info.extra})
 
     async def _score(self, body: dict[str, Any], input_ids: tuple[int, ...]) -> dict[str, Any]:
         """Prompt log-probs, requested by ``max_new_tokens`` 0 with ``return_logprob`` and ``logprob_start_len``.
@@ -174,36 +188,40 @@ class GenerateApi:
         if not info.scores:
             raise ValueError(f"the {info.name} engine scores no prompts")
         log_probs = (await self._engine.score(input_ids, begin + 1, temperature)).log_probs
-        nothing = GenerateResult(body.get("rid") or uuid.uuid4().hex, [], [], [], "length")
-        reply = self._reply(len(input_ids), nothing, info.weight_version)
+        request = GenerateRequest(body.get("rid") or uuid.uuid4().hex, input_ids, SamplingParams(0))
+        nothing = GenerateResult(request.request_id, [], [], [], "length")
+        reply = self._reply(body, request, nothing, info.weight_version)
         reply["meta_info"] |= {
             "input_logprob_temperature": temperature,
             "input_token_logprobs": _entries([None, *log_probs], input_ids[begin:]),
-            "output_token_logprobs": [],
         }
         return reply
 
-    def _reply(self, prompt_tokens: int, result: GenerateResult, version: int) -> dict[str, Any]:
-        """SGLang's JSON reply without log-probs; ``version``: the current weight version, used if there is no token."""
+    def _reply(
+        self, body: dict[str, Any], request: GenerateRequest, result: GenerateResult, version: int
+    ) -> dict[str, Any]:
+        """SGLang's JSON reply; ``version``: the current weight version, used if there is no token."""
         reason: dict[str, object] = {"type": result.finish_reason}
         if result.finish_reason == "length":
             reason["length"] = len(result.output_ids)
         meta = {
-            "id": result.request_id,
+            "id": request.request_id,
             "finish_reason": reason,
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": len(request.input_ids),
             "completion_tokens": len(result.output_ids),
             "cached_tokens": result.cached_tokens,
             # the version of the last token, as a string like SGLang's
             "weight_version": str(result.weight_versions[-1] if result.weight_versions else version),
             "weight_versions": _spans(result.weight_versions),
         }
+        if body.get("return_logprob"):
+            meta["output_token_logprobs"] = _entries(result.log_probs, result.output_ids)
         text = self._decode(result.output_ids) if self._decode and result.output_ids else ""
         return {"text": text, "output_ids": result.output_ids, "meta_info": meta}
 
 
 class HttpFront:
-    """A server on ``host``, started on demand. Its own thread and event loop keep it up when a caller's loop ends."""
+    """A `GenerateServer` that starts on demand. Its own thread and event loop keep it up when a caller's loop ends."""
 
     def __init__(
         self,
@@ -214,9 +232,8 @@ class HttpFront:
         port: int = 0,
     ) -> None:
         self.url: str | None = None
-        self._engine, self._api = engine, GenerateApi(engine, encode, decode)
-        self._host, self._port = host, port
-        self._runner: web.AppRunner | None = None
+        self._engine, self._codec, self._place = engine, (encode, decode), (host, port)
+        self._server: GenerateServer | None = None
         self._thread: LoopThread | None = None
 
     async def start(self) -> str:
@@ -226,56 +243,20 @@ class HttpFront:
             OSError: the host is not an address of this machine, or the port is taken.
         """
         self._thread = self._thread or LoopThread("http front")
-        return await self._thread.result(self._listen())
-
-    async def _listen(self) -> str:
-        if self._runner is None:
-            limit = BODY_BYTES + BODY_BYTES_PER_TOKEN * (await self._engine.info()).max_context_len
-            app = web.Application(client_max_size=limit, middlewares=[_errors_as_json])
-            app.add_routes(
-                [
-                    web.post("/generate", self._generate),
-                    web.post("/abort_request", self._abort),
-                    web.get("/health", self._health),
-                    web.get("/health_generate", self._health_generate),
-                    web.get("/get_model_info", self._model_info),
-                    web.get("/model_info", self._model_info),
-                ]
-            )
-            # when a client disconnects, its handler is cancelled, which aborts the request
-            self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-            await self._runner.setup()
-            await web.TCPSite(self._runner, self._host, self._port).start()
-            host, port = self._runner.addresses[0][:2]
-            self.url = f"http://{host}:{port}"
+        if self._server is None:
+            length = (await self._engine.info()).max_context_len
+            self._server = GenerateServer(self._engine, *self._codec, length, *self._place)
+            self.url = await self._thread.result(self._server.start())
         assert self.url is not None
         return self.url
 
     async def stop(self) -> None:
         """Stop the server, if it was started."""
         if self._thread is not None:
-            if self._runner is not None:
-                await self._thread.result(self._runner.cleanup())
+            if self._server is not None:
+                await self._thread.result(self._server.stop())
             await asyncio.to_thread(self._thread.close)
-        self._thread = self._runner = self.url = None
-
-    async def _generate(self, http: web.Request) -> web.Response:
-        return web.json_response(await self._api.generate(await read_json(http)))
-
-    async def _abort(self, http: web.Request) -> web.Response:
-        await self._api.abort(await read_json(http))
-        return web.Response()
-
-    async def _health(self, _: web.Request) -> web.Response:
-        return web.Response()
-
-    async def _health_generate(self, _: web.Request) -> web.Response:
-        if await self._api.can_generate():
-            return web.Response()
-        return web.Response(status=503, text=f"no token within {HEALTH_TIMEOUT:.0f} s")
-
-    async def _model_info(self, _: web.Request) -> web.Response:
-        return web.json_response(await self._api.model_info())
+        self._thread = self._server = self.url = None
 
 
 def _entries(log_probs: Sequence[float | None], ids: Sequence[int]) -> list[list[float | int | None]]:
@@ -287,36 +268,6 @@ def _spans(versions: Sequence[int]) -> list[dict[str, object]]:
     """SGLang's ``weight_versions``: for each run of tokens of one version, the version and the first token's index."""
     starts = [i for i, version in enumerate(versions) if not i or version != versions[i - 1]]
     return [{"version": str(versions[start]), "start": start} for start in starts]
-
-
-@web.middleware
-async def _errors_as_json(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Turn a client's mistake into status 400 (413 for a large body) with SGLang's JSON; other errors stay 500."""
-    try:
-        return await handler(request)
-    except web.HTTPRequestEntityTooLarge as error:
-        message, status = f"the body is larger than the engine's context can need: {error.text}", error.status
-    except ValueError as error:
-        message, status = str(error), 400
-    return web.json_response({"error": {"message": message}}, status=status)
-
-
-async def read_json(request: web.Request) -> dict[str, Any]:
-    """The body, a JSON object.
-
-    Raises:
-        ValueError: it is none.
-        HTTPRequestEntityTooLarge: it is longer than the limit.
-    """
-    try:
-        body = json.loads(await request.read())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ValueError(f"the body must be a JSON object, not {body!r:.60}")
-    return body
 
 
 def check_types(body: dict[str, Any], kinds: dict[str, type]) -> None:

@@ -10,13 +10,13 @@ import json
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from functools import partial
 from typing import Any
 
-from slimelite.serving.choices import Answer, Model
-from slimelite.serving.format import Message, Reply, before_stop, content_text
+from slimelite.engines.protocol import SamplingParams
+from slimelite.http_server import Answer, RequestError, sse
+from slimelite.serving.format import ChatFormat, Message, content_text
 from slimelite.serving.openai import checked_messages, shown_tools
-from slimelite.serving.replies import TextStream, news, sse
+from slimelite.serving.replies import Asked, Model, Part, parts
 from slimelite.serving.requests import (
     ANYTHING,
     COUNT,
@@ -28,17 +28,27 @@ from slimelite.serving.requests import (
     TEXTS,
     WHOLE,
     Anything,
-    RequestError,
     check_fields,
     sampling,
 )
 from slimelite.serving.sessions import Session, Turn
 
 CONVERSATION = {"model": TEXT, "messages": OBJECTS, "system": ANYTHING, "tools": OBJECTS, "tool_choice": OBJECT}
+CONVERSATION |= {"thinking": OBJECT}
 FIELDS = CONVERSATION | {"max_tokens": COUNT, "temperature": NUMBER, "top_p": NUMBER, "top_k": WHOLE}
 FIELDS |= {"stop_sequences": TEXTS, "stream": SWITCH}
-NEUTRAL: dict[str, Any] = {"metadata": Anything(), "service_tier": Anything(), "thinking": ({"type": "disabled"},)}
+NEUTRAL: dict[str, Any] = {"metadata": Anything(), "service_tier": Anything()}
+# the variable by which Qwen3's, GLM's and others' templates let a model think
+SWITCH_NAME = "enable_thinking"
+# value of ``thinking.type`` -> whether the model is to think; None: as its template has it
+THINKING = {"enabled": True, "disabled": False, "adaptive": None}
 STOP_REASONS = {"length": "max_tokens", "abort": "abort"}
+# type of a block -> its field that comes in pieces; the type of a piece, and what its text is called there
+DELTAS = {
+    "thinking": ("thinking", "thinking_delta", "thinking"),
+    "text": ("text", "text_delta", "text"),
+    "tool_use": ("input", "input_json_delta", "partial_json"),
+}
 
 
 async def messages(model: Model, session: Session, body: Mapping[str, Any]) -> Answer:
@@ -46,24 +56,20 @@ async def messages(model: Model, session: Session, body: Mapping[str, Any]) -> A
     check_fields(body, FIELDS, NEUTRAL)
     if body.get("max_tokens") is None:
         raise RequestError("max_tokens is required", param="max_tokens")
-    said, tools = _conversation(body)
-    params = sampling(body, session.defaults)
-    ask = partial(session.chat, said, tools, params)
+    turn = session.turn(*_conversation(body), _template_kwargs(body, session.format))
+    asked = turn, sampling(body, session.defaults)
     head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model.name}
     if body.get("stream"):
-        chat_format = session.format
-        rendered = chat_format.render(said, tools)
-        text = TextStream(chat_format, params.stop, opened=chat_format.opens_thinking(rendered))
-        return _stream(head, ask, text, len(chat_format.encode(rendered)), params.stop)
-    turn = await ask()
-    return {**head, "content": _blocks(turn.reply, params.stop), **_end(turn, params.stop), "usage": _usage(turn)}
+        return _stream(head, session, asked)
+    (part,) = [part async for part in parts(session, [asked], stream=False)]
+    return {**head, "content": _blocks(part), **_end(*asked), "usage": _usage(turn)}
 
 
 async def count_tokens(model: Model, session: Session, body: Mapping[str, Any]) -> Answer:  # noqa: ARG001
     """``/v1/messages/count_tokens``."""
     check_fields(body, CONVERSATION, NEUTRAL)
-    said, tools = _conversation(body)
-    return {"input_tokens": len(session.format.prompt(said, tools))}
+    kwargs = _template_kwargs(body, session.format)
+    return {"input_tokens": len(session.format.prompt(*_conversation(body), **kwargs))}
 
 
 def error_body(error: Exception, status: int) -> dict[str, Any]:
@@ -95,6 +101,17 @@ def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str
     return checked_messages(said), shown_tools(tools, named)
 
 
+def _template_kwargs(body: Mapping[str, Any], chat_format: ChatFormat) -> dict[str, Any]:
+    """What ``thinking`` sets in the chat template, where that has a switch; nothing holds the model to a budget."""
+    kind = (body.get("thinking") or {}).get("type", "adaptive")
+    if kind not in THINKING:
+        raise RequestError(f"thinking.type is one of {', '.join(THINKING)}, not {kind!r:.60}", param="thinking")
+    if kind == "enabled" and chat_format.reasoning is None:
+        raise RequestError("thinking cannot be enabled: the model's chat template knows of none", param="thinking")
+    wanted, template = THINKING[kind], str(chat_format.tokenizer.chat_template)
+    return {} if wanted is None or SWITCH_NAME not in template else {SWITCH_NAME: wanted}
+
+
 def _messages(message: Message) -> list[Message]:
     """A message of Anthropic's as OpenAI's: each result of a tool is one, and what the user says after them is one."""
     content, role = message.get("content"), message.get("role")
@@ -124,24 +141,24 @@ def _messages(message: Message) -> list[Message]:
     return found
 
 
-def _blocks(reply: Reply, stops: tuple[str, ...]) -> list[dict[str, Any]]:
+def _blocks(part: Part) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
-    if reply.reasoning:
-        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
-    if content := before_stop(reply.content, stops):
-        blocks.append({"type": "text", "text": content})
-    for call in reply.tool_calls:
+    if part.thinking:
+        blocks.append({"type": "thinking", "thinking": part.thinking, "signature": ""})
+    if part.content:
+        blocks.append({"type": "text", "text": part.content})
+    for call in part.calls:
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
     return blocks
 
 
-def _end(turn: Turn, stops: tuple[str, ...]) -> dict[str, Any]:
+def _end(turn: Turn, params: SamplingParams) -> dict[str, Any]:
     """Why the turn ended; a stop sequence is named."""
     if turn.finish_reason != "stop":
         return {"stop_reason": STOP_REASONS[turn.finish_reason], "stop_sequence": None}
     if turn.reply.tool_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    hit = next((stop for stop in stops if stop in turn.reply.content), None)
+    hit = next((stop for stop in params.stop if stop in turn.reply.content), None)
     return {"stop_reason": "stop_sequence" if hit else "end_turn", "stop_sequence": hit}
 
 
@@ -151,54 +168,31 @@ def _usage(turn: Turn) -> dict[str, int]:
     return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
 
-async def _stream(
-    head: dict[str, Any], ask: Any, text: TextStream, prompt_tokens: int, stops: tuple[str, ...]
-) -> AsyncGenerator[bytes]:
-    """Anthropic's events. A block is open until one of another kind begins."""
+async def _stream(head: dict[str, Any], session: Session, asked: Asked) -> AsyncGenerator[bytes]:
+    """Anthropic's events. A block is open until one of another kind begins; each call is one of its own."""
     kind, index = "", -1
-    fresh = {"input_tokens": prompt_tokens, "output_tokens": 0}
+    fresh = {"input_tokens": len(asked[0].prompt_ids), "output_tokens": 0}
     start = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": fresh}
 
     def event(name: str, **rest: Any) -> bytes:
         return sse({"type": name, **rest}, name)
 
-    def block(new: str, key: str, piece: str, **more: Any) -> list[bytes]:
-        """The events for another piece of a block of this kind."""
-        nonlocal kind, index
-        events = []
-        if kind != new:
-            events += [event("content_block_stop", index=index)] if kind else []
-            kind, index = new, index + 1
-            empty: dict[str, Any] = {"input": {}} if new == "tool_use" else {new: ""}
-            events.append(event("content_block_start", index=index, content_block={"type": new, **empty, **more}))
-        return [
-            *events,
-            event("content_block_delta", index=index, delta={"type": f"{key}_delta", **_piece(key, piece)}),
-        ]
-
-    async with aclosing(news([lambda on_tokens: ask(on_tokens=on_tokens)], stream=True)) as coming:
-        begun = False
-        async for new in coming:
-            if not begun:
+    async with aclosing(parts(session, [asked], stream=True)) as coming:
+        async for part in coming:
+            if part.first:
                 yield event("message_start", message=start)
-                begun = True
-            reasoning, content = text.add(new.ids) if new.turn is None else text.end(new.turn.reply)
-            for one in block("thinking", "thinking", reasoning, signature="") if reasoning else ():
-                yield one
-            for one in block("text", "text", content) if content else ():
-                yield one
-            if new.turn is None:
-                continue
-            for call in new.turn.reply.tool_calls:
-                for one in block("tool_use", "input_json", call.arguments, id=call.id, name=call.name):
-                    yield one
-                yield event("content_block_stop", index=index)
-                kind = ""
-            if kind:
-                yield event("content_block_stop", index=index)
-            yield event("message_delta", delta=_end(new.turn, stops), usage=_usage(new.turn))
-            yield event("message_stop")
-
-
-def _piece(key: str, piece: str) -> dict[str, str]:
-    return {"partial_json" if key == "input_json" else key: piece}
+            for block in _blocks(part):
+                new = block["type"]
+                field, delta, key = DELTAS[new]
+                if new != kind or new == "tool_use":
+                    if kind:
+                        yield event("content_block_stop", index=index)
+                    kind, index = new, index + 1
+                    empty = {**block, field: type(block[field])()}
+                    yield event("content_block_start", index=index, content_block=empty)
+                piece = json.dumps(block[field], ensure_ascii=False) if new == "tool_use" else block[field]
+                yield event("content_block_delta", index=index, delta={"type": delta, key: piece})
+    if kind:
+        yield event("content_block_stop", index=index)
+    yield event("message_delta", delta=_end(*asked), usage=_usage(asked[0]))
+    yield event("message_stop")

@@ -1,201 +1,163 @@
-"""What the dialects answer with: the responses of a request, whole or in parts, with their log-probs."""
+"""Responses as OpenAI writes them: the choices of an answer that comes whole and of a stream, with their log-probs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slimelite.engines.http_front import Generating
 from slimelite.engines.protocol import SamplingParams, Scores
-from slimelite.serving.format import ChatFormat, before_stop
-from slimelite.serving.replies import News, TextStream
-from slimelite.serving.requests import RequestError
-from slimelite.serving.sessions import Sessions, Turn
+from slimelite.engines.sampling import Generating
+from slimelite.http_server import RequestError
+from slimelite.serving.format import ChatFormat
+from slimelite.serving.replies import Part
+from slimelite.serving.sessions import Turn
+
+# the likeliest tokens at one place, as (token, log-prob)
+Top = Sequence[tuple[int, float]]
 
 
-@dataclass(frozen=True)
-class Model:
-    """What a front serves; ``name``: in its answers; ``created``: when it began [s since 1970]."""
+class Choices(ABC):
+    """The choices of one request, whose checked fields are ``body``.
 
-    name: str
-    sessions: Sessions
-    engine: Generating
-    created: int
+    ``kind``, ``chunk``, ``prefix``: what an answer and the parts of a stream are called, and what their id begins with.
+    ``alternatives``: so many are wanted of each token; None: no log-probs are.
+    """
 
-
-Answer = dict[str, Any] | AsyncGenerator[bytes]
-
-
-class Choice(ABC):
-    """One response: what is told of it while it comes, and as a whole."""
+    kind: str
+    chunk: str
+    prefix: str
 
     def __init__(
         self,
-        model: Model,
+        engine: Generating,
         chat_format: ChatFormat,
-        index: int,
-        params: SamplingParams,
-        text: TextStream,
-        alternatives: int | None,
         body: Mapping[str, Any],
+        params: SamplingParams,
+        alternatives: int | None,
     ) -> None:
-        self.index, self.params, self.text, self.body = index, params, text, body
-        self.alternatives = alternatives
-        self.prompt_ids: list[int] = []
-        self._model, self._format = model, chat_format
-        self._told = 0
+        self._engine, self._format, self._body = engine, chat_format, body
+        self._temperature = params.temperature or 1.0
+        self._alternatives = alternatives
+        self._echo = bool(body.get("echo"))
 
     @property
-    def waits(self) -> bool:
-        """Whether it needs the whole response before it can tell of a token."""
-        return bool(self.alternatives)
+    def wait(self) -> bool:
+        """Whether they need the whole response before they can tell of a token: alternatives are computed after it."""
+        return bool(self._alternatives) or (self._alternatives is not None and self._echo)
 
     @abstractmethod
-    async def whole(self, turn: Turn) -> dict[str, Any]:
-        """The choice in an answer that comes whole."""
+    async def whole(self, part: Part) -> dict[str, Any]:
+        """The choice of a response that comes whole."""
 
     @abstractmethod
-    async def parts(self, new: News) -> list[dict[str, Any]]:
+    async def chunks(self, part: Part) -> list[dict[str, Any]]:
         """The choices of the next chunks of a stream."""
 
-    def said(self, index: int, turn: Turn, **rest: Any) -> dict[str, Any]:
-        """A whole choice, with token ids if they are wanted."""
-        if self.body.get("return_token_ids"):
-            rest |= {"token_ids": turn.output_ids, "prompt_token_ids": turn.prompt_ids}
-        return {"index": index, **rest}
+    def _end(self, part: Part) -> dict[str, Any]:
+        """The last fields of a response: why it ended, and its token ids if they are wanted."""
+        ids = {"token_ids": part.turn.output_ids, "prompt_token_ids": part.turn.prompt_ids}
+        return {"finish_reason": finish_reason(part.turn), **(ids if self._body.get("return_token_ids") else {})}
 
-    async def score(self, ids: Sequence[int], start: int, temperature: float) -> Scores:
+    async def _score(self, ids: Sequence[int], start: int, temperature: float) -> Scores:
         """The engine's scores, if it has any."""
-        info = await self._model.engine.info()
+        info = await self._engine.info()
         if not info.scores:
             raise RequestError(f"the {info.name} engine gives log-probs of sampled tokens alone", param="logprobs")
-        return await self._model.engine.score(ids, start, temperature, self.alternatives or 0)
+        return await self._engine.score(ids, start, temperature, self._alternatives or 0)
 
-    def piece(self, token: int) -> str:
-        """The text of one token."""
-        return self._format.decode([token])
+    async def _alternatives_of(self, turn: Turn) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens in place of each that was sampled, if any are wanted."""
+        if not self._alternatives or not turn.output_ids:
+            return []
+        return (await self._score(turn.token_ids, len(turn.prompt_ids), self._temperature)).top
 
 
-class ChatChoice(Choice):
-    async def whole(self, turn: Turn) -> dict[str, Any]:
-        """See `Choice.whole`."""
-        message = {"refusal": None, **turn.reply.message()}
-        message["content"] = message["content"] and before_stop(message["content"], self.params.stop)
-        logprobs = await self._entries(turn, 0)
-        return self.said(self.index, turn, message=message, logprobs=logprobs, finish_reason=finish_reason(turn))
+class ChatChoices(Choices):
+    kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    async def parts(self, new: News) -> list[dict[str, Any]]:
-        """See `Choice.parts`."""
-        if new.turn is None:
-            reasoning, content = self.text.add(new.ids)
-            self._told += len(new.ids)
-            logprobs = None
-            if self.alternatives is not None:
-                entries = [self._entry(*pair, []) for pair in zip(new.ids, new.log_probs, strict=True)]
-                logprobs = {"content": entries, "refusal": None}
-            return [self._delta(reasoning, content, logprobs)] if reasoning or content or logprobs else []
-        turn, found = new.turn, []
-        reasoning, content = self.text.end(turn.reply)
-        logprobs = await self._entries(turn, self._told) if self._told < len(turn.output_ids) else None
-        if reasoning or content or logprobs:
-            found.append(self._delta(reasoning, content, logprobs))
-        if calls := turn.reply.message().get("tool_calls"):
-            numbered = [{"index": index, **call} for index, call in enumerate(calls)]
-            found.append({"index": self.index, "delta": {"tool_calls": numbered}, "finish_reason": None})
-        return [*found, self.said(self.index, turn, delta={}, logprobs=None, finish_reason=finish_reason(turn))]
+    async def whole(self, part: Part) -> dict[str, Any]:
+        """See `Choices.whole`."""
+        message = {"refusal": None, **part.turn.reply.message()}
+        if message["content"]:
+            message["content"] = part.content  # without its stop string
+        return {"index": part.index, "message": message, "logprobs": await self._log_probs(part), **self._end(part)}
 
-    def _delta(self, reasoning: str, content: str, logprobs: Any) -> dict[str, Any]:
-        delta = {"reasoning_content": reasoning} if reasoning else {}
-        delta |= {"content": content} if content else {}
-        return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+    async def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """See `Choices.chunks`."""
+        found: list[dict[str, Any]] = []
+        if part.first:
+            found.append({"delta": {"role": "assistant", "content": ""}})
+        text = {"reasoning_content": part.thinking, "content": part.content}
+        text = {name: new for name, new in text.items() if new}
+        log_probs = await self._log_probs(part) if part.ids else None
+        if text or log_probs:
+            found.append({"delta": text, "logprobs": log_probs})
+        if part.calls:
+            calls = part.turn.reply.message()["tool_calls"]
+            found.append({"delta": {"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]}})
+        if part.ended:
+            found.append({"delta": {}, "logprobs": None, **self._end(part)})
+        return [{"index": part.index, "finish_reason": None, **chunk} for chunk in found]
 
-    async def _entries(self, turn: Turn, start: int) -> dict[str, Any] | None:
-        """The log-probs of the tokens from ``start`` on; also of those that are no content."""
-        if self.alternatives is None:
+    async def _log_probs(self, part: Part) -> dict[str, Any] | None:
+        """Those of all tokens of the part, also of those that are no content."""
+        if self._alternatives is None:
             return None
-        tops: list[list[tuple[int, float]]] = [[]] * len(turn.output_ids)
-        if self.alternatives and turn.output_ids:
-            scores = await self.score(turn.token_ids, len(turn.prompt_ids), self.params.temperature or 1.0)
-            tops = scores.top
-        entries = map(self._entry, turn.output_ids[start:], turn.log_probs[start:], tops[start:])
-        return {"content": list(entries), "refusal": None}
-
-    def _entry(self, token: int, log_prob: float, top: Sequence[tuple[int, float]]) -> dict[str, Any]:
-        return {**self._named(token, log_prob), "top_logprobs": [self._named(*one) for one in top]}
+        tops: Sequence[Top] = await self._alternatives_of(part.turn) or [()] * len(part.ids)
+        named = zip(part.ids, part.log_probs, tops, strict=True)
+        entries = [
+            {**self._named(token, log_prob), "top_logprobs": [self._named(*one) for one in top]}
+            for token, log_prob, top in named
+        ]
+        return {"content": entries, "refusal": None}
 
     def _named(self, token: int, log_prob: float) -> dict[str, Any]:
-        text = self.piece(token)
+        text = self._format.decode([token])
         # a token may be part of a character, and then it is no text
         return {"token": text, "logprob": log_prob, "bytes": None if "�" in text else list(text.encode())}
 
 
-class TextChoice(Choice):
-    @property
-    def waits(self) -> bool:
-        """See `Choice.waits`."""
-        return bool(self.alternatives) or (self.alternatives is not None and bool(self.body.get("echo")))
+class TextChoices(Choices):
+    kind, chunk, prefix = "text_completion", "text_completion", "cmpl"
 
-    async def whole(self, turn: Turn) -> dict[str, Any]:
-        """See `Choice.whole`."""
-        text = self._echo() + before_stop(self._written(turn), self.params.stop)
-        logprobs = None if self.alternatives is None else await self._log_probs(turn)
-        return self.said(self.index, turn, text=text, logprobs=logprobs, finish_reason=finish_reason(turn))
+    async def whole(self, part: Part) -> dict[str, Any]:
+        """See `Choices.whole`; a part of a response has the same form."""
+        text = self._format.decode(part.turn.prompt_ids) + part.content if self._echo and part.first else part.content
+        log_probs = await self._log_probs(part) if self._alternatives is not None and (part.ids or part.first) else None
+        end = self._end(part) if part.ended else {"finish_reason": None}
+        return {"index": part.index, "text": text, "logprobs": log_probs, **end}
 
-    async def parts(self, new: News) -> list[dict[str, Any]]:
-        """See `Choice.parts`."""
-        if new.turn is not None and not self._told:
-            return [await self.whole(new.turn)]
-        echo = "" if self._told else self._echo()
-        if new.turn is None:
-            _, text = self.text.add(new.ids)
-            self._told += len(new.ids)
-            logprobs = self._columns(new.ids, new.log_probs, None) if self.alternatives is not None else None
-            return [{"index": self.index, "text": echo + text, "logprobs": logprobs, "finish_reason": None}]
-        turn = new.turn
-        _, text = self.text.end(replace(turn.reply, content=self._written(turn)))
-        return [self.said(self.index, turn, text=text, logprobs=None, finish_reason=finish_reason(turn))]
+    async def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """See `Choices.chunks`."""
+        return [await self.whole(part)]
 
-    def _echo(self) -> str:
-        return self._format.decode(self.prompt_ids) if self.body.get("echo") else ""
-
-    def _written(self, turn: Turn) -> str:
-        ids = turn.output_ids
-        return self._format.decode(ids[:-1] if ids and ids[-1] in self._format.end_ids else ids)
-
-    async def _log_probs(self, turn: Turn) -> dict[str, Any]:
-        """Of the prompt at temperature 1 (`echo`), and of the output as it was sampled."""
-        whole, start = turn.token_ids, len(turn.prompt_ids)
-        temperature = self.params.temperature or 1.0
-        echo, at_one = bool(self.body.get("echo")), Scores([], [])
-        if echo and len(whole) > 1:
-            at_one = await self.score(whole, 1, 1.0)
-        sampled = Scores([], at_one.top[start - 1 :])
-        if turn.output_ids and self.alternatives and not (echo and temperature == 1):
-            sampled = await self.score(whole, start, temperature)
-        if not echo:
-            return self._columns(turn.output_ids, turn.log_probs, sampled.top if self.alternatives else None)
-        log_probs = [None, *at_one.log_probs[: start - 1], *turn.log_probs]
-        tops = [None, *at_one.top[: start - 1], *sampled.top] if self.alternatives else None
-        return self._columns(whole, log_probs, tops)
+    async def _log_probs(self, part: Part) -> dict[str, Any]:
+        """Of the prompt at temperature 1 (``echo``), and of the output as it was sampled."""
+        tops: list[Top | None] = []
+        if not self._echo:
+            tops += await self._alternatives_of(part.turn)
+            return self._columns(part.ids, part.log_probs, tops)
+        whole, start = part.turn.token_ids, len(part.turn.prompt_ids)
+        at_one = await self._score(whole, 1, 1.0) if len(whole) > 1 else Scores([], [])
+        if self._alternatives:
+            sampled = at_one.top[start - 1 :] if self._temperature == 1 else await self._alternatives_of(part.turn)
+            tops = [None, *at_one.top[: start - 1], *sampled]
+        return self._columns(whole, [None, *at_one.log_probs[: start - 1], *part.log_probs], tops)
 
     def _columns(
-        self,
-        ids: Sequence[int],
-        log_probs: Sequence[float | None],
-        tops: Sequence[Sequence[tuple[int, float]] | None] | None,
+        self, ids: Sequence[int], log_probs: Sequence[float | None], tops: Sequence[Top | None]
     ) -> dict[str, Any]:
-        texts = [self.piece(token) for token in ids]
+        texts = [self._format.decode([token]) for token in ids]
         offsets = [0]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
         named: list[dict[str, float] | None] | None = None
-        if tops is not None:
+        if self._alternatives:
             named = []
             for text, log_prob, top in zip(texts, log_probs, tops, strict=True):
                 # two tokens may have one text: then the likelier one counts
-                likely = {self.piece(token): value for token, value in reversed(top or ())}
+                likely = {self._format.decode([token]): value for token, value in reversed(top or ())}
                 named.append(None if log_prob is None else {text: log_prob, **likely})
         return {"tokens": texts, "token_logprobs": list(log_probs), "top_logprobs": named, "text_offset": offsets[:-1]}
 

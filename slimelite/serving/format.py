@@ -116,7 +116,7 @@ class ChatFormat:
 
         ``opened``: the prompt ends inside the thinking, see `opens_thinking`. ``salt``: goes into the ids of calls.
         """
-        return self._read(self.decode(self._without_end(ids)), tools, opened, salt)
+        return self._read(self.decode(self.without_end(ids)), tools, opened, salt)
 
     def opens_thinking(self, rendered: str) -> bool:
         """Whether a prompt ends with the start of the thinking, as those of DeepSeek R1 do."""
@@ -180,7 +180,8 @@ class ChatFormat:
         places = [text.find(self.decode([i])) for i in self.end_ids]
         return text[min((place for place in places if place >= 0), default=len(text)) :]
 
-    def _without_end(self, ids: Sequence[int]) -> Sequence[int]:
+    def without_end(self, ids: Sequence[int]) -> Sequence[int]:
+        """``ids`` without the token that ends a reply, if that is the last one."""
         return ids[:-1] if len(ids) and ids[-1] in self.end_ids else ids
 
     def _read(self, text: str, tools: Tools, opened: bool, salt: str = "") -> Reply:
@@ -190,7 +191,7 @@ class ChatFormat:
 
     def _says(self, shown: str, output_ids: Sequence[int], tools: Tools, opened: bool) -> bool:
         """Whether a rendered reply says what was sampled, whatever its white space and the form of its JSON."""
-        said = self.decode(self._without_end(output_ids))
+        said = self.decode(self.without_end(output_ids))
         if shown.strip() == said.strip():
             return True
         one, other = self._read(shown, tools, opened), self._read(said, tools, opened)

@@ -11,16 +11,16 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from slimelite.engines.protocol import SamplingParams
-from slimelite.serving.choices import Answer, ChatChoice, Choice, Model, TextChoice, usage
+from slimelite.http_server import Answer, RequestError, sse
+from slimelite.serving.choices import ChatChoices, Choices, TextChoices, usage
 from slimelite.serving.format import ChatFormat, Message
-from slimelite.serving.replies import TextStream, news, sse
+from slimelite.serving.replies import Asked, Model, parts
 from slimelite.serving.requests import (
     ALTERNATIVES,
     ANYTHING,
@@ -32,7 +32,6 @@ from slimelite.serving.requests import (
     TEXT,
     WHOLE,
     Anything,
-    RequestError,
     check_fields,
     sampling,
 )
@@ -79,46 +78,30 @@ async def chat(model: Model, session: Session, body: Mapping[str, Any]) -> Answe
     kwargs = body.get("chat_template_kwargs") or {}
     if "chat_template" in kwargs:  # a template is a program, which could stop the server, or a run, for everybody
         raise RequestError("a request cannot bring a chat_template of its own", param="chat_template_kwargs")
-    ask = partial(session.chat, messages, tools, template_kwargs=kwargs)
-    chat_format = session.format
-    opened = chat_format.reasoning is not None and chat_format.opens_thinking(
-        chat_format.render(messages, tools, **kwargs)
-    )
-
-    def choice(index: int, given: SamplingParams) -> ChatChoice:
-        text = TextStream(chat_format, given.stop, opened=opened)
-        return ChatChoice(model, chat_format, index, given, text, top if body.get("logprobs") else None, body)
-
-    seeded = [_seeded(params, index) for index in range(body.get("n") or 1)]
-    choices = [choice(index, given) for index, given in enumerate(seeded)]
-    calls = [lambda on_tokens, given=given: ask(given, on_tokens=on_tokens) for given in seeded]
-    return await _answer(model, body, "chat.completion", calls, choices)
+    asked = [(session.turn(messages, tools, kwargs), _seeded(params, copy)) for copy in range(body.get("n") or 1)]
+    choices = ChatChoices(model.engine, session.format, body, params, top if body.get("logprobs") else None)
+    return await _answer(model, session, body, asked, choices)
 
 
 async def complete(model: Model, session: Session, body: Mapping[str, Any]) -> Answer:
     """``/v1/completions``."""
     check_fields(body, COMPLETION, NEUTRAL)
-    prompts = _prompts(body.get("prompt"), session.format)
+    prompts, copies = _prompts(body.get("prompt"), session.format), body.get("n") or 1
     wanted = body.get("max_tokens")
     wanted = COMPLETION_TOKENS if wanted is None else wanted
     if wanted < 0 or (wanted == 0 and not body.get("echo")):
         raise RequestError("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
-    if len(prompts) * (body.get("n") or 1) > MOST_RESPONSES:
+    if len(prompts) * copies > MOST_RESPONSES:
         raise RequestError(f"a request may ask for {MOST_RESPONSES} responses; send several", param="prompt")
     params = sampling({**body, "max_tokens": wanted or None}, session.defaults)
-    choices: list[Choice] = []
-    calls: list[Callable[..., Any]] = []
-    for prompt in prompts:
-        for copy in range(body.get("n") or 1):
-            given, text = _seeded(params, copy), TextStream(session.format, params.stop, raw=True)
-            choices.append(TextChoice(model, session.format, len(choices), given, text, body.get("logprobs"), body))
-            choices[-1].prompt_ids = prompt
-            calls.append(
-                (lambda on_tokens, prompt=prompt, given=given: session.complete(prompt, given, on_tokens=on_tokens))
-                if wanted
-                else lambda _, prompt=prompt: _nothing(prompt)
-            )
-    return await _answer(model, body, "text_completion", calls, choices)
+    asked = [
+        # nothing is sampled after a prompt that is only scored
+        (session.raw_turn(prompt) if wanted else Turn(0, None, (), "", prompt, finish_reason="length"), given)
+        for prompt in prompts
+        for given in (_seeded(params, copy) for copy in range(copies))
+    ]
+    choices = TextChoices(model.engine, session.format, body, params, body.get("logprobs"))
+    return await _answer(model, session, body, asked, choices)
 
 
 async def models(model: Model) -> dict[str, Any]:
@@ -214,44 +197,29 @@ def _prompts(prompt: Any, chat_format: ChatFormat) -> list[list[int]]:
     return found
 
 
-async def _nothing(prompt: list[int]) -> Turn:
-    return Turn(0, None, (), "", prompt, finish_reason="length")
-
-
 async def _answer(
-    model: Model, body: Mapping[str, Any], kind: str, calls: Sequence[Callable[..., Any]], choices: Sequence[Choice]
+    model: Model, session: Session, body: Mapping[str, Any], asked: Sequence[Asked], choices: Choices
 ) -> Answer:
-    """Make the calls, and answer with one choice each, whole or as a stream."""
-    prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
-    head = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model.name}
+    """Sample what is asked, and answer with one choice each, whole or as a stream."""
+    head = {"id": f"{choices.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
     if body.get("stream"):
-        return _stream(head, body, calls, choices)
-    turns: dict[int, Turn] = {}
-    async for new in news(calls, stream=False):
-        assert new.turn is not None
-        turns[new.index] = new.turn
-    said = [await choice.whole(turns[choice.index]) for choice in choices]
-    return {**head, "choices": said, "usage": usage(list(turns.values()))}
+        return _stream(head, session, body, asked, choices)
+    async with aclosing(parts(session, asked, stream=False)) as coming:
+        said = {part.index: await choices.whole(part) async for part in coming}
+    counts = usage([turn for turn, _ in asked])
+    return {**head, "object": choices.kind, "choices": [said[i] for i in range(len(asked))], "usage": counts}
 
 
 async def _stream(
-    head: dict[str, Any], body: Mapping[str, Any], calls: Sequence[Callable[..., Any]], choices: Sequence[Choice]
+    head: dict[str, Any], session: Session, body: Mapping[str, Any], asked: Sequence[Asked], choices: Choices
 ) -> AsyncGenerator[bytes]:
-    turns: list[Turn] = []
-    asked = (body.get("stream_options") or {}).get("include_usage")
-    rest: dict[str, Any] = {"usage": None} if asked else {}
-    if head["object"] == "chat.completion":
-        head = {**head, "object": "chat.completion.chunk"}
-    begun: set[int] = set()
-    async with aclosing(news(calls, stream=not any(choice.waits for choice in choices))) as coming:
-        async for new in coming:
-            if new.index not in begun and head["object"] != "text_completion":
-                first = {"index": new.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-                yield sse({**head, "choices": [first], **rest})
-            begun.add(new.index)
-            turns += [new.turn] if new.turn is not None else []
-            for part in await choices[new.index].parts(new):
-                yield sse({**head, "choices": [part], **rest})
-    if asked:
-        yield sse({**head, "choices": [], "usage": usage(turns)})
+    counts = (body.get("stream_options") or {}).get("include_usage")
+    rest: dict[str, Any] = {"usage": None} if counts else {}
+    head = {**head, "object": choices.chunk}
+    async with aclosing(parts(session, asked, stream=not choices.wait)) as coming:
+        async for part in coming:
+            for chunk in await choices.chunks(part):
+                yield sse({**head, "choices": [chunk], **rest})
+    if counts:
+        yield sse({**head, "choices": [], "usage": usage([turn for turn, _ in asked])})
     yield sse("[DONE]")

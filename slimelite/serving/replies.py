@@ -1,107 +1,121 @@
-"""Replies as they come: the turns of a request side by side, and the text that is certain before a reply has ended."""
+"""Replies as they come: the responses of a request side by side, and the text that is certain before one has ended."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
-from slimelite.engines.protocol import OnTokens
-from slimelite.serving.format import ChatFormat, Reply, before_stop
-from slimelite.serving.sessions import Turn
+from slimelite.engines.protocol import OnTokens, SamplingParams
+from slimelite.engines.sampling import Generating, news
+from slimelite.serving.format import ChatFormat, before_stop
+from slimelite.serving.sessions import Session, Sessions, Turn
+from slimelite.serving.tools import ToolCall
+
+# a response that is wanted: its turn, which has the prompt, and how it is sampled
+Asked = tuple[Turn, SamplingParams]
 
 
 @dataclass(frozen=True)
-class News:
-    """The next tokens of response number ``index``; ``turn``: it has ended."""
+class Model:
+    """What a front serves; ``name``: in its answers; ``created``: when it began [s since 1970]."""
+
+    name: str
+    sessions: Sessions
+    engine: Generating
+    created: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is new of response number ``index``: its text, and its tokens with their log-probs.
+
+    ``first``: nothing of the response came before; ``ended``: nothing comes after it, and ``turn`` has all of it. A
+    response that does not stream is one part.
+    """
 
     index: int
-    ids: Sequence[int] = ()
-    log_probs: Sequence[float] = ()
-    turn: Turn | None = None
+    turn: Turn
+    thinking: str
+    content: str
+    ids: Sequence[int]
+    log_probs: Sequence[float]
+    first: bool
+    ended: bool
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The tool calls, which come with the end."""
+        return self.turn.reply.tool_calls if self.ended else ()
 
 
-async def news(calls: Sequence[Callable[[OnTokens | None], Awaitable[Turn]]], *, stream: bool) -> AsyncGenerator[News]:
-    """Run ``calls`` side by side; yields their tokens if they ``stream``, and their turns when they end.
+async def parts(session: Session, asked: Sequence[Asked], *, stream: bool) -> AsyncGenerator[Part]:
+    """Sample what is ``asked`` side by side; yields the responses as they come if they ``stream``, else as they end.
 
-    Closing the generator, and the first error, cancel all of them.
+    A turn that has a finish reason already is not sampled. Closing the generator, and the first error, cancel all.
     """
-    queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
-    def listener(index: int) -> OnTokens | None:
-        return (lambda ids, log_probs: queue.put_nowait((index, (ids, log_probs)))) if stream else None
+    async def sample(turn: Turn, params: SamplingParams, on_tokens: OnTokens | None) -> Turn:
+        return turn if turn.finish_reason else await session.sample(turn, params, on_tokens)
 
-    def ended(index: int) -> Callable[[asyncio.Future[Turn]], None]:
-        return lambda task: queue.put_nowait((index, task))
-
-    tasks = [asyncio.ensure_future(call(listener(index))) for index, call in enumerate(calls)]
-    for index, task in enumerate(tasks):
-        task.add_done_callback(ended(index))
-    left = len(tasks)
-    try:
-        while left:
-            index, item = await queue.get()
-            if isinstance(item, tuple):
-                yield News(index, *item)
-            else:
-                left -= 1
-                yield News(index, turn=item.result())
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def sse(data: Any, event: str | None = None) -> bytes:
-    """A server-sent event."""
-    body = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-    return (f"event: {event}\n" if event else "").encode() + f"data: {body}\n\n".encode(errors="replace")
+    texts = [TextStream(session.format, turn, params.stop) for turn, params in asked]
+    silent = set(range(len(asked)))
+    async with aclosing(news([partial(sample, *one) for one in asked], stream=stream)) as coming:
+        async for new in coming:
+            turn, text, ended = asked[new.index][0], texts[new.index], new.result is not None
+            told = len(text.ids)
+            ids, log_probs = (turn.output_ids[told:], turn.log_probs[told:]) if ended else (new.ids, new.log_probs)
+            thinking, content = text.end() if ended else text.add(ids)
+            yield Part(new.index, turn, thinking, content, ids, log_probs, new.index in silent, ended)
+            silent.discard(new.index)
 
 
 class TextStream:
     """What of a reply can be shown while its tokens come: nothing of a tool call, a stop string, or half a character.
 
+    The reply to raw tokens is shown as it is, special tokens included.
+
     Args:
+        turn: what is sampled; it has its prompt.
         stops: stop strings.
-        opened: the prompt ends inside the thinking.
-        raw: show the text as it is, special tokens included, without looking for thinking and tool calls.
     """
 
-    def __init__(
-        self, chat_format: ChatFormat, stops: Sequence[str], *, opened: bool = False, raw: bool = False
-    ) -> None:
-        self._format, self._stops, self._opened = chat_format, stops, opened
-        self._thinking = None if raw else chat_format.reasoning
-        tools = None if raw else chat_format.tools
+    def __init__(self, chat_format: ChatFormat, turn: Turn, stops: Sequence[str]) -> None:
+        self._format, self._turn, self._stops = chat_format, turn, stops
+        self._raw = not turn.messages
+        self._thinking = None if self._raw else chat_format.reasoning
+        self._opened = chat_format.opens_thinking(turn.rendered)
+        tools = None if self._raw else chat_format.tools
         self._marks = (*stops, *(tools.begins if tools else ()))
-        self._ids: list[int] = []
         # tokens [0, _known) have text; those from _context on are decoded with the next ones, which may change it
+        self.ids: list[int] = []
         self._context = self._known = 0
         self._text = self._reasoning = self._content = ""
 
     def add(self, ids: Sequence[int]) -> tuple[str, str]:
         """(more of the thinking, more of the content) that the reply certainly has after these tokens."""
-        self._ids += ids
+        self.ids += ids
         self._decode()
         reasoning, content = self._certain()
         new = reasoning[len(self._reasoning) :], content[len(self._content) :]
         self._reasoning, self._content = self._reasoning + new[0], self._content + new[1]
         return new
 
-    def end(self, reply: Reply) -> tuple[str, str]:
-        """What is left to show of a reply that has ended."""
-        content = before_stop(reply.content, self._stops)
-        return _rest(reply.reasoning or "", self._reasoning), _rest(content, self._content)
+    def end(self) -> tuple[str, str]:
+        """What is left to show of the reply, which has ended."""
+        reply, ids = self._turn.reply, self._turn.output_ids
+        content = self._format.decode(self._format.without_end(ids)) if self._raw else reply.content
+        return _rest(reply.reasoning or "", self._reasoning), _rest(before_stop(content, self._stops), self._content)
 
     def _decode(self) -> None:
         """Decode the new tokens, but not an end that is an unfinished character or a token that ends replies."""
-        end = len(self._ids)
-        if end and self._ids[-1] in self._format.end_ids:
+        end = len(self.ids)
+        if end and self.ids[-1] in self._format.end_ids:
             end -= 1
-        whole = self._format.decode(self._ids[self._context : end])
+        whole = self._format.decode(self.ids[self._context : end])
         if end > self._known and not whole.endswith("�"):
-            self._text += whole[len(self._format.decode(self._ids[self._context : self._known])) :]
+            self._text += whole[len(self._format.decode(self.ids[self._context : self._known])) :]
             self._context, self._known = self._known, end
 
     def _certain(self) -> tuple[str, str]:

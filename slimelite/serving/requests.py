@@ -9,6 +9,7 @@ from typing import Any
 
 from slimelite.engines.checks import is_number, is_whole
 from slimelite.engines.protocol import SamplingParams
+from slimelite.http_server import RequestError
 from slimelite.text import is_text
 
 # most responses to one request
@@ -16,14 +17,6 @@ MOST_CHOICES = 128
 # most alternatives of a token that a request may ask for
 MOST_ALTERNATIVES = 20
 LARGEST = 2**63
-
-
-class RequestError(ValueError):
-    """A request that cannot be served: an HTTP ``status``, the ``param`` at fault, and OpenAI's ``code``."""
-
-    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
 
 
 class Anything:

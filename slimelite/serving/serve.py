@@ -11,12 +11,14 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slimelite.checkpoints import resolve_model
 from slimelite.engines.protocol import EngineInfo
 from slimelite.engines.registry import ENGINES, ServerAddress
+from slimelite.html import document
 from slimelite.registry import function
 from slimelite.serving.requests import is_loopback
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS
@@ -83,11 +85,11 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
     """
     from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
     from slimelite.engines.protocol import Codec
+    from slimelite.engines.sampling import engine_sampler
     from slimelite.model_files import has_weights
     from slimelite.serving.format import ChatFormat
-    from slimelite.serving.front import Front, engine_sampler
+    from slimelite.serving.front import Front
     from slimelite.serving.sessions import Sessions
-    from slimelite.serving.web import chat_page
 
     quiet_transformers()
     path = resolve_model(args.model)
@@ -107,6 +109,13 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
             yield Served(path, await front.start(), info, bool(tokenizer.chat_template))
         finally:
             await front.stop()
+
+
+def chat_page() -> str:
+    """The page to chat with the model: one HTML file that asks the server that it came from."""
+    folder = files("slimelite.serving") / "page"
+    scripts = [folder / name for name in ("tokens.js", "stream.js", "chat.js")]
+    return document(scripts, [folder / "chat.css"], "{}", asks=True)
 
 
 def _example(url: str, key: str | None, *, chats: bool) -> str:

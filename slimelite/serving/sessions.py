@@ -17,19 +17,17 @@ import hmac
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any
 
 from slimelite.engines.protocol import RESULT_TOKENS, GenerateRequest, GenerateResult, OnTokens, SamplingParams
+from slimelite.engines.sampling import Sampler
 from slimelite.per_token import held, joined
 from slimelite.sample import Sample, Status
 from slimelite.serving.format import ChatFormat, Message, Reply, Tools, before_stop, comparable
-
-# an engine, or the engines of a run; the second argument is given for a caller that shows tokens as they come
-Sampler = Callable[[GenerateRequest, OnTokens | None], Awaitable[GenerateResult]]
 
 
 class ContextFullError(ValueError):
@@ -45,8 +43,9 @@ class Turn:
     ``before``: the turn that it goes on from; None: it begins a branch. ``messages``: what it answers, with replies of
     the session as they were read from their tokens; empty for raw tokens. ``added_text``, ``added_ids``: what its
     prompt has after that of ``before`` and its output; a turn with its whole prompt would make long sessions too large.
-    ``sent``: what is `comparable` of the messages as the client sent them; ``heard``: of the reply as a client may send
-    it back, with and without its stop string. ``log_probs``, ``weight_versions``: one for each of ``output_ids``.
+    ``tools``: those that the model is shown. ``sent``: what is `comparable` of the messages as the client sent them;
+    ``heard``: of the reply as a client may send it back, with and without its stop string. ``log_probs``,
+    ``weight_versions``: one for each of ``output_ids``.
     ``finish_reason``: "stop", "length" or "abort". ``reward``: for the environment to set.
     """
 
@@ -56,6 +55,7 @@ class Turn:
     added_text: str = field(repr=False)
     added_ids: list[int] = field(repr=False)
     sent: tuple[Any, ...] = field(default=(), repr=False)
+    tools: Tools = field(default=None, repr=False)
     heard: tuple[Any, ...] = field(default=(), repr=False)
     output_ids: list[int] = field(default_factory=list, repr=False)
     log_probs: list[float] = field(default_factory=list, repr=False)
@@ -133,13 +133,7 @@ class Session:
         self._going.set()
 
     async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Tools = None,
-        params: SamplingParams | None = None,
-        *,
-        template_kwargs: Mapping[str, Any] | None = None,
-        on_tokens: OnTokens | None = None,
+        self, messages: Sequence[Message], tools: Tools = None, params: SamplingParams | None = None
     ) -> Turn:
         """Answer ``messages``.
 
@@ -150,31 +144,7 @@ class Session:
             ValueError: the chat template refuses the messages, or the engine the request.
             ContextFullError: the prompt leaves no room for a reply.
         """
-        turn = self._placed(messages, tools, template_kwargs or {})
-        await self._sample(turn, params or self.defaults, on_tokens, tools)
-        return turn
-
-    async def complete(
-        self, input_ids: Sequence[int], params: SamplingParams | None = None, *, on_tokens: OnTokens | None = None
-    ) -> Turn:
-        """Sample after raw tokens. A turn whose prompt and output they begin with is the parent.
-
-        Raises:
-            ValueError: the engine refuses the request.
-            ContextFullError: the prompt leaves no room for a reply.
-        """
-        ids, parent = list(input_ids), None
-        ends: dict[int | None, int] = {None: 0}  # number of a turn that the tokens begin with -> where it ends in them
-        for turn in self.turns:  # after the turn that it goes on from
-            begin = ends.get(turn.parent)
-            own = turn.own_ids
-            if begin is not None and ids[begin : begin + len(own)] == own:
-                ends[turn.number] = begin + len(own)
-                if parent is None or ends[turn.number] > ends[parent.number]:
-                    parent = turn
-        turn = Turn(self._next(), parent, (), "", ids[ends[parent.number] if parent is not None else 0 :])
-        await self._sample(turn, params or self.defaults, on_tokens, None)
-        return turn
+        return await self.sample(self.turn(messages, tools), params)
 
     def pause(self) -> None:
         """Let requests wait for `resume`. One that the engine aborts meanwhile goes on then, with the tokens it has."""
@@ -236,12 +206,15 @@ class Session:
                 branch.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
         return made
 
-    def _next(self) -> int:
-        self._begun += 1
-        return self._begun - 1
+    def turn(
+        self, messages: Sequence[Message], tools: Tools = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> Turn:
+        """The turn that answers ``messages``, with its place in the tree and its prompt; `sample` does the rest.
 
-    def _placed(self, messages: Sequence[Message], tools: Tools, template_kwargs: Mapping[str, Any]) -> Turn:
-        """The turn that answers ``messages``, with its place in the tree and its prompt."""
+        Raises:
+            ValueError: the chat template refuses the messages.
+        """
+        template_kwargs = template_kwargs or {}
         sent = tuple(comparable(message) for message in messages)
         before = [turn for turn in self.turns if turn.messages and _begins(messages, sent, turn)]
         before.sort(key=lambda turn: -len(turn.messages))
@@ -257,11 +230,29 @@ class Session:
             text, at = parent.rendered, len(parent.messages)
             added = self.format.continuation(text, rendered, parent.output_ids, whole, at, tools, **template_kwargs)
             if added is not None:
-                return Turn(self._next(), parent, whole, rendered[len(text) :], added, sent)
-        return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent)
+                return Turn(self._next(), parent, whole, rendered[len(text) :], added, sent, tools)
+        return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools)
 
-    async def _sample(self, turn: Turn, params: SamplingParams, on_tokens: OnTokens | None, tools: Tools) -> None:
-        """Fill ``turn`` with what the sampler gives, and add it to the session."""
+    def raw_turn(self, input_ids: Sequence[int]) -> Turn:
+        """The turn that goes on after raw tokens: from the longest turn whose prompt and output they begin with."""
+        ids, parent = list(input_ids), None
+        ends: dict[int | None, int] = {None: 0}  # number of a turn that the tokens begin with -> where it ends in them
+        for turn in self.turns:  # after the turn that it goes on from
+            begin = ends.get(turn.parent)
+            own = turn.own_ids
+            if begin is not None and ids[begin : begin + len(own)] == own:
+                ends[turn.number] = begin + len(own)
+                if parent is None or ends[turn.number] > ends[parent.number]:
+                    parent = turn
+        return Turn(self._next(), parent, (), "", ids[ends[parent.number] if parent is not None else 0 :])
+
+    def _next(self) -> int:
+        self._begun += 1
+        return self._begun - 1
+
+    async def sample(self, turn: Turn, params: SamplingParams | None = None, on_tokens: OnTokens | None = None) -> Turn:
+        """Fill a new ``turn`` with what the sampler gives, add it to the session, and return it; see `chat`."""
+        params = params or self.defaults
         prompt_ids = turn.prompt_ids
         room = self.max_context_len - len(prompt_ids)
         if room <= 0:
@@ -282,12 +273,13 @@ class Session:
         turn.weight_versions = result.weight_versions
         turn.finish_reason, turn.cached_tokens = result.finish_reason, result.cached_tokens
         opened = self.format.opens_thinking(turn.rendered)
-        turn.reply = self.format.reply(turn.output_ids, tools, opened=opened, salt=str(turn.number))
+        turn.reply = self.format.reply(turn.output_ids, turn.tools, opened=opened, salt=str(turn.number))
         said = turn.reply.message()
         shown = {**said, "content": before_stop(turn.reply.content, params.stop)}
         turn.heard = comparable(said), comparable(shown)
         self.turns.append(turn)
         self.used = time.monotonic()
+        return turn
 
     async def _whole(
         self, turn: Turn, prompt_ids: list[int], params: SamplingParams, on_tokens: OnTokens | None

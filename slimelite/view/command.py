@@ -7,84 +7,58 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """One command: what it does and an example for the list of commands; ``run`` takes its arguments.
+    """One command: what it does and an example for the list of commands; ``module``: its ``main`` takes the arguments.
 
     ``connects``: it has network connections, and must not end when the other end of one has gone.
     """
 
     summary: str
     example: str
-    run: Callable[[Sequence[str]], int]
+    module: str
     connects: bool = False
-
-
-def _plot(argv: Sequence[str]) -> int:
-    from slimelite.view.plot import main
-
-    return main(argv)
-
-
-def _view(argv: Sequence[str]) -> int:
-    from slimelite.view.page import main
-
-    return main(argv)
-
-
-def _compare(argv: Sequence[str]) -> int:
-    from slimelite.view.compare import main
-
-    return main(argv)
-
-
-def _serve(argv: Sequence[str]) -> int:
-    from slimelite.serving.serve import main
-
-    return main(argv)
-
-
-def _eval(argv: Sequence[str]) -> int:
-    from slimelite.view.evaluate import main
-
-    return main(argv)
-
-
-def _chat(argv: Sequence[str]) -> int:
-    from slimelite.serving.chat import main
-
-    return main(argv)
 
 
 COMMANDS = {
     "view": Command(
-        "write one HTML page that shows runs: curves, times, flags", "slimelite view runs/a runs/b -o two.html", _view
+        "write one HTML page that shows runs: curves, times, flags",
+        "slimelite view runs/a runs/b -o two.html",
+        "slimelite.view.page",
     ),
     "compare": Command(
         "a table of runs: flags that differ, scores with a paired test, tokens, time",
         "slimelite compare runs/a runs/b",
-        _compare,
+        "slimelite.view.compare",
     ),
     "plot": Command(
-        "draw the curves of runs as a PNG", "slimelite plot runs/a runs/b --metric eval/gsm8k -o two.png", _plot
+        "draw the curves of runs as a PNG",
+        "slimelite plot runs/a runs/b --metric eval/gsm8k -o two.png",
+        "slimelite.view.plot",
     ),
     "serve": Command(
         "put a model behind the APIs of OpenAI, Anthropic and SGLang, with sessions that keep exact tokens",
         "slimelite serve runs/a --port 8000 --web",
-        _serve,
+        "slimelite.serving.serve",
         connects=True,
     ),
     "eval": Command(
         "score models on tasks such as gsm8k, mmlu, humaneval, and test whether they differ",
         "slimelite eval model-a model-b --tasks gsm8k,mmlu --data data",
-        _eval,
+        "slimelite.view.evaluate",
         connects=True,
     ),
-    "chat": Command("talk to a model, or to a server, in the terminal", "slimelite chat runs/a", _chat, connects=True),
+    "chat": Command(
+        "talk to a model, or to a server, in the terminal",
+        "slimelite chat runs/a",
+        "slimelite.serving.chat",
+        connects=True,
+    ),
 }
 
 
@@ -106,7 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"slimelite: there is no command {name}{meant}\n\n{_help()}", file=sys.stderr)
         return 2
     try:
-        return COMMANDS[name].run(rest)
+        status: int = import_module(COMMANDS[name].module).main(rest)
+        return status
     except (ValueError, OSError) as error:
         print("\n".join(f"slimelite {name}: {line}" for line in str(error).splitlines()), file=sys.stderr)
         return 1

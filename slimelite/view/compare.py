@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -49,20 +49,29 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(found: Facts) -> None:
-    """Print the table: as wide as the terminal, or as wide as it needs to be where there is none."""
+    """Print the table of `comparison`."""
+    print_table([run["name"] for run in found["runs"]], _blocks(found), [_footnote(found)])
+
+
+def print_table(names: Sequence[str], blocks: Iterable[Iterable[Row]], notes: Sequence[str]) -> None:
+    """Print rows with a column for each of ``names``, and notes below; blocks stand apart.
+
+    The table is as wide as the terminal, or as wide as it needs to be where there is none.
+    """
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 10**4
     table = Table(box=box.SIMPLE, show_edge=False)
     table.add_column("", overflow="fold", min_width=26)
-    for run in found["runs"]:
-        table.add_column(Text(run["name"]), overflow="fold")
-    for rows in _blocks(found):
+    for name in names:
+        table.add_column(Text(name), overflow="fold")
+    for rows in blocks:
         table.add_section()
         for title, cells in rows:
             table.add_row(Text(title, "bold"), *map(Text, cells))
     console.print(table)
-    console.print(Text(_footnote(found), "dim"))
+    for note in notes:
+        console.print(Text(note, "dim"))
 
 
 def markdown(found: Facts) -> str:

@@ -8,16 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from slimelite.arguments.tasks import shipped_tasks
 from slimelite.checkpoints import resolve_model
 from slimelite.evaluate import Results, check, evaluate, evaluation_args
 from slimelite.lifecycle import StopSignals
-from slimelite.view.compare import score_text, test_text
+from slimelite.view.compare import Row, print_table, score_text, test_text
 from slimelite.view.comparison import TEST, Facts, against
 from slimelite.view.run import read_runs
 
@@ -120,23 +115,17 @@ def _facts(names: Sequence[str], folders: Sequence[str], results: Sequence[Resul
 
 
 def _show(found: Facts) -> None:
-    console, models = Console(highlight=False, markup=False, emoji=False), found["models"]
-    if not console.is_terminal:
-        console.width = 10**4
-    table = Table(box=box.SIMPLE, show_edge=False)
-    table.add_column("")
-    for model in models:
-        table.add_column(Text(model["name"]), overflow="fold")
-    for task in models[0]["tasks"]:
-        for title, cells in _rows(models, task):
-            table.add_row(Text(title, "bold"), *map(Text, cells))
-    console.print(table)
+    models = found["models"]
     tests = f" p: {found['test']}." if len(models) > 1 else ""
-    console.print(Text(f"±: standard error, clustered by prompt.{tests}", "dim"))
-    console.print(Text("look at the answers: slimelite view " + " ".join(model["folder"] for model in models), "dim"))
+    notes = [
+        f"±: standard error, clustered by prompt.{tests}",
+        "look at the answers: slimelite view " + " ".join(model["folder"] for model in models),
+    ]
+    rows = [row for task in models[0]["tasks"] for row in _rows(models, task)]
+    print_table([model["name"] for model in models], [rows], notes)
 
 
-def _rows(models: Sequence[Facts], task: str) -> Iterator[tuple[str, list[str]]]:
+def _rows(models: Sequence[Facts], task: str) -> Iterator[Row]:
     """The score on a task, pass@k, what was cut off or is missing in it, and the difference to the first model."""
     metrics = [model["tasks"][task]["metrics"] for model in models]
     score = f"eval/{task}"

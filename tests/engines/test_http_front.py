@@ -192,7 +192,6 @@ def test_abort_by_id_by_all_and_by_hanging_up(folder: Path) -> None:
         ({"input_ids": PROMPT, "sampling_params": {"n": 4}}, "n=4"),
         ({"input_ids": PROMPT, "sampling_params": {"json_schema": "{}"}}, "json_schema"),
         ({"input_ids": [PROMPT, PROMPT]}, "one list"),
-        ({"input_ids": PROMPT, "stream": True}, "stream"),
         ({}, "input_ids"),
         ({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}}, "logprob_start_len"),
         ({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5000}}, "2000"),

@@ -11,9 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from slimelite.engines.embedded.engine import EmbeddedEngine
-from slimelite.engines.protocol import GenerateRequest, GenerateResult
+from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
+from slimelite.engines.sampling import Sampler
 from slimelite.serving.format import ChatFormat
-from slimelite.serving.sessions import OnTokens, Sampler, Sessions
+from slimelite.serving.sessions import Sessions
 
 # the tokens that these models were trained with as one token, by whether they are special
 MARKS = {

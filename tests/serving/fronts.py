@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 import aiohttp
 
 from slimelite.engines.embedded.engine import EmbeddedEngine
-from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult
+from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens
+from slimelite.engines.sampling import engine_sampler
 from slimelite.serving.format import ChatFormat
-from slimelite.serving.front import Front, engine_sampler
-from slimelite.serving.sessions import OnTokens, Sessions
+from slimelite.serving.front import Front
+from slimelite.serving.sessions import Sessions
 from tests.serving.chat import Scripted, tokenizer
 
 T = TypeVar("T")

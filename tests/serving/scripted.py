@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens, Scores
+from slimelite.engines.sampling import engine_sampler
 from slimelite.serving.format import ChatFormat
-from slimelite.serving.front import Front, engine_sampler
+from slimelite.serving.front import Front
+from slimelite.serving.serve import chat_page
 from slimelite.serving.sessions import Sessions
-from slimelite.serving.web import chat_page
 from slimelite.threads import LoopThread
 from tests.serving.chat import tokenizer
 

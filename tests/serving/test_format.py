@@ -166,7 +166,7 @@ def test_sub_agents_compaction_and_second_answers_are_branches() -> None:
         agent = await session.chat([{"role": "system", "content": "help"}, ASK])
         short = await session.chat([{"role": "user", "content": "so far: abc"}])
         other = await session.chat([ASK], [TOOL])
-        raw = await session.complete([*deeper.token_ids, 5, 6])
+        raw = await session.sample(session.raw_turn([*deeper.token_ids, 5, 6]))
         return [turn.parent for turn in (first, *again, deeper, agent, short, other, raw)]
 
     assert asyncio.run(run()) == [None, 0, 0, 2, None, None, None, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Sessions
 from tests.engines.tiny_models import greedy, log_probs
 from tests.serving.chat import TOOL, build, tokenizer
-from tests.serving.fronts import engine_front, run, scripted_front
+from tests.serving.fronts import Asking, engine_front, run, scripted_front
 
 ASK = [{"role": "user", "content": "What is it?"}]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "a bc"}}\n</tool_call>'
@@ -227,6 +228,71 @@ def test_completions_of_texts_ids_and_several_with_streams(folder: Path, model: 
     run(scenario())
 
 
+def test_generate_streams_all_tokens_so_far_as_sglang_does(folder: Path) -> None:
+    params = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
+    body = {"input_ids": IDS, "sampling_params": params, "return_logprob": True, "rid": "mine"}
+
+    async def scenario() -> None:
+        async with engine_front(folder) as (ask, _):
+            _, whole = await ask("/generate", body)
+            _, session = await ask("/sessions", {})
+            agent = Asking(ask.http, ask.url + session["path"], session["key"])
+            for asker in (ask, agent):
+                *parts, last = await asker.stream("/generate", body)
+                assert len(parts) > 10, "it came in one piece"
+                for part in parts:
+                    meta, count = part["meta_info"], len(part["output_ids"])
+                    assert (meta["id"], meta["finish_reason"], meta["completion_tokens"]) == ("mine", None, count)
+                    assert part["output_ids"] == whole["output_ids"][:count]
+                    assert whole["text"].startswith(part["text"])
+                    assert [token for _, token, _ in meta["output_token_logprobs"]] == part["output_ids"]
+                found, expected = (
+                    [log_prob for log_prob, *_ in each["meta_info"].pop("output_token_logprobs")]
+                    for each in (last, copy.deepcopy(whole))
+                )
+                assert found == pytest.approx(expected, abs=1e-5)
+                last["meta_info"]["cached_tokens"] = whole["meta_info"]["cached_tokens"]
+                last["meta_info"]["output_token_logprobs"] = whole["meta_info"]["output_token_logprobs"]
+                assert last == whole
+            status, said = await ask("/generate", {**body, "stream": True, "input_ids": [10**6]})
+            assert (status, "token" in said["error"]["message"]) == (400, True), said
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("family", "thinking", "prompt_ends"),
+    [
+        ("qwen3", {"type": "enabled", "budget_tokens": 1024}, "<|im_start|>assistant\n"),
+        ("qwen3", {"type": "disabled"}, "<think>\n\n</think>\n\n"),
+        ("qwen3.5", {"type": "enabled"}, "<think>\n"),
+        ("qwen3.5", {"type": "adaptive"}, "<think>\n"),
+        ("qwen3.5", {"type": "disabled"}, "</think>\n\n"),
+        ("llama3", {"type": "disabled"}, "assistant\n\n"),
+        ("llama3", {"type": "enabled"}, None),
+        ("qwen3", {"type": "often"}, None),
+    ],
+)
+def test_anthropics_thinking_sets_the_templates_switch(
+    family: str, thinking: dict[str, Any], prompt_ends: str | None
+) -> None:
+    body = {"messages": ASK, "thinking": thinking}
+
+    async def scenario() -> None:
+        async with scripted_front(family, "It is 42.<|im_end|>") as (ask, engine):
+            status, said = await ask("/v1/messages", {**body, "max_tokens": 100})
+            counted, count = await ask("/v1/messages/count_tokens", body)
+            if prompt_ends is None:
+                assert (status, counted, "thinking" in said["error"]["message"]) == (400, 400, True)
+                return
+            assert (status, counted) == (200, 200), said
+            ids = engine.requests[0].input_ids
+            assert engine.format.decode(ids).endswith(prompt_ends)
+            assert len(ids) == count["input_tokens"]
+
+    run(scenario())
+
+
 def test_several_choices_and_seeds(folder: Path) -> None:
     body = {"messages": ASK, "max_tokens": 8, "n": 3, "seed": 5, "return_token_ids": True, "ignore_eos": True}
 
@@ -262,8 +328,8 @@ def test_a_reply_to_a_schema_begins_anew_after_a_pause_and_others_go_on() -> Non
             return GenerateResult(request.request_id, [*request.input_ids[-1:], 9], [-1.0] * 2, [1] * 2, "stop")
 
         session = Sessions(chat_format, sampler, 100).open("one")
-        heard = (lambda *_: None) if streams else None
-        asked = asyncio.ensure_future(session.complete([7], SamplingParams(5, json_schema=schema), on_tokens=heard))
+        heard, params = (lambda *_: None) if streams else None, SamplingParams(5, json_schema=schema)
+        asked = asyncio.ensure_future(session.sample(session.raw_turn([7]), params, heard))
         await asyncio.sleep(0.01)
         session.resume()
         return list((await asked).output_ids)

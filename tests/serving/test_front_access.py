@@ -163,7 +163,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/messages", {**CHAT, "tool_choice": {"type": "any"}}, "tool_choice"),
     ("/v1/messages", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
     ("/v1/messages", {**CHAT, "stop": ["a"]}, "stop"),
-    ("/generate", {"text": "a", "stream": True}, "stream"),
     *(("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: "x"}}, "template") for name in
       ("chat_template", "conversation", "messages", "tools", "self")),
     ("/v1/completions", {"prompt": [[65]] * 33, "n": 128}, "4096"),

@@ -53,7 +53,7 @@ def test_ten_turns_have_the_trainers_log_probs_across_an_update_inside_a_turn(mo
         for number in range(10):
             params = SamplingParams(max_new_tokens=24, ignore_eos=number == 5)
             if number == 5:
-                answer = asyncio.create_task(session.chat(messages, params=params, on_tokens=lambda *_: begun.set()))
+                answer = asyncio.create_task(session.sample(session.turn(messages), params, lambda *_: begun.set()))
                 await begun.wait()
                 session.pause()
                 await engine.abort()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.view.command import COMMANDS, Command, main
+from slimelite.view.command import COMMANDS, main
 
 
 def test_help_lists_every_command_with_an_example_and_loads_next_to_nothing() -> None:
@@ -45,7 +45,7 @@ def test_ctrl_c_is_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch:
     def interrupted(_: Sequence[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(COMMANDS, "plot", Command("", "", interrupted))
+    monkeypatch.setattr("slimelite.view.plot.main", interrupted)
     assert main(["plot"]) == 130
     assert capsys.readouterr().err == "\n"
 

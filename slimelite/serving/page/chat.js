@@ -39,7 +39,7 @@ function build() {
     el("footer", {}, el("div", {}, el("div", { class: "compose" }, ui.text, ui.send),
       el("p", { class: "dim small" }, "Enter sends, Shift+Enter begins a line, Esc stops, ↑ edits the last message"))));
   addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
-  tokenBox(ui.list, learn);
+  tokenBox(ui.list, ({ piece }) => piece.tokens.map(tokenNumbers), learn);
 }
 
 function typed(event) {

@@ -145,55 +145,13 @@ function tokensElement(samples, opened, measures, query) {
   };
   const firstHit = hits.length ? starts.findIndex((start) => start >= hits[0][1]) : 0;
   draw(Math.max(STEP, firstHit + 200));
-  tokenBox(root, samples, tokens, measures, () => drawn);
+  tokenBox(root, ({ span }) => span.tokens.map((k) => tokenNumbers(samples, tokens, measures, span, k)));
   return { root, paint };
 }
 
 /** A text with a sign for each line break, which would be invisible as a token. */
 function breaksShown(text) {
   return text.split("\n").flatMap((part, i) => [...(i ? [el("i", { class: "break" }), "\n"] : []), ...textNodes(part)]);
-}
-
-/** The box of numbers: follows the pointer, and the arrow keys while the response has the focus. */
-function tokenBox(root, samples, tokens, measures, drawn) {
-  const box = el("div", { class: "token-box", role: "tooltip", hidden: true });
-  let at = null;
-  const hide = () => {
-    at?.classList.remove("at");
-    at = null;
-    box.hidden = true;
-  };
-  const show = (node) => {
-    at?.classList.remove("at");
-    at = node;
-    node.classList.add("at");
-    box.replaceChildren(...node.span.tokens.map((k) => tokenNumbers(samples, tokens, measures, node.span, k)));
-    if (!box.isConnected) root.parentElement.append(box);
-    box.hidden = false;
-    const area = node.getClientRects()[0] ?? node.getBoundingClientRect();
-    const left = Math.max(0, Math.min(area.left, innerWidth - box.offsetWidth - 16));
-    const below = area.bottom + box.offsetHeight + 12 < innerHeight;
-    box.style.setProperty("left", `${left}px`);
-    box.style.setProperty("top", `${below ? area.bottom + 6 : Math.max(0, area.top - box.offsetHeight - 6)}px`);
-  };
-  root.addEventListener("pointerover", (event) => {
-    const node = event.target.closest?.("b.token");
-    if (node?.span) show(node);
-  });
-  root.addEventListener("pointerleave", hide);
-  root.addEventListener("blur", hide);
-  root.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (event.key === "Escape") hide();
-    if (!step) return;
-    event.preventDefault();
-    const nodes = drawn();
-    const i = at ? nodes.indexOf(at) + step : step > 0 ? 0 : nodes.length - 1;
-    if (nodes[i]) {
-      nodes[i].scrollIntoView({ block: "nearest" });
-      show(nodes[i]);
-    }
-  });
 }
 
 /** All numbers of one token. */

@@ -21,10 +21,11 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from slimelite.engines.protocol import GenerateRequest, GenerateResult
+from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
+from slimelite.engines.sampling import engine_sampler
 from slimelite.serving.format import ChatFormat
-from slimelite.serving.front import Front, engine_sampler
-from slimelite.serving.sessions import OnTokens, Sessions
+from slimelite.serving.front import Front
+from slimelite.serving.sessions import Sessions
 from tests.serving.chat import build, spell, tokenizer
 from tests.serving.fronts import Speaking, engine_front, event
 

@@ -1,0 +1,76 @@
+"""Sampling for callers that show tokens as they come: from one engine, and several responses side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens, Scores, Streaming
+
+T = TypeVar("T")
+# an engine, or the engines of a run; the second argument is given for a caller that shows tokens as they come
+Sampler = Callable[[GenerateRequest, OnTokens | None], Awaitable[GenerateResult]]
+
+
+class Generating(Protocol):
+    """The part of `Engine` that requests of clients need."""
+
+    async def info(self) -> EngineInfo: ...
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]: ...
+
+    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores: ...
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None: ...
+
+
+def engine_sampler(engine: Generating) -> Sampler:
+    """One engine as a sampler; it streams where it can."""
+
+    async def sample(request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
+        if on_tokens is not None and isinstance(engine, Streaming):
+            return await engine.stream(request, on_tokens)
+        (result,) = await engine.generate([request])
+        return result
+
+    return sample
+
+
+@dataclass(frozen=True)
+class News(Generic[T]):
+    """The next tokens of response number ``index``, with their log-probs, or its ``result``."""
+
+    index: int
+    ids: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
+    result: T | None = None
+
+
+async def news(calls: Sequence[Callable[[OnTokens | None], Awaitable[T]]], *, stream: bool) -> AsyncGenerator[News[T]]:
+    """Make ``calls`` side by side; yields their tokens if they ``stream``, and their results when they end.
+
+    Closing the generator, and the first error, cancel all of them.
+    """
+    queue: asyncio.Queue[News[asyncio.Future[T]]] = asyncio.Queue()
+
+    def begun(index: int, call: Callable[[OnTokens | None], Awaitable[T]]) -> asyncio.Future[T]:
+        hear = lambda ids, log_probs: queue.put_nowait(News(index, ids, log_probs))  # noqa: E731
+        task = asyncio.ensure_future(call(hear if stream else None))
+        task.add_done_callback(lambda task: queue.put_nowait(News(index, result=task)))
+        return task
+
+    tasks = [begun(index, call) for index, call in enumerate(calls)]
+    left = len(tasks)
+    try:
+        while left:
+            new = await queue.get()
+            if new.result is None:
+                yield News(new.index, new.ids, new.log_probs)
+            else:
+                left -= 1
+                yield News(new.index, result=new.result.result())
+    finally:
+        for task in tasks:
+            task.cancel()
