@@ -2,7 +2,7 @@
 
 ``memory``: three models under four settings, their trainers simulated on one of eight GPUs that are not there
 (tests/gpu_sim; a C++ compiler builds its guard). ``host``: three smaller models on this machine's CPU: peak of resident
-memory, and CPU-seconds of a step after a calibration of two seconds.
+memory, and CPU-seconds of a step after a calibration of two seconds. A third word names one model, a fourth one setting.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "LoRA": {"gradient_checkpointing": True, "lora_rank": RANK},
     "offload": {"gradient_checkpointing": True, "fsdp_cpu_offload": True},
 }
+# on a CPU nothing can be offloaded: weights and moments are in host memory
+ON_CPU = {name: flags for name, flags in SETTINGS.items() if name != "offload"}
+ON_CPU["LoRA, no checkpointing"] = {"lora_rank": RANK}
 # layers, hidden, inner, heads, key/value heads, vocabulary of models that a CPU trains in seconds: SmolLM2-135M and two
 SMALL = {"SmolLM2-135M": (30, 576, 1536, 9, 3, 49152), "8 x 512": (8, 512, 2048, 8, 4, 32000)}
 SMALL["4 x 1024"] = (4, 1024, 2816, 16, 4, 16000)
@@ -84,9 +87,9 @@ def host(only: str = "", setting: str = "") -> None:
     print("| model | setting | predicted GB | peak GB | ratio | predicted s | CPU-s | ratio |")
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     for model in [only] if only else SMALL:
-        for name in [setting] if setting else ("full", "checkpointing", "LoRA"):
+        for name in [setting] if setting else ON_CPU:
             device = measured_cpu(1, 1.0)
-            load = load_of(small(model), ROWS // 2 * (HERE + HERE), SETTINGS[name], width=4)
+            load = load_of(small(model), ROWS // 2 * (HERE + HERE), ON_CPU[name], width=4)
             seconds = train(load, Work(ROWS, 1, HERE, HERE, 1, shares=False), 1, device).seconds(device)
             command = [sys.executable, __file__, "one", model, name]
             spent, resident = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-2:]
@@ -100,28 +103,30 @@ def one(model: str, setting: str) -> None:
     from slimelite.training.trainer import Trainer
 
     torch.set_num_threads(1)
+    rng, samples = np.random.default_rng(0), []
+    for index in range(ROWS):
+        sample = Sample(group_index=index, index=index, reward=0.0, tokens=rng.integers(0, 1000, HERE).tolist())
+        sample.append_response_tokens(rng.integers(0, 1000, HERE).tolist(), log_probs=[-1.0] * HERE)
+        samples.append([sample])
+    table = SampleTable.from_samples(samples)
+    table.advantage = rng.normal(size=ROWS)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config(model)))
-        given = {
-            "num_rollout": 9,
-            "num_steps_per_rollout": 1,
-            "global_batch_size": ROWS,
-            "rollout_max_response_len": HERE,
-        }
-        given |= {
-            "use_dynamic_batch_size": True,
-            "max_tokens_per_gpu": ROWS // 2 * 2 * HERE,
-            "reduce_once_a_step": False,
-        }
-        given |= {"token_stats": "none", "rollout_temperature": 1.0}
-        rng, samples = np.random.default_rng(0), []
-        for index in range(ROWS):
-            sample = Sample(group_index=index, index=index, reward=0.0, tokens=rng.integers(0, 1000, HERE).tolist())
-            sample.append_response_tokens(rng.integers(0, 1000, HERE).tolist(), log_probs=[-1.0] * HERE)
-            samples.append([sample])
-        table = SampleTable.from_samples(samples)
-        table.advantage = rng.normal(size=ROWS)
-        with closing(Trainer(Args(hf_checkpoint=folder, device="cpu", **given | SETTINGS[setting]))) as trainer:
+        args = Args(
+            hf_checkpoint=folder,
+            device="cpu",
+            num_rollout=9,
+            num_steps_per_rollout=1,
+            global_batch_size=ROWS,
+            rollout_max_response_len=HERE,
+            rollout_temperature=1.0,
+            use_dynamic_batch_size=True,
+            max_tokens_per_gpu=ROWS // 2 * 2 * HERE,
+            reduce_once_a_step=False,
+            token_stats="none",
+            **ON_CPU[setting],
+        )
+        with closing(Trainer(args)) as trainer:
             trainer.train(0, table)
             began = time.process_time()
             trainer.train(1, table)

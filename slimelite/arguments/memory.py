@@ -66,13 +66,13 @@ def training_load(args: Args) -> Load | str:
         shapes,
         tokens,
         shards=max(1, ranks // args.dp_replicate_size),
-        models=2 if args.use_critic else 1,
         checkpointing=bool(args.gradient_checkpointing),
         selective=args.recomputes_selectively,
         whole_grads=args.reduce_once_a_step and ranks > 1,
         on_host=args.fsdp_cpu_offload,
         width=2 if args.device == "cuda" else 4,
-        lora=shapes.adapter(args.lora_rank) if args.lora_rank else 0,
+        lora=shapes.adapter(args.lora_rank),
+        critic=shapes.adapter(args.critic_lora_rank) if args.use_critic else None,
         # with adapters the reference is the policy without them
         others=int(args.use_reference and not args.lora_rank) + int(args.use_opd and args.opd_type == "trainer"),
     )

@@ -34,13 +34,13 @@ class Load:
         shapes: of the model.
         tokens: of a micro-batch.
         shards: number of ranks that share one copy of the model.
-        models: that are trained: 2 for policy and critic of the same size.
         checkpointing: layers keep only their input and are recomputed in backward.
         selective: with ``checkpointing``, layers also keep what matrix products and attention return.
         whole_grads: gradients stay whole on every rank until the step's last micro-batch.
         single: a step has one micro-batch, so that no gradient of an earlier one is held.
         on_host: weights and optimizer state stay in host memory (``--fsdp-cpu-offload``).
         lora: parameters of adapters, which alone are trained; 0: all parameters are.
+        critic: the same of a critic of the policy's size, which is trained in turn with it; None: there is none.
         width: bytes of a number in forward and backward: 2 on a GPU, 4 on a CPU.
         others: frozen models, such as a reference, that take turns on the device.
         targets: response tokens of the micro-batch; 0: all of its tokens are counted.
@@ -49,26 +49,37 @@ class Load:
     shapes: Shapes
     tokens: int
     shards: int = 1
-    models: int = 1
     checkpointing: bool = False
     selective: bool = False
     whole_grads: bool = False
     single: bool = False
     on_host: bool = False
     lora: int = 0
+    critic: int | None = None
     width: int = 2
     others: int = 0
     targets: int = 0
 
     @property
+    def learners(self) -> list[Load]:
+        """Of the policy and the critic, each alone."""
+        critic = [] if self.critic is None else [replace(self, lora=self.critic, critic=None)]
+        return [replace(self, critic=None), *critic]
+
+    @property
     def trained(self) -> int:
         """Parameters that have gradients and optimizer state."""
-        return self.lora or self.shapes.parameters
+        return sum(each.lora or each.shapes.parameters for each in self.learners)
+
+    def adapted(self, rank: int) -> Load:
+        """The same with adapters of ``rank`` for policy and critic."""
+        adapter = self.shapes.adapter(rank)
+        return replace(self, lora=adapter, critic=None if self.critic is None else adapter)
 
     def state(self) -> Parts:
         """What stays between steps: fp32 weights and AdamW's moments; frozen weights have ``width`` bytes."""
-        share = 0 if self.on_host else self.models / self.shards
-        frozen = self.width * self.shapes.parameters if self.lora else 0
+        share = 0 if self.on_host else 1 / self.shards
+        frozen = sum(each.width * each.shapes.parameters for each in self.learners if each.lora)
         return {"weights": share * (frozen + 4 * self.trained), "optimizer": share * 8 * self.trained}
 
     def process(self) -> float:
@@ -79,7 +90,7 @@ class Load:
 
     def train(self) -> Parts:
         """The peak of an optimizer step, whichever moment of it that is."""
-        return max(self._moments(), key=total)
+        return self.state() | max((moment for each in self.learners for moment in each._moments()), key=total)
 
     def log_probs(self) -> Parts:
         """The peak of a pass without gradients; a frozen model's weights are then beside the trainer's."""
@@ -91,14 +102,24 @@ class Load:
         frozen = w * s.parameters / self.shards if self.others else 0
         return self.state() | moment | {"reference": frozen}
 
-    def sync(self, bucket: float, *, offloaded: bool) -> Parts:
-        """The peak of a weight sync: a bucket of about ``bucket`` bytes, and the tensor that is being gathered."""
+    def pushed(self, *, alone: bool) -> float:
+        """Bytes of a weight sync: all weights; the layers' matrices, with adapters merged into them; or the adapters
+        ``alone``, in fp32.
+        """
+        s = self.shapes
+        return 4 * self.lora if alone else self.width * (s.layers * s.layer if self.lora else s.parameters)
+
+    def sync(self, bucket: float, *, alone: bool) -> Parts:
+        """The peak of a weight sync beside the trainer's state: a bucket of about ``bucket`` bytes, and the tensor that
+        is being gathered. The first sync sends all weights, unless adapters travel ``alone``, in one bucket.
+        """
         s, w = self.shapes, self.width
+        if alone:
+            return {"buffers": self.pushed(alone=True)}
         largest_one = w * s.head
         size = max(bucket, largest_one) if s.tied else bucket + largest_one  # an LM head of its own comes last
         gathering = 6 * s.head / self.shards + (2 * largest_one if self.shards > 1 else 0)
-        state: Parts = {} if offloaded else self.state()
-        return state | {"buffers": min(size, w * s.parameters), "gathered": gathering}
+        return {"buffers": min(size, w * s.parameters), "gathered": gathering}
 
     def _gather(self) -> Parts:
         """As a pass begins, embedding and head are copied from the buffer in which they were gathered."""
@@ -153,7 +174,7 @@ class Load:
         }
         end = {"activations": states, "gathered": 0, "gradients": full * (4 + w) * s.outer + sharded}
         begin = self._gather() | {"gradients": held}
-        return [self.state() | moment for moment in (begin, in_head, first_layers, last_layers, end)]
+        return [begin, in_head, first_layers, last_layers, end]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,12 @@ LORA_RANK = 16
 # sequences that an engine decodes at once, unless a flag says it: the embedded engine's default, and about SGLang's
 SEQUENCES = {False: 64, True: 256}
 WORLDS = (1, 8, 64, 256, 1024)
+# what is not known of a run -> what makes it known
+UNKNOWN = {
+    "the model's shapes are": "give a folder with a config.json, of a decoder with attention in each layer",
+    "the longest micro-batch is": "--rollout-max-prompt-len or --use-dynamic-batch-size bounds it",
+    "the GPUs' memory is": "--plan-gpu h100:8 names GPUs",
+}
 # prompt tokens, where no flag bounds them
 PROMPT = 512
 
@@ -87,8 +93,8 @@ class Plan:
             found["train"] = _sum(load.train(), kept)
         if self.ranks and self.engines:
             weights = {"weights": serving["weights"]} if together else {}
-            pushed = load.sync(args.update_weight_buffer_size, offloaded=bool(args.offload_train))
-            found["sync"] = _sum(pushed, kept or weights)
+            sending = load.sync(args.update_weight_buffer_size, alone=args.sends_adapter)
+            found["sync"] = _sum({} if args.offload_train else load.state(), sending, kept or weights)
         if self.shared:
             others = 0 if args.launcher == "local" else 2 + self.engines
             processes = {"processes": BASE * others + (self.ranks * load.process() or BASE)}
@@ -101,24 +107,27 @@ class Plan:
         found = {}
         if self.engines:
             found["generate"] = time.generate(self.serving, self.work, self.engines)
-        if self.ranks:
-            if self.load.others:
-                found["log-probs"] = time.log_probs(self.load, self.work, self.ranks, self.device)
-            found["train"] = time.train(self.load, self.work, self.ranks, self.device)
-        return found
+        return found | (time.training(self.load, self.work, self.ranks, self.device) if self.ranks else {})
+
+    @property
+    def lora_flags(self) -> str:
+        """The flags of a run that `Load.adapted` is the load of."""
+        return f"--lora-rank {LORA_RANK}" + ("" if self.load.critic is None else f" --critic-lora-rank {LORA_RANK}")
+
+    def beside_training(self) -> float:
+        """Bytes that other things than the trainer's tensors hold while it trains."""
+        return total(self.phases()["train"]) - total(self.load.train())
 
     def remedies(self, room: float | None = None) -> list[str]:
         """At most two changes of the command line with which training fits ``room`` [bytes], the least costly first."""
         load = self.load
-        kept = total(self.phases()["train"]) - total(load.train())
-        room = (self.usable if room is None else room) - kept
+        room = (self.usable if room is None else room) - self.beside_training()
         longest = self.work.prompt + self.work.response
         saving = replace(load, checkpointing=True)
         changed = "" if load.checkpointing else " --gradient-checkpointing"
         tries = [("", load), (changed, saving)]
         if not load.lora:
-            adapter = load.shapes.adapter(LORA_RANK)
-            tries.append((f" --lora-rank {LORA_RANK}{changed}", replace(saving, lora=adapter, models=1)))
+            tries.append((f" {self.lora_flags}{changed}", saving.adapted(LORA_RANK)))
         if not self.shared:
             tries.append((f" --fsdp-cpu-offload{changed}", replace(saving, on_host=True)))
             more = [n for n in WORLDS if n > load.shards]
@@ -174,12 +183,7 @@ def plan_lines(args: Args, machine: Machine) -> list[str]:
     """The lines of a dry run about memory, time and traffic."""
     plan = Plan.of(args, machine)
     if isinstance(plan, str):
-        remedies = {"the longest micro-batch is": "--rollout-max-prompt-len or --use-dynamic-batch-size bounds it"}
-        remedies["the model's shapes are"] = (
-            "give a folder with a config.json, of a decoder with attention in each layer"
-        )
-        remedy = remedies.get(plan, "--plan-gpu h100:8 names GPUs")
-        return ["will it fit (predicted)", f"  unknown: {plan} not known here; {remedy}"]
+        return ["will it fit (predicted)", f"  unknown: {plan} not known here; {UNKNOWN[plan]}"]
     if not plan.phases():
         return []
     lines = [f"will it fit (predicted)\n  {verdict(plan)}", *_memory(plan)]
@@ -211,7 +215,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _settings(plan: Plan) -> Iterator[str]:
     """The largest micro-batch, and so the longest sample, under other settings."""
-    load, kept = plan.load, total(plan.phases()["train"]) - total(plan.load.train())
+    load, kept = plan.load, plan.beside_training()
     variants = {
         "--no-gradient-checkpointing": replace(load, checkpointing=False),
         "--gradient-checkpointing": replace(load, checkpointing=True),
@@ -219,8 +223,8 @@ def _settings(plan: Plan) -> Iterator[str]:
     other = "--no-fsdp-cpu-offload" if load.on_host else "--fsdp-cpu-offload"
     variants[f"{other} --gradient-checkpointing"] = replace(load, checkpointing=True, on_host=not load.on_host)
     if not load.lora:
-        adapter = replace(load, checkpointing=True, lora=load.shapes.adapter(LORA_RANK), models=1)
-        variants[f"--lora-rank {LORA_RANK} --gradient-checkpointing"] = adapter
+        adapted = replace(load, checkpointing=True).adapted(LORA_RANK)
+        variants[f"{plan.lora_flags} --gradient-checkpointing"] = adapted
     yield f"  {'with':45}{'needs GB':>10}{'largest --max-tokens-per-gpu':>30}{'response':>12}"
     for words, tried in variants.items():
         if plan.shared and tried.on_host != load.on_host:
@@ -242,10 +246,11 @@ def _time(plan: Plan) -> Iterator[str]:
         else:
             limit = "products" if cost.operations / device.rate > cost.moved / device.bandwidth else "memory bandwidth"
         yield f"  {name:12}{seconds:>9.1f}{cost.mfu(device):>6.0%}   {limit}"
-    pushed = plan.load.width * plan.load.shapes.parameters
     if plan.engines and plan.ranks:
         speed = device.bandwidth if plan.shared else device.link if plan.args.colocate else device.net
-        yield f"  {'sync':12}{pushed / (speed * time.BYTES):>9.2f}{'':6}   {pushed / 1e9:.1f} GB of weights"
+        pushed, alone = plan.load.pushed(alone=plan.args.sends_adapter), plan.args.sends_adapter
+        what = "an adapter" if alone else "matrices, with the adapter merged into them" if plan.load.lora else "weights"
+        yield f"  {'sync':12}{pushed / (speed * time.BYTES):>9.2f}{'':6}   {pushed / 1e9:.1f} GB of {what}"
     if not plan.shared:
         yield from _placement(plan, device)
 
@@ -264,8 +269,7 @@ def _placement(plan: Plan, device: Device) -> Iterator[str]:
 
     def training(count: int) -> float:
         load = replace(plan.load, shards=min(plan.load.shards, count))
-        passes = [time.train, *([time.log_probs] if load.others else [])]
-        return sum(each(load, plan.work, count, device).seconds(device) for each in passes)
+        return sum(cost.seconds(device) for cost in time.training(load, plan.work, count, device).values())
 
     turns = generating(gpus) + training(gpus) + time.offloading(plan.load, device)
     split = {count: max(generating(count), training(gpus - count)) for count in range(width, gpus, width)}
@@ -303,7 +307,8 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield f"  from {replicas[0]} GPUs on, --dp-replicate-size NODES is faster: weights are gathered within a node"
     elif replicas:
         yield f"  a replica in each node would be faster, but it does not fit a node's {node} GPU(s)"
-    buckets = ceil(load.width * load.shapes.parameters / plan.args.update_weight_buffer_size)
+    alone = plan.args.sends_adapter
+    buckets = 1 if alone else ceil(load.pushed(alone=False) / plan.args.update_weight_buffer_size)
     yield f"  a weight sync sends {buckets} bucket(s) of --update-weight-buffer-size" + (
         "; 2147483648 would do with fewer waits" if buckets > 32 else ""
     )

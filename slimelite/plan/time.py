@@ -132,7 +132,7 @@ def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
     backward = 2 * work.forward(s) - (2 * s.layers * s.active * work.tokens if load.lora else 0)
     operations = (work.forward(s) * (2 if load.checkpointing else 1) + backward) / ranks
     moved = (4 if load.checkpointing else 3) * activations(load, tokens)
-    moved += work.steps * ADAM * load.trained * load.models / load.shards
+    moved += work.steps * ADAM * load.trained / load.shards
     sent = traffic(load, passes=max(work.steps, tokens / load.tokens), steps=work.steps)
     sends = sending(device, sent, load.shards)
     if load.on_host and not device.measured:  # shards come from the host for each pass and step, and gradients go there
@@ -141,10 +141,20 @@ def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
     return Cost(operations, moved, sent, sends)
 
 
+def training(load: Load, work: Work, ranks: int, device: Device) -> dict[str, Cost]:
+    """What trainers do with a rollout, by phase."""
+    policy, *critics = load.learners
+    found = {"log-probs": log_probs(policy, work, ranks, device)} if load.others else {}
+    found["train"] = train(policy, work, ranks, device)
+    for critic in critics:
+        found |= {"values": log_probs(critic, work, ranks, device), "critic": train(critic, work, ranks, device)}
+    return found
+
+
 def traffic(load: Load, *, passes: float, steps: int) -> float:
     """Bytes that a rank receives in training: weights twice a pass, and gradients after each pass or step."""
     others = 1 - 1 / load.shards
-    weights = 2 * load.width * load.shapes.parameters * passes
+    weights = 2 * load.width * load.shapes.parameters * passes * len(load.learners)
     gradients = 4 * load.trained * (steps if load.whole_grads else passes)
     return float((weights + gradients) * others)
 

@@ -49,6 +49,18 @@ def test_the_verdict_comes_first_and_the_tables_fit_a_terminal() -> None:
     assert any(line.startswith("  train ") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("title", "words"),
+    [
+        ("LoRA on one card of 24 GB", "--max-tokens-per-gpu 4608 --colocate --lora-rank 16 --plan-gpu rtx4090:1"),
+        ("all weights, on eight cards of 80 GB", "--colocate --plan-gpu h100:8"),
+    ],
+)
+def test_the_page_shows_what_is_planned(title: str, words: str) -> None:
+    section = (MODELS.parent / "docs" / "planner.md").read_text().partition(f"{title}\n")[2]
+    assert "\n".join(plan_lines(*run("qwen2.5-7B", words))) == section.split("```")[1].strip("\n")
+
+
 def test_what_is_said_to_fit_fits() -> None:
     """Each remedy, given as flags, makes the verdict that of a run that fits."""
     words = "--colocate --plan-gpu rtx4090:1"
@@ -101,6 +113,21 @@ def test_what_is_offloaded_is_counted_on_the_host() -> None:
     assert "11.4 GB" in host("--colocate")[0]
     assert host("--colocate --fsdp-cpu-offload") == host("--colocate")
     assert not host("--actor-num-gpus-per-node 4 --rollout-num-gpus 4")
+
+
+def test_a_critic_is_another_learner_with_adapters_of_its_own() -> None:
+    """In bytes of a parameter: weights and moments, a gradient, and frozen weights in bf16."""
+    ppo, parameters = "--colocate --plan-gpu h100:1 --advantage-estimator ppo", 494_032_768
+    flags = {(): 24, ("--lora-rank 16",): 14, ("--lora-rank 16", "--critic-lora-rank 16"): 4}
+    loads = {words: plan("qwen2.5-0.5B", " ".join([ppo, *words])).load for words in flags}
+    for words, load in loads.items():
+        assert total(load.state()) / parameters == pytest.approx(flags[words], abs=0.5)
+    full, one, both = (load.train()["gradients"] for load in loads.values())
+    assert full == one > 1.9e9 > 0.2e9 > both
+    variants = "\n".join(plan_lines(*run("qwen2.5-0.5B", ppo)))
+    assert "--lora-rank 16 --critic-lora-rank 16 --gradient-checkpointing" in variants
+    found = [line.split()[0] for line in variants.splitlines() if line.startswith(("  values ", "  critic "))]
+    assert found == ["values", "critic"]
 
 
 def test_each_other_setting_has_a_line() -> None:
