@@ -2,7 +2,7 @@
 
 ``memory``: three models under four settings, their trainers simulated on one of eight GPUs that are not there
 (tests/gpu_sim; a C++ compiler builds its guard). ``host``: three smaller models on this machine's CPU: peak of resident
-memory, and CPU-seconds of a step after a calibration of two seconds. A third word names one model, a fourth one setting.
+memory, and CPU-seconds of a step after a calibration of two seconds. A model's name and a setting's may follow.
 """
 
 from __future__ import annotations
