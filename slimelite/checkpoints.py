@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from glob import escape, glob
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,13 +71,13 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
     if not word.isdecimal():
         raise ValueError(f"{marker}: is damaged: it should have the number of a rollout; give one with --ckpt-step")
     directory = _directory(root, word)
-    wrong = _whats_wrong(directory)
+    wrong = whats_wrong(directory)
     if wrong is None:
         old = not (directory / CHECKSUMS).is_file()
         return directory, f"{directory.name} has no checksums (an older version wrote it): not verified" if old else ""
     earlier = sorted((p for p in root.absolute().glob("iter_*") if p.name[5:].isdecimal()), reverse=True)
     earlier = [place for place in earlier if place.name < f"iter_{word:0>7}"]
-    whole = next((place for place in earlier if _whats_wrong(place) is None), None)
+    whole = next((place for place in earlier if whats_wrong(place) is None), None)
     if whole is None:
         raise ValueError(
             f"{wrong}; {'no checkpoint before it is whole' if earlier else 'none is before it'}: leave --load out to "
@@ -106,44 +105,6 @@ def model_folder(template: str, rollout_id: int | Literal["best"]) -> Path:
         named = re.sub(r"\{rollout_id[^{}]*\}", "best", template)
         template = named if named != template else template.rstrip("/") + "-best"
     return Path(template.format(rollout_id=rollout_id)).absolute()
-
-
-def resolve_model(path: str) -> str:
-    """The Hugging Face folder or hub id that ``path`` means: itself, or the newest model that a run folder's run wrote.
-
-    ``path``: a model, or a run folder, whose models are in the run's ``--save-hf``.
-
-    Raises:
-        ValueError: there is no model; the message says how to get one.
-    """
-    folder = Path(path)
-    if not folder.exists() and HUB_ID.fullmatch(path):
-        return path
-    if not folder.is_dir():
-        raise ValueError(f"{path}: no such folder; a model is a Hugging Face folder, a hub id or a run folder")
-    if (folder / MARKER).is_file() or (folder / STATE_FILE).is_file():
-        raise ValueError(
-            f"{path} is a checkpoint of --save, with the state of a trainer; a model to run is what --save-hf writes: "
-            "resume the run with it once (--load), or name its run folder"
-        )
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ValueError(f"{path} is an adapter without its model: train with --lora-merge, or merge it with peft")
-    config = read_json(folder / "config.json")
-    if "hf_checkpoint" not in config:
-        return path
-    template = config.get("save_hf")
-    if template is None:
-        base = config["hf_checkpoint"]
-        raise ValueError(f"{path} is a run that wrote no model, for it had no --save-hf; it began from {base}")
-    parts = re.split(r"\{rollout_id[^{}]*\}", template)
-    models = [place / "config.json" for place in map(Path, glob("*".join(map(escape, parts))))]
-    models = [file for file in models if file.is_file()]
-    if not models:
-        raise ValueError(
-            f"{path}: its --save-hf {template} holds no model yet (paths are seen from this folder; "
-            "adapters become one with --lora-merge)"
-        )
-    return str(max(models, key=lambda file: file.stat().st_mtime).parent)
 
 
 def best_of(root: str | Path) -> int | None:
@@ -226,7 +187,7 @@ def _directory(root: Path, word: str) -> Path:
     return replaced if not directory.is_dir() and (replaced / ROLLOUT_STATE).is_file() else directory
 
 
-def _whats_wrong(directory: Path) -> str | None:
+def whats_wrong(directory: Path) -> str | None:
     """A message about the first missing or damaged file of a checkpoint, found without torch; None if there is none."""
     if not directory.is_dir():
         return f"{directory}: is not there"

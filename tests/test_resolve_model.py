@@ -1,4 +1,4 @@
-"""`resolve_model`: what the commands that take MODEL|RUN find."""
+"""`resolve_model`: what the commands that take MODEL|RUN|CHECKPOINT find."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.checkpoints import MARKER, resolve_model
+from slimelite.checkpoints import MARKER, ROLLOUT_STATE, STATE_FILE
+from slimelite.runnable import Source, resolve_model
 
 
 def write(file: Path, age: int = 0, **content: object) -> Path:
@@ -20,8 +21,8 @@ def write(file: Path, age: int = 0, **content: object) -> Path:
 
 def test_a_model_and_a_hub_id_are_themselves(tmp_path: Path) -> None:
     model = write(tmp_path / "config.json", model_type="qwen2")
-    assert resolve_model(str(model)) == str(model)
-    assert resolve_model("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+    assert resolve_model(str(model)) == Source(str(model))
+    assert resolve_model("Qwen/Qwen2.5-0.5B") == Source("Qwen/Qwen2.5-0.5B")
 
 
 def test_a_run_means_the_newest_model_that_it_wrote(tmp_path: Path) -> None:
@@ -31,22 +32,47 @@ def test_a_run_means_the_newest_model_that_it_wrote(tmp_path: Path) -> None:
     newest = write(tmp_path / "hf" / "009" / "m" / "config.json", model_type="qwen2")
     write(tmp_path / "hf" / "010" / "m" / "config.json", 60, model_type="qwen2")
     (tmp_path / "hf" / "011" / "m").mkdir(parents=True)  # being written
-    assert resolve_model(str(run)) == str(newest)
+    assert resolve_model(str(run)) == Source(str(newest))
     one = write(tmp_path / "one" / "config.json", hf_checkpoint="base", save_hf=str(newest))
-    assert resolve_model(str(one)) == str(newest)
+    assert resolve_model(str(one)) == Source(str(newest))
+
+
+def saved(folder: Path, step: int, *, whole: bool = True, **state: object) -> Path:
+    """The folder of ``--save`` after rollout ``step``."""
+    place = folder / f"iter_{step:07d}"
+    place.mkdir(parents=True)
+    (folder / MARKER).write_text(str(step))
+    for name in (ROLLOUT_STATE, STATE_FILE) if whole else ():
+        (place / name).write_text(json.dumps({"rollout_id": step, **state}))
+    return folder
+
+
+def test_an_adapter_and_a_checkpoint_have_a_base(tmp_path: Path) -> None:
+    """The one that is given, or that of the run, else the one that they name."""
+    adapter = write(tmp_path / "hf" / "adapter_config.json", base_model_name_or_path="some/base")
+    assert resolve_model(str(adapter)) == Source(str(adapter), "some/base")
+    assert resolve_model(str(adapter), "my/base") == Source(str(adapter), "my/base")
+    run = write(tmp_path / "run" / "config.json", hf_checkpoint="its/base", save_hf=str(adapter), save=None)
+    assert resolve_model(str(run)) == Source(str(adapter), "its/base")
+    folder = saved(tmp_path / "saved", 3, lora={"rank": 4, "scaling": 2.0, "base": "some/base"})
+    place = folder.absolute() / "iter_0000003"
+    assert resolve_model(str(folder)) == resolve_model(str(place)) == Source(str(place), "some/base")
+    assert resolve_model(str(place), "my/base") == Source(str(place), "my/base")
+    run = write(tmp_path / "other" / "config.json", hf_checkpoint="its/base", save_hf=None, save=str(folder))
+    assert resolve_model(str(run)) == Source(str(place), "its/base")
 
 
 def test_what_is_no_model_is_said_with_the_remedy(tmp_path: Path) -> None:
     run = write(tmp_path / "run" / "config.json", hf_checkpoint="base", save_hf=None)
-    with pytest.raises(ValueError, match="it had no --save-hf; it began from base"):
+    with pytest.raises(ValueError, match="it had no --save-hf and has no checkpoint; it began from base"):
         resolve_model(str(run))
-    (tmp_path / "saved").mkdir()
-    (tmp_path / "saved" / MARKER).write_text("3")
-    with pytest.raises(ValueError, match="state of a trainer"):
-        resolve_model(str(tmp_path / "saved"))
     adapter = write(tmp_path / "adapter" / "adapter_config.json", r=8)
-    with pytest.raises(ValueError, match="adapter without its model"):
+    with pytest.raises(ValueError, match="does not name its model: give it with --base"):
         resolve_model(str(adapter))
+    with pytest.raises(ValueError, match=r"iter_0000003/rollout_state\.json: a Megatron checkpoint"):
+        resolve_model(str(saved(tmp_path / "saved", 3, whole=False)))
+    with pytest.raises(ValueError, match="does not name its model: give it with --base"):
+        resolve_model(str(saved(tmp_path / "whole", 3)))
     with pytest.raises(ValueError, match="no such folder"):
         resolve_model(str(tmp_path / "gone"))
     with pytest.raises(ValueError, match="is missing"):

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from typing import Any, TextIO
 
 from slimelite.http_client import Client, HttpError
-from slimelite.serving.serve import add_model_flags, serving
+from slimelite.serving.serve import MODEL_HELP, add_model_flags, serving
 from slimelite.threads import LoopThread
 
 # settings of a request: command -> its type
@@ -175,9 +175,7 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model", metavar="MODEL|RUN|URL", help="a Hugging Face folder or hub id, a run folder, or a server"
-    )
+    parser.add_argument("model", metavar="MODEL|RUN|CHECKPOINT|URL", help=f"{MODEL_HELP}; or a server")
     parser.add_argument("--api-key", metavar="KEY", help="key of the server")
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     for name, kind in SETTINGS.items():

@@ -10,16 +10,16 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from slimelite.checkpoints import resolve_model
-from slimelite.engines.protocol import EngineInfo
+from slimelite.engines.protocol import Codec, Engine, EngineInfo, EngineSetup
 from slimelite.engines.registry import ENGINES, ServerAddress
 from slimelite.html import document
 from slimelite.registry import function
+from slimelite.runnable import resolve_model, runnable
 from slimelite.serving.requests import is_loopback
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS
 from slimelite.tracking.noise import quiet_transformers
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slimelite serve", description=__doc__)
-    parser.add_argument("model", help="Hugging Face folder, hub id, or run folder, whose newest model is taken")
+    parser.add_argument("model", metavar="MODEL|RUN|CHECKPOINT", help=MODEL_HELP)
     parser.add_argument("--host", default="127.0.0.1", help="address of this machine to listen on; another needs a key")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--api-key", help="clients must send it; without one, whoever reaches the port may do all")
@@ -50,8 +50,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+MODEL_HELP = (
+    "Hugging Face folder, hub id, adapter, checkpoint of --save, or run folder, of which the newest model is taken"
+)
+
+
 def add_model_flags(parser: argparse._ActionsContainer) -> None:
     """The flags that `serving` reads beside those of the server."""
+    parser.add_argument("--base", metavar="MODEL", help="the model that an adapter or a checkpoint changes")
     parser.add_argument("--engine", default="embedded", choices=list(ENGINES), help="what computes")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     parser.add_argument("--context-length", type=int, help="most tokens of prompt and response together")
@@ -67,7 +73,7 @@ async def _serve(args: argparse.Namespace) -> None:
 
 
 class Served(NamedTuple):
-    """A model that is served: its folder or hub id, where, by which engine, and whether it has a chat template."""
+    """What is served: its folder or hub id, where, by which engine, and whether it has a chat template."""
 
     path: str
     url: str
@@ -83,8 +89,8 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
         ValueError: there is no such model.
         OSError: the address is taken, or is none of this machine.
     """
+    from slimelite.arguments.machine import this_machine
     from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
-    from slimelite.engines.protocol import Codec
     from slimelite.engines.sampling import engine_sampler
     from slimelite.model_files import has_weights
     from slimelite.serving.format import ChatFormat
@@ -92,23 +98,25 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
     from slimelite.serving.sessions import Sessions
 
     quiet_transformers()
-    path = resolve_model(args.model)
-    tokenizer = load_tokenizer(path)
+    device = args.device or ("cuda" if this_machine().gpus else "cpu")
     parsers = {"tool_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser}
-    ends = stop_token_ids(path, tokenizer)
-    chat_format = ChatFormat(tokenizer, end_ids=ends, **parsers)
-    if not has_weights(path):
-        print(f"warning: {path} holds no weights: random ones answer", file=sys.stderr)
-    async with _engine(args, path, Codec(chat_format.decode, chat_format.encode, ends)) as engine:
+    async with AsyncExitStack() as stack:
+        source = resolve_model(args.model, args.base)
+        path = stack.enter_context(runnable(source, "bfloat16" if device == "cuda" else "float32"))
+        tokenizer = load_tokenizer(path)
+        ends = stop_token_ids(path, tokenizer)
+        chat_format = ChatFormat(tokenizer, end_ids=ends, **parsers)
+        if not has_weights(path):
+            print(f"warning: {path} holds no weights: random ones answer", file=sys.stderr)
+        codec = Codec(chat_format.decode, chat_format.encode, ends)
+        engine = await stack.enter_async_context(_engine(args, path, device, codec))
         info = await engine.info()
         sessions = Sessions(chat_format, engine_sampler(engine), info.max_context_len)
         name = Path(args.model).resolve().name if Path(args.model).exists() else args.model
         page = chat_page() if args.web else None
         front = Front(sessions, engine, name, key=args.api_key, host=args.host, port=args.port, page=page)
-        try:
-            yield Served(path, await front.start(), info, bool(tokenizer.chat_template))
-        finally:
-            await front.stop()
+        stack.push_async_callback(front.stop)
+        yield Served(source.path, await front.start(), info, bool(tokenizer.chat_template))
 
 
 def chat_page() -> str:
@@ -136,13 +144,9 @@ async def _interrupt() -> None:
 
 
 @asynccontextmanager
-async def _engine(args: argparse.Namespace, path: str, codec: Any) -> AsyncIterator[Any]:
+async def _engine(args: argparse.Namespace, path: str, device: str, codec: Codec) -> AsyncIterator[Engine]:
     """The engine, and the process of its server if it is one."""
-    from slimelite.arguments.machine import this_machine
-    from slimelite.engines.protocol import EngineSetup
-
     kind, process = ENGINES[args.engine], None
-    device = args.device or ("cuda" if this_machine().gpus else "cpu")
     with tempfile.TemporaryDirectory(prefix="slimelite-serve-") as folder:
         log, length = Path(folder) / "engine.log", args.context_length
         setup = EngineSetup(path, device, seed=0, host="127.0.0.1", log=log, max_context_len=length)

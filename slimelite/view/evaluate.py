@@ -8,10 +8,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from slimelite.arguments.machine import this_machine
 from slimelite.arguments.tasks import shipped_tasks
-from slimelite.checkpoints import resolve_model
 from slimelite.evaluate import Results, check, evaluate, evaluation_args
 from slimelite.lifecycle import StopSignals
+from slimelite.runnable import merged, resolve_model
 from slimelite.view.compare import Row, print_table, score_text, test_text
 from slimelite.view.comparison import TEST, Facts, against
 from slimelite.view.run import read_runs
@@ -27,8 +28,10 @@ def main(argv: Sequence[str]) -> int:
     own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = _parser().parse_args(own)
     flags, plans = [*_flags(options), *more], []
-    for model in map(resolve_model, options.models):
-        folder = Path(options.output, *[part for part in Path(model).parts[-2:] if part.strip("./")])
+    dtype = "bfloat16" if this_machine().gpus else "float32"
+    for source in [resolve_model(model, options.base) for model in options.models]:
+        folder = Path(options.output, *[part for part in Path(source.path).parts[-2:] if part.strip("./")])
+        model = source.path if source.base is None else merged(source, folder / "model", dtype)
         plans.append(evaluation_args(model, folder, flags, options.engine, options.chat))
     folders = [args.run_dir for args in plans]
     if twice := [folder for folder in folders if folders.count(folder) > 1]:
@@ -62,8 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         "models",
         nargs="+",
         metavar="MODEL",
-        help="Hugging Face folder, hub id or run folder; tests are against the first",
+        help="Hugging Face folder, hub id, adapter, checkpoint of --save or run folder; tests are against the first",
     )
+    add("--base", metavar="MODEL", help="the model that adapters and checkpoints change, where they do not name it")
     add("--tasks", required=True, metavar="A,B", help="names or files of tasks")
     add("--data", metavar="DIR", help="the rows are files in this folder; without it they come from the hub")
     add("--fewshot", type=int, default=0, metavar="N", help="examples before each question")

@@ -14,6 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from slimelite.view.command import main
 from tests.serving.chat import build
@@ -21,12 +23,14 @@ from tests.serving.chat import build
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder whose run saved two models."""
+    """A run folder whose run saved a model, and later an adapter of its base."""
     folder = tmp_path_factory.mktemp("run")
-    for name in ("hf_1", "hf_2"):
-        build(folder / name)
+    build(folder / "base")
+    build(folder / "hf_1")
     os.utime(folder / "hf_1" / "config.json", (0, 0))
-    config = {"hf_checkpoint": "models/base", "save_hf": str(folder / "hf_{rollout_id}")}
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(folder / "hf_2")
+    config = {"hf_checkpoint": str(folder / "base"), "save_hf": str(folder / "hf_{rollout_id}")}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -37,7 +41,7 @@ def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
     assert server.stdout is not None
     try:
         said = server.stdout.readline()
-        assert str(run_folder / "hf_2") in said, "the newest model"
+        assert str(run_folder / "hf_2") in said, "the newest is an adapter, which is merged"
         assert "http://127.0.0.1:" in said
         # a client that has gone while the server writes to it raises SIGPIPE, which must not end the server
         ignored = re.search(r"SigIgn:\s*([0-9a-f]+)", Path(f"/proc/{server.pid}/status").read_text())

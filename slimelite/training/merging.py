@@ -1,0 +1,68 @@
+"""Whole models from what training leaves beside them: adapters, and checkpoints of ``--save``."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slimelite.arguments.lora import ADAPTER_CONFIG, LoraArgs, read_adapter
+from slimelite.checkpoints import STATE_FILE, read_json
+from slimelite.model_files import has_weights
+from slimelite.training.checkpoint import ADAPTER, CheckpointReader
+from slimelite.training.loading import load_model, read_config
+from slimelite.training.lora import PARTS, MergedWeight, adapters, add_adapters, gathered
+from slimelite.training.weights import COMPANIONS
+
+
+@torch.no_grad()
+def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
+    """Write the model at ``base`` with the weights of ``source`` as a Hugging Face folder.
+
+    Args:
+        source: a folder with an adapter in peft's format, or a checkpoint of ``--save``.
+        base: Hugging Face folder or hub id.
+        dtype: of the weights in ``folder``, "float32" or "bfloat16"; they are computed in fp32.
+
+    Raises:
+        ValueError: there is no model at ``base``, or ``source`` is damaged or another model's.
+    """
+    adapter = (source / ADAPTER_CONFIG).is_file()
+    if adapter and not has_weights(base):
+        raise ValueError(f"{base} holds no weights that the adapter in {source} could change")
+    hf = load_model(base, read_config(base), seed=0, attention="eager", empty=False)
+    if adapter:
+        add_adapters(hf, LoraArgs(lora_adapter_path=str(source), **read_adapter(str(source))), seed=0)
+    else:
+        _read_checkpoint(source, hf, base)
+    for _, module in adapters(hf):
+        module.weight.data = gathered(MergedWeight(module), torch.float32, None)
+        for part in PARTS:
+            delattr(module, part)
+    hf.to(getattr(torch, dtype)).save_pretrained(folder)
+    companions = Path(base) if Path(base).is_dir() else Path(snapshot_download(base, allow_patterns=list(COMPANIONS)))
+    for place in (companions, source):  # an adapter may have a tokenizer of its own
+        for file in {file for pattern in COMPANIONS for file in place.glob(pattern)}:
+            shutil.copy(file, folder / file.name)
+
+
+def _read_checkpoint(source: Path, hf: PreTrainedModel, base: str) -> None:
+    """Fill ``hf`` from a checkpoint, which has all weights, or adapters that ``hf`` gets."""
+    reader = CheckpointReader(source)
+    saved = {name.removeprefix("model.") for name in reader.tensors if name.startswith("model.")}
+    if lora := read_json(source / STATE_FILE).get(ADAPTER):
+        targets = tuple(sorted(name.removesuffix(".lora_A") for name in saved if name.endswith(".lora_A")))
+        # the saved scaling already has what --lora-type makes of rank and alpha
+        given = {"lora_rank": lora["rank"], "lora_alpha": lora["scaling"] * lora["rank"], "lora_targets": targets}
+        add_adapters(hf, LoraArgs(**given), seed=0)
+    trained: dict[str, Tensor] = {name: p for name, p in hf.named_parameters() if p.requires_grad}
+    if odd := saved ^ trained.keys():
+        raise ValueError(f"{source} is no checkpoint of {base}: one of them lacks {min(odd)}; name its model: --base")
+    with warnings.catch_warnings():  # torch warns that there is no process group
+        warnings.simplefilter("ignore", UserWarning)
+        reader.load({"model": trained})

@@ -1,0 +1,42 @@
+"""Models made of an adapter or a checkpoint: they have the very weights that the trainer had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from slimelite.runnable import Source, merged
+from tests.training.tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
+
+LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora_type": "rslora", "lora_targets": ("q_proj", "down_proj")}
+
+
+@pytest.mark.parametrize(
+    ("saves", "flags"), [("save_hf", LORA), ("save", LORA), ("save", {})], ids=["adapter", "checkpoint of one", "whole"]
+)
+def test_the_merged_model_has_the_trainers_weights(saves: str, flags: dict[str, Any], tmp_path: Path) -> None:
+    base, place, folder = save_tiny_model(tmp_path / "base"), str(tmp_path / "saved"), tmp_path / "merged"
+    with one_rank(tiny_args(base, **flags)) as trainer:
+        trainer.train(0, random_table())
+        _ = trainer.save_hf(place) if saves == "save_hf" else trainer.save(place, 0)
+        expected = weights_of(trainer)
+    source = Source(place, str(base))
+    assert merged(source, folder, "float32") == str(folder)
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+    assert any(not torch.equal(weight, found[name]) for name, weight in load_file(base / "model.safetensors").items())
+    AutoModelForCausalLM.from_pretrained(folder)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    merged(source, folder, "float32")
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written, "it was there already"
+    merged(source, folder, "bfloat16")
+    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    other = save_tiny_model(tmp_path / "other", hidden_size=64)
+    with pytest.raises(ValueError, match=r"another model|in the model of"):
+        merged(Source(place, str(other)), folder, "float32")
