@@ -7,32 +7,11 @@ afterwards, so both find the same. It has no clock and reads no file.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slimelite.tracking.conditions import (
-    MISMATCH_LIMIT,
-    QUIET,
-    History,
-    Score,
-    Seen,
-    all_right,
-    all_wrong,
-    entropy_collapse,
-    failed_groups,
-    filtered,
-    grad_spike,
-    length,
-    mismatch,
-    reward_collapse,
-    reward_without_eval,
-    rollout_values,
-    skipped_steps,
-    stale,
-    stall,
-    truncation,
-)
+from slimelite.tracking.conditions import KINDS, QUIET, History, Score, Seen, rollout_values
 from slimelite.tracking.metrics_file import DEFAULT_AXIS, eval_metrics
 
 UNKNOWN_ERROR = 0.04  # of an evaluation that does not say its standard error: that of 150 answers, right or wrong
@@ -61,123 +40,6 @@ class Alarm:
     def text(self) -> str:
         """What is seen and what people do about it, in one line."""
         return f"{self.says}. {self.advice}"
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of alarm: ``when`` it begins, in words for docs/metrics.md, and how that is found."""
-
-    name: str
-    when: str
-    advice: str
-    see: Callable[[History], Seen | None]
-
-
-KINDS = (
-    Kind(
-        "reward_collapse",
-        "nine groups in ten have no right answer any more, or the reward lost half of its best level",
-        "Usually the learning rate is too high: go back to an earlier checkpoint and divide --lr by 3 to 10; a lower "
-        "--clip-grad, --use-kl-loss and --lr-warmup-iters help, too.",
-        reward_collapse,
-    ),
-    Kind(
-        "all_wrong",
-        "nine groups in ten have had no right answer (a reward of 0 or less) for 3 rollouts, from the start",
-        "Read samples beside their labels: is --label-key the right column, does --rm-type read such answers, is "
-        "--rollout-max-response-len long enough? If so, the task is too hard: take easier prompts, more samples for "
-        "each, or SFT first.",
-        all_wrong,
-    ),
-    Kind(
-        "all_right",
-        "nine groups in ten have had equal rewards above 0 for 3 rollouts, and a new eval score is below 0.9",
-        "These prompts have nothing left to teach: take harder ones, or drop solved groups with "
-        "--dynamic-sampling-filter-path. If the score falls, the reward pays for something else: read samples.",
-        all_right,
-    ),
-    Kind(
-        "entropy_collapse",
-        "entropy is a quarter of what it was 20 rollouts before, the reward did not rise, and fewer than half of the "
-        "groups are all right",
-        "The policy has stopped exploring: raise --eps-clip-high (0.28), lower --lr, add --entropy-coef or "
-        "--use-kl-loss, and sample at --rollout-temperature 1.",
-        entropy_collapse,
-    ),
-    Kind(
-        "truncation",
-        "more than 25 % of the responses run into the length limit, a tenth more of them than 20 rollouts before",
-        "Read the ends of long samples. Answers that are cut off need a larger --rollout-max-response-len; loops and "
-        "padding need --overlong-buffer-len, a reward that does not pay for length, or a lower --lr.",
-        truncation,
-    ),
-    Kind(
-        "length",
-        "responses are twice as long as 20 rollouts before, and no eval score (without evaluations: no reward) rose",
-        "Read the longest samples: does the reward pay for length? --overlong-buffer-len punishes it; under "
-        "--calculate-per-token-loss a long wrong answer costs its full length.",
-        length,
-    ),
-    Kind(
-        "reward_without_eval",
-        "the reward rose by a tenth, and an eval score has not gained 0.02 in 20 rollouts, or fell by a tenth from its "
-        "best",
-        "The policy learns what the reward pays for instead of the task, or learns the prompts by heart. Read the "
-        "samples with the highest reward, mend it, and keep the checkpoint of the best evaluation; more prompts help "
-        "against learning by heart.",
-        reward_without_eval,
-    ),
-    Kind(
-        "mismatch",
-        f"the mean |trainer − engine log-prob| is above {MISMATCH_LIMIT:g}, and 0.2 more for each update that the "
-        "weights of the tokens are old, or rose fivefold "
-        f"in 20 rollouts and is above {MISMATCH_LIMIT / 10:g}",
-        "The gradient belongs to another policy than the one that wrote the samples. --check-weight-update-equal tells "
-        "whether the weights arrive; --correction tis corrects small differences; docs/metrics.md lists the causes.",
-        mismatch,
-    ),
-    Kind(
-        "stale",
-        "trained tokens are 4 weight updates old on average, or half of the groups are dropped as too old",
-        "Sync more often (--update-weights-interval 1), set --max-weight-staleness, or correct with --correction tis.",
-        stale,
-    ),
-    Kind(
-        "grad_spike",
-        "a gradient norm is above 10 times the median of the last 20 and 5 times the largest of them",
-        "One spike that --clip-grad catches is harmless. If they come back, lower --lr and read that rollout: long, "
-        "repetitive or extremely rewarded samples make them.",
-        grad_spike,
-    ),
-    Kind(
-        "skipped_steps",
-        "an optimizer step changed nothing, because its loss or gradient was not finite",
-        "Look for infinite rewards and a custom loss that divides by zero; lower --lr; take bfloat16 rather than "
-        "float16. --nonfinite-grad fail stops at the first.",
-        skipped_steps,
-    ),
-    Kind(
-        "filtered",
-        "the filter dropped nine groups in ten of a rollout, at least 32",
-        "Read the groups in dropped/ of the run folder, each with its reason: is the reward right, is the task within "
-        "reach, is the temperature above 0? Otherwise loosen --dynamic-sampling-filter-path or leave it out.",
-        filtered,
-    ),
-    Kind(
-        "failed_groups",
-        "a tenth of a rollout's groups could not be generated, or an engine died",
-        "log.txt has the errors: memory, a time limit, or a generate function that raises. The run goes on with other "
-        "prompts; those that fail are missing from what it learns.",
-        failed_groups,
-    ),
-    Kind(
-        "stall",
-        "a rollout took five times the median of the last 20, and a minute more (without evaluating and saving)",
-        "Look which phase grew: gen by an endless response, or a slow reward (--reward-timeout) or tool; sync by the "
-        "network or a disk; all of them by another job on the machine.",
-        stall,
-    ),
-)
 
 
 class Alarms:

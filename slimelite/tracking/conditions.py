@@ -1,4 +1,4 @@
-"""What goes wrong in a run, found in its metrics: each function says what it sees, or None (see alarms.py).
+"""What goes wrong in a run, found in its metrics: each kind of alarm is a function that says what it sees, or None.
 
 Levels are medians over a few rollouts, and noise is measured from the differences of successive rollouts, so that
 neither one odd rollout nor the scale of the reward matters. Each docstring has the reason of its threshold.
@@ -117,6 +117,32 @@ class History:
         return {name: scores for name, scores in self.scores.items() if scores[-1].rollouts == self.rollouts}
 
 
+# what finds an alarm in the history of a run
+See = Callable[[History], Seen | None]
+
+
+class Kind(NamedTuple):
+    """A kind of alarm: ``when`` it begins and what people usually do about it, in words, and how that is found."""
+
+    name: str
+    when: str
+    advice: str
+    see: See
+
+
+KINDS: list[Kind] = []
+
+
+def kind(when: str, advice: str) -> Callable[[See], See]:
+    """Make a kind of alarm of the function that finds it; its name is that of the function."""
+
+    def register(see: See) -> See:
+        KINDS.append(Kind(see.__name__, when, advice, see))
+        return see
+
+    return register
+
+
 def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
     """The metrics of a rollout: the last value of each; of its steps the largest gradient norm and mean skips."""
     row = {name: values[-1] for name, values in pending.items()}
@@ -137,6 +163,11 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
     return row
 
 
+@kind(
+    "nine groups in ten have no right answer any more, or the reward lost half of its best level",
+    "Usually the learning rate is too high: go back to an earlier checkpoint and divide --lr by 3 to 10; a lower "
+    "--clip-grad, --use-kl-loss and --lr-warmup-iters help, too.",
+)
 def reward_collapse(h: History) -> Seen | None:
     """The reward is lost. A share of groups is known from the first rollout on and does not depend on the reward's
     scale; a reward without right and wrong needs two levels, and a loss of six deviations and of half its value."""
@@ -152,6 +183,12 @@ def reward_collapse(h: History) -> Seen | None:
     return Seen(says, lambda h: h.now("reward", QUIET) < half)
 
 
+@kind(
+    "nine groups in ten have had no right answer (a reward of 0 or less) for 3 rollouts, from the start",
+    "Read samples beside their labels: is --label-key the right column, does --rm-type read such answers, is "
+    "--rollout-max-response-len long enough? If so, the task is too hard: take easier prompts, more samples for "
+    "each, or SFT first.",
+)
 def all_wrong(h: History) -> Seen | None:
     """Three rollouts in a row, so that one hard batch is no alarm; a run that was better before has collapsed."""
     share = min(h.values["wrong"][-QUIET:], default=0.0)
@@ -161,6 +198,11 @@ def all_wrong(h: History) -> Seen | None:
     return Seen(says, lambda h: h.now("wrong", QUIET) >= ALL)
 
 
+@kind(
+    "nine groups in ten have had equal rewards above 0 for 3 rollouts, and a new eval score is below 0.9",
+    "These prompts have nothing left to teach: take harder ones, or drop solved groups with "
+    "--dynamic-sampling-filter-path. If the score falls, the reward pays for something else: read samples.",
+)
 def all_right(h: History) -> Seen | None:
     """An eval below 0.9 says that there is something left to learn that these prompts do not teach."""
     share = min(h.values["right"][-QUIET:], default=0.0)
@@ -172,6 +214,12 @@ def all_right(h: History) -> Seen | None:
     return Seen(says, lambda h: h.now("right", QUIET) >= ALL and h.scores[name][-1].mean < SOLVED)
 
 
+@kind(
+    "entropy is a quarter of what it was 20 rollouts before, the reward did not rise, and fewer than half of the "
+    "groups are all right",
+    "The policy has stopped exploring: raise --eps-clip-high (0.28), lower --lr, add --entropy-coef or "
+    "--use-kl-loss, and sample at --rollout-temperature 1.",
+)
 def entropy_collapse(h: History) -> Seen | None:
     """A quarter: reward that pays for sure answers halves entropy in healthy runs, too. Where half of the groups are
     all right, entropy may fall, because the answers are known."""
@@ -185,6 +233,11 @@ def entropy_collapse(h: History) -> Seen | None:
     return Seen(says, lambda h: h.now("entropy") <= then / 4 and not h.rose("reward", reward))
 
 
+@kind(
+    "more than 25 % of the responses run into the length limit, a tenth more of them than 20 rollouts before",
+    "Read the ends of long samples. Answers that are cut off need a larger --rollout-max-response-len; loops and "
+    "padding need --overlong-buffer-len, a reward that does not pay for length, or a lower --lr.",
+)
 def truncation(h: History) -> Seen | None:
     """A quarter of the samples ends without an answer, a tenth of them more than before and more than noise."""
     now, then = h.now("truncated"), h.then("truncated")
@@ -194,6 +247,11 @@ def truncation(h: History) -> Seen | None:
     return Seen(says, lambda h: h.now("truncated", QUIET) > 0.25)
 
 
+@kind(
+    "responses are twice as long as 20 rollouts before, and no eval score (without evaluations: no reward) rose",
+    "Read the longest samples: does the reward pay for length? --overlong-buffer-len punishes it; under "
+    "--calculate-per-token-loss a long wrong answer costs its full length.",
+)
 def length(h: History) -> Seen | None:
     """Twice: responses that learn to reason grow, too, but the score then grows with them."""
     then, now, done = h.then("length"), h.now("length"), max(h.rollouts - WINDOW - LEVEL, 0)
@@ -204,6 +262,13 @@ def length(h: History) -> Seen | None:
     return Seen(says, lambda h: h.now("length") >= 2 * then and not h.improved(done))
 
 
+@kind(
+    "the reward rose by a tenth, and an eval score has not gained 0.02 in 20 rollouts, or fell by a tenth from its "
+    "best",
+    "The policy learns what the reward pays for instead of the task, or learns the prompts by heart. Read the "
+    "samples with the highest reward, mend it, and keep the checkpoint of the best evaluation; more prompts help "
+    "against learning by heart.",
+)
 def reward_without_eval(h: History) -> Seen | None:
     """The reward gained a tenth and more than noise. The score fell from its best by a tenth and by four standard
     errors; or no evaluation of 20 rollouts, two at least, gained 0.02, and the reward's relative gain is ahead of the
@@ -232,6 +297,13 @@ def _stays_below(name: str, score: float) -> Callable[[History], bool]:
     return lambda h: h.scores[name][-1].mean <= score
 
 
+@kind(
+    f"the mean |trainer − engine log-prob| is above {MISMATCH_LIMIT:g}, and 0.2 more for each update that the "
+    "weights of the tokens are old, or rose fivefold "
+    f"in 20 rollouts and is above {MISMATCH_LIMIT / 10:g}",
+    "The gradient belongs to another policy than the one that wrote the samples. --check-weight-update-equal tells "
+    "whether the weights arrive; --correction tis corrects small differences; docs/metrics.md lists the causes.",
+)
 def mismatch(h: History) -> Seen | None:
     """One rollout above the limit is enough, because the mean is over many tokens. Below it, five times the earlier
     level, from a tenth of the limit on: smaller differences are rounding. Tokens of older weights differ by what
@@ -246,6 +318,10 @@ def mismatch(h: History) -> Seen | None:
     return Seen(says, lambda h: h.now("mismatch") > floor)
 
 
+@kind(
+    "trained tokens are 4 weight updates old on average, or half of the groups are dropped as too old",
+    "Sync more often (--update-weights-interval 1), set --max-weight-staleness, or correct with --correction tis.",
+)
 def stale(h: History) -> Seen | None:
     """Four updates: a rollout that is generated one ahead has one, and a policy gradient bears a few. Or half of the
     groups that were sent: more work is thrown away than used."""
@@ -258,6 +334,11 @@ def stale(h: History) -> Seen | None:
     return Seen(says, lambda h: h.row.get("rollout/stale_groups", 0.0) > 0)
 
 
+@kind(
+    "a gradient norm is above 10 times the median of the last 20 and 5 times the largest of them",
+    "One spike that --clip-grad catches is harmless. If they come back, lower --lr and read that rollout: long, "
+    "repetitive or extremely rewarded samples make them.",
+)
 def grad_spike(h: History) -> Seen | None:
     """Ten times the median, and five times the largest of the last 20: when most groups are solved, a few odd ones make
     the gradient, and in healthy runs its norm then jumps to 13 times the median and 2.6 times the largest."""
@@ -271,6 +352,11 @@ def grad_spike(h: History) -> Seen | None:
     return Seen(says, lambda h: h.values["grad"][-1] > limit)
 
 
+@kind(
+    "an optimizer step changed nothing, because its loss or gradient was not finite",
+    "Look for infinite rewards and a custom loss that divides by zero; lower --lr; take bfloat16 rather than "
+    "float16. --nonfinite-grad fail stops at the first.",
+)
 def skipped_steps(h: History) -> Seen | None:
     """Any share: a loss or gradient that is not finite is never noise."""
     shares = {name: h.row[name] for name in SKIPPED if h.row.get(name, 0.0) > 0}
@@ -281,6 +367,11 @@ def skipped_steps(h: History) -> Seen | None:
     return Seen(says, lambda h: any(h.row.get(name, 0.0) > 0 for name in SKIPPED))
 
 
+@kind(
+    "the filter dropped nine groups in ten of a rollout, at least 32",
+    "Read the groups in dropped/ of the run folder, each with its reason: is the reward right, is the task within "
+    "reach, is the temperature above 0? Otherwise loosen --dynamic-sampling-filter-path or leave it out.",
+)
 def filtered(h: History) -> Seen | None:
     """Ten groups generated for one that is trained on; fewer than 32 dropped groups may be chance."""
     dropped, sent = h.row.get("rollout/dropped_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
@@ -289,6 +380,11 @@ def filtered(h: History) -> Seen | None:
     return Seen(f"the filter dropped {dropped:.0f} of {sent:.0f} groups", lambda h: filtered(h) is not None)
 
 
+@kind(
+    "a tenth of a rollout's groups could not be generated, or an engine died",
+    "log.txt has the errors: memory, a time limit, or a generate function that raises. The run goes on with other "
+    "prompts; those that fail are missing from what it learns.",
+)
 def failed_groups(h: History) -> Seen | None:
     """A tenth of the groups: one request that fails after its retries is usual on a large cluster. A death of an engine
     is never usual."""
@@ -303,6 +399,11 @@ def failed_groups(h: History) -> Seen | None:
     return Seen(says, lambda h: failed_groups(h) is not None)
 
 
+@kind(
+    "a rollout took five times the median of the last 20, and a minute more (without evaluating and saving)",
+    "Look which phase grew: gen by an endless response, or a slow reward (--reward-timeout) or tool; sync by the "
+    "network or a disk; all of them by another job on the machine.",
+)
 def stall(h: History) -> Seen | None:
     """Five times the usual time and a minute more: below that a busy machine is the likeliest reason."""
     *before, now = h.values["seconds"][-WINDOW - 1 :] or [0.0]

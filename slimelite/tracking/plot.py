@@ -85,22 +85,18 @@ def draw_runs(runs: Runs, out: str | Path, metrics: Sequence[str] = ()) -> None:
         known = sorted({name for r in everything for name in r if "/" in name and name != axis_of(name)})
         raise ValueError(f"no run has {', '.join(missing)}; there are: {', '.join(known)}")
     panels = [p for p in panels if p.lines]
-    styles = line_styles(runs)
-    if metrics and len(runs) > TOGETHER:
-        apart = [replace(p, title=run, focus=run) for p in panels for run in p.lines]
-        figure, axes = _grid(len(apart), columns=4)
-        for ax, panel in zip(axes, apart, strict=True):
-            _draw(ax, panel, styles)
-    else:
-        figure, axes = _grid(len(panels))
-        for ax, panel in zip(axes, panels, strict=True):
-            _draw(ax, panel, styles)
-        if len(runs) > 1 or any(len(group) > 1 for group in runs.values()):
-            from matplotlib.lines import Line2D
+    styles, apart = line_styles(runs), bool(metrics) and len(runs) > TOGETHER
+    if apart:
+        panels = [replace(p, title=run, focus=run) for p in panels for run in p.lines]
+    figure, axes = _grid(len(panels), columns=4 if apart else 0)
+    for ax, panel in zip(axes, panels, strict=True):
+        _draw(ax, panel, styles)
+    if not apart and (len(runs) > 1 or any(len(group) > 1 for group in runs.values())):
+        from matplotlib.lines import Line2D
 
-            handles = [Line2D([], [], color=color, linestyle=dash, label=run) for run, (color, dash) in styles.items()]
-            fitting = int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, runs))))  # inches
-            figure.legend(handles=handles, loc="outside upper left", fontsize=8, frameon=False, ncols=max(fitting, 1))
+        handles = [Line2D([], [], color=color, linestyle=dash, label=run) for run, (color, dash) in styles.items()]
+        fitting = int(figure.get_figwidth() / (0.6 + 0.08 * max(map(len, runs))))  # inches
+        figure.legend(handles=handles, loc="outside upper left", fontsize=8, frameon=False, ncols=max(fitting, 1))
     _save(figure, out)
 
 
