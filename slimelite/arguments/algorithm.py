@@ -30,6 +30,8 @@ from slimelite.arguments.conditions import (
     REJECTION,
     TIS,
     TRAINING,
+    chosen,
+    given,
     named,
     when,
 )
@@ -37,7 +39,7 @@ from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
 from slimelite.arguments.sources import PRESETS
 
 # this plugin gets the arguments: it may read reward flags that nothing else reads
-POST_PROCESS = when("--custom-reward-post-process-path", lambda a: a.custom_reward_post_process_path)
+POST_PROCESS = given("--custom-reward-post-process-path")
 BOUNDED_BELOW = named(MODES, lambda mode: "mis_lower_bound" in mode.reads)
 COMPARES = when("an --advantage-estimator that compares the responses to a prompt", lambda a: a.estimator.group)
 
@@ -82,7 +84,7 @@ class AlgorithmArgs:
         POST_PROCESS
         | (
             ADVANTAGES
-            & when(named(ESTIMATORS, lambda e: e.divides_by_std), lambda a: a.estimator.divides_by_std)
+            & chosen(ESTIMATORS, lambda e: e.divides_by_std)
             & when("rewards compared within their group", lambda a: a.rewards_normalization)
         ),
         negative="--disable-grpo-std-normalization",
@@ -96,10 +98,7 @@ class AlgorithmArgs:
         1.0,
         "rewards are discounted by this factor a token",
         TRAINING
-        & (
-            when("--custom-advantage-function-path", lambda a: a.custom_advantage_function_path)
-            | (ADVANTAGES & when(named(ESTIMATORS, lambda e: e.discounts), lambda a: a.estimator.discounts))
-        ),
+        & (given("--custom-advantage-function-path") | (ADVANTAGES & chosen(ESTIMATORS, lambda e: e.discounts))),
         at_least=0,
         at_most=1,
     )
@@ -119,7 +118,7 @@ class AlgorithmArgs:
     eps_clip_c: float | None = flag(
         None,
         "dual clip bounds the loss of negative advantages at this ratio",
-        POLICY_TRAINING & when(named(ESTIMATORS, lambda e: e.dual_clip), lambda a: a.estimator.dual_clip),
+        POLICY_TRAINING & chosen(ESTIMATORS, lambda e: e.dual_clip),
         above=1,
         infinite=True,
     )
@@ -170,10 +169,7 @@ class AlgorithmArgs:
 
     custom_loss_function_path: str | None = plugin(
         "is the loss of --loss-type custom_loss",
-        when(
-            named(LOSSES, lambda loss: "custom_loss_function_path" in loss.reads),
-            lambda a: "custom_loss_function_path" in a.loss.reads,
-        ),
+        chosen(LOSSES, lambda loss: "custom_loss_function_path" in loss.reads),
         required=True,
     )
     custom_advantage_function_path: str | None = plugin("sets the advantages of a rollout", TRAINING & ADVANTAGES)
@@ -220,12 +216,7 @@ class PreferenceArgs:
     dpo_label_smoothing: float = flag(
         0.0,
         "this share of the pairs is assumed to have its preference the wrong way round",
-        TRAINING
-        & DPO
-        & when(
-            named(DPO_KINDS, lambda kind: "dpo_label_smoothing" in kind.reads),
-            lambda a: "dpo_label_smoothing" in DPO_KINDS[a.dpo_loss].reads,
-        ),
+        TRAINING & DPO & chosen(DPO_KINDS, lambda kind: "dpo_label_smoothing" in kind.reads),
         at_least=0,
         below=0.5,
     )
@@ -330,7 +321,7 @@ class CorrectionArgs:
     opsm_delta: float = flag(
         1e-4,
         "a response whose mean log-ratio is above this is off-policy",
-        POLICY_LOSS & when("--use-opsm", lambda a: a.use_opsm),
+        POLICY_LOSS & given("--use-opsm"),
         at_least=0,
     )
 

@@ -17,7 +17,7 @@ from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
 from slimelite.arguments.training import OptimizerArgs, PerfArgs
 
 # fixed values for slime's plugins, of flags that have no field here; the command line cannot change them
-PLUGIN_CONSTANTS: dict[str, Any] = {
+PLUGIN_CONSTANTS: dict[str, object] = {
     **dict.fromkeys(["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"], 1),
     **dict.fromkeys(["expert_model_parallel_size", "expert_tensor_parallel_size", "sglang_dp_size"], 1),
     **dict.fromkeys(["sequence_parallel", "allgather_cp", "use_slime_router", "use_rollout_routing_replay"], False),
@@ -64,7 +64,7 @@ class Args(
     derivations: tuple[Derivation, ...] = resolved(())
     notes: tuple[str, ...] = resolved(())
     # keys of --custom-config-path that are no flags; a plugin reads them as attributes
-    custom_config: dict[str, Any] = resolved({})
+    custom_config: dict[str, object] = resolved({})
     # flags that were given and change nothing here -> why
     no_effect: tuple[tuple[str, str], ...] = resolved(())
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.losses import CORRECTIONS, LOSSES
 from slimelite.arguments.flags import Condition, Needs, Words
-from slimelite.engines.registry import ENGINES
 from slimelite.registry import R, Registry
 from slimelite.rewards.rules import RULES
 
@@ -19,6 +18,12 @@ if TYPE_CHECKING:
 def when(words: Words, holds: Callable[[Args], object], why_not: str = "") -> Needs:
     """One condition: ``holds`` tests the arguments; messages describe it by ``words``, then ``why_not``."""
     return Needs((Condition(words, holds, why_not),))
+
+
+def given(option: str) -> Needs:
+    """The condition that ``option`` is given, or on."""
+    name = option.removeprefix("--").replace("-", "_")
+    return when(option, lambda args: getattr(args, name))
 
 
 def rule_reads(flag: str) -> Needs:
@@ -39,6 +44,12 @@ def named(registry: Registry[R], fact: Callable[[R], object]) -> Callable[[], st
     return lambda: f"{registry.option} " + " or ".join(name for name, record in registry.items() if fact(record))
 
 
+def chosen(registry: Registry[R], fact: Callable[[R], object]) -> Needs:
+    """The condition that the option of ``registry`` has the name of a record for which ``fact`` holds."""
+    name = registry.option.removeprefix("--").replace("-", "_")
+    return when(named(registry, fact), lambda args: fact(registry[getattr(args, name)]))
+
+
 # which halves of the loop run
 TRAINING = when("training", lambda a: not a.debug_rollout_only, ", and --debug-rollout-only leaves it out")
 INFERENCE = when("engines", lambda a: not a.debug_train_only, ", and --debug-train-only runs without")
@@ -50,7 +61,7 @@ NEW_ROLLOUTS = when(
 SAMPLING = when(
     "responses to sample", lambda a: not a.debug_train_only or (a.rollout_function_path and not a.supervised)
 )
-EVALUATION = INFERENCE & when("--eval-interval", lambda a: a.eval_interval)
+EVALUATION = INFERENCE & given("--eval-interval")
 TASKS = EVALUATION & when("--eval-tasks", lambda a: a.eval_tasks or any(d.task for d in a.eval_datasets))
 BEST_EVALUATION = EVALUATION & when(
     "--early-stop-patience or --save-best", lambda a: a.early_stop_patience or a.save_best
@@ -60,34 +71,32 @@ BEST_EVALUATION = EVALUATION & when(
 GPUS = when("GPUs", lambda a: a.device == "cuda")
 OWN_ENGINES = INFERENCE & when("no --rollout-external-engine-addrs", lambda a: not a.rollout_external_engine_addrs)
 EMBEDDED = INFERENCE & when("--rollout-backend embedded", lambda a: a.rollout_backend == "embedded")
-SGLANG = INFERENCE & when("--rollout-backend sglang", lambda a: ENGINES[a.rollout_backend].server)
+SGLANG = INFERENCE & when("--rollout-backend sglang", lambda a: a.engine_kind.server)
 
 # losses
-POLICY = when(named(LOSSES, lambda loss: not loss.supervised), lambda a: not a.supervised)
+POLICY = chosen(LOSSES, lambda loss: not loss.supervised)
 POLICY_TRAINING = TRAINING & POLICY
 POLICY_SAMPLING = SAMPLING & POLICY
-POLICY_LOSS = TRAINING & when(named(LOSSES, lambda loss: loss.policy), lambda a: a.loss.policy)
-SUPERVISED = when(named(LOSSES, lambda loss: loss.supervised), lambda a: a.supervised)
-DPO = when(named(LOSSES, lambda loss: loss.paired), lambda a: a.loss.paired)
+POLICY_LOSS = TRAINING & chosen(LOSSES, lambda loss: loss.policy)
+SUPERVISED = chosen(LOSSES, lambda loss: loss.supervised)
+DPO = chosen(LOSSES, lambda loss: loss.paired)
 ADVANTAGES = when("a loss with advantages", lambda a: not a.supervised and a.compute_advantages_and_returns)
 REFERENCE = TRAINING & when(
     "a KL coefficient above 0, --log-ref-kl, or --loss-type dpo_loss", lambda a: a.use_reference
 )
 CRITIC = TRAINING & when(named(ESTIMATORS, lambda e: e.needs_critic), lambda a: a.use_critic)
-TIS = POLICY_LOSS & when(
-    named(CORRECTIONS, lambda c: "tis_clip" in c.reads), lambda a: "tis_clip" in CORRECTIONS[a.correction].reads
-)
+TIS = POLICY_LOSS & chosen(CORRECTIONS, lambda correction: "tis_clip" in correction.reads)
 MIS = POLICY_LOSS & when("--correction mis", lambda a: a.correction == "mis")
-REJECTION = MIS & when("--mis-rejection-level", lambda a: a.mis_rejection_level)
-DISTILLATION = when("--use-opd", lambda a: a.use_opd)
+REJECTION = MIS & given("--mis-rejection-level")
+DISTILLATION = given("--use-opd")
 
 # one flag needs another
-DRY_RUN = when("--dry-run", lambda a: a.dry_run)
-LOAD = when("--load", lambda a: a.load)
+DRY_RUN = given("--dry-run")
+LOAD = given("--load")
 CHECKPOINT = TRAINING & when("a checkpoint to --load", lambda a: a.load and a.load != a.hf_checkpoint)
-SAVE = TRAINING & when("--save", lambda a: a.save)
+SAVE = TRAINING & given("--save")
 LORA = TRAINING & when("--lora-rank", lambda a: a.lora_rank or a.critic_lora_rank)
-DYNAMIC_BATCH = TRAINING & when("--use-dynamic-batch-size", lambda a: a.use_dynamic_batch_size)
+DYNAMIC_BATCH = TRAINING & given("--use-dynamic-batch-size")
 MUON = TRAINING & when("--optimizer muon", lambda a: a.optimizer == "muon")
 WSD = TRAINING & when("--lr-decay-style WSD", lambda a: a.lr_decay_style == "WSD")
 DECAY = TRAINING & when("a --lr-decay-style other than constant", lambda a: a.lr_decay_style != "constant")
@@ -95,14 +104,14 @@ END_OF_DECAY = TRAINING & when(
     "a --lr-decay-style other than constant and inverse-square-root",
     lambda a: a.lr_decay_style not in ("constant", "inverse-square-root"),
 )
-WARMUP_SHARE = TRAINING & when("--lr-warmup-fraction", lambda a: a.lr_warmup_fraction)
+WARMUP_SHARE = TRAINING & given("--lr-warmup-fraction")
 WARMUP = TRAINING & when(
     "--lr-warmup-iters or --lr-warmup-fraction",
     lambda a: a.lr_warmup_iters or a.lr_warmup_fraction or a.critic_lr_warmup_iters,
 )
-WANDB = when("--use-wandb", lambda a: a.use_wandb)
-TENSORBOARD = when("--use-tensorboard", lambda a: a.use_tensorboard)
-PROFILER = when("--use-pytorch-profiler", lambda a: a.use_pytorch_profiler)
+WANDB = given("--use-wandb")
+TENSORBOARD = given("--use-tensorboard")
+PROFILER = given("--use-pytorch-profiler")
 PROFILED_STEPS = TRAINING & PROFILER & when("no --profile-rollouts (which wins)", lambda a: not a.profile_rollouts)
-MEMORY_HISTORY = TRAINING & when("--record-memory-history", lambda a: a.record_memory_history)
-CI = TRAINING & when("--ci-test", lambda a: a.ci_test)
+MEMORY_HISTORY = TRAINING & given("--record-memory-history")
+CI = TRAINING & given("--ci-test")

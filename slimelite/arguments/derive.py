@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.arguments.args import Args, Derivation
@@ -18,7 +17,6 @@ from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.model import model_config_from_flags
 from slimelite.arguments.vocabulary import Settings
 from slimelite.checkpoints import HUB_ID, find_checkpoint, holds_model
-from slimelite.engines.registry import ENGINES
 from slimelite.environments.registry import TOTAL, known
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
@@ -43,12 +41,12 @@ class Draft:
     derivations: list[Derivation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def set(self, name: str, value: Any, reason: str) -> None:
+    def set(self, name: str, value: object, reason: str) -> None:
         """Give field ``name`` a value, and say why."""
         self.args = replace(self.args, **{name: value})
         self.derivations.append(Derivation(name, value, reason))
 
-    def default(self, name: str, value: Any, reason: str) -> None:
+    def default(self, name: str, value: object, reason: str) -> None:
         """As `set`, unless the field has a value."""
         if getattr(self.args, name) is None:
             self.set(name, value, reason)
@@ -159,7 +157,7 @@ def _transport(draft: Draft) -> None:
     any machine, so their default is HTTP.
     """
     args = draft.args
-    if not ENGINES[args.rollout_backend].server:
+    if not args.engine_kind.server:
         return
     shared = args.colocate and args.device == "cuda"
     if args.update_weight_transport == "nccl" and shared:
@@ -208,7 +206,7 @@ def _lora(draft: Draft) -> None:
                 draft.set(name, value, "--lora-adapter-path")
     if not draft.args.lora_rank:
         return
-    own = ENGINES[args.rollout_backend].adapters and not args.rollout_external_engine_addrs
+    own = args.engine_kind.adapters and not args.rollout_external_engine_addrs
     inner = set(draft.args.lora_modules) <= set(INNER)
     draft.default("lora_sync", "adapter" if own and inner else "merged", "what the engines take")
     if args.lora_dropout:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slimelite.arguments.conditions import INFERENCE, OWN_ENGINES, SGLANG, SYNC, when
+from slimelite.arguments.conditions import INFERENCE, OWN_ENGINES, SGLANG, SYNC, given, when
 from slimelite.arguments.flags import flag, resolved
 
-FAULT_TOLERANCE = SGLANG & when("--use-fault-tolerance", lambda a: a.use_fault_tolerance)
+FAULT_TOLERANCE = SGLANG & given("--use-fault-tolerance")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SglangArgs:
     rollout_external: bool = flag(
         False,
         "this switch of slime's says that somebody else runs the servers",
-        INFERENCE & when("--rollout-external-engine-addrs", lambda a: a.rollout_external_engine_addrs).strictly(),
+        INFERENCE & given("--rollout-external-engine-addrs").strictly(),
     )
     rollout_external_engine_addrs: list[str] = flag(
         [], "somebody else runs SGLang servers at these host:port, so none is started", INFERENCE
@@ -94,7 +94,7 @@ class WeightSyncArgs:
     update_weight_disk_keep_files: bool = flag(
         False,
         "the folder keeps earlier versions of the weights",
-        SYNC & SGLANG & when("--update-weight-disk-dir", lambda a: a.update_weight_disk_dir),
+        SYNC & SGLANG & given("--update-weight-disk-dir"),
     )
     check_weight_update_equal: bool = flag(
         False,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slimelite.arguments.conditions import NEW_ROLLOUTS, SAMPLING, when
+from slimelite.arguments.conditions import NEW_ROLLOUTS, SAMPLING, given, when
 from slimelite.arguments.flags import flag
 from slimelite.environments.registry import ENVIRONMENTS, is_address
 
 # the generate functions of runs with --environment and with --agent-command
 EPISODE, PROGRAM = "slimelite.rollout.episodes.play", "slimelite.rollout.programs.run"
-PROGRAMS = SAMPLING & NEW_ROLLOUTS & when("--agent-command", lambda a: a.agent_command)
-EPISODES = SAMPLING & NEW_ROLLOUTS & when("--environment", lambda a: a.environment)
+PROGRAMS = SAMPLING & NEW_ROLLOUTS & given("--agent-command")
+EPISODES = SAMPLING & NEW_ROLLOUTS & given("--environment")
 IN_THIS_RUN = EPISODES & when(
     "an environment that is no address", lambda a: a.environment is None or not is_address(a.environment)
 )

@@ -7,7 +7,6 @@ import shutil
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 from slimelite.arguments.args import Args
 from slimelite.arguments.flags import (
@@ -90,7 +89,8 @@ def _short(args_type: type, width: int) -> str:
     count = f"{sum(map(len, USED.values()))} of {len(flags)}"
     parts = [f"usage: train.py --flag value ...\n\nThese are the flags people use, {count}. An example:\n{EXAMPLE}"]
     for title, names in USED.items():
-        lines = [_line(usage(flags[name]), _gist(flags[name]), width, most=2) for name in names]
+        used = [flags[name] for name in names]
+        lines = [_line(usage(flag), _sentence(flag) + _default(flag), width, most=2) for flag in used]
         parts.append("\n".join([title.upper(), *lines]))
     parts += [_section(group, width) for group in own]
     lines = [_line(short_name(group), _contents(group), width, at=16, most=1) for group in groups]
@@ -146,11 +146,6 @@ def _section(group: type, width: int) -> str:
     return "\n".join(lines + [_entry(flag, shared, width) for flag in group_flags(group)])
 
 
-def _gist(flag: Flag) -> str:
-    """What a flag does and its default."""
-    return _sentence(flag) + _default(flag)
-
-
 def _sentence(flag: Flag) -> str:
     return flag.help[:1].upper() + flag.help[1:].rstrip(".") + "."
 
@@ -203,7 +198,7 @@ def shown_default(flag: Flag) -> str:
         return flag.auto
     if flag.default in (None, [], {}, False) or flag.kind is bool:
         return ""
-    return _plain(flag.default)
+    return f"{flag.default:g}" if isinstance(flag.default, float) else str(flag.default)
 
 
 def shared_needs(group: type) -> set[str]:
@@ -228,10 +223,6 @@ def meaning(flag: Flag, shared: Collection[str] = ()) -> str:
     if own := [words for words in needs if words not in shared]:
         sentences.append(f"It needs {listed(own)}{', and has to be given there' if flag.required else ''}.")
     return " ".join(sentences)
-
-
-def _plain(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _entry(flag: Flag, shared: Collection[str], width: int) -> str:

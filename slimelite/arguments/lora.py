@@ -8,7 +8,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
-from slimelite.arguments.conditions import CRITIC, INFERENCE, LORA, TRAINING, when
+from slimelite.arguments.conditions import CRITIC, INFERENCE, LORA, TRAINING, given
 from slimelite.arguments.flags import flag, resolved
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -83,7 +83,7 @@ class LoraArgs:
     lora_merge: bool = flag(
         False,
         "--save-hf writes the whole model with the adapter merged into it, instead of the adapter",
-        LORA & when("--save-hf", lambda a: a.save_hf),
+        LORA & given("--save-hf"),
     )
     lora_sync: Literal["adapter", "merged"] | None = flag(
         None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -113,14 +113,14 @@ def derive_engines(draft: Draft) -> None:
             draft.set("rollout_backend", "sglang", "GPUs, and SGLang is installed")
         else:
             draft.set("rollout_backend", "embedded", "SGLang is not installed" if cuda else "no GPU")
-    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    ranks = args.training_ranks
     if servers := len(args.rollout_external_engine_addrs):
         draft.set("rollout_num_gpus", 0, "--rollout-external-engine-addrs: the servers' GPUs are not ours")
         draft.set("num_engines", 0 if args.debug_train_only else servers, "--rollout-external-engine-addrs")
         return
     if args.colocate:
         draft.default("rollout_num_gpus", ranks, "--colocate: the GPUs of training")
-        if cuda and ENGINES[draft.args.rollout_backend].server and draft.args.rollout_num_gpus > ranks:
+        if cuda and draft.args.engine_kind.server and draft.args.rollout_num_gpus > ranks:
             draft.set("rollout_num_gpus", ranks, f"--colocate: the engines share the GPUs of {ranks} training rank(s)")
     elif args.debug_train_only:
         draft.default("rollout_num_gpus", 0, "no engine runs")
@@ -135,7 +135,7 @@ def derive_engines(draft: Draft) -> None:
         )
         draft.args = replace(draft.args, rollout_num_gpus=ranks)
     total, width = draft.args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    if args.sglang_config and ENGINES[draft.args.rollout_backend].server:
+    if args.sglang_config and draft.args.engine_kind.server:
         return  # its groups say how many engines there are, and how wide
     if width < 1 or total % width:
         draft.complain("--rollout-num-gpus", f"{total} is not a multiple of --rollout-num-gpus-per-engine {width}")
@@ -161,7 +161,7 @@ def derive_engine_groups(draft: Draft) -> None:
               - {worker_type: placeholder, num_gpus: 2}      # GPUs that stay free
     """
     args = draft.args
-    if args.sglang_config is None or not ENGINES[args.rollout_backend].server:
+    if args.sglang_config is None or not args.engine_kind.server:
         return
     content = load_yaml(args.sglang_config, OPTION, draft.settings)
     if content is None:
@@ -223,12 +223,12 @@ def _engines_of(group: dict[str, Any], where: str, first: int, width: int) -> It
         yield EnginePlace(first + engine * width, width, overrides)
 
 
-def _is_policy(model: dict[str, Any], checkpoint: str | None) -> bool:
+def _is_policy(model: Mapping[str, object], checkpoint: str | None) -> bool:
     default = model.get("model_path") in (None, checkpoint)
     given = model.get("update_weights")
     return default if given is None else bool(given)
 
 
-def _check_keys(where: str, entry: dict[str, Any], known: set[str]) -> None:
+def _check_keys(where: str, entry: Mapping[str, object], known: set[str]) -> None:
     if unknown := sorted(set(entry) - known):
         raise ValueError(f"{where}: unknown keys {', '.join(unknown)}; it takes {', '.join(sorted(known))}")

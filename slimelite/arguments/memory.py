@@ -51,7 +51,7 @@ def derive_memory(draft: Draft) -> None:
         )
     whole = needs(checkpointing=chosen, whole_grads=True)
     reason = f"with whole gradients on every rank a step takes about {whole / 1e9:.0f} GB; {has}"
-    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    ranks = args.training_ranks
     once = ranks > 1 and whole <= usable
     draft.set("reduce_once_a_step", once, reason if ranks > 1 else "one rank has no other to add to")
 
@@ -61,7 +61,7 @@ def training_load(args: Args) -> Load | str:
     shapes, tokens = model_shapes(args), _longest_micro_batch(args)
     if shapes is None or tokens is None:
         return "the model's shapes are" if shapes is None else "the longest micro-batch is"
-    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    ranks = args.training_ranks
     return Load(
         shapes,
         tokens,

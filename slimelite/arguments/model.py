@@ -15,6 +15,7 @@ from slimelite.arguments.conditions import (
     SAVE,
     SYNC,
     TRAINING,
+    given,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, resolved
@@ -99,6 +100,11 @@ class ClusterArgs:
     # one for each engine of --sglang-config; empty: engines of equal width take the GPUs one after the other
     engine_places: tuple[EnginePlace, ...] = resolved(())
 
+    @property
+    def training_ranks(self) -> int:
+        """The ranks of training on all nodes."""
+        return self.actor_num_nodes * self.actor_num_gpus_per_node
+
     def engine_place(self, index: int) -> EnginePlace:
         """Where engine number ``index`` runs."""
         width = self.rollout_num_gpus_per_engine
@@ -120,7 +126,7 @@ class ArchitectureArgs:
     group_query_attention: bool = flag(
         False,
         "there are --num-query-groups key/value heads instead of one for each query head",
-        when("--num-query-groups", lambda a: a.num_query_groups),
+        given("--num-query-groups"),
     )
     num_query_groups: int | None = flag(None, "attention has this many key/value heads", ALWAYS, at_least=1)
     kv_channels: int | None = flag(None, "one head is this wide", ALWAYS, at_least=1)

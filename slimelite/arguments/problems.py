@@ -13,7 +13,6 @@ from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.flags import all_flags
 from slimelite.arguments.tasks import CHOOSE
 from slimelite.arguments.vocabulary import SIMILAR
-from slimelite.engines.registry import ENGINES
 from slimelite.rewards.rules import RULES
 
 
@@ -119,7 +118,7 @@ def _workers(args: Args) -> Iterator[str]:
             f"--max-weight-staleness {args.max_weight_staleness}: --async-rollout trains on samples up to {oldest} "
             f"update(s) old (--update-weights-interval); allow {oldest} or more"
         )
-    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    ranks = args.training_ranks
     if args.launcher == "local" and not args.debug_rollout_only and ranks > 1:
         yield f"--launcher local is one process: {ranks} training ranks need --launcher ray"
     if (
@@ -139,7 +138,7 @@ def _engines(args: Args) -> Iterator[str]:
             "--rollout-temperature 0.0: must be above 0: training divides the logits by it, and the responses of a "
             "group would be all alike; --eval-temperature 0 evaluates greedily"
         )
-    external, engine = args.rollout_external_engine_addrs, ENGINES[args.rollout_backend]
+    external, engine = args.rollout_external_engine_addrs, args.engine_kind
     if external and not engine.server:
         yield f"--rollout-external-engine-addrs are SGLang servers: --rollout-backend {engine.name} runs none; take one"
     if external and args.colocate:
@@ -178,8 +177,8 @@ def _weight_sync(args: Args) -> Iterator[str]:
         yield f"--update-weight-disk-dir with --update-weight-transport {way}: weights go one way; take disk"
     if way == "ipc" and not args.colocate:
         yield "--update-weight-transport ipc is for engines on the trainer's GPUs: add --colocate, or take nccl"
-    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
-    shared = ENGINES[args.rollout_backend].server and args.colocate and way == "ipc"
+    ranks = args.training_ranks
+    shared = args.engine_kind.server and args.colocate and way == "ipc"
     syncs = not (args.debug_rollout_only or args.debug_train_only)
     if shared and syncs and args.rollout_num_gpus > ranks:
         yield (
@@ -204,7 +203,7 @@ def _data(args: Args) -> Iterator[str]:
         yield f"--rollout-max-prompt-len {prompt} leaves no room in --rollout-max-context-len {context}"
     for dataset in args.eval_datasets:
         yield from dataset.problems()
-        if dataset.custom_generate_function_path == CHOOSE and not ENGINES[args.rollout_backend].scores:
+        if dataset.custom_generate_function_path == CHOOSE and not args.engine_kind.scores:
             yield (
                 f"eval dataset {dataset.name}: its choices are scored by their likelihood, which --rollout-backend "
                 f"{args.rollout_backend} does not give; take embedded"
@@ -295,7 +294,7 @@ def _training(args: Args) -> Iterator[str]:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}"
     elif args.use_critic and args.min_lr > args.critic_lr:
         yield f"--min-lr {args.min_lr} is above --critic-lr {args.critic_lr}"
-    if args.sends_adapter and not (ENGINES[args.rollout_backend].adapters and not args.rollout_external_engine_addrs):
+    if args.sends_adapter and not (args.engine_kind.adapters and not args.rollout_external_engine_addrs):
         yield "--lora-sync adapter is for SGLang servers that the run starts (--rollout-backend sglang); take merged"
     if args.lora_rank and args.optimizer == "muon" and not args.debug_rollout_only:
         yield "--optimizer muon with --lora-rank: Muon is for whole matrices, not for the two factors of one; take adam"

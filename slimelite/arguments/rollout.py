@@ -17,11 +17,12 @@ from slimelite.arguments.conditions import (
     SUPERVISED,
     SYNC,
     TRAINING,
+    given,
     rule_reads,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
-from slimelite.engines.registry import ENGINES
+from slimelite.engines.registry import ENGINES, EngineKind
 from slimelite.families import LOSS_MASKS
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS
@@ -256,7 +257,7 @@ class RolloutArgs:
     update_weights_interval: int = flag(
         1,
         "this many rollouts are trained on between weight syncs",
-        SYNC & when("--async-rollout", lambda a: a.async_rollout),
+        SYNC & given("--async-rollout"),
         at_least=1,
     )
 
@@ -309,6 +310,11 @@ class RolloutArgs:
         "fn(rollout_id, args, samples, metrics, seconds)",
         ALWAYS,
     )
+
+    @property
+    def engine_kind(self) -> EngineKind:
+        """The record of ``--rollout-backend``."""
+        return ENGINES[self.rollout_backend]
 
 
 @dataclass(frozen=True)
@@ -366,18 +372,18 @@ class RewardArgs:
     reward_model_device: Literal["auto", "cpu", "cuda"] = flag(
         "auto",
         "the reward model runs here; auto: on a GPU if its process sees one",
-        SAMPLING & when("--reward-model-path", lambda a: a.reward_model_path),
+        SAMPLING & given("--reward-model-path"),
     )
     reward_model_batch_size: int = flag(
         8,
         "the reward model scores this many conversations at once",
-        SAMPLING & when("--reward-model-path", lambda a: a.reward_model_path),
+        SAMPLING & given("--reward-model-path"),
         at_least=1,
     )
     format_regex: str | None = flag(
         None,
         "the rule format wants a whole response to match this; without it, <think>...</think><answer>...</answer>",
-        SAMPLING & (rule_reads("format_regex") | when("--format-reward-coef", lambda a: a.format_reward_coef)),
+        SAMPLING & (rule_reads("format_regex") | given("--format-reward-coef")),
     )
     format_reward_coef: float = flag(
         0.0, "in training this is added to the reward of a response that the rule format accepts", POLICY_SAMPLING
@@ -391,7 +397,7 @@ class RewardArgs:
     overlong_penalty_factor: float = flag(
         1.0,
         "a response that fills the buffer loses this much reward; one that just enters it loses nothing",
-        POLICY_SAMPLING & when("--overlong-buffer-len", lambda a: a.overlong_buffer_len),
+        POLICY_SAMPLING & given("--overlong-buffer-len"),
         at_least=0,
     )
 

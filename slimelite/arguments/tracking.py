@@ -16,6 +16,7 @@ from slimelite.arguments.conditions import (
     TENSORBOARD,
     TRAINING,
     WANDB,
+    given,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag
@@ -56,7 +57,7 @@ class TrackingArgs:
     wandb_random_suffix: bool = flag(
         True,
         "random letters are added to the group's name",
-        WANDB & when("--wandb-group", lambda a: a.wandb_group),
+        WANDB & given("--wandb-group"),
         negative="--disable-wandb-random-suffix",
     )
     wandb_always_use_train_step: bool = flag(False, "the x-axis of every metric is the optimizer step", WANDB)
@@ -199,7 +200,7 @@ class DebugArgs:
     load_debug_rollout_data_subsample: float | None = flag(
         None,
         "this share of the groups of a saved rollout is used",
-        when("--load-debug-rollout-data", lambda a: a.load_debug_rollout_data).strictly(),
+        given("--load-debug-rollout-data").strictly(),
         above=0,
         at_most=1,
     )

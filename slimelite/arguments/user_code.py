@@ -103,7 +103,7 @@ def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Ori
         places = [Origin.of(inspect.getsourcefile(g) or "", g.__module__, g.__qualname__) for g in groups]
         origins = Origins(files, tuple(places))
 
-    def reduce(args: Args) -> tuple[Callable[..., Args], tuple[Any, ...]]:
+    def reduce(args: Args) -> tuple[Callable[..., Args], tuple[object, ...]]:
         return _restore, (origins, {f.name: getattr(args, f.name) for f in dataclasses.fields(args)})
 
     composed = type("Args", (*reversed(groups), Args), {"__doc__": Args.__doc__, "__reduce__": reduce})

@@ -30,7 +30,7 @@ class Settings:
     sglang: dict[str, Any] = field(default_factory=dict)
     no_effect: dict[str, str] = field(default_factory=dict)
     # keys of --custom-config-path that are no flags: for the user's plugins
-    custom: dict[str, Any] = field(default_factory=dict)
+    custom: dict[str, object] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     # options that have a problem already: later problems that name one of them are left out
     blamed: set[str] = field(default_factory=set)
@@ -185,7 +185,7 @@ def read_flag(flag: Flag, words: Sequence[str]) -> Any:
     return values
 
 
-def read_yaml(flag: Flag, value: Any) -> Any:
+def read_yaml(flag: Flag, value: object) -> Any:
     """The value that a YAML file gives to a flag.
 
     Raises:
@@ -198,7 +198,7 @@ def read_yaml(flag: Flag, value: Any) -> Any:
     return [] if flag.many and value == [] else read_flag(flag, as_words(value))
 
 
-def as_words(value: Any) -> list[str]:
+def as_words(value: object) -> list[str]:
     """The command-line words for a value of a YAML file; there are none for true, since a switch takes none."""
     if value is True:
         return []

@@ -29,7 +29,6 @@ from slimelite.cluster.remote import (
 )
 from slimelite.cluster.workers import RolloutWorker, TrainOutput, disagreement
 from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
-from slimelite.engines.registry import ENGINES
 from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutOutput
 from slimelite.table import SampleTable
 
@@ -357,7 +356,7 @@ class Cluster:
     def _push(self, version: int) -> dict[str, float]:
         """Send the weights to every engine; once more if an engine died and --use-fault-tolerance is on."""
         self._version, self._moved = version, False
-        if not ENGINES[self.args.rollout_backend].server:
+        if not self.args.engine_kind.server:
             return self._all(TrainerWorker.push_to, self._engines, version)[0]
         retries = int(self.args.use_fault_tolerance)
         while True:

@@ -288,7 +288,7 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
         ClusterError: the Ray cluster has too few devices, or they do not become free in time.
     """
     progress(0, 0, "waiting for Ray")
-    world = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+    world = 0 if args.debug_rollout_only else args.training_ranks
     external = bool(args.rollout_external_engine_addrs)
     count = 0 if args.debug_train_only or external else args.num_engines
     bundles = max(world, (0 if args.colocate else world) + (args.rollout_num_gpus if count else 0))

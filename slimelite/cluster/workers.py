@@ -34,8 +34,7 @@ from slimelite.engines.registry import ENGINES, ServerAddress, ServerParts
 from slimelite.registry import Function, function
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
 from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable
-from slimelite.token_stats import TokenStats
+from slimelite.table import SampleTable, TokenStats
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +47,7 @@ PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
 
 def server_parts(args: Args) -> ServerParts | None:
     """The parts of the run's engines if these are servers; None if engines are built in our own processes."""
-    return ENGINES[args.rollout_backend].server
+    return args.engine_kind.server
 
 
 def engine_setup(args: Args, index: int, host: str = LOCAL_HOST) -> EngineSetup:
@@ -74,7 +73,7 @@ def engine_setup(args: Args, index: int, host: str = LOCAL_HOST) -> EngineSetup:
 
 def build_engine(args: Args, index: int, host: str = LOCAL_HOST) -> Engine:
     """Engine number ``index`` in this process; ``host``: the address for its HTTP front, if it starts one."""
-    build = ENGINES[args.rollout_backend].build
+    build = args.engine_kind.build
     assert build is not None, "an engine that is a server has a process of its own"
     engine: Engine = _function(args, build)(engine_setup(args, index, host), _codec(args))
     return engine

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.memory import training_load
-from slimelite.engines.registry import ENGINES
 from slimelite.plan import time
 from slimelite.plan.devices import Device, host_bytes
 from slimelite.plan.memory import BASE, USABLE, Load, Parts, Serving, largest, peak, total
@@ -65,12 +64,12 @@ class Plan:
         memory = host_bytes() if shared else machine.gpu_bytes
         if not memory:
             return "the GPUs' memory is"
-        ranks = 0 if args.debug_rollout_only else args.actor_num_nodes * args.actor_num_gpus_per_node
+        ranks = 0 if args.debug_rollout_only else args.training_ranks
         engines = 0 if args.debug_train_only or args.rollout_external_engine_addrs else args.num_engines
         prompt = min(args.rollout_max_prompt_len or PROMPT, PROMPT)
         response = args.rollout_max_response_len or 0
         rows = (args.rollout_batch_size or 1, args.n_samples_per_prompt)
-        server = bool(ENGINES[args.rollout_backend].server)
+        server = bool(args.engine_kind.server)
         sequences = args.sglang_max_running_requests or SEQUENCES[server]
         context = args.sglang_context_length or prompt + response
         width = 1 if shared else args.rollout_num_gpus_per_engine

@@ -18,7 +18,6 @@ from slimelite.checkpoints import STATE_FILE, damage, read_json
 from slimelite.data.conversations import ChatReader
 from slimelite.data.prompts import PAIR, deal, load_prompts
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
-from slimelite.engines.registry import ENGINES
 from slimelite.families import FAMILIES, text_config
 from slimelite.model_files import check_architecture, has_weights, looks_sound, shape_problems, weight_shapes
 from slimelite.plugins import load_function
@@ -152,7 +151,7 @@ class InputChecks:
             folder = Path(path)
             shapes = weight_shapes(folder) if folder.is_dir() and has_weights(folder) else None
             self.doubtful |= not looks_sound(config, shapes)
-            if option == "--hf-checkpoint" and ENGINES[self.args.rollout_backend].check_config:
+            if option == "--hf-checkpoint" and self.args.engine_kind.check_config:
                 self.doubtful |= not any(f.embedded and f.name == config.get("model_type") for _, f in FAMILIES.items())
             return config
         self.broken.add(option)

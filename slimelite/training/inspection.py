@@ -22,7 +22,7 @@ def inspect_models(args: Args, broken: Collection[str] = ()) -> tuple[list[str],
     line each.
     """
     problems, facts = list[str](), list[str]()
-    check_config = ENGINES[args.rollout_backend].check_config
+    check_config = args.engine_kind.check_config
     if args.debug_rollout_only and not check_config:
         return problems, facts
     for option, path in _models(args):
