@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from slimelite.arguments import parse_args
-from slimelite.early_stop import Evaluations, due
 from slimelite.lifecycle import StopSignals, Watchdog
-from slimelite.loop import evaluate, sync
+from slimelite.loop import Evaluations, due, evaluate, sync
 from slimelite.preflight import preflight, problems
 from slimelite.stages import run_stages
 

@@ -22,7 +22,7 @@ from slimelite.files import free_space, in_units, write_text
 MARKER = "latest_checkpointed_iteration.txt"
 # file that names the checkpoint of the best evaluation (--save-best)
 BEST_MARKER = "best_checkpointed_iteration.txt"
-# file beside the checkpoints with the values of --early-stop-metric: see `early_stop.Evaluations`
+# file beside the checkpoints with the values of --early-stop-metric: see `loop.Evaluations`
 EVALUATIONS = "evaluations.json"
 ROLLOUT_STATE = "rollout_state.json"
 # file with the trainer's state other than tensors

@@ -1,15 +1,139 @@
-"""The steps of train.py's loop that are more than one verb of the `Cluster`: sync and evaluate."""
+"""The steps of train.py's loop that are more than one verb of the `Cluster`, and what its evaluations decide."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from slimelite.early_stop import due
+from slimelite.arguments import Args
+from slimelite.checkpoints import BEST_MARKER, EVALUATIONS, best_of, folder_of, mark_best, model_folder, read_json
+from slimelite.files import write_text
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster
-    from slimelite.early_stop import Evaluations
     from slimelite.tracking import Tracker
+
+
+def due(interval: int | None, rollout_id: int, num_rollout: int, *, last: bool = False) -> bool:
+    """Whether something that happens every ``interval`` rollouts, and after the last one, happens now."""
+    if rollout_id + 1 == num_rollout:
+        return interval is not None or last
+    return interval is not None and (rollout_id + 1) % interval == 0
+
+
+class Evaluations:
+    """``--early-stop-metric`` after each evaluation, by rollout (-1: before training).
+
+    With ``--save`` the values are kept in ``evaluations.json`` there. A run that resumes takes those up to its
+    checkpoint, so that the best evaluation and the patience are as if it had never been interrupted. Without
+    ``--early-stop-patience`` and ``--save-best`` there are no values.
+    """
+
+    def __init__(self, args: Args) -> None:
+        self._args = args
+        self._watched = args.early_stop_patience is not None or args.save_best
+        self._values = {each: value for each, value in read_evaluations(args).items() if each < args.start_rollout_id}
+        if args.save_best and args.save is not None and best_of(args.save) not in self._values:
+            # it marks a checkpoint of another run in this folder, or of a rollout that this one comes to again
+            Path(args.save, BEST_MARKER).unlink(missing_ok=True)
+
+    def due_at_start(self) -> bool:
+        """Whether the run begins with an evaluation: that before training, or that of the checkpoint which it goes on
+        from, if the run before ended between the two."""
+        args, done = self._args, self._args.start_rollout_id - 1
+        if done < 0:
+            return args.eval_interval is not None and not args.skip_eval_before_train
+        return self._watched and done not in self._values and due(args.eval_interval, done, args.num_rollout)
+
+    def note(self, rollout_id: int, metrics: Mapping[str, float]) -> None:
+        """Take the value of an evaluation.
+
+        Raises:
+            ValueError: the evaluation did not measure ``--early-stop-metric``.
+        """
+        if not self._watched:
+            return
+        name = str(self._args.early_stop_metric)
+        if name not in metrics:
+            there = ", ".join(sorted(each for each in metrics if each.startswith("eval/")))
+            raise ValueError(f"--early-stop-metric {name}: the evaluation did not measure it; there are: {there}")
+        self._values[rollout_id] = float(metrics[name])
+
+    def write(self) -> None:
+        """Keep the values in the folder of ``--save``; called when all that the last evaluation asks for is saved."""
+        if self._watched and self._args.save is not None:
+            found = [{"rollout_id": rollout_id, "value": value} for rollout_id, value in sorted(self._values.items())]
+            content = {"metric": self._args.early_stop_metric, "evaluations": found}
+            write_text(Path(self._args.save) / EVALUATIONS, json.dumps(content, indent=1))
+
+    @property
+    def best(self) -> int | None:
+        """The rollout after which the best evaluation was; of equal ones the first."""
+        sign = 1 if self._args.early_stop_mode == "max" else -1
+        numbers = [rollout_id for rollout_id, value in sorted(self._values.items()) if value == value]
+        return max(numbers, key=lambda rollout_id: sign * self._values[rollout_id], default=None)
+
+    @property
+    def stop(self) -> str | None:
+        """Why the run ends early; None while it goes on."""
+        best, patience = -1 if self.best is None else self.best, self._args.early_stop_patience
+        since = sum(rollout_id > best for rollout_id in self._values)
+        if patience is None or since < patience:
+            return None
+        return f"{'1 evaluation was' if since == 1 else f'{since} evaluations were'} no better than {self._said()}"
+
+    def improved(self, rollout_id: int) -> bool:
+        """Whether ``--save-best`` keeps the weights after ``rollout_id``: their evaluation is the best so far."""
+        return self._args.save_best and rollout_id == self.best and rollout_id >= 0
+
+    def mark(self, rollout_id: int) -> None:
+        """Note that the checkpoint of ``rollout_id`` is the best; see `mark_best`."""
+        args = self._args
+        if args.save is not None and args.save_interval is not None:
+            mark_best(folder_of(args.save, rollout_id), args.save_interval, args.save_retain_interval)
+
+    def facts(self) -> dict[str, str]:
+        """What the console says of the best evaluation at the end of the run; nothing without ``--save-best``."""
+        if not self._args.save_best or self.best is None:
+            return {}
+        if self.best < 0:
+            return {"best": f"{self._said()}; nothing was kept, for no later evaluation was better"}
+        save, template = self._args.save, self._args.save_hf
+        places = [folder_of(save, self.best)] if save and best_of(save) == self.best else []
+        places += [model_folder(template, "best")] if template else []
+        kept = ", ".join(str(place) for place in places if place.is_dir())
+        # a run that resumes may know of a better evaluation from a run with another --save, or without --save-best
+        return {"best": f"{self._said()}{f': {kept}' if kept else '; it was before this run went on, and is not kept'}"}
+
+    def _said(self) -> str:
+        if self.best is None:
+            return f"nothing: {self._args.early_stop_metric} was never a number"
+        when = "before training" if self.best < 0 else f"after rollout {self.best}"
+        return f"{self._args.early_stop_metric} {self._values[self.best]:.3f} {when}"
+
+
+def read_evaluations(args: Args) -> dict[int, float]:
+    """The values beside the checkpoint that the run goes on from, as far as it needs them; others' metrics give none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    watched = args.early_stop_patience is not None or args.save_best
+    if not watched or args.resume_directory is None or args.finetune:
+        return {}
+    file = Path(args.resume_directory).parent / EVALUATIONS
+    if not file.is_file():
+        return {}
+    try:
+        found = read_json(file)
+        values = {int(each["rollout_id"]): float(each["value"]) for each in found["evaluations"]}
+        return values if found["metric"] == args.early_stop_metric else {}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file}: is damaged ({type(error).__name__}: {error}); remove it, and evaluations count from now on"
+        ) from error
 
 
 def sync(cluster: Cluster, tracker: Tracker, version: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,11 +281,39 @@ class SampleTable:
             raise ValueError(f"{path}: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Log-probs and entropies of a rollout of n samples under the trainer's weights before its first optimizer step.
+
+    ``sample_id``: [n] int64; ``offsets``: [n + 1] int64, where the tokens of each sample begin and end; ``log_probs``,
+    ``entropy``: [response tokens] float32, in nats, all NaN in a row that the trainer did not compute.
+    """
+
+    sample_id: np.ndarray
+    offsets: np.ndarray
+    log_probs: np.ndarray
+    entropy: np.ndarray
+
+    def to_parquet(self, path: Path) -> None:
+        """Write a row for each sample, with null lists where it was not computed; the file appears whole or not at
+        all.
+        """
+        lengths = np.diff(self.offsets)
+        seen = np.bincount(np.repeat(np.arange(len(lengths)), lengths), ~np.isnan(self.log_probs), len(lengths))
+        absent = pa.array((lengths > 0) & (seen == 0))
+        columns = {"sample_id": pa.array(self.sample_id)}
+        for name, values in (("log_probs", self.log_probs), ("entropy", self.entropy)):
+            columns[name] = pa.LargeListArray.from_arrays(pa.array(self.offsets), pa.array(values), mask=absent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as partial:
+            pq.write_table(pa.table(columns), partial, compression="zstd")
+
+
 def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.asarray(lengths, np.int64))]).astype(np.int64)
 
 
-def _concat(parts: Sequence[Any], dtype: str) -> np.ndarray:
+def _concat(parts: Sequence[object], dtype: str) -> np.ndarray:
     if not parts:
         return np.zeros(0, dtype)
     return np.concatenate([np.asarray(p, dtype) for p in parts])

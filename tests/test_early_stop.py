@@ -11,7 +11,7 @@ import pytest
 
 from slimelite.arguments import Args
 from slimelite.checkpoints import best_of, folder_of, model_folder
-from slimelite.early_stop import Evaluations
+from slimelite.loop import Evaluations
 
 
 def evaluations(values: list[float], first: int = -1, **flags: Any) -> Evaluations:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slimelite.algorithms.losses import LOSSES
 from slimelite.arguments import Args
-from slimelite.data.curriculum import Curriculum
 from slimelite.data.prompts import PAIR, deal, load_prompts
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.plugins import load_function
@@ -64,7 +63,7 @@ class DataSource:
             args,
             tokenizer,
             paths,
-            replies=(args.chosen_key, args.rejected_key) if LOSSES[args.loss_type].paired else None,
+            replies=(args.chosen_key, args.rejected_key) if args.loss.paired else None,
             max_prompt_len=args.rollout_max_prompt_len,
             skip_bad_rows=args.skip_bad_rows,
             keep_messages=args.reward_model_path is not None,
@@ -105,7 +104,7 @@ class DataSource:
         behind = [share * dealt - stream.drawn for share, stream in zip(shares, self._streams, strict=True)]
         return self._streams[behind.index(max(behind))]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The state needed to resume, including the returned groups, as plain JSON values.
 
         Values that plugins put on a sample are converted too: numpy values to numbers and lists, others to text.
@@ -139,7 +138,7 @@ class DataSource:
         self._next_sample = state["next_sample"]
         self._returned = [[Sample.from_dict(values) for values in group] for group in state["returned"]]
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         """The settings and data that must be unchanged for a saved position to be valid."""
         return {
             "prompts": [len(stream.prompts) for stream in self._streams],
@@ -148,6 +147,63 @@ class DataSource:
             "--rollout-shuffle": self.args.rollout_shuffle,
             "--prompt-data-weights": self._weights,
         }
+
+
+class Curriculum:
+    """``--curriculum-threshold``: prompts of a task become harder when enough of its answers are right.
+
+    Rows have ``level``, and perhaps ``task``, in their metadata; each task is at one level, at first its lowest.
+
+    A task rises to its next level when the mean reward of its groups at the present one, in a rollout, is at least the
+    threshold. Tasks take turns.
+
+    Attributes:
+        parts: the prompts of each task at each level.
+        levels: task -> its level, counted from 0 in the order of the levels that its rows have.
+    """
+
+    def __init__(self, threshold: float, prompts: Sequence[Sample]) -> None:
+        """Sort ``prompts`` by task and level.
+
+        Raises:
+            ValueError: one of them has no level.
+        """
+        self._threshold = threshold
+        by_task: dict[str, dict[float, list[Sample]]] = {}
+        for prompt in prompts:
+            level = prompt.metadata.get("level")
+            if not isinstance(level, int | float):
+                raise ValueError(
+                    "--curriculum-threshold needs rows with a number as level in their metadata, such as those of "
+                    f"--environment 'reasoning-gym:gcd?levels=3'; one has {level!r}"
+                )
+            by_task.setdefault(str(prompt.metadata.get("task", "")), {}).setdefault(level, []).append(prompt)
+        self.parts: list[list[Sample]] = []
+        self._places: dict[str, list[tuple[float, int]]] = {}  # task -> (level, index of its part)
+        for task, by_level in by_task.items():
+            for level in sorted(by_level):
+                self._places.setdefault(task, []).append((level, len(self.parts)))
+                self.parts.append(by_level[level])
+        self.levels = dict.fromkeys(by_task, 0)
+
+    def part(self, group: int) -> int:
+        """The index of the part that group number ``group`` comes from."""
+        task = list(self.levels)[group % len(self.levels)]
+        return self._places[task][self.levels[task]][1]
+
+    def heed(self, groups: Sequence[list[Sample]], reward_key: str | None) -> dict[str, float]:
+        """Let tasks rise; returns ``rollout/level/TASK``, or ``rollout/level`` of the only one, of the next rollout."""
+        for task, at in self.levels.items():
+            level, last = self._places[task][at][0], at + 1 == len(self._places[task])
+            rewards = [
+                sample.reward_value(reward_key)
+                for sample in (sample for group in groups for sample in group)
+                if (str(sample.metadata.get("task", "")), sample.metadata.get("level")) == (task, level)
+                and sample.reward is not None
+            ]
+            if rewards and not last and statistics.fmean(rewards) >= self._threshold:
+                self.levels[task] = at + 1
+        return {f"rollout/level/{task}".removesuffix("/"): float(at) for task, at in self.levels.items()}
 
 
 class _Stream:

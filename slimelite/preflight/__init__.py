@@ -15,8 +15,8 @@ from pathlib import Path
 from slimelite.arguments import Args
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.checkpoints import model_folder
-from slimelite.early_stop import read_evaluations
 from slimelite.engines.registry import ENGINES
+from slimelite.loop import read_evaluations
 from slimelite.plan.report import plan_lines
 from slimelite.preflight.findings import Findings, fill, format_report
 from slimelite.registry import function
@@ -62,7 +62,7 @@ def inspect(args: Args, machine: Machine) -> Findings:
 
 
 def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
-    ranks = 0 if args.debug_rollout_only else args.actor_num_gpus_per_node * args.actor_num_nodes
+    ranks = 0 if args.debug_rollout_only else args.training_ranks
     engines = 0 if args.debug_train_only else args.rollout_num_gpus
     needed = max(ranks, engines) if args.colocate else ranks + engines
     shared = "shared by" if args.colocate else "for"
@@ -86,7 +86,7 @@ def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
 
 
 def _check_packages(args: Args, findings: Findings) -> None:
-    engine = ENGINES[args.rollout_backend]
+    engine = args.engine_kind
     runs_engine = not (args.debug_train_only or args.rollout_external_engine_addrs)
     wanted = (
         ("ray", args.launcher == "ray", "use --launcher local"),

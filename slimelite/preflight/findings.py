@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from slimelite.arguments import Args
 from slimelite.arguments.flags import Flag, group_flags, group_title, groups_of
@@ -84,17 +83,17 @@ def _given(args: Args) -> Iterator[tuple[str, list[str]]]:
         )
 
 
-def _assignment(flag: Flag, value: Any) -> str:
+def _assignment(flag: Flag, value: object) -> str:
     if flag.kind is bool:
         return flag.name if value else f"no {flag.name}"
     return f"{flag.name} {_plain(masked(flag.name, value))}"
 
 
-def _section(title: str, entries: Any) -> list[str]:
+def _section(title: str, entries: Sequence[str]) -> list[str]:
     return [title, *(f"  {entry}" for entry in entries)] if entries else []
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -107,7 +107,7 @@ def series(records: Iterable[Record], metric: str) -> tuple[list[float], list[fl
     return sorted(points), [points[step] for step in sorted(points)]
 
 
-def eval_metrics(records: Iterable[Mapping[str, Any]]) -> list[str]:
+def eval_metrics(records: Iterable[Mapping[str, object]]) -> list[str]:
     """Names of the mean scores of eval datasets, in order of first appearance."""
     names = dict.fromkeys(name for r in records for name in r if name.startswith("eval/") and name.count("/") == 1)
     beside = ("eval/step", "eval/reward_errors")

@@ -35,16 +35,12 @@ def run_facts(args: Args) -> dict[str, str]:
         "plugins": ", ".join(_plugins(args)),
         "device": _device(args),
         "batch": batch_identity(args),
-        "rollouts": numbering(args.num_rollout)
+        "rollouts": f"{args.num_rollout}"
+        + (f", numbered 0 to {args.num_rollout - 1}" if args.num_rollout else "")
         + (f", going on at {args.start_rollout_id}" if args.start_rollout_id else ""),
     }
     of_rollouts = ("data", "method", "batch", "rollouts") if args.num_rollout == 0 else ()
     return {name: value for name, value in facts.items() if value and name not in of_rollouts}
-
-
-def numbering(num_rollout: int) -> str:
-    """The rollouts of a run by their numbers: ``40, numbered 0 to 39``."""
-    return f"{num_rollout}" + (f", numbered 0 to {num_rollout - 1}" if num_rollout else "")
 
 
 def progress(done: int | None, num_rollout: int | None) -> str:
@@ -70,7 +66,7 @@ def batch_identity(args: Args) -> str:
 
 
 def _device(args: Args) -> str:
-    ranks = args.actor_num_nodes * args.actor_num_gpus_per_node
+    ranks = args.training_ranks
     parts: list[str] = [args.device]
     if not args.debug_rollout_only:
         parts.append(f"{ranks} training rank{'s' if ranks > 1 else ''}")

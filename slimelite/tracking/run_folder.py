@@ -10,7 +10,7 @@
     alarms.jsonl           what went wrong, one alarm per line (see alarms.py); absent without any
     curves.png             the curves of metrics.jsonl
     rollouts/0000012.parquet        the samples of rollout 12
-    token_stats/0000012.parquet     the trainer's log-probs and entropies of their tokens (token_stats.py)
+    token_stats/0000012.parquet     the trainer's log-probs and entropies of their tokens (table.py)
     dropped/0000012.parquet         some of the groups that were not trained on, and why (rollout/filters.py)
     eval/gsm8k-0000012.parquet      the answers of the evaluation after rollout 12
     eval/gsm8k-start.parquet        those of the evaluation before training
@@ -32,15 +32,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import slimelite
 from slimelite.arguments import Args
 from slimelite.arguments.flags import group_flags, group_title, groups_of
 from slimelite.arguments.secret import HIDDEN, masked, masked_words
 from slimelite.files import FULL, write_text
-from slimelite.table import SampleTable
-from slimelite.token_stats import TokenStats
+from slimelite.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm
 
 # flags left out of config.yaml: they say where arguments come from and where results go, not what to compute
@@ -65,7 +63,7 @@ class RunFolder:
         self._write("config.yaml", config_yaml(args))
         self._write("config.json", json.dumps(config_dict(args), indent=1, default=str))
 
-    def save_json(self, name: str, values: Mapping[str, Any]) -> None:
+    def save_json(self, name: str, values: Mapping[str, object]) -> None:
         """Write a small JSON file."""
         self._write(name, json.dumps(values, indent=1))
 
@@ -127,7 +125,7 @@ class RunFolder:
             path.write_text(text + "\n", encoding="utf-8")  # full disk: overwriting the old file needs no new space
 
 
-def config_dict(args: Args) -> dict[str, Any]:
+def config_dict(args: Args) -> dict[str, object]:
     """All arguments as plain values, secrets masked; ``derivations``: name -> reason."""
     values = dataclasses.asdict(args)
     values["derivations"] = {d.name: d.reason for d in args.derivations}
@@ -162,7 +160,7 @@ def config_yaml(args: Args) -> str:
 PACKAGES = ("torch", "transformers", "ray", "sglang", "numpy", "pyarrow", "safetensors", "math-verify", "wandb")
 
 
-def versions(device: str) -> dict[str, Any]:
+def versions(device: str) -> dict[str, object]:
     """Versions of slimelite, Python and ``PACKAGES`` (None: not installed), commit, command line, and this machine.
 
     ``device``: GPUs are listed only if it is ``cuda``.

@@ -19,8 +19,7 @@ import slimelite
 from slimelite import trace
 from slimelite.arguments import Args
 from slimelite.lifecycle import WITHOUT_A_WORD, RolloutError, Stopped, read_status, this_process
-from slimelite.table import SampleTable
-from slimelite.token_stats import TokenStats
+from slimelite.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm, Alarms
 from slimelite.tracking.ci import RunChecks
 from slimelite.tracking.console import Console
@@ -274,7 +273,7 @@ class Tracker:
         self.folder.save_json("versions.json", versions(self.args.device))
         self._writers = open_writers(self.args, config_dict(self.args))
 
-    def _write(self, kind: Kind, metrics: Mapping[str, Any]) -> None:
+    def _write(self, kind: Kind, metrics: Mapping[str, object]) -> None:
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         self._changed += self._alarms.note({"kind": kind, **numbers})
         if kind == "perf":

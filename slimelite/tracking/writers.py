@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from slimelite.arguments import Args
 from slimelite.arguments.secret import masked_words
@@ -37,7 +37,7 @@ class Writer(Protocol):
         ...
 
 
-def open_writers(args: Args, config: Mapping[str, Any]) -> list[Writer]:
+def open_writers(args: Args, config: Mapping[str, object]) -> list[Writer]:
     """The writer of ``metrics.jsonl``, and those for ``--use-wandb`` and ``--use-tensorboard``.
 
     ``config``: the resolved arguments, which wandb shows beside the curves.
@@ -55,7 +55,7 @@ class WandbWriter:
 
     name = "wandb"
 
-    def __init__(self, args: Args, config: Mapping[str, Any]) -> None:
+    def __init__(self, args: Args, config: Mapping[str, object]) -> None:
         import wandb
 
         # with --wandb-always-use-train-step, a rollout's step is the train step at which it begins, not its id

@@ -22,8 +22,7 @@ from slimelite.algorithms.policy import kl_estimate
 from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
 from slimelite.plugins import guarded, load_function
 from slimelite.sample import COLUMNS
-from slimelite.table import SampleTable
-from slimelite.token_stats import TokenStats
+from slimelite.table import SampleTable, TokenStats
 from slimelite.training.batch import pair_weights
 
 # rows, at most, that are computed in a step without a gradient: enough to measure its entropy and mismatch

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from slimelite.arguments import Args
 from slimelite.checkpoints import Checksums
-from slimelite.table import SampleTable
-from slimelite.token_stats import TokenStats
+from slimelite.table import SampleTable, TokenStats
 from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns, pass_begins

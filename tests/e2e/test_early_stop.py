@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import train
 from slimelite.checkpoints import CHECKSUMS
 from slimelite.cluster import Cluster
-from slimelite.early_stop import Evaluations
+from slimelite.loop import Evaluations
 from slimelite.tracking.metrics_file import read_metrics
 
 from .conftest import FIRST_VERSION_FLAGS

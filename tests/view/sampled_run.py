@@ -11,8 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slimelite.sample import Sample
-from slimelite.table import SampleTable
-from slimelite.token_stats import TokenStats
+from slimelite.table import SampleTable, TokenStats
 from slimelite.tracking.metrics_file import MetricsFile
 
 LINES = [
