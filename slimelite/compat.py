@@ -18,90 +18,68 @@ from typing import Any
 
 F = "slimelite.slime_functions"
 AGENTS = "slimelite.slime_agents"
-FILTERS = "slimelite.rollout.filters"
-MATH = "slimelite.rewards.math"
+ROLLOUT = "slimelite.rollout"
+REWARDS = "slimelite.rewards"
+
+
+def _same(module: str, *names: str) -> dict[str, str]:
+    """``names`` that the module of ours has, too."""
+    return {name: f"{module}.{name}" for name in names}
+
 
 # module of slime's -> name in it -> our object
 MODULES: dict[str, dict[str, str]] = {
-    "slime.utils.types": {"Sample": "slimelite.sample.Sample"},
-    "slime.utils.http_utils": {"post": f"{F}.post", "get": f"{F}.get"},
-    "slime.utils.misc": {"load_function": "slimelite.plugins.load_function"},
-    "slime.utils.async_utils": {"run": "asyncio.run"},
-    "slime.utils.processing_utils": {"load_tokenizer": f"{F}.load_tokenizer"},
-    "slime.utils.data": {"Dataset": f"{F}.Dataset", "read_file": f"{F}.read_file"},
+    "slime.utils.types": _same("slimelite.sample", "Sample"),
+    "slime.utils.http_utils": _same(F, "post", "get"),
+    "slime.utils.misc": _same("slimelite.plugins", "load_function"),
+    "slime.utils.async_utils": _same("asyncio", "run"),
+    "slime.utils.processing_utils": _same(F, "load_tokenizer"),
+    "slime.utils.data": _same(F, "Dataset", "read_file"),
     "slime.utils.eval_config": {"EvalDatasetConfig": "slimelite.arguments.EvalDataset"},
-    "slime.utils.mask_utils": {
-        "MultiTurnLossMaskGenerator": f"{F}.MultiTurnLossMaskGenerator",
-        "get_response_lengths": f"{F}.get_response_lengths",
-    },
-    "slime.observability.trace_utils": {
-        "trace_span": f"{F}.trace_span",
-        "trace_function": f"{F}.trace_function",
-        "build_sglang_meta_trace_attrs": f"{F}.build_sglang_meta_trace_attrs",
-    },
+    "slime.utils.mask_utils": _same(F, "MultiTurnLossMaskGenerator", "get_response_lengths"),
+    "slime.observability.trace_utils": _same(F, "trace_span", "trace_function", "build_sglang_meta_trace_attrs"),
     "slime.backends.megatron_utils.cp_utils": dict.fromkeys(
         ["all_gather_with_cp", "slice_log_prob_with_cp"], f"{F}.whole_response"
     ),
     "slime.rollout.base_types": {
-        "RolloutFnTrainOutput": "slimelite.rollout.context.RolloutFnTrainOutput",
-        "RolloutFnEvalOutput": "slimelite.rollout.context.RolloutFnEvalOutput",
-        "call_rollout_fn": f"{F}.call_rollout_fn",
+        **_same(f"{ROLLOUT}.context", "RolloutFnTrainOutput", "RolloutFnEvalOutput"),
+        **_same(F, "call_rollout_fn"),
     },
     "slime.rollout.sglang_rollout": {
-        "generate_rollout": "slimelite.rollout.generate.generate_rollout",
-        "generate": f"{F}.generate",
-        "generate_and_rm": f"{F}.generate_and_rm",
-        "generate_and_rm_group": f"{F}.generate_and_rm_group",
-        "GenerateState": f"{F}.GenerateState",
-        "get_model_url": f"{F}.get_model_url",
+        **_same(f"{ROLLOUT}.generate", "generate_rollout"),
+        **_same(F, "generate", "generate_and_rm", "generate_and_rm_group", "GenerateState", "get_model_url"),
     },
     # --async-rollout generates ahead of training; the rollout itself is the same
-    "slime.rollout.fully_async_rollout": {
-        "generate_rollout_fully_async": "slimelite.rollout.generate.generate_rollout",
-    },
-    "slime.rollout.sft_rollout": {"generate_rollout": "slimelite.rollout.generate.offline_rollout"},
-    "slime.rollout.sample_hooks": {"apply_rollout_sample_hooks": f"{F}.apply_rollout_sample_hooks"},
-    "slime.rollout.on_policy_distillation": {
-        "reward_func": f"{F}.reward_func",
-        "post_process_rewards": f"{F}.post_process_rewards",
-    },
+    "slime.rollout.fully_async_rollout": {"generate_rollout_fully_async": f"{ROLLOUT}.generate.generate_rollout"},
+    "slime.rollout.sft_rollout": {"generate_rollout": f"{ROLLOUT}.generate.offline_rollout"},
+    "slime.rollout.sample_hooks": _same(F, "apply_rollout_sample_hooks"),
+    "slime.rollout.on_policy_distillation": _same(F, "reward_func", "post_process_rewards"),
     "slime.rollout.data_source": dict.fromkeys(
         ["RolloutDataSource", "RolloutDataSourceWithBuffer"], "slimelite.data.source.DataSource"
     ),
-    "slime.rollout.rm_hub": {name: f"{F}.{name}" for name in ("async_rm", "batched_async_rm", "grade_answer_verl")},
+    "slime.rollout.rm_hub": _same(F, "async_rm", "batched_async_rm", "grade_answer_verl"),
     "slime.rollout.rm_hub.math_utils": {
-        "grade_answer_verl": f"{F}.grade_answer_verl",
-        "extract_answer": f"{MATH}.extract_boxed_answer",
-        "extract_boxed_answer": f"{MATH}.extract_boxed_answer",
-        "last_boxed_only_string": f"{MATH}.last_boxed_only_string",
-        "remove_boxed": f"{MATH}.remove_boxed",
-        "_strip_string": f"{MATH}.strip_string",
+        **_same(F, "grade_answer_verl"),
+        **_same(f"{REWARDS}.math", "extract_boxed_answer", "last_boxed_only_string", "remove_boxed"),
+        "extract_answer": f"{REWARDS}.math.extract_boxed_answer",
+        "_strip_string": f"{REWARDS}.math.strip_string",
     },
     "slime.rollout.rm_hub.math_dapo_utils": {
-        "compute_score": f"{MATH}.compute_score",
-        "is_correct_minerva": f"{F}.is_correct_minerva",
-        "is_correct_strict_box": f"{F}.is_correct_strict_box",
-        "normalize_final_answer": f"{MATH}.normalize_final_answer",
-        "last_boxed_only_string": f"{MATH}.last_boxed_only_string",
-        "remove_boxed": f"{MATH}.remove_boxed",
+        **_same(F, "is_correct_minerva", "is_correct_strict_box"),
+        **_same(f"{REWARDS}.math", "compute_score", "normalize_final_answer", "last_boxed_only_string", "remove_boxed"),
     },
+    "slime.rollout.rm_hub.deepscaler": {"get_deepscaler_rule_based_reward": f"{F}.deepscaler_reward"},
+    "slime.rollout.rm_hub.gpqa": _same(F, "compute_gpqa_reward"),
+    "slime.rollout.rm_hub.f1": _same(f"{REWARDS}.text", "f1_score", "normalize_answer"),
+    "slime.rollout.filter_hub.base_types": _same(f"{ROLLOUT}.filters", "DynamicFilterOutput"),
+    "slime.rollout.filter_hub.dynamic_sampling_filters": _same(
+        f"{ROLLOUT}.filters", "check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"
+    ),
     "slime.agent.adapters": dict.fromkeys(["OpenAIAdapter", "AnthropicAdapter", "BaseAdapter"], f"{AGENTS}.Adapter"),
     "slime.agent.adapters.openai": {"OpenAIAdapter": f"{AGENTS}.Adapter"},
     "slime.agent.adapters.anthropic": {"AnthropicAdapter": f"{AGENTS}.Adapter"},
-    "slime.agent.parsing": {name: f"{AGENTS}.{name}" for name in ("parse_model_output", "ParsedModelOutput")},
-    "slime.agent.aiohttp_threaded": {
-        name: f"{AGENTS}.{name}" for name in ("run_app_in_thread", "FilteredAccessLogger")
-    },
-    "slime.rollout.rm_hub.deepscaler": {"get_deepscaler_rule_based_reward": f"{F}.deepscaler_reward"},
-    "slime.rollout.rm_hub.gpqa": {"compute_gpqa_reward": f"{F}.compute_gpqa_reward"},
-    "slime.rollout.rm_hub.f1": {
-        "f1_score": "slimelite.rewards.text.f1_score",
-        "normalize_answer": "slimelite.rewards.text.normalize_answer",
-    },
-    "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": f"{FILTERS}.DynamicFilterOutput"},
-    "slime.rollout.filter_hub.dynamic_sampling_filters": {
-        name: f"{FILTERS}.{name}" for name in ("check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback")
-    },
+    "slime.agent.parsing": _same(AGENTS, "parse_model_output", "ParsedModelOutput"),
+    "slime.agent.aiohttp_threaded": _same(AGENTS, "run_app_in_thread", "FilteredAccessLogger"),
 }
 # full name in slime or in miles -> our object
 SLIME_NAMES = {

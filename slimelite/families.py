@@ -49,27 +49,15 @@ class Family:
     embedded: bool = False
 
 
-FAMILIES = Registry[Family]("model family", "model_type")
-FAMILIES.add(
-    Family(
-        "llama",
-        "LlamaForCausalLM",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        embedded=True,
-    )
-)
-FAMILIES.add(Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, embedded=True))
-FAMILIES.add(
-    Family(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        qk_norm=True,
-        embedded=True,
-    )
+_BIAS = "attention_bias"
+FAMILIES = Registry(
+    "model family",
+    "model_type",
+    (
+        Family("llama", "LlamaForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, mlp_bias="mlp_bias", embedded=True),
+        Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, embedded=True),
+        Family("qwen3", "Qwen3ForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, qk_norm=True, embedded=True),
+    ),
 )
 
 
@@ -104,8 +92,12 @@ class LossMask:
     find: Function
 
 
-LOSS_MASKS = Registry[LossMask]("loss mask", "--loss-mask-type")
-LOSS_MASKS.add(LossMask("auto", "slimelite.data.conversations:auto_mask"))
-# slime's masks, each for the chat template of the model that it is named after
-for _name in ("qwen", "qwen3", "qwen3_5", "distill_qwen"):
-    LOSS_MASKS.add(LossMask(_name, f"slimelite.data.conversations:{_name}_mask"))
+# all but auto are slime's masks, each for the chat template of the model that it is named after
+LOSS_MASKS = Registry(
+    "loss mask",
+    "--loss-mask-type",
+    (
+        LossMask(name, f"slimelite.data.conversations:{name}_mask")
+        for name in ("auto", "qwen", "qwen3", "qwen3_5", "distill_qwen")
+    ),
+)

@@ -11,10 +11,11 @@ import pkgutil
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from slimelite import compat
@@ -66,20 +67,19 @@ def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
 
 def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callable[..., Any]:
     """``function``, with errors converted as `load_function` describes."""
-    guard = _Guard(function, path, flag)
 
     async def awaited(coroutine: Any) -> Any:
-        with guard:
+        with _guard(function, path, flag):
             return await coroutine
 
     @functools.wraps(function)
     async def call_async(*args: Any, **named: Any) -> Any:
-        with guard:
+        with _guard(function, path, flag):
             return await function(*args, **named)
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        with guard:
+        with _guard(function, path, flag):
             result = function(*args, **named)
         return awaited(result) if inspect.iscoroutine(result) else result
 
@@ -87,33 +87,28 @@ def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callab
     return call_async if is_async else call
 
 
-class _Guard:
+@contextmanager
+def _guard(function: Callable[..., Any], path: str, flag: str | None) -> Iterator[None]:
     """Turns errors of the block into `PluginError`, as `load_function` describes."""
-
-    def __init__(self, function: Callable[..., Any], path: str, flag: str | None) -> None:
-        self._file = getattr(inspect.unwrap(function), "__code__", None) and inspect.getsourcefile(function)
-        self._path, self._flag = path, flag
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None or isinstance(error, PluginError | KeyboardInterrupt | GeneratorExit | asyncio.CancelledError):
-            return
-        frames = traceback.extract_tb(trace)
-        if isinstance(error, Exception) and (self._flag is None or _says_enough(error, frames)):
-            return
-        theirs = [f for f in frames if f.filename == self._file]
+    try:
+        yield
+    except (PluginError, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        # one of our own messages, raised by our code that the plugin called, says enough
+        ours = isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+        if isinstance(error, Exception) and (flag is None or ours):
+            raise
+        file = getattr(inspect.unwrap(function), "__code__", None) and inspect.getsourcefile(function)
         what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {_named(error)}"
-        name = f"{self._flag} {self._path}" if self._flag else f"the plugin {self._path}"
-        line = f" ({theirs[-1].filename}, line {theirs[-1].lineno}, in {theirs[-1].name})" if theirs else ""
-        raise PluginError(f"{name} {what}{line}") from error
+        name = f"{flag} {path}" if flag else f"the plugin {path}"
+        raise PluginError(f"{name} {what}{_place([f for f in frames if f.filename == file])}") from error
 
 
-def _says_enough(error: Exception, frames: traceback.StackSummary) -> bool:
-    """Whether ``error`` is one of our own messages, raised by our code that the plugin called."""
-    return isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The last of ``frames`` for a message: `` (file, line 3, in reward)``; empty without any."""
+    return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
 
 
 def _named(error: BaseException) -> str:
@@ -134,8 +129,7 @@ def own_traceback(error: BaseException) -> str:
 def raised_at(error: BaseException) -> str:
     """Where a plugin raised ``error``, for a message: `` (file, line 3, in reward)``; empty if not known."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [f for f in frames if not Path(f.filename).is_relative_to(PACKAGE)]
-    return f" ({theirs[-1].filename}, line {theirs[-1].lineno}, in {theirs[-1].name})" if theirs else ""
+    return _place([f for f in frames if not Path(f.filename).is_relative_to(PACKAGE)])
 
 
 def run_file(path: str, option: str) -> None:

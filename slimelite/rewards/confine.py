@@ -113,7 +113,9 @@ def confine(folder: str, cpu_seconds: int, memory_bytes: int) -> None:
         if abi := landlock_abi():
             _restrict_files(libc, abi, folder)
         if has_seccomp():
-            _deny_calls(libc)
+            program = list(_instructions(platform.machine()))
+            packed = _Filter(len(program), b"".join(struct.pack("HBBI", *instruction) for instruction in program))
+            _check(libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(packed), 0, 0), "PR_SET_SECCOMP")
 
 
 def hide() -> None:
@@ -171,15 +173,11 @@ def _restrict_files(libc: ctypes.CDLL, abi: int, folder: str) -> None:
     os.close(ruleset)
 
 
-def _deny_calls(libc: ctypes.CDLL) -> None:
-    """Refuse the system calls in ``DENIED``, and those in ``DENIED_VALUES`` for the listed argument values."""
-    program = list(_instructions(platform.machine()))
-    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-    _check(libc.prctl(PR_SET_SECCOMP, FILTER, ctypes.byref(_Filter(len(program), packed)), 0, 0), "PR_SET_SECCOMP")
-
-
 def _instructions(machine: str) -> Iterator[tuple[int, int, int, int]]:
-    """The filter's instructions: (code, instructions to skip if true, instructions to skip if false, operand)."""
+    """The filter's instructions: (code, instructions to skip if true, instructions to skip if false, operand).
+
+    It refuses the system calls in ``DENIED``, and those in ``DENIED_VALUES`` for the listed argument values.
+    """
     deny = (RETURN, 0, 0, EPERM)
     yield (LOAD, 0, 0, 4)
     yield (JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine])

@@ -84,7 +84,7 @@ class Grader:
         """
         self.args = args
         # the first argument of custom functions
-        self.plugin_args: Any = args
+        self.plugin_args: object = args
         self.error_reports: list[ErrorReport] = []
         self._errors: Counter[str] = Counter()
         self._costly = 0
@@ -255,7 +255,7 @@ class Grader:
             return [Failure("invalid", message)] * len(samples)
         return given
 
-    def _settle(self, sample: Sample, route: Route, outcome: Any, reward_key: str | None) -> None:
+    def _settle(self, sample: Sample, route: Route, outcome: object, reward_key: str | None) -> None:
         """Set the sample's reward, or handle its failure as --reward-error says."""
         result = outcome if isinstance(outcome, Failure) else _checked(outcome, reward_key)
         if not isinstance(result, Failure):

@@ -182,34 +182,36 @@ class Rules(Registry[Rule]):
         return super().__getitem__(name)
 
 
-RULES = Rules("reward rule", "--rm-type", instead=", or write a function of your own as --custom-rm-path")
-
 _MATH, _TEXT, _CODE, _IFBENCH, _SCORERS = (
     f"slimelite.rewards.{module}:" for module in ("math", "text", "code", "ifbench", "scorers")
 )
-for _rule in (
-    Rule("math", _MATH + "quick", _MATH + "slow", _MATH + "example", bounded=True),
-    Rule("gsm8k", _MATH + "gsm8k", example=_MATH + "gsm8k_example"),
-    Rule("last_number", _MATH + "last_number", example=_MATH + "gsm8k_example"),
-    Rule("deepscaler", _MATH + "deepscaler", _MATH + "deepscaler_slow", _MATH + "deepscaler_example", bounded=True),
-    Rule("dapo", _MATH + "dapo", example=_MATH + "dapo_example", zero={"score": 0.0, "acc": False, "pred": None}),
-    Rule("f1", _TEXT + "f1", example=_TEXT + "label", boxable=True),
-    Rule("gpqa", _TEXT + "gpqa", example=_TEXT + "gpqa_example", needs_label=False, boxable=True),
-    Rule("multiple_choice", _TEXT + "multiple_choice", example=_TEXT + "gpqa_example", needs_label=False),
-    Rule(
-        "code",
-        _CODE + "quick",
-        _CODE + "slow",
-        needs_label=False,
-        reads=("code_timeout", "code_memory_mb"),
-        cautions=_CODE + "cautions",
+RULES = Rules(
+    "reward rule",
+    "--rm-type",
+    (
+        Rule("math", _MATH + "quick", _MATH + "slow", _MATH + "example", bounded=True),
+        Rule("gsm8k", _MATH + "gsm8k", example=_MATH + "gsm8k_example"),
+        Rule("last_number", _MATH + "last_number", example=_MATH + "gsm8k_example"),
+        Rule("deepscaler", _MATH + "deepscaler", _MATH + "deepscaler_slow", _MATH + "deepscaler_example", bounded=True),
+        Rule("dapo", _MATH + "dapo", example=_MATH + "dapo_example", zero={"score": 0.0, "acc": False, "pred": None}),
+        Rule("f1", _TEXT + "f1", example=_TEXT + "label", boxable=True),
+        Rule("gpqa", _TEXT + "gpqa", example=_TEXT + "gpqa_example", needs_label=False, boxable=True),
+        Rule("multiple_choice", _TEXT + "multiple_choice", example=_TEXT + "gpqa_example", needs_label=False),
+        Rule(
+            "code",
+            _CODE + "quick",
+            _CODE + "slow",
+            needs_label=False,
+            reads=("code_timeout", "code_memory_mb"),
+            cautions=_CODE + "cautions",
+        ),
+        Rule("ifbench", _IFBENCH + "strict", needs_label=False),
+        Rule("ifbench_loose", _IFBENCH + "loose", needs_label=False),
+        Rule("format", _TEXT + "format_quick", _TEXT + "format_slow", needs_label=False, reads=("format_regex",)),
+        Rule("random", _TEXT + "coin", needs_label=False, boxable=True),
+        Rule("zero", _TEXT + "nothing", needs_label=False),
+        Rule("remote_rm", scorer=_SCORERS + "RemoteReward", zero=None, needs_label=False, boxable=True, needs="rm_url"),
+        Rule("reward_model", scorer=_SCORERS + "ModelReward", zero=None, needs_label=False, needs="reward_model_path"),
     ),
-    Rule("ifbench", _IFBENCH + "strict", needs_label=False),
-    Rule("ifbench_loose", _IFBENCH + "loose", needs_label=False),
-    Rule("format", _TEXT + "format_quick", _TEXT + "format_slow", needs_label=False, reads=("format_regex",)),
-    Rule("random", _TEXT + "coin", needs_label=False, boxable=True),
-    Rule("zero", _TEXT + "nothing", needs_label=False),
-    Rule("remote_rm", scorer=_SCORERS + "RemoteReward", zero=None, needs_label=False, boxable=True, needs="rm_url"),
-    Rule("reward_model", scorer=_SCORERS + "ModelReward", zero=None, needs_label=False, needs="reward_model_path"),
-):
-    RULES.add(_rule)
+    instead=", or write a function of your own as --custom-rm-path",
+)
