@@ -89,16 +89,16 @@ class Sample:
     # seconds spent waiting for tools and environments
     non_generation_time: float = 0.0
 
-    multimodal_inputs: InitVar[Any] = None
-    multimodal_train_inputs: InitVar[Any] = None
-    multimodal_train_input_id: InitVar[Any] = None
-    apply_chat_template_kwargs: InitVar[Any] = None
-    rollout_routed_experts: InitVar[Any] = None
-    rollout_top_p_token_ids: InitVar[Any] = None
-    rollout_top_p_token_offsets: InitVar[Any] = None
-    mopd_teacher_log_probs: InitVar[Any] = None
+    multimodal_inputs: InitVar[object] = None
+    multimodal_train_inputs: InitVar[object] = None
+    multimodal_train_input_id: InitVar[object] = None
+    apply_chat_template_kwargs: InitVar[object] = None
+    rollout_routed_experts: InitVar[object] = None
+    rollout_top_p_token_ids: InitVar[object] = None
+    rollout_top_p_token_offsets: InitVar[object] = None
+    mopd_teacher_log_probs: InitVar[object] = None
 
-    def __post_init__(self, *not_here: Any) -> None:
+    def __post_init__(self, *not_here: object) -> None:
         """Refuse values of slime's constructor that are not supported here."""
         _refuse(dict(zip(NOT_HERE, not_here, strict=True)))
 
@@ -178,7 +178,7 @@ class Sample:
         if meta_info is not None and update_terminal_info:
             self.update_from_meta_info(None, meta_info)
 
-    def update_from_meta_info(self, args: Any, meta_info: dict[str, Any]) -> None:  # noqa: ARG002
+    def update_from_meta_info(self, args: object, meta_info: dict[str, Any]) -> None:  # noqa: ARG002
         """Set the status from the engine's finish reason; the signature is slime's."""
         self.status = FINISH_STATUS.get(meta_info["finish_reason"]["type"], Status.COMPLETED)
 
@@ -335,14 +335,14 @@ def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
 ROW = "row"
 
 
-def label_text(label: Any) -> str:
+def label_text(label: object) -> str:
     """A label as text for reward rules: numbers as written, lists and dicts as JSON, "" for no label."""
     if isinstance(label, list | dict):
         return json.dumps(plain(label), ensure_ascii=False)
     return "" if label is None else str(label)
 
 
-def _refuse(values: dict[str, Any]) -> None:
+def _refuse(values: dict[str, object]) -> None:
     for name, value in values.items():
         carried = value.values() if isinstance(value, dict) else [value]
         if any(entry is not None and not (hasattr(entry, "__len__") and len(entry) == 0) for entry in carried):

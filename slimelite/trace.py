@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 FILE = "trace.json"
@@ -50,7 +49,7 @@ class _Writer:
             busy.add(lane)
             return lane
 
-    def give_back(self, place: tuple[str, str, int], span: dict[str, Any] | None) -> None:
+    def give_back(self, place: tuple[str, str, int], span: dict[str, object] | None) -> None:
         """Free the lane, and write the span that was on it."""
         worker, track, lane = place
         with self._lock:
@@ -77,7 +76,7 @@ def _ids(worker: str, track: str, lane: int) -> dict[str, int]:
     return {"pid": pid, "tid": tid}
 
 
-def _names(worker: str, track: str, lane: int) -> list[dict[str, Any]]:
+def _names(worker: str, track: str, lane: int) -> list[dict[str, object]]:
     kind, _, number = worker.partition("_")
     place = ORDER.index(kind) * 10_000 + int(number or 0)
     values = {
@@ -117,13 +116,13 @@ def finish() -> None:
         _writer = None
 
 
-def call(worker: str, method: str, arguments: Iterable[Any]) -> AbstractContextManager[dict[str, Any]]:
+def call(worker: str, method: str, arguments: Iterable[object]) -> AbstractContextManager[dict[str, object]]:
     """The span of a call of the worker's ``method``, with those of its arguments that are numbers or texts."""
     return span(worker, "calls", method, arguments=[each for each in arguments if isinstance(each, int | str)])
 
 
 @contextmanager
-def span(worker: str, track: str, name: str, **facts: Any) -> Iterator[dict[str, Any]]:
+def span(worker: str, track: str, name: str, **facts: object) -> Iterator[dict[str, object]]:
     """Record how long the block takes, as a bar called ``name`` on a track of ``worker``; without `begin` it does
     nothing.
 

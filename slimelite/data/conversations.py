@@ -254,9 +254,15 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, piece: Piece) -> tuple[list[in
 
 
 def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]:
-    """The pieces by the template's ``{% generation %}`` marks if it has any, else by comparing renderings."""
-    marked = MARKS.search(chat.tokenizer.get_chat_template(None, tools))
-    return [_marked(chat, messages, tools) if marked else _compared(chat, messages, tools)]
+    """The spans of the template's ``{% generation %}`` marks if it has any, else those found by comparing renderings.
+
+    These are exact for every template that copies a reply's content unchanged.
+    """
+    if MARKS.search(chat.tokenizer.get_chat_template(None, tools)):
+        return [_marked(chat, messages, tools)]
+    text = chat.render(messages, tools)
+    chosen = [i for i, m in enumerate(messages) if m["role"] == "assistant" and is_trained(m)]
+    return [Piece(text, [_reply_span(chat, messages, tools, i, text) for i in chosen])]
 
 
 def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
@@ -280,13 +286,6 @@ def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
             "step_loss_mask cannot be applied; put one {% generation %} block around each assistant message"
         )
     return Piece(texts[0], [span for span, message in zip(spans, replies, strict=True) if is_trained(message)])
-
-
-def _compared(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
-    """Spans found by comparing renderings; exact for every template that copies a reply's content unchanged."""
-    text = chat.render(messages, tools)
-    chosen = [i for i, m in enumerate(messages) if m["role"] == "assistant" and is_trained(m)]
-    return Piece(text, [_reply_span(chat, messages, tools, i, text) for i in chosen])
 
 
 def _reply_span(chat: ChatReader, messages: Messages, tools: Tools, i: int, text: str) -> Span:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 Rendered = TypeVar("Rendered")
+Kind = TypeVar("Kind", list[Any], dict[str, Any])
 Messages = list[dict[str, Any]]
 # deepest nesting of a value: deeper ones may exceed the recursion limit when they are copied or written
 DEPTH = 100
@@ -48,7 +49,8 @@ def read_messages(content: object, column: str = "messages") -> Messages:
         if calls:
             where = f"message {number}: tool_calls"
             message["tool_calls"] = [
-                _call(call, f"{where}[{i}]", column) for i, call in enumerate(_json(calls, list, where, column))
+                _call(call, f"{where}[{i}]", column)
+                for i, call in enumerate(parsed(calls, list, column, f"{where} are "))
             ]
             unanswered = [call["function"]["name"] for call in message["tool_calls"]]
             called |= {call["id"]: call["function"]["name"] for call in message["tool_calls"] if "id" in call}
@@ -87,23 +89,30 @@ def _call(given: object, where: str, column: str) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadCell(column, f"{where} needs a function with a name and arguments, got {given!r:.80}")
-    arguments = _json(function.get("arguments") or {}, dict, f"{where} ({function['name']}): arguments", column)
+    arguments = parsed(function.get("arguments"), dict, column, f"{where} ({function['name']}): arguments are ")
     rest = {key: value for key, value in call.items() if key in ("id", "index")}
     return {**rest, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def _json(value: Any, kind: type, where: str, column: str) -> Any:
-    """``value``, parsed if it is text, as a ``kind``."""
+def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kind:
+    """``value``, parsed if it is text, as a ``kind``, list or dict; null and empty text are an empty one.
+
+    ``where``: the part of the cell that it is, with a verb, for the message.
+
+    Raises:
+        BadCell: it is neither a ``kind`` nor its JSON text.
+    """
     what = "an object" if kind is dict else "a list"
     try:
-        parsed = json.loads(value) if isinstance(value, str) else value
+        found = json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError) as error:
-        raise BadCell(
-            column, f"{where} are not JSON ({error}): {value!r:.60}; write {what} or its JSON text"
-        ) from error
-    if not isinstance(parsed, kind):
-        raise BadCell(column, f"{where} are not {what}: {value!r:.60}; write {what} or its JSON text")
-    return sound(parsed, column)
+        raise BadCell(column, f"{where}not JSON ({error}): {value!r:.60}; write {what} or its JSON text") from error
+    if found is None or found == "":
+        return kind()
+    if not isinstance(found, kind):
+        raise BadCell(column, f"{where}not {what}: {value!r:.60}; write {what} or its JSON text")
+    sound(found, column)
+    return found
 
 
 def with_arguments(render: Callable[[Messages], Rendered], messages: Messages) -> Rendered:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from slimelite.data.messages import BadCell, Messages, read_messages, sound, with_arguments
+from slimelite.data.messages import BadCell, Messages, parsed, read_messages, sound, with_arguments
 from slimelite.data.reader import BadRows, Row, read_rows, split_path
 from slimelite.sample import Sample, plain
 
@@ -171,7 +170,7 @@ def _read_prompt(
         BadCell: a column has a value of a wrong kind.
     """
     tools = _tools(row, columns)
-    metadata = _parsed(row.get(columns.metadata_key), columns.metadata_key, dict) or {}
+    metadata = parsed(row.get(columns.metadata_key), dict, columns.metadata_key)
     metadata = {**metadata, "tools": tools} if tools else {**metadata}
     label = None if columns.label_key is None else _label(row[columns.label_key], columns.label_key)
     content = sound(row[columns.input_key], columns.input_key)
@@ -258,22 +257,8 @@ def _label(value: Any, column: str) -> Any:
     return plain(value)
 
 
-def _parsed(value: Any, column: str, kind: type) -> Any:
-    """``value``, parsed from JSON if it is text, as a ``kind`` (list or dict); None if it is null or empty text."""
-    if value is None or value == "":
-        return None
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise BadCell(column, f"not JSON ({error})") from error
-    if value is not None and not isinstance(value, kind):
-        raise BadCell(column, f"a {kind.__name__} or its JSON is expected, not {value!r:.60}")
-    return sound(value, column)
-
-
 def _tools(row: Row, columns: Columns) -> list[Any] | None:
-    tools: list[Any] = _parsed(row.get(columns.tool_key), columns.tool_key, list) or []
+    tools = parsed(row.get(columns.tool_key), list, columns.tool_key)
     if wrong := [number for number, tool in enumerate(tools) if not isinstance(tool, dict)]:
         raise BadCell(
             columns.tool_key,

@@ -9,6 +9,7 @@ from jinja2 import StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slimelite.arguments.tasks import load_task
+from slimelite.data.messages import Messages
 from slimelite.data.reader import BadRows, Row, read_rows
 from slimelite.sample import ROW
 
@@ -48,7 +49,7 @@ class TaskRows:
         Raises:
             ValueError: the rows cannot be read.
         """
-        shown: dict[Any, list[tuple[str, str]]] = {}
+        shown: dict[object, list[tuple[str, str]]] = {}
         for _, row in read_rows(examples) if examples else ():
             self._show(row, shots, shown)
         for place, row in read_rows(path, bad=bad):
@@ -62,7 +63,7 @@ class TaskRows:
             except ValueError as error:
                 bad.add(place, str(error))
 
-    def _show(self, row: Row, shots: int, shown: dict[Any, list[tuple[str, str]]]) -> bool:
+    def _show(self, row: Row, shots: int, shown: dict[object, list[tuple[str, str]]]) -> bool:
         """Keep ``row`` as an example, unless there are enough like it."""
         pairs = shown.setdefault(self._same(row), [])
         if len(pairs) >= shots:
@@ -72,7 +73,7 @@ class TaskRows:
 
     def _asked(self, row: Row, place: str, pairs: list[tuple[str, str]]) -> Row:
         question, values = self._prompt(row), {name: value(row) for name, value in self._values.items()}
-        prompt: Any = question
+        prompt: str | Messages = question
         if pairs and self._chat:
             prompt = [
                 {"role": role, "content": text}

@@ -9,7 +9,6 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import transformers
 from tokenizers import Tokenizer
@@ -86,7 +85,7 @@ def _import_fast_tokenizers() -> None:
         return
     stand_in = ModuleType(GGUF)
 
-    def load_gguf_checkpoint(*args: Any, **options: Any) -> Any:
+    def load_gguf_checkpoint(*args: object, **options: object) -> object:
         return importlib.import_module(GGUF).load_gguf_checkpoint(*args, **options)
 
     stand_in.load_gguf_checkpoint = load_gguf_checkpoint  # type: ignore[attr-defined]
@@ -126,7 +125,9 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
-            named = _eos_ids(read_json(Path(file)))
+            config = read_json(Path(file))
+            eos = config.get("eos_token_id", text_config(config).get("eos_token_id"))
+            named = eos if isinstance(eos, list) else [eos]
             if wrong := [i for i in named if not isinstance(i, int | None)]:
                 raise ValueError(f"{file}: eos_token_id {wrong[0]!r} is no token id")
             found.update(named)
@@ -134,8 +135,3 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not ids:
         raise ValueError(f"{path!r} names no end-of-sequence token; add eos_token_id to its generation_config.json")
     return ids
-
-
-def _eos_ids(config: dict[str, Any]) -> list[int | None]:
-    eos = config.get("eos_token_id", text_config(config).get("eos_token_id"))
-    return eos if isinstance(eos, list) else [eos]

@@ -73,7 +73,7 @@ def rollout_rewards(samples: Sequence[Sample], reward_key: str | None) -> list[f
     return list(rewards.values())
 
 
-def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: object) -> DynamicFilterOutput:
     """Keep groups whose rewards differ; equal rewards give zero advantages (DAPO, arXiv:2503.14476)."""
     rewards = rollout_rewards(samples, args.reward_key)
     if max(rewards) - min(rewards) > SAME_REWARD:
@@ -82,19 +82,19 @@ def check_reward_nonzero_std(args: PluginArgs, samples: Sequence[Sample], **_: A
 
 
 def check_reward_nonzero_std_with_fallback(
-    args: PluginArgs, samples: Sequence[Sample], **_: Any
+    args: PluginArgs, samples: Sequence[Sample], **_: object
 ) -> DynamicFilterOutput:
     """Prefer groups whose rewards differ, but keep the others rather than sample another prompt."""
     return replace(check_reward_nonzero_std(args, samples), keep_when_insufficient=True)
 
 
-def check_any_success(args: PluginArgs, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
+def check_any_success(args: PluginArgs, samples: Sequence[Sample], **_: object) -> DynamicFilterOutput:
     """Keep groups in which a reward is above 0."""
     return DynamicFilterOutput(max(rollout_rewards(samples, args.reward_key)) > 0, "no_success")
 
 
 def check_min_reward(
-    args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.1, **_: Any
+    args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.1, **_: object
 ) -> DynamicFilterOutput:
     """Keep groups whose mean reward is at least ``minimum``."""
     rewards = rollout_rewards(samples, args.reward_key)
@@ -102,7 +102,7 @@ def check_min_reward(
 
 
 def check_response_diversity(
-    _args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.5, **_: Any
+    _args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.5, **_: object
 ) -> DynamicFilterOutput:
     """Keep groups in which at least ``minimum`` of the responses are different token sequences."""
     different = {np.asarray(held(s, "tokens")[s.prompt_length :], np.int64).tobytes() for s in samples}
@@ -110,7 +110,7 @@ def check_response_diversity(
 
 
 def check_reasonable_length(
-    _args: PluginArgs, samples: Sequence[Sample], *, shortest: int = 1, cut: float = 0.5, **_: Any
+    _args: PluginArgs, samples: Sequence[Sample], *, shortest: int = 1, cut: float = 0.5, **_: object
 ) -> DynamicFilterOutput:
     """Keep groups whose responses have at least ``shortest`` tokens and are truncated in a share of at most ``cut``."""
     if min(s.effective_response_length for s in samples) < shortest:
@@ -129,7 +129,7 @@ def all_of(*filters: Filter) -> Filter:
     return combined
 
 
-def check_all(args: PluginArgs, samples: Sequence[Sample], **_: Any) -> DynamicFilterOutput:
+def check_all(args: PluginArgs, samples: Sequence[Sample], **_: object) -> DynamicFilterOutput:
     """Keep groups whose rewards differ, whose lengths are reasonable and whose responses are diverse."""
     return verdict(all_of(check_reward_nonzero_std, check_reasonable_length, check_response_diversity)(args, samples))
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from slimelite.algorithms.losses import LOSSES
 from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
 from slimelite.per_token import held
@@ -78,7 +77,7 @@ def offline_rollout(
     chat = ChatReader(args.rollout_context.tokenizer, *settings)
     groups = data_source.get_samples(args.rollout_batch_size)
     samples = [s for group in groups for s in group]
-    if LOSSES[args.loss_type].paired:
+    if args.loss.paired:
         pairs = [chat.pair(sample) for sample in samples]
         untrained = sum(chosen.remove_sample for chosen, _ in pairs)
         if untrained:
@@ -257,12 +256,13 @@ class Collection:
                 self.dropped.keep(graded, str(output.reason))
                 if not full:
                     self.dropped.dropped(graded, str(output.reason))
-                self._report(f"dropped {self.counts['dropped_groups']} ({output.reason})")
+                note = f"dropped {self.counts['dropped_groups']} ({output.reason})"
+                self.context.progress(len(self.accepted), self.target, note)
                 return
             self.counts["kept_for_lack"] += 1
         self.dropped.accepted()
         (self.surplus if full else self.accepted).append(group.samples)
-        self._report("")
+        self.context.progress(len(self.accepted), self.target, "")
 
     def _filter(self, samples: list[Sample]) -> DynamicFilterOutput:
         if not samples:
@@ -271,9 +271,6 @@ class Collection:
             return DynamicFilterOutput(True)
         path = self.args.dynamic_sampling_filter_path
         return verdict(self.filter(self.plugin_args, samples), f"--dynamic-sampling-filter-path {path}")
-
-    def _report(self, note: str) -> None:
-        self.context.progress(len(self.accepted), self.target, note)
 
     async def _stop(self) -> list[list[Sample]]:
         """End the groups in flight: finished ones are judged like any other, unfinished ones are returned.

@@ -419,7 +419,7 @@ def load_hooks(args: Args | PluginArgs) -> list[Plugin]:
     return [load_function(path, "--rollout-sample-hook-path") for path in args.rollout_sample_hook_path]
 
 
-async def hooked(hooks: Iterable[Plugin], args: PluginArgs, sample: Sample, **offered: Any) -> Sample:
+async def hooked(hooks: Iterable[Plugin], args: PluginArgs, sample: Sample, **offered: object) -> Sample:
     """``sample`` after all ``hooks``; each hook gets those of the ``offered`` values that it has parameters for.
 
     Raises:

@@ -96,7 +96,7 @@ class RolloutManager:
             syncs=not args.debug_rollout_only,
         )
         self._context = RolloutContext(
-            args, tokenizer, pool, Grader(args), self._thread, progress or _silent, Teacher.of(args)
+            args, tokenizer, pool, Grader(args), self._thread, progress or (lambda *_: None), Teacher.of(args)
         )
         self._context.grader.plugin_args = self._plugin_args()
         if args.environment is not None and args.load_debug_rollout_data is None and not args.debug_train_only:
@@ -201,7 +201,7 @@ class RolloutManager:
         metrics["perf/eval_time"] = time.monotonic() - started
         return EvalOutput(metrics, tables)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The position of the data source and the groups that were returned to it, as plain JSON values."""
         if self.source is None:
             return {}
@@ -375,7 +375,3 @@ class RolloutManager:
         # a path without {rollout_id} is one file for all rollouts, which evaluations must not overwrite
         if template is not None and ("{rollout_id" in template or isinstance(rollout_id, int)):
             table.to_parquet(template.format(rollout_id=rollout_id))
-
-
-def _silent(_done: int, _total: int, _note: str) -> None:
-    """Ignore progress."""

@@ -58,7 +58,7 @@ class Teacher:
     async def _score(self, client: Client, sample: Sample) -> None:
         if not sample.prompt_length:
             raise ValueError(f"sample {sample.index} has no prompt token; a response needs one before it to be scored")
-        request: dict[str, Any] = {
+        request: dict[str, object] = {
             "input_ids": sample.tokens,
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 0, "skip_special_tokens": False},
             "return_logprob": True,
@@ -83,7 +83,7 @@ class Teacher:
             )
         sample.teacher_log_probs = [float(entry[0]) for entry in scored]
 
-    async def _post(self, client: Client, request: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, client: Client, request: dict[str, object]) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = await client.post(self.url, request)
         except HttpError as error:

@@ -116,7 +116,7 @@ BAD = {
     "no content": ({"input": [{"role": "user"}]}, r"column 'input': message 0 \(user\) says nothing"),
     "no label": ({"input": "x", "y": None}, "column 'y': the label is null"),
     "tools": ({"input": "x", "y": 1, "tools": "{"}, "column 'tools': not JSON"),
-    "metadata": ({"input": "x", "y": 1, "metadata": [1]}, "column 'metadata': a dict or its JSON is expected"),
+    "metadata": ({"input": "x", "y": 1, "metadata": [1]}, "column 'metadata': not an object: .1.; write"),
     "half a character": ({"input": "a\ud800", "y": 1}, r"column 'input': half a character \('\\ud800'"),
     "half a character inside": (
         {"input": [{"role": "user", "content": "\udc00"}], "y": 1},
