@@ -349,11 +349,6 @@ def test_the_format_rule_reads_the_default_or_a_regex_of_the_whole_response() ->
     assert graded(regex, "Reason: two\nAnswer: 4\n", GOOD, "Reason: x Answer: 4 apples")[0] == [1.0, 0.0, 0.0]
 
 
-def test_a_regex_without_end_is_a_timeout_and_not_a_hang() -> None:
-    args = RewardArgs(rm_type="format", format_regex=r"(a+)+b", reward_timeout=1.0)
-    assert graded(args, "a" * 40) == ([0.0], {"rollout/reward_errors": 1.0, "rollout/reward_errors/timeout": 1.0})
-
-
 def test_the_overlong_penalty_is_dapos_line() -> None:
     """Eq. 13 of the paper and verl's reward manager: 0, then (L_max − L_cache − |y|) / L_cache, then −1."""
     limit, buffer = 20480, 4096

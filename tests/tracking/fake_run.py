@@ -12,6 +12,7 @@ from slimelite.arguments import Args, EvalDataset
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
 from slimelite.tracking import Tracker
+from slimelite.tracking.drawing import Drawing
 
 
 def make_args(run_dir: Path, **changes: Any) -> Args:
@@ -64,9 +65,30 @@ def make_metrics(i: int) -> dict[str, float]:
     }
 
 
-def play(args: Args, rollouts: range, seconds: float = 0.0, then: Callable[[], None] = lambda: None) -> None:
+class NoDrawing(Drawing):
+    """Draws nothing: a picture takes a process and more than a second, and most tests do not look at it."""
+
+    def begin(self) -> None: ...
+
+
+def make_tracker(args: Args, *, draws: bool = False) -> Tracker:
+    """A tracker, which draws curves.png only if it ``draws``."""
+    tracker = Tracker(args)
+    if not draws:
+        tracker._drawing = NoDrawing(tracker.folder.path)
+    return tracker
+
+
+def play(
+    args: Args,
+    rollouts: range,
+    seconds: float = 0.0,
+    then: Callable[[], None] = lambda: None,
+    *,
+    draws: bool = False,
+) -> None:
     """The loop of train.py from ``rollouts.start`` on; generating takes ``seconds``."""
-    with Tracker(args) as tracker:
+    with make_tracker(args, draws=draws) as tracker:
         tracker.banner(replace(args, start_rollout_id=rollouts.start))
         with tracker.phase("update_weights"):
             tracker.log_perf({"perf/update_weights_bytes": 1e6})

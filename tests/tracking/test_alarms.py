@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_run import evaluate, make_args, make_metrics, make_table
+from fake_run import evaluate, make_args, make_metrics, make_table, make_tracker
 
 from slimelite.arguments.args import Args
 from slimelite.arguments.flags import all_flags
@@ -227,7 +227,7 @@ def test_advice_names_flags_that_exist_and_the_docs_have_it() -> None:
 def played(run_dir: Path, rollouts: range, **flags: Any) -> None:
     """A run whose trainer and engine disagree in rollouts 1 to 3, and whose optimizer skips a step in rollout 6."""
     args = make_args(run_dir, num_rollout=9, start_rollout_id=rollouts.start, **flags)
-    with Tracker(args) as tracker:
+    with make_tracker(args) as tracker:
         tracker.banner(args)
         for i in rollouts:
             with tracker.phase("generate"):

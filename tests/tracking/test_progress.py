@@ -8,10 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from fake_run import make_args
+from fake_run import make_args, make_tracker
 from terminal import terminal
 
-from slimelite.tracking import Tracker
 from slimelite.tracking.console import Console
 from slimelite.tracking.phases import Phase
 
@@ -37,7 +36,7 @@ def test_the_phases_of_a_rollout_have_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("slimelite.tracking.tracker.Phase", partial(Phase, line_every=0.05))
-    with Tracker(make_args(tmp_path, start_rollout_id=7)) as tracker:
+    with make_tracker(make_args(tmp_path, start_rollout_id=7)) as tracker:
         for name in ("start", "generate", "train"):
             with tracker.phase(name):
                 time.sleep(0.2)

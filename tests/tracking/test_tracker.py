@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_run import make_args, make_table, play
+from fake_run import make_args, make_table, make_tracker, play
 
 from slimelite.table import SampleTable
 from slimelite.tracking import Tracker
@@ -23,7 +23,7 @@ def status(run_dir: Path) -> dict[str, object]:
 
 
 def test_a_whole_run_leaves_everything_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    play(make_args(tmp_path), range(5))
+    play(make_args(tmp_path), range(5), draws=True)
     records = read_metrics(tmp_path)
     assert [r["kind"] for r in records[:6]] == ["start", "eval", "rollout", "train", "perf", "rollout"]
     assert series(records, "rollout/raw_reward") == ([0, 1, 2, 3, 4], [0.25, 0.375, 0.5, 0.75, 0.875])
@@ -103,7 +103,7 @@ def test_an_error_is_recorded_and_goes_on(tmp_path: Path, capfd: pytest.CaptureF
         raise RuntimeError("CUDA is out of memory")
 
     with pytest.raises(RuntimeError, match="CUDA is out"):
-        play(make_args(tmp_path), range(1), then=fail)
+        play(make_args(tmp_path), range(1), then=fail, draws=True)
     found = status(tmp_path)
     assert (found["status"], found["message"]) == ("failed", "RuntimeError: CUDA is out of memory")
     assert found["rollouts_done"] == 1
@@ -140,7 +140,7 @@ def test_a_start_that_fails_leaves_nothing_redirected(tmp_path: Path, capfd: pyt
 
 def test_several_optimizer_steps_of_a_rollout(tmp_path: Path) -> None:
     args = make_args(tmp_path, num_steps_per_rollout=2, global_batch_size=4)
-    with Tracker(args) as tracker:
+    with make_tracker(args) as tracker:
         for i in range(2):
             steps = [{"train/loss": i + 0.1, "train/grad_norm": 1.0}, {"train/loss": i + 0.2, "train/grad_norm": 2.0}]
             tracker.log_train(i, {"train/loss": i + 0.15, "rollout/log_probs": -1.0}, steps)
@@ -172,7 +172,7 @@ def test_the_saved_rollout_has_the_advantages_and_weights_that_trained(tmp_path:
 
 def test_what_came_before_the_first_rollout_is_not_in_its_times(tmp_path: Path) -> None:
     ticks = iter(range(0, 1000, 10))
-    tracker = Tracker(make_args(tmp_path))
+    tracker = make_tracker(make_args(tmp_path))
     with tracker:
         tracker.timer._clock = lambda: float(next(ticks))
         with tracker.phase("start"):
@@ -188,7 +188,7 @@ def test_what_came_before_the_first_rollout_is_not_in_its_times(tmp_path: Path) 
 
 
 def test_what_the_trainer_measured_itself_wins(tmp_path: Path) -> None:
-    with Tracker(make_args(tmp_path)) as tracker:
+    with make_tracker(make_args(tmp_path)) as tracker:
         with tracker.phase("train"):
             pass
         tracker.log_train(0, {"perf/train_time": 123.0})
@@ -198,7 +198,7 @@ def test_what_the_trainer_measured_itself_wins(tmp_path: Path) -> None:
 
 def test_speed_and_errors_of_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rollout that ran ahead is only picked up in the loop's phase; one of reused groups alone has no speed."""
-    with Tracker(make_args(tmp_path, eval_datasets=())) as tracker:
+    with make_tracker(make_args(tmp_path, eval_datasets=())) as tracker:
         for i, tokens in enumerate((3000, 0)):
             with tracker.phase("generate"):
                 pass
@@ -215,7 +215,7 @@ def test_speed_and_errors_of_a_row(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_supervised_training_has_no_reward_and_generates_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Tracker(make_args(tmp_path, loss_type="sft_loss", eval_datasets=())) as tracker:
+    with make_tracker(make_args(tmp_path, loss_type="sft_loss", eval_datasets=())) as tracker:
         with tracker.phase("generate"):
             pass
         tracker.log_rollout(0, make_table(), {"rollout/raw_reward": 0.0})
@@ -250,17 +250,17 @@ def test_the_curves_are_drawn_by_another_process_and_not_all_the_time(
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
     args = replace(make_args(tmp_path), num_rollout=4)
-    play(args, range(4))
+    play(args, range(4), draws=True)
     assert len(begun) == 1, "at the end; two evaluations within a second of the start draw nothing"
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG"), "the run has waited for it"
     monkeypatch.setattr("slimelite.tracking.drawing.DRAWING_SHARE", 1e9)
-    play(args, range(4))
+    play(args, range(4), draws=True)
     assert len(begun) == 1 + 2, "after both evaluations, the second of which is in the last rollout"
 
 
 def test_curves_that_cannot_be_drawn_are_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "curves.png").mkdir()
-    play(replace(make_args(tmp_path), num_rollout=2), range(2))
+    play(replace(make_args(tmp_path), num_rollout=2), range(2), draws=True)
     assert "the curves are not drawn: [Errno 21] Is a directory" in capsys.readouterr().out
     assert status(tmp_path)["status"] == "finished"
 
