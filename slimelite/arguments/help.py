@@ -59,8 +59,8 @@ def is_asked(argv: Sequence[str]) -> bool:
     return not {"-h", "--help", "--help-all"}.isdisjoint(argv)
 
 
-def help_text(args_type: type, argv: Sequence[str], width: int | None = None) -> str:
-    """The help that ``argv`` asks for, wrapped to ``width`` columns (the terminal's if None).
+def help_text(args_type: type, argv: Sequence[str]) -> str:
+    """The help that ``argv`` asks for, wrapped to the terminal's columns, at most 120.
 
     ``--help-all``: every flag. ``--help reward``: a group. ``--help lr``, or ``--help --lr`` at the end: a flag.
     ``--help kl``: every flag with these letters in its name. Else the flags people use.
@@ -68,7 +68,7 @@ def help_text(args_type: type, argv: Sequence[str], width: int | None = None) ->
     Raises:
         ArgumentError: there is no such group or flag.
     """
-    width = min(width or shutil.get_terminal_size().columns, 120)
+    width = min(shutil.get_terminal_size().columns, 120)
     if "--help-all" in argv:
         return _everything(args_type, width)
     place = min(argv.index(word) for word in ("-h", "--help") if word in argv)

@@ -107,7 +107,7 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
         found = json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError) as error:
         raise BadCell(column, f"{where}not JSON ({error}): {value!r:.60}; write {what} or its JSON text") from error
-    if found is None or found == "":
+    if found is None or value == "":
         return kind()
     if not isinstance(found, kind):
         raise BadCell(column, f"{where}not {what}: {value!r:.60}; write {what} or its JSON text")

@@ -105,7 +105,6 @@ class Grader:
         samples: Sequence[Sample],
         *,
         rm_type: str | None = None,
-        custom_rm_path: str | None = None,
         group_rm: bool | None = None,
         reward_key: str | None = None,
     ) -> None:
@@ -124,7 +123,7 @@ class Grader:
         whole = self.args.group_rm if group_rm is None else group_rm
         parts: dict[Route, list[Sample]] = {}
         for sample in samples:
-            route = route_of(sample, custom_rm_path or flag_path, rm_type or self.args.rm_type)
+            route = route_of(sample, flag_path, rm_type or self.args.rm_type)
             parts.setdefault(route, []).append(sample)
         key = reward_key or self.args.reward_key
         for route in parts:

@@ -86,9 +86,9 @@ class History:
         """The level of a metric; -inf without a value."""
         return median(self.values[name][-rollouts:] or [-math.inf])
 
-    def then(self, name: str, rollouts: int = LEVEL) -> float:
+    def then(self, name: str) -> float:
         """The level about ``WINDOW`` rollouts ago, or at the beginning; the present level's rollouts are left out."""
-        return median(self.values[name][-WINDOW - rollouts : -rollouts][:rollouts] or [math.inf])
+        return median(self.values[name][-WINDOW - LEVEL : -LEVEL][:LEVEL] or [math.inf])
 
     def at(self, name: str, rollouts: int) -> float:
         """The level when so many rollouts were done; at the beginning that of the first ones."""

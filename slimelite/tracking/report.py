@@ -21,6 +21,7 @@ from slimelite.tracking.metrics_file import Record, eval_metrics, series
 
 logger = logging.getLogger("slimelite.console")
 
+SHOWN_SAMPLES = 4
 PROMPT_CHARS = 160
 RESPONSE_CHARS = 360
 
@@ -144,15 +145,15 @@ def spread(rewards: np.ndarray, count: int) -> list[int]:
     return [int(order[round(p)]) for p in picks]
 
 
-def samples_table(title: str, table: SampleTable, count: int = 4) -> Table:
-    """A table of ``count`` rows: reward and components, label, end of the prompt, response. Also logs the rows."""
+def samples_table(title: str, table: SampleTable) -> Table:
+    """A table of some rows: reward and components, label, end of the prompt, response. Also logs the rows."""
     shown = Table(title="\n" + title, box=box.SIMPLE, title_justify="left", title_style="bold", show_edge=False)
     shown.add_column("reward", justify="right", no_wrap=True)
     shown.add_column("label", max_width=20)
     shown.add_column("prompt", ratio=2, style="dim")
     shown.add_column("response", ratio=3)
     components = table.numeric_components()
-    for row in spread(table.reward, count):
+    for row in spread(table.reward, SHOWN_SAMPLES):
         prompt, response = tail(one_line(table.prompt[row])), middle_out(one_line(table.response[row]))
         label = one_line(label_text(table.label[row]))
         parts = "".join(f"\n{one_line(name)[:16]} {value:.3g}" for name, value in list(components[row].items())[:8])

@@ -296,13 +296,13 @@ def test_a_function_that_blocks_does_not_stop_generation_or_later_rewards(grader
     grader.plugin_args = SimpleNamespace(unblocked=unblocked)
 
     async def scenario() -> tuple[int, list[Sample]]:
-        blocked = asyncio.ensure_future(grader.grade(samples("a"), custom_rm_path=f"{plugin}:blocks_and_tells"))
+        blocked = asyncio.ensure_future(grader.grade(samples("a", custom_rm_path=f"{plugin}:blocks_and_tells")))
         turns = 0
         while not blocked.done():
             await asyncio.sleep(0.01)
             turns += not unblocked.is_set()
-        after = samples("abc")
-        await grader.grade(after, custom_rm_path=f"{plugin}:length")
+        after = samples("abc", custom_rm_path=f"{plugin}:length")
+        await grader.grade(after)
         return turns, after
 
     turns, after = asyncio.run(scenario())
