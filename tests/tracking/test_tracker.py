@@ -232,9 +232,16 @@ def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
         tracker.log_rollout(0, make_table(), {"rollout/best": "the first"})  # type: ignore[dict-item]
 
 
-def test_importing_it_loads_nothing_that_only_some_runs_use() -> None:
-    heavy = {"torch", "ray", "transformers", "matplotlib", "wandb"}
-    code = f"import sys, slimelite.tracking; print(sorted({heavy} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("statement", "unused"),
+    [
+        ("from slimelite.tracking import Tracker", set()),
+        ("import slimelite.tracking.plot", {"rich", "numpy", "pyarrow"}),
+    ],
+)
+def test_importing_it_loads_nothing_that_only_some_runs_use(statement: str, unused: set[str]) -> None:
+    heavy = {"torch", "ray", "transformers", "matplotlib", "wandb"} | unused
+    code = f"import sys; {statement}; print(sorted({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
