@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from slimelite.data.messages import Messages, with_arguments
+from slimelite.data.messages import Message, Messages, Tools, with_arguments
 from slimelite.data.prompts import PAIR
 from slimelite.families import LOSS_MASKS
 from slimelite.registry import function
@@ -31,8 +31,6 @@ from slimelite.sample import Sample, Status
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
-Tools = list[dict[str, Any]] | None
 # characters [start, end)
 Span = tuple[int, int]
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")

@@ -13,7 +13,10 @@ from typing import Any, TypeVar
 
 Rendered = TypeVar("Rendered")
 Kind = TypeVar("Kind", list[Any], dict[str, Any])
-Messages = list[dict[str, Any]]
+Message = dict[str, Any]
+Messages = list[Message]
+# descriptions of functions, in OpenAI's form
+Tools = list[dict[str, Any]] | None
 # deepest nesting of a value: deeper ones may exceed the recursion limit when they are copied or written
 DEPTH = 100
 
@@ -126,7 +129,7 @@ def with_arguments(render: Callable[[Messages], Rendered], messages: Messages) -
         return render(as_text)
 
 
-def _with_text(message: dict[str, Any]) -> dict[str, Any]:
+def _with_text(message: Message) -> Message:
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(arguments, ensure_ascii=False)}}
         if isinstance(arguments := call.get("function", {}).get("arguments"), dict)

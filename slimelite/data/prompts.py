@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from slimelite.data.messages import BadCell, Messages, parsed, read_messages, sound, with_arguments
+from slimelite.data.messages import BadCell, Messages, Tools, parsed, read_messages, sound, with_arguments
 from slimelite.data.reader import BadRows, Row, read_rows, split_path
 from slimelite.sample import Sample, plain
 
@@ -235,7 +235,7 @@ def _conversation(asked: Messages, cell: object, key: str, input_key: str) -> Me
     return conversation
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list[Any] | None, columns: Columns) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, columns: Columns) -> str:
     settings = columns.apply_chat_template_kwargs
     try:
         return with_arguments(
@@ -257,7 +257,7 @@ def _label(value: Any, column: str) -> Any:
     return plain(value)
 
 
-def _tools(row: Row, columns: Columns) -> list[Any] | None:
+def _tools(row: Row, columns: Columns) -> Tools:
     tools = parsed(row.get(columns.tool_key), list, columns.tool_key)
     if wrong := [number for number, tool in enumerate(tools) if not isinstance(tool, dict)]:
         raise BadCell(
