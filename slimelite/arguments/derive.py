@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.arguments.args import Args, Derivation
@@ -41,12 +42,12 @@ class Draft:
     derivations: list[Derivation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def set(self, name: str, value: object, reason: str) -> None:
+    def set(self, name: str, value: Any, reason: str) -> None:
         """Give field ``name`` a value, and say why."""
         self.args = replace(self.args, **{name: value})
         self.derivations.append(Derivation(name, value, reason))
 
-    def default(self, name: str, value: object, reason: str) -> None:
+    def default(self, name: str, value: Any, reason: str) -> None:
         """As `set`, unless the field has a value."""
         if getattr(self.args, name) is None:
             self.set(name, value, reason)
