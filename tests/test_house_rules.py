@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,19 @@ SPEC.loader.exec_module(house_counts)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def imports(path: Path, *, module_level: bool = False) -> Iterator[str]:
+SOURCES = house_counts.read_sources(ROOT)
+
+
+@cache
+def imports(path: Path, *, module_level: bool = False) -> list[str]:
     tree = ast.parse(path.read_text())
+    found: list[str] = []
     for node in tree.body if module_level else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            found.append(node.module)
+    return found
 
 
 def offenders(room: str | None, forbidden: tuple[str, ...], *, module_level: bool = False) -> list[str]:
@@ -136,16 +142,15 @@ def test_the_loop_fits_on_a_screen() -> None:
 
 
 def test_files_and_functions_are_short() -> None:
-    sources = house_counts.read_sources(ROOT)
-    long_files = {s.name for s in sources if len(s.text.splitlines()) > house_counts.LONGEST_FILE}
-    functions = [function for source in sources for function in house_counts.functions(source)]
+    long_files = {s.name for s in SOURCES if len(s.text.splitlines()) > house_counts.LONGEST_FILE}
+    functions = [function for source in SOURCES for function in house_counts.functions(source)]
     assert long_files == set()
     assert [name for name, lines in functions if lines > house_counts.LONGEST_FUNCTION] == []
     assert len(functions) > 1000
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert house_counts.import_circles(house_counts.read_sources(ROOT)) == []
+    assert house_counts.import_circles(SOURCES) == []
 
 
 def test_circles_are_found_inside_functions_too(tmp_path: Path) -> None:

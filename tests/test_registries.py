@@ -54,7 +54,8 @@ def registries() -> list[tuple[Path, Registry[Any]]]:
 
 def test_no_second_list_of_names() -> None:
     """No tuple, list, set or dict has two names of a registry, except in the file that fills it."""
-    homes, second = registries(), []
+    homes = [(home, registry.option, {*registry}) for home, registry in registries()]
+    second = []
     assert len(homes) >= 8
     for path, tree in TREES.items():
         for node in ast.walk(tree):
@@ -65,9 +66,9 @@ def test_no_second_list_of_names() -> None:
                 entries = [*node.keys, *node.values]
             names = {entry.value for entry in entries if isinstance(entry, ast.Constant)}
             second += [
-                f"{path.relative_to(ROOT)}:{node.lineno} lists {sorted(names & set(registry))} of {registry.option}"
-                for home, registry in homes
-                if home != path and len(names & set(registry)) > 1
+                f"{path.relative_to(ROOT)}:{node.lineno} lists {sorted(names & listed)} of {option}"
+                for home, option, listed in homes
+                if home != path and len(names & listed) > 1
             ]
     assert second == []
 

@@ -156,7 +156,6 @@ def test_slimes_order_of_precedence(graders: list[Grader], plugin: str) -> None:
     assert rewards(graders, with_path, one(**own)) == [2.5]
     # a dataset's own settings come before the run's
     assert rewards(graders, with_path, one(), rm_type="gsm8k") == [1.0]
-    assert rewards(graders, RewardArgs(rm_type="math"), one(), custom_rm_path=length) == [7.0]
     mixed = [*one(), *one(**own), *one(metadata={"rm_type": "math"})]
     assert rewards(graders, RewardArgs(rm_type="gsm8k"), mixed) == [1.0, 2.5, 0.0]
 
