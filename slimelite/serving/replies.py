@@ -104,9 +104,13 @@ class TextStream:
 
     def end(self) -> tuple[str, str]:
         """What is left to show of the reply, which has ended."""
-        reply, ids = self._turn.reply, self._turn.output_ids
-        content = self._format.decode(self._format.without_end(ids)) if self._raw else reply.content
-        return _rest(reply.reasoning or "", self._reasoning), _rest(before_stop(content, self._stops), self._content)
+        thinking, content = self._turn.reply.reasoning or "", self._turn.reply.content
+        # thinking that nothing opened has been shown as content before its end came
+        unopened = bool(thinking and self._content and not self._reasoning)
+        if self._raw or unopened:
+            content = self._format.decode(self._format.without_end(self._turn.output_ids))
+        content = before_stop(content, self._marks if unopened else self._stops)
+        return "" if unopened else _rest(thinking, self._reasoning), _rest(content, self._content)
 
     def _decode(self) -> None:
         """Decode the new tokens, but not an end that is an unfinished character or a token that ends replies."""

@@ -1,10 +1,10 @@
 """How families of models write tool calls and thinking, one record each.
 
-A reader finds the calls in the text of a reply. It never raises: a call that cannot be read becomes a sentence that
+A record finds the pieces of a reply that are calls, and reads one. A call that cannot be read becomes a sentence that
 says why, which the environment may show the model, and its text stays in the content of the reply.
 
 ``--tool-call-parser`` and ``--reasoning-parser`` name a record; without them it is found by a mark in the text of the
-chat template. To add one, write its reader and add a record here or in a file that ``--import-file`` names.
+chat template. To add one, write its functions and add a record here or in a file that ``--import-file`` names.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from slimelite.data.messages import BadCell, sound
@@ -37,27 +39,32 @@ class ToolCall:
     arguments: str
 
 
-class Span(NamedTuple):
-    """Characters [start, end) of a reply that are tool calls, each (name, arguments), or a ``problem`` with them."""
+class Piece(NamedTuple):
+    """Characters [start, end) of a reply that are a tool call, or a list of some, and the text ``inside`` their marks.
+
+    ``missing``: the mark that should close them, and does not.
+    """
 
     start: int
     end: int
-    calls: tuple[tuple[str, str], ...]
-    problem: str | None = None
+    inside: str
+    missing: str | None = None
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """How a family of models writes tool calls.
 
-    ``read``: (text of a reply, schemas of the tools) -> the `Span` of each call or list of calls, in order.
+    ``pieces``: text of a reply -> its `Piece` objects, in order. ``read``: (what is inside a piece, schemas of the
+    tools) -> each call as (name, arguments); it raises `Unreadable`, and nothing else whatever the text.
     ``marks``: a chat template that contains one of these texts is of this family; the first record that fits is taken.
     ``begins``: texts that a call begins with; what follows one is shown when the reply has ended.
     ``sglang``: what SGLang calls its parsers of this format, where that is another name.
     """
 
     name: str
-    read: Callable[[str, Schemas], Iterator[Span]]
+    pieces: Callable[[str], Iterator[Piece]]
+    read: Callable[[str, Schemas], list[tuple[str, str]]]
     marks: tuple[str, ...]
     begins: tuple[str, ...] = ("<tool_call>",)
     sglang: tuple[str, ...] = ()
@@ -120,67 +127,39 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= SHOWN else text[:SHOWN] + "…")
 
 
-def _span(text: str, start: int, end: int, read: Callable[[], Sequence[tuple[str, str]]]) -> Span:
-    """The span [start, end) with the calls that ``read`` gives, or with what it says about the problem."""
-    try:
-        return Span(start, end, tuple(read()))
-    except Unreadable as error:
-        return Span(start, end, (), f"The tool call {_short(text[start:end])} cannot be read: {error}.")
+def after(mark: str, text: str) -> Iterator[Piece]:
+    """From each ``mark`` to the next one or the end."""
+    starts = [found.start() for found in re.finditer(re.escape(mark), text)]
+    for start, end in pairwise([*starts, len(text)]):
+        yield Piece(start, end, text[start + len(mark) : end])
 
 
-def _between(text: str, begin: str, close: str) -> Iterator[tuple[int, int, str | None]]:
-    """(start, end, what is inside) of each piece from ``begin`` to ``close``; inside is None where ``close`` is missing
-    before the next ``begin`` or the end.
-    """
-    start = text.find(begin)
-    while start >= 0:
-        after = text.find(begin, start + len(begin))
-        limit = len(text) if after < 0 else after
-        end = text.find(close, start + len(begin), limit)
-        yield (start, limit, None) if end < 0 else (start, end + len(close), text[start + len(begin) : end])
-        start = after
+def between(begin: str, close: str, text: str) -> Iterator[Piece]:
+    """From each ``begin`` to the ``close`` after it."""
+    for piece in after(begin, text):
+        inside, closed, rest = piece.inside.partition(close)
+        yield Piece(piece.start, piece.end - len(rest), inside, None if closed else close)
 
 
-def _tagged(text: str, read: Callable[[str], tuple[str, str]]) -> Iterator[Span]:
-    """The calls between ``<tool_call>`` and ``</tool_call>``."""
-    for start, end, inside in _between(text, "<tool_call>", "</tool_call>"):
-
-        def call(inside: str | None = inside) -> list[tuple[str, str]]:
-            if inside is None:
-                raise Unreadable("it is not closed by </tool_call>")
-            return [read(inside)]
-
-        yield _span(text, start, end, call)
-
-
-def read_hermes(text: str, _: Schemas) -> Iterator[Span]:
+def read_hermes(inside: str, _: Schemas) -> list[tuple[str, str]]:
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` of Hermes and Qwen."""
-    return _tagged(text, lambda inside: _call(_json(inside)))
+    return [_call(_json(inside))]
 
 
-def read_glm(text: str, schemas: Schemas) -> Iterator[Span]:
+def read_glm(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
     """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>…</tool_call>`` of GLM."""
     pair = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-
-    def read(inside: str) -> tuple[str, str]:
-        name, mark, rest = inside.partition("<arg_key>")
-        return _typed(name.strip(), pair.findall(mark + rest), pair.sub("", mark + rest), schemas)
-
-    return _tagged(text, read)
+    name, mark, rest = inside.partition("<arg_key>")
+    return [_typed(name.strip(), pair.findall(mark + rest), pair.sub("", mark + rest), schemas)]
 
 
-def read_qwen3_coder(text: str, schemas: Schemas) -> Iterator[Span]:
+def read_qwen3_coder(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
     """``<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`` of Qwen3-Coder."""
-    function = re.compile(r"\s*<function=([^>\n]*)>(.*)</function>\s*", re.DOTALL)
     pair = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-    def read(inside: str) -> tuple[str, str]:
-        found = function.fullmatch(inside)
-        if found is None:
-            raise Unreadable("it is not <function=name> … </function>")
-        return _typed(found[1].strip(), pair.findall(found[2]), pair.sub("", found[2]), schemas)
-
-    return _tagged(text, read)
+    found = re.fullmatch(r"\s*<function=([^>\n]*)>(.*)</function>\s*", inside, re.DOTALL)
+    if found is None:
+        raise Unreadable("it is not <function=name> … </function>")
+    return [_typed(found[1].strip(), pair.findall(found[2]), pair.sub("", found[2]), schemas)]
 
 
 def _typed(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Schemas) -> tuple[str, str]:
@@ -203,86 +182,86 @@ def _typed(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Schemas)
     return name, _object(arguments)
 
 
-def read_llama3(text: str, _: Schemas) -> Iterator[Span]:
+def llama3_pieces(text: str) -> Iterator[Piece]:
+    """What follows the first ``<|python_tag|>``, or the whole reply."""
+    head, tag, inside = text.partition("<|python_tag|>")
+    if tag:
+        yield Piece(len(head), len(text), inside)
+    # a reply in JSON is a call only if it has a name: a model may well answer in JSON
+    elif re.match(r'\s*\{\s*"(name|type)"\s*:', text):
+        yield Piece(len(text) - len(text.lstrip()), len(text), text)
+
+
+def read_llama3(inside: str, _: Schemas) -> list[tuple[str, str]]:
     """``{"name": …, "parameters": {…}}`` as the whole reply or after ``<|python_tag|>``; ``;`` separates several."""
-    tag = text.find("<|python_tag|>")
-    start = len(text) - len(text.lstrip()) if tag < 0 else tag
-    # without a tag, a reply in JSON is a call only if it has a name: a model may well answer in JSON
-    if tag < 0 and not re.match(r'\{\s*"(name|type)"\s*:', text[start:]):
-        return
-
-    def calls() -> list[tuple[str, str]]:
-        found, at = [], start if tag < 0 else tag + len("<|python_tag|>")
-        while True:
-            value, at = _first_json(text, at)
-            found.append(_call(value))
-            left = text[at:].lstrip(" \n\t;")
-            if not left:
-                return found
-            if not left.startswith("{"):
-                raise Unreadable(f"text follows its JSON: {_short(left)}")
-            at = len(text) - len(left)
-
-    yield _span(text, start, len(text), calls)
+    found, at = [], 0
+    while True:
+        value, at = _first_json(inside, at)
+        found.append(_call(value))
+        left = inside[at:].lstrip(" \n\t;")
+        if not left:
+            return found
+        if not left.startswith("{"):
+            raise Unreadable(f"text follows its JSON: {_short(left)}")
+        at = len(inside) - len(left)
 
 
-def read_mistral(text: str, _: Schemas) -> Iterator[Span]:
+def read_mistral(inside: str, _: Schemas) -> list[tuple[str, str]]:
     """``[TOOL_CALLS][{…}, …]``, or as newer ones write it ``[TOOL_CALLS]name[ARGS]{…}`` for each call."""
-    mark = "[TOOL_CALLS]"
-    at = text.find(mark)
-    while at >= 0:
-        start, at = at, text.find(mark, at + len(mark))
-        end = at if at >= 0 else len(text)
-        inside = text[start + len(mark) : end]
-
-        def calls(inside: str = inside) -> list[tuple[str, str]]:
-            if inside.lstrip().startswith("["):
-                listed = _json(inside)
-                return [_call(value) for value in listed]
-            head, brace, rest = inside.partition("{")
-            name = re.split(r"\[(?:ARGS|CALL_ID)\]", head)[0].strip()
-            if not name or not brace:
-                raise Unreadable("neither a list of calls nor a name with arguments follows")
-            return [(name, _object(_json(brace + rest)))]
-
-        yield _span(text, start, end, calls)
+    if inside.lstrip().startswith("["):
+        return [_call(value) for value in _json(inside)]
+    head, brace, rest = inside.partition("{")
+    name = re.split(r"\[(?:ARGS|CALL_ID)\]", head)[0].strip()
+    if not name or not brace:
+        raise Unreadable("neither a list of calls nor a name with arguments follows")
+    return [(name, _object(_json(brace + rest)))]
 
 
-def read_deepseek(text: str, _: Schemas) -> Iterator[Span]:
-    """DeepSeek's calls: V3 writes ``function<sep>name`` and a block of JSON, V3.1 ``name<sep>{…}``."""
-    begin, close, sep = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+def deepseek_pieces(text: str) -> Iterator[Piece]:
+    """Each call, the marks around all of them included."""
     opening, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    for start, end, inside in _between(text, begin, close):
-
-        def call(inside: str | None = inside) -> list[tuple[str, str]]:
-            if inside is None:
-                raise Unreadable(f"it is not closed by {close}")
-            head, found, rest = inside.partition(sep)
-            block = re.fullmatch(r"\s*(\S+)\s*```json\n(.*?)\n?```\s*", rest, re.DOTALL)
-            name, arguments = (block[1], block[2]) if block else (head.strip(), rest)
-            if not found or not name:
-                raise Unreadable(f"it is not a name, {sep} and arguments")
-            return [(name, _object(_json(arguments)))]
-
-        before = text[:start].rstrip()
-        after = text[end:].lstrip()
-        start = len(before) - len(opening) if before.endswith(opening) else start
-        end = len(text) - len(after) + len(closing) if after.startswith(closing) else end
-        yield _span(text, start, end, call)
+    for piece in between("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", text):
+        before, rest = text[: piece.start].rstrip(), text[piece.end :].lstrip()
+        start = len(before) - len(opening) if before.endswith(opening) else piece.start
+        end = len(text) - len(rest) + len(closing) if rest.startswith(closing) else piece.end
+        yield piece._replace(start=start, end=end)
 
 
+def read_deepseek(inside: str, _: Schemas) -> list[tuple[str, str]]:
+    """DeepSeek's calls: V3 writes ``function<sep>name`` and a block of JSON, V3.1 ``name<sep>{…}``."""
+    sep = "<｜tool▁sep｜>"
+    head, found, rest = inside.partition(sep)
+    block = re.fullmatch(r"\s*(\S+)\s*```json\n(.*?)\n?```\s*", rest, re.DOTALL)
+    name, arguments = (block[1], block[2]) if block else (head.strip(), rest)
+    if not found or not name:
+        raise Unreadable(f"it is not a name, {sep} and arguments")
+    return [(name, _object(_json(arguments)))]
+
+
+TAGGED = partial(between, "<tool_call>", "</tool_call>")
 TOOL_FORMATS = Registry[ToolFormat](
     "tool-call parser",
     "--tool-call-parser",
     [
-        ToolFormat("glm", read_glm, ("<arg_key>",), sglang=("glm45", "glm47")),
-        ToolFormat("qwen3_coder", read_qwen3_coder, ("<function=",)),
-        ToolFormat("hermes", read_hermes, ("<tool_call>",), sglang=("qwen", "qwen25")),
-        ToolFormat("mistral", read_mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]",)),
+        ToolFormat("glm", TAGGED, read_glm, ("<arg_key>",), sglang=("glm45", "glm47")),
+        ToolFormat("qwen3_coder", TAGGED, read_qwen3_coder, ("<function=",)),
+        ToolFormat("hermes", TAGGED, read_hermes, ("<tool_call>",), sglang=("qwen", "qwen25")),
+        ToolFormat("mistral", partial(after, "[TOOL_CALLS]"), read_mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]",)),
         ToolFormat(
-            "deepseek", read_deepseek, ("<｜tool▁call▁begin｜>",), ("<｜tool▁call",), ("deepseekv3", "deepseekv31")
+            "deepseek",
+            deepseek_pieces,
+            read_deepseek,
+            marks=("<｜tool▁call▁begin｜>",),
+            begins=("<｜tool▁call",),
+            sglang=("deepseekv3", "deepseekv31"),
         ),
-        ToolFormat("llama3", read_llama3, ("<|python_tag|>", "ipython", '"parameters": '), ("<|python_tag|>", "{")),
+        ToolFormat(
+            "llama3",
+            llama3_pieces,
+            read_llama3,
+            marks=("<|python_tag|>", "ipython", '"parameters": '),
+            begins=("<|python_tag|>", "{"),
+        ),
     ],
 )
 REASONING_FORMATS = Registry[ReasoningFormat](
@@ -343,12 +322,18 @@ def read_tools(
     ``salt`` makes ids differ from those of the same calls elsewhere; they are 9 letters and digits, as Mistral's
     templates want them.
     """
+    if form is None:
+        return text, (), ()
     content, at = "", 0
     calls: list[ToolCall] = []
     malformed: list[str] = []
-    for start, end, found, problem in form.read(text, schemas) if form is not None else ():
-        if problem is not None:
-            malformed.append(problem)
+    for start, end, inside, missing in form.pieces(text):
+        try:
+            if missing is not None:
+                raise Unreadable(f"it is not closed by {missing}")
+            found = form.read(inside, schemas)
+        except Unreadable as error:
+            malformed.append(f"The tool call {_short(text[start:end])} cannot be read: {error}.")
             continue
         content, at = content + text[at:start], end
         for name, arguments in found:

@@ -95,6 +95,27 @@ def test_a_stream_adds_up_to_the_whole_answer(family: str, reply: str, extra: di
     run(scenario())
 
 
+def test_thinking_that_nothing_opened_is_streamed_once() -> None:
+    """Its end comes when it has been shown as content, and neither that nor what follows is repeated."""
+    text = "Let me see.\n</think>\n\nIt is 42."
+
+    async def scenario() -> None:
+        async with scripted_front("qwen3", *[f"{text}<|im_end|>"] * 3) as (ask, _):
+            _, whole = await ask("/v1/chat/completions", {"messages": ASK})
+            said = whole["choices"][0]["message"]
+            assert (said["reasoning_content"], said["content"]) == ("Let me see.", "It is 42.")
+            message, _ = merged(await ask.stream("/v1/chat/completions", {"messages": ASK}))
+            assert message == {"content": text}
+            _, events = await ask("/v1/messages", {"messages": ASK, "max_tokens": 100, "stream": True})
+            deltas = [data["delta"] for name, data in events if name == "content_block_delta"]
+            assert "".join(delta["text"] for delta in deltas) == text
+        async with scripted_front("qwen3", f"Hm.\n</think>\n\nI look.{CALL}<|im_end|>") as (ask, _):
+            message, reason = merged(await ask.stream("/v1/chat/completions", {"messages": ASK, "tools": [TOOL]}))
+            assert (message["content"], reason) == ("Hm.\n</think>\n\nI look.", "tool_calls")
+
+    run(scenario())
+
+
 async def check_anthropic(ask: Any, extra: dict[str, Any], expected: dict[str, Any], reason: str) -> None:
     function = TOOL["function"]
     tool = {"name": function["name"], "input_schema": function["parameters"]}

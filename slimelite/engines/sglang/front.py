@@ -16,6 +16,7 @@ from multidict import CIMultiDictProxy
 from yarl import URL
 
 from slimelite.http_client import CONNECT_S, KEEP_ALIVE_S
+from slimelite.http_server import listen
 from slimelite.threads import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -67,10 +68,8 @@ class AdapterFront:
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
         # when a client disconnects, its handler is cancelled, and the connection to the server closes too
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, 0).start()
-        return f"http://{self._host}:{self._runner.addresses[0][1]}"
+        self._runner, url = await listen(app, self._host, 0)
+        return url
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
