@@ -83,10 +83,18 @@ class Load:
         return {"weights": share * (frozen + 4 * self.trained), "optimizer": share * 8 * self.trained}
 
     def process(self) -> float:
-        """What a trainer's process on a CPU holds besides tensors: its libraries, and the holes of its heap. These are
-        small with checkpointing (`slimelite.training.offload.keep_freed_memory`), else about as large as the model.
+        """What a trainer's process on a CPU holds besides tensors: its libraries, and the holes of its heap.
+
+        glibc's heap seldom puts an aligned tensor where one of the same size was. So what a layer's forward pass frees
+        lies between the tensors that it keeps, unused, until the backward pass frees those too. With checkpointing
+        large tensors are not in the heap (`slimelite.training.offload.keep_freed_memory`).
         """
-        return BASE + (0 if self.checkpointing else self.width * self.shapes.parameters)
+        s = self.shapes
+        # what o_proj and down_proj return, squares in two norms; queries and keys before the rotary embedding and in it
+        freed = 4 * s.hidden + 3 * (s.query + s.key)
+        if self.lora:  # what adapters add to the results of the seven products
+            freed += s.query + 2 * s.key + 2 * s.hidden + 2 * s.inner
+        return BASE + (0 if self.checkpointing else s.layers * self.tokens * self.width * freed)
 
     def train(self) -> Parts:
         """The peak of an optimizer step, whichever moment of it that is."""
