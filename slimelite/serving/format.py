@@ -22,6 +22,8 @@ from slimelite.serving.tools import ToolCall, read_reasoning, read_tools, reason
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+# a text with more characters per token of the context is looked at before it is encoded; and how much at a time
+LONG_TEXT, SLICE = 8, 1 << 16
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -105,6 +107,20 @@ class ChatFormat:
         """Token ids of a text, with nothing added; half a surrogate pair, which JSON can hold, becomes a ``?``."""
         text = text.encode(errors="replace").decode()
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def exceeds(self, text: str, most: int) -> bool:
+        """Whether a text is so long that it has more than ``most`` tokens for certain; seen without encoding all of it.
+
+        A text that cannot be read in a context may have many million characters, and encoding it takes minutes. Its
+        beginning is encoded in slices. Where slices are cut there may be more tokens than in the whole, so that a text
+        counts as too long from twice ``most`` on.
+        """
+        count = 0
+        for at in range(0, len(text) if len(text) > LONG_TEXT * most else 0, SLICE):
+            count += len(self.encode(text[at : at + SLICE]))
+            if count > 2 * most:
+                return True
+        return False
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""

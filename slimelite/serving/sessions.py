@@ -223,6 +223,11 @@ class Session:
         if before:  # most of it is there already
             sent = (*before[0].sent, *sent[len(before[0].sent) :])
         rendered = self.format.render(whole, tools, **template_kwargs)
+        if self.format.exceeds(rendered, self.max_context_len):
+            raise ContextFullError(
+                f"the prompt has {len(rendered):,} characters, which leave no room for a reply in a context of "
+                f"{self.max_context_len} tokens"
+            )
         for parent in before:
             thinking = (parent.reply.reasoning or "").strip()
             if thinking not in rendered:  # a template that takes thinking out does so in all turns: a quick answer

@@ -202,6 +202,26 @@ def test_a_full_context_and_a_template_without_tools_are_said() -> None:
         FORMATS["llama3"].prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
 
 
+def test_a_text_that_no_context_holds_is_refused_before_all_of_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat_format, encoded = ChatFormat(tokenizer()), list[int]()
+    text = "abc? " * 40_000
+    tokens = len(chat_format.encode(text))
+    assert chat_format.exceeds(text, tokens // 20)
+    assert not chat_format.exceeds(text, tokens)
+    encode = chat_format.encode
+
+    def counted(part: str) -> list[int]:
+        encoded.append(len(part))
+        return encode(part)
+
+    monkeypatch.setattr(chat_format, "encode", counted)
+    session = Session("s", chat_format, None, 512)  # type: ignore[arg-type]  # nobody asks the engine
+    message = {"role": "user", "content": "abc? " * 2_400_000}
+    with pytest.raises(ContextFullError, match=r"12,000,\d+ characters, which leave no room"):
+        asyncio.run(session.chat([message]))
+    assert sum(encoded) < 200_000
+
+
 def test_parts_and_developers_are_rendered_as_text_and_system() -> None:
     asked = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "a"}]}]
     same = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a"}]
