@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 
@@ -48,15 +49,31 @@ class EngineDesk:
             if error is None:
                 done.append((call, task.result()))
             else:
-                self._errors[batch, call] = error
+                if batch in self._batches:
+                    self._errors[batch, call] = error
                 done.append((call, None))
         if not tasks:
-            del self._batches[batch]
+            self._batches.pop(batch, None)
         return done
+
+    async def cancel(self, batch: tuple[int, int], call: int | None = None) -> None:
+        """Cancel a ``call`` of ``batch`` whose caller is gone; None: all of them, and nobody will fetch the batch."""
+        tasks = self._batches.get(batch, {}) if call is not None else self._batches.pop(batch, {})
+        for task in [task for task, number in tasks.items() if call in (None, number)]:
+            task.cancel()
 
     async def error(self, batch: tuple[int, int], call: int) -> None:
         """Raise the error of a ``call`` of ``batch``, once."""
         raise self._errors.pop((batch, call))
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call of `Engine.generate`; ``place``: its batch and its number there, once it has left."""
+
+    requests: Sequence[GenerateRequest]
+    answer: asyncio.Future[Results]
+    place: tuple[tuple[int, int], int] | None = None
 
 
 class _RemoteEngine:
@@ -65,8 +82,7 @@ class _RemoteEngine:
     def __init__(self, engine: Remote[Engine]) -> None:
         self._engine = engine
         self._numbers = count()
-        self._leaving: dict[asyncio.AbstractEventLoop, list[tuple[Sequence[GenerateRequest], asyncio.Future[Results]]]]
-        self._leaving = {}
+        self._leaving: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -79,29 +95,38 @@ class _RemoteEngine:
         return call
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> Results:
-        """See `Engine.generate`; all calls of one turn of an event loop leave together."""
+        """See `Engine.generate`; all calls of one turn of an event loop leave together. Cancelling it ends the call."""
         loop = asyncio.get_running_loop()
-        leaving, answer = self._leaving.setdefault(loop, []), loop.create_future()
-        leaving.append((requests, answer))
+        leaving, call = self._leaving.setdefault(loop, []), _Call(requests, loop.create_future())
+        leaving.append(call)
         if len(leaving) == 1:
             loop.call_soon(self._send, loop)
-        results: Results = await answer
-        return results
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            if call.place is not None:
+                self._engine.start("cancel", *call.place)
+            raise
 
     def _send(self, loop: asyncio.AbstractEventLoop) -> None:
-        task = loop.create_task(self._exchange(self._leaving.pop(loop)))
+        calls = [call for call in self._leaving.pop(loop) if not call.answer.cancelled()]
+        if not calls:
+            return
+        task = loop.create_task(self._exchange(calls))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 
-    async def _exchange(self, calls: list[tuple[Sequence[GenerateRequest], asyncio.Future[Results]]]) -> None:
+    async def _exchange(self, calls: list[_Call]) -> None:
         """Send the calls, and fetch until each has its answer."""
         batch, left = (id(self), next(self._numbers)), len(calls)
-        answers = [answer for _, answer in calls]
+        for number, call in enumerate(calls):
+            call.place = batch, number
+        answers = [call.answer for call in calls]
         try:
-            done: Done = await self._ask("generate_batch", batch, [requests for requests, _ in calls])
+            done: Done = await self._ask("generate_batch", batch, [call.requests for call in calls])
             while True:
-                for call, results in done:
-                    await self._hand_over(answers[call], batch, call, results)
+                for number, results in done:
+                    await self._hand_over(answers[number], batch, number, results)
                 left -= len(done)
                 if not left:
                     return
@@ -109,6 +134,7 @@ class _RemoteEngine:
         except asyncio.CancelledError:
             for answer in answers:
                 answer.cancel()
+            self._engine.start("cancel", batch)
             raise
         except Exception as error:  # of the process, or of the way there: no call of the batch will be answered
             for answer in answers:

@@ -17,13 +17,20 @@ GROUPS = 32
 class Slow:
     """An engine whose request number n takes n/1000 s; it refuses requests called ``bad``."""
 
+    def __init__(self):
+        self.cancelled = []
+
     async def generate(self, requests):
         for request in requests:
             if request.request_id == "bad":
                 raise ValueError("request bad does not fit")
             if request.request_id == "gone":
                 raise asyncio.CancelledError
-        await asyncio.sleep(max(len(r.input_ids) for r in requests) / 1000)
+        try:
+            await asyncio.sleep(max(len(r.input_ids) for r in requests) / 1000)
+        except asyncio.CancelledError:
+            self.cancelled += [r.request_id for r in requests]
+            raise
         return [GenerateResult(r.request_id, list(r.input_ids), [0.0], [7], "stop") for r in requests]
 
     async def info(self):
@@ -136,14 +143,33 @@ def test_when_the_process_dies_every_call_says_so(wire):
     assert isinstance(long, list)  # its message was on the way before the process died
 
 
-def test_a_cancelled_caller_leaves_the_others_alone(wire):
+def test_a_cancelled_caller_ends_its_own_call_and_leaves_the_others_alone(wire):
     engine = remote_engine(wire)
 
     async def two():
-        first = asyncio.ensure_future(engine.generate([request("first", 100)]))
+        first = asyncio.ensure_future(engine.generate([request("first", 60_000)]))
         second = asyncio.ensure_future(engine.generate([request("second", 50)]))
         await asyncio.sleep(0.01)
         first.cancel()
         return (await second)[0].request_id, await engine.info()
 
     assert asyncio.run(two()) == ("second", "an answer of another method")
+    assert wire.desk._engine.cancelled == ["first"]
+
+
+def test_a_cancelled_rollout_leaves_nothing_behind(wire):
+    engine = remote_engine(wire)
+
+    async def rollout():
+        calls = [asyncio.ensure_future(engine.generate([request(str(n), 60_000)])) for n in range(3)]
+        await asyncio.sleep(0.05)
+        others = asyncio.all_tasks() - {asyncio.current_task()}  # the exchange too, as RolloutManager.cancel does
+        for task in others:
+            task.cancel()
+        await asyncio.wait(calls)
+
+    asyncio.run(rollout())
+    wire.thread.run(asyncio.sleep(0.05))
+    assert not wire.desk._batches
+    assert not wire.desk._errors
+    assert sorted(wire.desk._engine.cancelled) == ["0", "1", "2"]

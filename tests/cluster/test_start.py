@@ -32,7 +32,19 @@ with Tracker(args) as tracker, launch(args) as cluster:
     workers = [cluster._rollout, *cluster._engines, *cluster._trainers]
     modules = {w.name: ray.get(w.handle.__ray_call__.remote(loaded)) for w in workers} | {"train.py": loaded()}
     commands = [" ".join(p.cmdline()[:3]) for p in psutil.Process().children(recursive=True)]
-print(json.dumps([modules, commands]))
+print(json.dumps([modules, commands, rollout.metrics, rollout.table.reward.tolist()]))
+"""
+AGENT = """
+import json, os, sys, urllib.request
+
+row = json.loads(sys.stdin.readline())
+body = json.dumps({"model": "any", "prompt": row["prompt"][0]["content"], "max_tokens": 4, "logprobs": 0}).encode()
+headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+with urllib.request.urlopen(
+    urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/completions", body, headers)
+) as answer:
+    log_probs = json.load(answer)["choices"][0]["logprobs"]["token_logprobs"]
+print(json.dumps({"reward": sum(log_probs)}))
 """
 
 
@@ -50,10 +62,16 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_each_role_imports_its_own_and_ray_starts_what_is_needed(tmp_path: Path) -> None:
+    """The run trains a program, which is answered by an engine in another process."""
+    (tmp_path / "agent.py").write_text(AGENT)
     flags = tiny_flags(tmp_path, "--launcher", "ray", "--colocate", "--rollout-batch-size", "2")
-    done = run("-c", PROGRAM, *flags, "--rollout-max-response-len", "4")
+    agent = ("--agent-command", f"{sys.executable} {tmp_path / 'agent.py'}", "--n-samples-per-prompt", "2")
+    done = run("-c", PROGRAM, *flags, *agent, "--rollout-max-response-len", "4")
     assert done.returncode == 0, done.stderr
-    modules, commands = json.loads(done.stdout.splitlines()[-1])
+    modules, commands, metrics, rewards = json.loads(done.stdout.splitlines()[-1])
+    assert (metrics["rollout/environment/turns"], metrics["rollout/environment/errors"]) == (1, 0)
+    assert len(rewards) == 4
+    assert all(-40 < reward < 0 for reward in rewards)
     assert modules["train.py"] == modules["rollout"] == []
     assert "torch" in modules["engine_0"]
     assert "torch" in modules["trainer_0"]
