@@ -6,7 +6,7 @@ import math
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ def rollout_metrics(
     metrics |= prefixed("rollout/", _conversations(samples, table))
     metrics |= prefixed("rollout/environment/", episode_metrics(samples, reward_key))
     raw = [s.metadata.get("raw_reward", s.reward_value(reward_key)) for s in samples]
-    metrics["rollout/raw_reward"] = math.fsum(raw) / len(raw)
+    metrics["rollout/raw_reward"] = mean_of_rollouts(raw, table.rollout_id)
     rewards = [rollout_rewards(group, reward_key) for group in groups]
     equal = Counter(str(round(r[0], 1)) for r in rewards if min(r) == max(r))
     metrics |= {f"rollout/zero_std/count_{reward}": float(number) for reward, number in equal.items()}
@@ -104,12 +104,22 @@ def table_metrics(table: SampleTable) -> dict[str, float]:
 
 
 def component_means(table: SampleTable) -> dict[str, float]:
-    """``reward/{component}``: for rewards that are dicts, the mean of each number over the samples that have it."""
+    """``reward/{component}``: for rewards that are dicts, the mean of each number over the rollouts that have it."""
     values: dict[str, list[float]] = {}
-    for row in table.numeric_components():
+    rollouts: dict[str, list[int]] = {}
+    for row, rollout in zip(table.numeric_components(), table.rollout_id.tolist(), strict=False):
         for name, value in row.items():
             values.setdefault(name, []).append(value)
-    return {f"reward/{name}": sum(found) / len(found) for name, found in values.items()}
+            rollouts.setdefault(name, []).append(rollout)
+    return {f"reward/{name}": mean_of_rollouts(found, rollouts[name]) for name, found in values.items()}
+
+
+def mean_of_rollouts(values: Sequence[float], rollout_ids: Iterable[int | None]) -> float:
+    """The mean of samples' ``values`` in which each rollout counts once, however many branches it became."""
+    rollouts: dict[int | None, list[float]] = {}
+    for value, rollout in zip(values, rollout_ids, strict=True):
+        rollouts.setdefault(rollout, []).append(value)
+    return statistics.fmean(map(statistics.fmean, rollouts.values()))
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
@@ -148,11 +158,15 @@ def episode_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[s
     counts = {name: totals[name] for name in ("timeouts", "errors")}
     means = {name: total / (seen[name] or len(episodes)) for name, total in totals.items() if name not in counts}
     del means["metrics"]
-    roles: dict[str, list[float]] = {}
+    roles: dict[str, list[Sample]] = {}
     for sample in samples:
         if "role" in sample.metadata and FACTS in sample.metadata:
-            roles.setdefault(sample.metadata["role"], []).append(sample.reward_value(reward_key))
-    return {**counts, **means, **{f"reward/{name}": statistics.fmean(found) for name, found in roles.items()}}
+            roles.setdefault(sample.metadata["role"], []).append(sample)
+    rewards = {
+        f"reward/{name}": mean_of_rollouts([s.reward_value(reward_key) for s in played], [s.index for s in played])
+        for name, played in roles.items()
+    }
+    return {**counts, **means, **rewards}
 
 
 def perf_metrics(args: Args, generated: Sequence[Generated], seconds: float) -> dict[str, float]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slimelite.environments.episode import FACTS
 from slimelite.rollout import metrics
 from slimelite.rollout.context import Generated
 from slimelite.sample import Sample, Status
@@ -18,7 +19,7 @@ from slimelite.table import SampleTable
 from .conftest import MakeArgs
 
 
-def sample(index: int, length: int, reward: float, **fields: object) -> Sample:
+def sample(index: int, length: int, reward: float | dict[str, float], **fields: object) -> Sample:
     made = Sample(index=index, group_index=index // 2, tokens=[1], reward=reward, status=Status.COMPLETED)
     made.append_response_tokens([5] * length, [-1.0] * length, weight_version=0)
     for name, value in fields.items():
@@ -98,6 +99,19 @@ def test_rollout_metrics(make_args: MakeArgs) -> None:
     assert got["rollout/weight_staleness/max"] == 4
     assert got["rollout/weight_staleness/mean"] == pytest.approx((16 * 4 + 1) / 18)  # what the loss sees
     assert got["passrate/pass@1"] == 0.75
+
+
+def test_an_episode_counts_once_whatever_the_number_of_its_branches(make_args: MakeArgs) -> None:
+    facts = {FACTS: {"metrics": {}, "timeouts": 0, "errors": 0}, "role": "first"}
+    branches = [
+        sample(0, 4, {"right": right, "total": right}, rollout_id=0, metadata=facts) for right in (1.0, 1.0, 0.0, 0.0)
+    ]
+    groups = [[*branches, sample(1, 4, {"right": 0.0, "total": 0.0}, metadata=facts)]]
+    table = SampleTable.from_samples(groups, "total")
+    got = metrics.rollout_metrics(make_args(reward_key="total"), groups, "total", None, table)
+    assert got["rollout/raw_reward"] == 0.25
+    assert got["rollout/environment/reward/first"] == 0.25
+    assert metrics.table_metrics(table)["rollout/reward/right"] == 0.25
 
 
 def test_perf_metrics(make_args: MakeArgs) -> None:
