@@ -117,6 +117,8 @@ class Episode:
                 number = len(self.roles)
                 role = self.roles[name] = Role(self._converse(number) if number else first, number)
             role.messages += messages
+            if not role.messages:
+                raise EnvironmentFailure("invalid", f"the role {name!r} speaks, but has no message to answer")
             left = self._params.max_new_tokens
             if self._max_tokens is not None:
                 left = min(left, self._max_tokens - self._tokens)

@@ -167,6 +167,8 @@ def _sound(found: Any, method: str, wanted: type[Start] | type[Step]) -> Any:
         if len(found.messages):
             sound(read_messages(list(found.messages)), "messages")
         if isinstance(found, Start):
+            if not len(found.messages):
+                raise ValueError("there is no message that the model could answer")
             if wrong := [tool for tool in found.tools if not isinstance(tool, dict)]:
                 raise TypeError(f"{wrong[0]!r:.60} is no tool")
             return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slimelite.environments.protocol import Row, Start, Step
@@ -48,6 +48,8 @@ class Echo:
 class Winner:
     """Two players say a word each; the second one wins."""
 
+    told: Sequence[dict[str, str]] = ({"role": "user", "content": "your turn"},)
+
     def reset(self, row: Row) -> Start:
         self.role = "first"
         return Start(row.prompt, role=self.role)
@@ -56,7 +58,13 @@ class Winner:
         if self.role == "second":
             return Step(reward=1.0, done=True)
         self.role = "second"
-        return Step([{"role": "user", "content": "your turn"}], role=self.role)
+        return Step(self.told, role=self.role)
+
+
+class Silent(Winner):
+    """The second player is told nothing."""
+
+    told = ()
 
 
 class Weather(ToolEnvironment):

@@ -93,6 +93,17 @@ def test_a_failure_is_one_message_and_bounded(said: str, kind: str, message: str
     played(ECHO, play)
 
 
+def test_an_episode_begins_with_a_message() -> None:
+    async def play(host: Host) -> None:
+        with pytest.raises(
+            EnvironmentFailure, match="reset returned what cannot be used: there is no message"
+        ) as raised:
+            await (await host.open()).reset(Row([]))
+        assert raised.value.kind == "invalid"
+
+    played(ECHO.replace("Echo", "Winner"), play)
+
+
 def test_all_calls_of_an_episode_have_a_limit_together() -> None:
     async def play(host: Host) -> None:
         live = await host.open()

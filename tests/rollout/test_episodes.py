@@ -252,3 +252,8 @@ def test_two_players_of_one_model_are_compared_with_their_own_role(play: Play) -
 
 def test_a_player_without_a_reward_has_0_where_the_other_has_one(play: Play) -> None:
     assert play(of("Winner"), lambda *_: "word").table.reward.tolist() == [0.0, 1.0] * 4
+
+
+def test_a_player_who_is_told_nothing_is_a_mistake_of_the_environment(play: Play) -> None:
+    with pytest.raises(ValueError, match="the role 'second' speaks, but has no message to answer"):
+        play(of("Silent"), lambda *_: "word")
