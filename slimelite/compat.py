@@ -31,7 +31,7 @@ def _same(module: str, *names: str) -> dict[str, str]:
 MODULES: dict[str, dict[str, str]] = {
     "slime.utils.types": _same("slimelite.sample", "Sample"),
     "slime.utils.http_utils": _same(F, "post", "get"),
-    "slime.utils.misc": _same("slimelite.plugins", "load_function"),
+    "slime.utils.misc": _same("slimelite.plugins", "load_function") | _same(AGENTS, "SingletonMeta"),
     "slime.utils.async_utils": _same("asyncio", "run"),
     "slime.utils.processing_utils": _same(F, "load_tokenizer"),
     "slime.utils.data": _same(F, "Dataset", "read_file"),

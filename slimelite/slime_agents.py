@@ -10,17 +10,17 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiohttp import web
 from aiohttp.web_log import AccessLogger
 
 from slimelite.engines.http_front import parse_sampling_params
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens, Scores
+from slimelite.engines.sglang.wire import extend, request_body
 from slimelite.http_client import Client
 from slimelite.http_server import RequestError
-from slimelite.rollout.groups import slime_params
-from slimelite.sample import Sample, versions_of
+from slimelite.sample import Sample
 from slimelite.serving.format import ChatFormat, Tools, schemas
 from slimelite.serving.front import SAMPLING_ROUTES, Front
 from slimelite.serving.sessions import Session, Sessions
@@ -110,6 +110,18 @@ class Adapter:
         return session
 
 
+class SingletonMeta(type):
+    """The metaclass of classes that have one object in a process, which the first call of the class makes."""
+
+    _made: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make the object, or return the one that there is."""
+        if cls not in SingletonMeta._made:
+            SingletonMeta._made[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta._made[cls]
+
+
 def _known(formats: Mapping[str, Any], name: str | None) -> str | None:
     """Our name of a format that we or SGLang call ``name``; None if there is none."""
     return next((f.name for f in formats.values() if name == f.name or name in f.sglang), None)
@@ -151,14 +163,10 @@ class _Server:
         return list(await asyncio.gather(*(self._one(request) for request in requests)))
 
     async def _one(self, request: GenerateRequest) -> GenerateResult:
-        params = {**slime_params(request.params, request.params.seed), "ignore_eos": request.params.ignore_eos}
-        body = {"rid": request.request_id, "input_ids": request.input_ids, "sampling_params": params}
-        answer = await self._client.post(f"{self._url}/generate", {**body, "return_logprob": True})
-        meta = answer["meta_info"]
-        sampled = meta.get("output_token_logprobs") or []
-        ids, log_probs = [entry[1] for entry in sampled], [float(entry[0]) for entry in sampled]
-        reason, cached = meta["finish_reason"]["type"], meta.get("cached_tokens", 0)
-        return GenerateResult(request.request_id, ids, log_probs, versions_of(meta, len(ids)), reason, cached)
+        result = GenerateResult(request.request_id, [], [], [], "abort")
+        body = request_body(request, result, request.request_id, eos=(), seeds=True)
+        extend(result, await self._client.post(f"{self._url}/generate", body))
+        return result
 
     async def info(self) -> EngineInfo:
         """See `Engine.info`."""

@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "sampling_seed": None,
 }
 # IGNORED do not change the tokens; NEUTRAL are accepted only with the value that switches them off
-IGNORED = {"no_stop_trim", "spaces_between_special_tokens"}
+IGNORED = {"no_stop_trim", "spaces_between_special_tokens", "stream_interval"}
 NEUTRAL: dict[str, float] = {
     "n": 1,
     "min_p": 0.0,

@@ -6,28 +6,25 @@ from typing import Any
 
 from slime.agent.adapters import OpenAIAdapter
 from slime.agent.aiohttp_threaded import run_app_in_thread
-from slime.utils.misc import load_function  # noqa: F401
+from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 
 from slimelite.http_client import Client, Refused
 
-served: dict[str, Any] = {}
 
+class State(metaclass=SingletonMeta):
+    """The adapter of this process, and where it is served."""
 
-def adapter(args: Any) -> tuple[Any, str]:
-    """The adapter of this process, and its address."""
-    if not served:
+    def __init__(self, args: Any) -> None:
         url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
         tokenizer = args.rollout_context.tokenizer
-        made = OpenAIAdapter(tokenizer=tokenizer, sglang_url=url, tool_parser="qwen25", max_turns_per_sid=2)
-        served["handle"] = run_app_in_thread(made.app, host="127.0.0.1", port=0)
-        served["adapter"] = made
-    return served["adapter"], f"http://127.0.0.1:{served['handle'].port}"
+        self.adapter = OpenAIAdapter(tokenizer=tokenizer, sglang_url=url, tool_parser="qwen25", max_turns_per_sid=2)
+        self.handle = run_app_in_thread(self.adapter.app, host="127.0.0.1", port=0)
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
     """Ask twice, then once too often; a second branch by Anthropic's API."""
-    made, url = adapter(args)
+    made, url = State(args).adapter, f"http://127.0.0.1:{State(args).handle.port}"
     made.open_session(sample.session_id, sampling_defaults=sampling_params, max_context_tokens=200)
     key = {"Authorization": f"Bearer {sample.session_id}"}
     messages = [{"role": "user", "content": "2+3=?"}]
