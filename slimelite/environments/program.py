@@ -67,18 +67,19 @@ class Programs:
         command: with its arguments; no shell reads it.
         at_once: most programs that run at the same time; others wait.
         seconds: for one program, without the time for which it is held.
-        held: seconds for which programs were held so far.
         folder: gets ``programs.log``.
     """
 
-    def __init__(self, command: str, at_once: int, seconds: float, held: Callable[[], float], folder: Path) -> None:
-        self._words, self._seconds, self._held = shlex.split(command), seconds, held
+    def __init__(self, command: str, at_once: int, seconds: float, folder: Path) -> None:
+        self._words, self._seconds = shlex.split(command), seconds
         self._room = asyncio.Semaphore(at_once)
         folder.mkdir(parents=True, exist_ok=True)
         self._log = RotatingFileHandler(folder / "programs.log", maxBytes=LOG_BYTES, backupCount=1, delay=True)
 
-    async def run(self, row: Mapping[str, Any], variables: Mapping[str, str]) -> Ended:
+    async def run(self, row: Mapping[str, Any], variables: Mapping[str, str], held: Callable[[], float]) -> Ended:
         """Run the program with ``row`` as a line of JSON on stdin; when this returns, its process group is gone.
+
+        ``held``: seconds for which the program was held so far.
 
         Raises:
             OSError: it cannot be started.
@@ -93,7 +94,7 @@ class Programs:
                 env={**os.environ, **proxies, **variables},
                 start_new_session=True,
             )
-            begin = time.monotonic() - self._held()
+            begin = time.monotonic() - held()
             assert process.stdout is not None
             assert process.stderr is not None
             ends = [bytearray(), bytearray()]
@@ -102,7 +103,7 @@ class Programs:
                 *map(asyncio.create_task, map(_keep, (process.stdout, process.stderr), ends)),
             ]
             try:
-                status = await self._wait(process, begin)
+                status = await self._wait(process, begin + self._seconds, held)
                 _signal(process, signal.SIGKILL)  # what it left running, and holds its output open
                 await asyncio.wait(talk, timeout=GRACE_SECONDS)
             finally:
@@ -111,11 +112,11 @@ class Programs:
                     task.cancel()
                 await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=GRACE_SECONDS)
             said = [bytes(end).decode("utf-8", "replace") for end in ends]
-            return Ended(status, said[0], said[1], time.monotonic() - self._held() - begin)
+            return Ended(status, said[0], said[1], time.monotonic() - held() - begin)
 
-    async def _wait(self, process: asyncio.subprocess.Process, begin: float) -> int | None:
+    async def _wait(self, process: asyncio.subprocess.Process, end: float, held: Callable[[], float]) -> int | None:
         ending = asyncio.ensure_future(process.wait())
-        while (left := begin + self._seconds - (time.monotonic() - self._held())) > 0:
+        while (left := end + held() - time.monotonic()) > 0:
             await asyncio.wait([ending], timeout=min(left, LOOK_SECONDS))
             if process.returncode is not None:  # `ending` waits until nobody holds its output open, such as a child
                 return process.returncode

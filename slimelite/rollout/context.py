@@ -19,7 +19,7 @@ from slimelite.environments.hosts import Host
 from slimelite.environments.program import Programs
 from slimelite.plugins import guarded, load_function
 from slimelite.rollout.pool import EnginePool
-from slimelite.rollout.sessions import PooledSessions
+from slimelite.rollout.sessions import Home, PooledSessions
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 from slimelite.serving.format import ChatFormat
@@ -148,8 +148,8 @@ class RolloutContext:
     progress: Progress
     # scores training samples (--opd-type sglang); None: there is no teacher server
     teacher: Teacher | None = None
-    # session id of a sample that a generate function works on -> the engine of its group
-    homes: dict[str, int] = field(default_factory=dict)
+    # session id of a sample that a generate function works on -> the engine of its group, and its clock
+    homes: dict[str, Home] = field(default_factory=dict)
     # the sessions of agents, once one has asked for them
     agents: PooledSessions | None = None
     # opens the environments of --environment

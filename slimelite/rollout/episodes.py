@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
 
-from slimelite.engines.protocol import SamplingParams
+from slimelite.engines.http_front import parse_sampling_params
 from slimelite.environments.episode import Episode, row_of
 from slimelite.rewards.rules import Failure
 from slimelite.rollout.context import PluginArgs
@@ -25,8 +25,6 @@ async def play(
     context = args.rollout_context
     assert context.environment is not None
     sessions, opened = context.sessions(), list[Session]()
-    given = {f.name: sampling_params[f.name] for f in fields(SamplingParams) if f.name in sampling_params}
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
 
     def converse(role: int) -> Session:
         opened.append(sessions.open(f"{sample.session_id}.{role}"))
@@ -37,7 +35,7 @@ async def play(
     episode = Episode(
         context.environment,
         converse,
-        SamplingParams(**values),
+        replace(parse_sampling_params(sampling_params), seed=None),  # each session has a seed of its own
         max_turns=args.environment_max_turns,
         max_tokens=args.environment_max_tokens,
     )

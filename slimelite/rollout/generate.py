@@ -217,8 +217,7 @@ class Collection:
         parked.group.order = next(self._orders)
         self.in_flight += 1
         self.tasks[parked.task] = [parked.group]
-        for session in agents.of(map(generator.session_id, parked.group.original)):
-            session.resume()
+        agents.go_on([generator.session_id(sample) for sample in parked.group.original])
 
     async def _done(self, when: str, timeout: float | None = None) -> list[Group]:
         """Wait, then return the groups that are done, in submission order."""

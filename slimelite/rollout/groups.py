@@ -20,6 +20,7 @@ from slimelite.per_token import held
 from slimelite.plugins import PluginError, load_function, own_traceback
 from slimelite.rewards.grader import RewardError, route_of
 from slimelite.rollout.context import Generated, Plugin, PluginArgs, RolloutContext, flatten
+from slimelite.rollout.sessions import Home
 from slimelite.sample import FINISH_STATUS, UNSTAMPED, Sample, Status
 from slimelite.serving.sessions import stream_seed
 
@@ -319,9 +320,9 @@ class GroupGenerator:
         self, function: Plugin, args: PluginArgs, sample: Sample, engine: int
     ) -> list[Sample] | Exception:
         session_id = self.session_id(sample)
-        self.context.homes[session_id] = engine
+        home = self.context.homes[session_id] = Home(engine)
         try:
-            return await self._call(function, args, sample)
+            return await self._call(function, args, sample, home)
         except (PluginError, RewardError):
             raise  # these end the run
         except Exception as error:
@@ -329,14 +330,14 @@ class GroupGenerator:
         finally:
             self.context.homes.pop(session_id, None)
 
-    async def _call(self, function: Plugin, args: PluginArgs, sample: Sample) -> list[Sample]:
+    async def _call(self, function: Plugin, args: PluginArgs, sample: Sample, home: Home) -> list[Sample]:
         # several requests with one seed draw the same numbers: only deterministic mode passes a seed, as in slime
         seed = self._seed(sample) if self.context.args.deterministic_mode else None
         given = Sample.from_dict(sample.to_dict())  # a failing plugin must not change the original
         given.session_id = self.session_id(sample)
         extra = {"evaluation": self.evaluation} if "evaluation" in inspect.signature(function).parameters else {}
         answer = function(args, given, slime_params(self.params, seed), **extra)
-        returned = await self._within(self.context.args.generate_timeout, answer)
+        returned = await self._within(self.context.args.generate_timeout, answer, home)
         made = flatten([returned])
         if not made:
             raise ValueError("the custom generate function returned no sample")
@@ -352,19 +353,14 @@ class GroupGenerator:
             return made if self.context.args.partial_rollout and isinstance(returned, Sample) else [sample]
         return made
 
-    async def _within(self, seconds: float, answer: Awaitable[Any]) -> Any:
+    async def _within(self, seconds: float, answer: Awaitable[Any], home: Home) -> Any:
         """The answer, or TimeoutError; unlike `asyncio.wait_for` it returns even if the coroutine ignores cancellation.
 
-        Time between two rollouts, in which its sessions are held, does not count.
+        Time for which the agent is held does not count.
         """
-
-        def passed() -> float:
-            agents = None if self.evaluation else self.context.agents
-            return time.monotonic() - (agents.waited if agents is not None else 0.0)
-
-        task, end = asyncio.ensure_future(answer), passed() + seconds
+        task, end = asyncio.ensure_future(answer), time.monotonic() + seconds
         try:
-            while not (done := task.done()) and (left := end - passed()) > 0:
+            while not (done := task.done()) and (left := end + home.held - time.monotonic()) > 0:
                 await asyncio.wait([task], timeout=left)
         finally:
             task.cancel()  # does nothing if the task is done

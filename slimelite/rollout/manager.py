@@ -107,9 +107,8 @@ class RolloutManager:
                 seconds=args.environment_timeout,
             )
         if args.agent_command is not None:
-            held = lambda: self._context.sessions().waited  # noqa: E731  the first session is opened later
             limits = args.agent_programs, args.agent_timeout
-            self._context.programs = Programs(args.agent_command, *limits, held, Path(args.run_dir) / "agents")
+            self._context.programs = Programs(args.agent_command, *limits, Path(args.run_dir) / "agents")
         rollout = load_plugin(args.rollout_function_path, "--rollout-function-path")
         self._rollout_function: Plugin = rollout or generate_rollout
         self._eval_function = load_plugin(args.eval_function_path, "--eval-function-path") or self._rollout_function

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-from slimelite.engines.protocol import SamplingParams
+from slimelite.engines.http_front import parse_sampling_params
 from slimelite.environments.episode import FACTS, row_of
 from slimelite.environments.program import Ended
 from slimelite.rewards.rules import Failure
@@ -27,9 +27,8 @@ async def run(
     context = args.rollout_context
     assert context.programs is not None
     sessions, front = context.sessions(), await context.front()
-    given = {f.name: sampling_params[f.name] for f in fields(SamplingParams) if f.name in sampling_params}
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    session = sessions.open(sample.session_id, defaults=SamplingParams(**values))
+    defaults = replace(parse_sampling_params(sampling_params), seed=None)  # the session has a seed of its own
+    session = sessions.open(sample.session_id, defaults=defaults)
     base = f"{front}/sessions/{session.id}"
     variables = {
         "OPENAI_BASE_URL": f"{base}/v1",
@@ -40,7 +39,8 @@ async def run(
     stream = "evaluation" if evaluation else "training"
     row = row_of(sample, stream_seed(args.rollout_seed, stream, sample.group_index))
     try:
-        ended = await context.programs.run(vars(row), variables)
+        home = context.homes[str(sample.session_id)]
+        ended = await context.programs.run(vars(row), variables, lambda: home.held)
     finally:
         sessions.close(session.id)
     failure = _failure(ended, session)

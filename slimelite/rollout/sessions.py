@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,23 @@ if TYPE_CHECKING:
 
 # tries of a request whose engine dies
 ATTEMPTS = 3
+
+
+@dataclass(slots=True)
+class Home:
+    """Where an agent's requests go: the ``engine`` that its group's room is reserved on; and its clock.
+
+    ``since``: since when the agent is held [s, monotonic]; None: it is not. ``before``: seconds of earlier holds.
+    """
+
+    engine: int
+    since: float | None = None
+    before: float = 0.0
+
+    @property
+    def held(self) -> float:
+        """Seconds for which the agent was held so far; limits on its time do not count them."""
+        return self.before + (0.0 if self.since is None else time.monotonic() - self.since)
 
 
 @dataclass(slots=True)
@@ -44,19 +61,18 @@ class Parked:
 class PooledSessions(Sessions):
     """The sessions of a run; the ids of one sample's are its ``session_id``, alone or with a dot and a name after it.
 
-    ``homes``: session id of a sample -> the engine that its group's room is reserved on, where its requests go.
+    ``homes``: session id of a sample that an agent works on -> its `Home`.
     ``parked``: group index -> a group that waits for the next rollout.
     """
 
     def __init__(
-        self, chat_format: ChatFormat, pool: EnginePool, homes: Mapping[str, int], max_context_len: int, seed: int
+        self, chat_format: ChatFormat, pool: EnginePool, homes: Mapping[str, Home], max_context_len: int, seed: int
     ) -> None:
         super().__init__(chat_format, self._sample, max_context_len)
         self.homes = homes
         self.parked: dict[int | None, Parked] = {}
         self._pool, self._seed = pool, seed
         self._held: str | None = None
-        self._held_since, self._waited = 0.0, 0.0
 
     def open(
         self, session_id: str | None = None, *, defaults: SamplingParams | None = None, seed: int | None = None
@@ -75,21 +91,27 @@ class PooledSessions(Sessions):
         return (session for name, session in self._open.items() if not wanted.isdisjoint(_owners(name)))
 
     def hold(self, prefix: str) -> None:
-        """Pause the sessions whose ids begin with ``prefix``, also those that are opened from now on."""
-        self._held, self._held_since = prefix, time.monotonic()
+        """Pause the sessions whose ids begin with ``prefix``, also those that are opened from now on, and the clocks of
+        their agents.
+        """
+        self._held = prefix
         for session in self._open.values():
             if session.id.startswith(prefix):
                 session.pause()
+        for name, home in self.homes.items():
+            if name.startswith(prefix) and home.since is None:
+                home.since = time.monotonic()
 
     def let_go(self) -> None:
-        """End `hold` for sessions that are opened from now on; others wait for `Session.resume`."""
-        self._waited = self.waited
+        """End `hold` for sessions that are opened from now on; others wait for `go_on`."""
         self._held = None
 
-    @property
-    def waited(self) -> float:
-        """Seconds for which sessions were held so far; limits on the time of an agent do not count them."""
-        return self._waited + (time.monotonic() - self._held_since if self._held is not None else 0.0)
+    def go_on(self, ids: Sequence[str]) -> None:
+        """End `hold` for the agents of samples with these session ids."""
+        for home in (self.homes[name] for name in ids if name in self.homes):
+            home.before, home.since = home.held, None
+        for session in self.of(ids):
+            session.resume()
 
     @property
     def running(self) -> bool:
@@ -99,7 +121,7 @@ class PooledSessions(Sessions):
     async def _sample(self, request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
         """Ask the engine of the session's sample, or another one when that is gone."""
         assert request.prefix_key is not None
-        home = next((self.homes[name] for name in _owners(request.prefix_key) if name in self.homes), None)
+        home = next((self.homes[name].engine for name in _owners(request.prefix_key) if name in self.homes), None)
         tries = 0
         while True:
             engine = await self._pool.usable(home)

@@ -13,6 +13,7 @@ from slimelite.arguments import EvalDataset
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.rollout import generate
 from slimelite.rollout.manager import RolloutManager
+from slimelite.rollout.sessions import PooledSessions
 from slimelite.serving.sessions import stream_seed
 from tests.rollout.conftest import MakeArgs, MakeManager
 from tests.rollout.plugins import agents
@@ -93,6 +94,32 @@ def test_an_agent_goes_on_where_it_was_under_new_weights(
         for turn, at in enumerate(range(0, 15, 5)):
             request = GenerateRequest("", (0,), SamplingParams(5, seed=stream_seed(seed, turn)))
             assert tokens[at : at + 5].tolist() == [*(token(request, i) for i in range(4)), EOS]
+
+
+@pytest.mark.parametrize("manager", [PARTIAL], indirect=True)
+def test_the_clock_of_an_agent_stands_still_until_it_is_taken_again(
+    manager: RolloutManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager.generate(0)
+    waiting = manager.source.get_samples(2)
+    assert {group[0].group_index for group in waiting} == {2, 3}
+    update(manager)
+    real, later, let_go = time.monotonic, [0.0], PooledSessions.let_go
+    monkeypatch.setattr(time, "monotonic", lambda: real() + later[0])
+
+    def and_time_passes(sessions: PooledSessions) -> None:
+        let_go(sessions)
+        later[0] = 1000.0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PooledSessions, "let_go", and_time_passes)
+        manager.generate(1)  # of other prompts
+    assert agents.ended.keys().isdisjoint({"train-4", "train-5", "train-6", "train-7"})
+    manager.source.add_samples(waiting)
+    for rollout_id in range(2, 4):  # what the second rollout has left comes first
+        manager.generate(rollout_id)
+    assert [agents.begun[f"train-{index}"] for index in range(4, 8)] == [1] * 4
+    assert [agents.ended[f"train-{index}"] for index in range(4, 8)] == [1] * 4
 
 
 @pytest.mark.parametrize("manager", [{}, OVER_HTTP], indirect=True)
