@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ class Host:
             environment = _InWorker(worker, self._client)
             worker.open.add(environment)
             await worker.started()
+            environment.url = worker.url
             return Live(environment, self)
         if self._make is None:
             return Live(_Remote(self._url, self._client), self)
@@ -213,10 +214,6 @@ class _InWorker(_Remote):
         super().__init__("", client)
         self._worker = worker
 
-    async def reset(self, row: Row) -> Start:
-        self.url = self._worker.url
-        return await super().reset(row)
-
     async def close(self) -> None:
         self._worker.open.discard(self)
         await super().close()
@@ -237,7 +234,6 @@ class _Worker:
         self.url = ""
         self._environment = environment
         self._process: subprocess.Popen[str] | None = None
-        self._starting: Awaitable[None] | None = None
         self._lock = asyncio.Lock()
 
     async def started(self) -> None:
