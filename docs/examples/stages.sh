@@ -5,7 +5,7 @@ SFT=(
     --input-key messages --loss-type sft_loss --rollout-batch-size 2400 --global-batch-size 64 --rollout-shuffle
     --optimizer muon --muon-lr 0.02 --lr 5e-3 --lr-decay-style linear --save-hf "$OUT/sft-model"
 )
-RL=(--hf-checkpoint "$OUT/sft-model" --n-samples-per-prompt 8 --lr 1e-3 --lr-warmup-iters 5 --eval-interval 10)
+RL=(--hf-checkpoint "$OUT/sft-model" --n-samples-per-prompt 8 --lr 1e-3 --lr-warmup-iters 5)
 
 stages() {
     [[ -d "$OUT/sft-model" ]] || python train.py "${COMMON[@]}" "${SFT[@]}" --run-dir "$OUT/sft"

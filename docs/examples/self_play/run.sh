@@ -10,6 +10,7 @@ SFT+=(--hf-checkpoint "$MODEL" --prompt-data "$DATA" --num-rollout "${SFT_ROLLOU
 RL+=(
     --environment nim --rollout-max-response-len 4 --rollout-max-context-len 128
     --num-rollout 40 --rollout-batch-size 35 --entropy-coef 0.02
-    --eval-prompt-data random "environment:nim:random@[:140]" perfect "environment:nim:perfect@[:140]" --eval-top-k 1
+    --eval-interval 10 --eval-prompt-data random "environment:nim:random@[:140]" perfect "environment:nim:perfect@[:140]"
+    --eval-top-k 1
 )
 stages "$@"

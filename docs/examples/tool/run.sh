@@ -10,6 +10,7 @@ SFT+=(--hf-checkpoint "$DATA/model" --prompt-data "$DATA/sft.parquet" --num-roll
 RL+=(
     --environment calculator --prompt-data "environment:calculator@[256:]" --environment-max-turns 4
     --rollout-max-response-len 24 --rollout-max-context-len 128 --rollout-shuffle
-    --num-rollout 30 --rollout-batch-size 32 --eval-prompt-data heldout "environment:calculator@[:256]"
+    --num-rollout 30 --rollout-batch-size 32
+    --eval-interval 10 --eval-prompt-data heldout "environment:calculator@[:256]"
 )
 stages "$@"

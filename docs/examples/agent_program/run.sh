@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# An agent of openai-agents learns to use its tool.   SEED=0 bash docs/examples/agent_program/run.sh [flags of the RL run]
+set -euo pipefail
+SEED=${SEED:-0} OUT=${OUT:-runs/examples/openai_agents} AGENT=${AGENT:-agent}
+source docs/examples/stages.sh
+DATA=$OUT/data
+[[ -d "$DATA" ]] || PYTHONPATH=. python docs/examples/tool/make.py "$DATA"
+[[ -d "$AGENT" ]] || { python -m venv "$AGENT" && "$AGENT/bin/pip" install 'openai-agents==0.24.0'; }
+
+SFT+=(--hf-checkpoint "$DATA/model" --prompt-data "$DATA/sft.parquet" --num-rollout "${SFT_ROLLOUTS:-30}")
+RL+=(
+    --agent-command "$AGENT/bin/python docs/examples/agent_program/calculator.py" --agent-programs 4
+    --prompt-data environment:calculator --rollout-max-response-len 24 --rollout-max-context-len 128 --rollout-shuffle
+    --num-rollout 6 --rollout-batch-size 4 --lr 4e-3 --lr-warmup-iters 0
+)
+stages "$@"
