@@ -159,22 +159,25 @@ SFT_135M = (
 
 @question("two-ranks", "two ranks on two cores against one rank on one thread, SmolLM2-135M (wall time)", 8)
 def two_ranks(s: Setting, say: Say) -> Plan:  # noqa: ARG001
-    """SFT of 8 rows of 100 to 420 tokens a step. It needs two cores without other work."""
+    """SFT of 8 rows of 100 to 420 tokens a step, the model in shards or as two replicas, which gather no weights. It
+    needs two cores without other work.
+    """
     model, data = smollm2(s), prompts(s, "questions", (40, 220))
     flags = f"--hf-checkpoint {model} --prompt-data {data} {SFT_135M} --num-rollout {s.steps or 4}"
 
     def sides() -> list[Side]:
         found = []
         for at in s.checkouts:
-            for ranks in (1, 2):
-                own = f"{flags} --actor-num-gpus-per-node {ranks}".split()
-                found.append(ours(s, at, f"ranks-{ranks}", own, step_figures(1)))
+            for name, more in (("ranks-1", "1"), ("ranks-2", "2"), ("replicas-2", "2 --dp-replicate-size 2")):
+                own = f"{flags} --actor-num-gpus-per-node {more}".split()
+                found.append(ours(s, at, name, own, step_figures(1)))
         return found
 
     answers = []
     for at in s.checkouts:
-        asked = (f"ranks-1{at}", "step_wall"), (f"ranks-2{at}", "step_wall")
-        answers.append(Answer(f"wall time of a step: one rank / two ranks{at}", *asked, None if at else 1.7))
+        for two, target in (("ranks-2", None), ("replicas-2", 1.7)):
+            asked = (f"ranks-1{at}", "step_wall"), (f"{two}{at}", "step_wall")
+            answers.append(Answer(f"wall time of a step: one rank / {two}{at}", *asked, None if at else target))
     return Plan(once(sides), answers, s.rounds or 1)
 
 

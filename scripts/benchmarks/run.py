@@ -92,6 +92,8 @@ def main() -> int:
     wanted = given.questions or [name for name, question in QUESTIONS.items() if question.quick or not given.quick]
     if unknown := [name for name in wanted if name not in QUESTIONS]:
         parser.error(f"no question {unknown[0]!r}; there are: {', '.join(QUESTIONS)}")
+    if given.smollm2 and not given.data:
+        parser.error("--smollm2 needs --data: prompts made for random weights have one word a token, real ones do not")
     checkouts = {"": given.slimelite.resolve(), **({"@before": given.before.resolve()} if given.before else {})}
     own = ("work", "smollm2", "data")
     paths = {name: path.resolve() for name in own if (path := getattr(given, name))}

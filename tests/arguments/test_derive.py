@@ -102,6 +102,15 @@ def test_the_way_of_weights_fits_the_place(make: Make) -> None:
     assert way("--update-weight-transport http", Machine(gpus=0)) == "http"
 
 
+def test_buckets_of_weights_are_small_on_a_cpu(make: Make) -> None:
+    def size(words: str, machine: Machine | None = None) -> int:
+        return make(words, machine or Machine(gpus=0)).update_weight_buffer_size
+
+    assert size("") == 64 * 1024**2
+    assert size("--update-weight-buffer-size 4096") == 4096
+    assert size("--rollout-backend sglang") == size("--colocate", GPU8) == 512 * 1024**2
+
+
 def test_fault_tolerance_is_for_sglang(make: Make) -> None:
     idle = dict(make("--use-fault-tolerance --rollout-health-check-interval 9").no_effect)
     assert "--rollout-backend sglang" in idle["--use-fault-tolerance"]
