@@ -154,9 +154,8 @@ import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from slimelite.plugins import load_function
 assert load_function("slime.mine")() == "real"
-from slimelite.rollout import filters
-name = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
-assert load_function(name) is filters.check_reward_nonzero_std
+from slimelite.rewards.math import remove_boxed
+assert load_function("slime.rollout.rm_hub.math_utils.remove_boxed") is remove_boxed
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -167,7 +166,7 @@ def test_a_checkout_named_slime_is_not_slime(tmp_path: Path) -> None:
 import sys
 sys.path.insert(0, {str(tmp_path)!r})
 from slimelite.plugins import load_function
-load_function("slimelite.rollout.filters.check_all")
+load_function("slimelite.rewards.math.remove_boxed")
 from slime.utils.types import Sample
 assert Sample.__module__ == "slimelite.sample"
 """
