@@ -269,7 +269,8 @@ def deepscaler_example(answer: Answer) -> str:
 
 
 # a full stop after the number is not part of it, and 5/8 is not the number 5
-NUMBER = re.compile(r"[ \t]{0,8}([-+]?)\$?([-+]?)([0-9][0-9,]{0,60}(?:\.[0-9]{1,60})?|\.[0-9]{1,60})(?![0-9/]|\.[0-9])")
+_NUMBER = r"([-+]?)\$?([-+]?)([0-9][0-9,]{0,60}(?:\.[0-9]{1,60})?|\.[0-9]{1,60})(?![0-9/]|\.[0-9])"
+NUMBER = re.compile(r"[ \t]{0,8}" + _NUMBER)
 
 
 def gsm8k(answer: Answer) -> float:
@@ -300,7 +301,7 @@ def gsm8k_example(answer: Answer) -> str:
 
 
 # a number that is no part of a word, a fraction or a longer number
-ANY_NUMBER = re.compile(r"(?<![\w./])" + NUMBER.pattern)
+ANY_NUMBER = re.compile(r"(?<![\w./])" + _NUMBER)
 
 
 def last_number(answer: Answer) -> float:

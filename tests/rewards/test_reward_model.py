@@ -21,7 +21,8 @@ from transformers import (
 from slimelite.arguments import RewardArgs
 from slimelite.rewards.grader import Grader, check_reward
 from slimelite.rewards.reward_model import RewardModel
-from slimelite.rewards.scorers import ModelReward
+from slimelite.rewards.rules import Exchange, Failure
+from slimelite.rewards.scorers import ModelReward, exchange_of
 from slimelite.sample import Sample
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
@@ -68,10 +69,8 @@ def rewards(args: RewardArgs, samples: list[Sample]) -> tuple[list[float], dict[
     return [s.reward_value(None) for s in samples], metrics
 
 
-@pytest.mark.parametrize("pad", [0, None])
-def test_the_reward_is_the_models_logit_for_the_templated_conversation(tmp_path: Path, pad: int | None) -> None:
-    path = save_model(tmp_path, pad=pad)
-    args = RewardArgs(rm_type="reward_model", reward_model_path=path, reward_model_batch_size=3)
+def asked() -> tuple[list[Sample], list[str]]:
+    """Samples, and the conversation of each in the reward model's template."""
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "is it?"}]
     samples = [
         Sample(index=i, group_index=0, prompt="<policy>is it?", response=r, metadata={"messages": messages})
@@ -79,24 +78,32 @@ def test_the_reward_is_the_models_logit_for_the_templated_conversation(tmp_path:
     ]
     # without messages the prompt is what the user said
     samples.append(Sample(index=9, group_index=1, prompt="is it?", response="yes"))
-    expected = direct(
-        path,
-        [*(f"<system>be brief\n<user>is it?\n<assistant>{r}\n" for r in RESPONSES), "<user>is it?\n<assistant>yes\n"],
-    )
+    texts = [f"<system>be brief\n<user>is it?\n<assistant>{r}\n" for r in RESPONSES]
+    return samples, [*texts, "<user>is it?\n<assistant>yes\n"]
+
+
+def test_the_reward_is_the_models_logit_for_the_templated_conversation(tmp_path: Path) -> None:
+    path = save_model(tmp_path)
+    samples, texts = asked()
+    args = RewardArgs(rm_type="reward_model", reward_model_path=path, reward_model_batch_size=3)
     given, metrics = rewards(args, samples)
-    assert given == pytest.approx(expected, abs=1e-6)
+    assert given == pytest.approx(direct(path, texts), abs=1e-6)
     assert len(set(given)) == len(given)
     assert metrics == {"rollout/reward_errors": 0.0}
 
 
+def test_a_model_without_a_padding_token_scores_the_same(tmp_path: Path) -> None:
+    path = save_model(tmp_path, pad=None)
+    samples, texts = asked()
+    scores = RewardModel(path, "cpu").scores([exchange_of(sample, sample.response) for sample in samples])
+    assert scores == pytest.approx(direct(path, texts), abs=1e-6)
+
+
 def test_without_a_chat_template_the_text_goes_in_as_it_is_and_too_long_a_text_is_an_error(tmp_path: Path) -> None:
     path = save_model(tmp_path, template=None)
-    args = RewardArgs(rm_type="reward_model", reward_model_path=path)
-    samples = [Sample(index=i, group_index=0, prompt="Q: ", response=r) for i, r in enumerate(["yes", "x" * 200])]
-    given, metrics = rewards(args, samples)
-    assert given == pytest.approx([*direct(path, ["Q: yes"]), 0.0], abs=1e-6)
-    assert metrics["rollout/reward_errors/invalid"] == 1.0
-    assert "203 tokens, the reward model takes 128" in samples[1].metadata["reward_error"]
+    score, failure = RewardModel(path, "cpu").scores([Exchange("Q: ", "yes"), Exchange("Q: ", "x" * 200)])
+    assert score == pytest.approx(direct(path, ["Q: yes"])[0], abs=1e-6)
+    assert failure == Failure("invalid", "prompt and response have 203 tokens, the reward model takes 128")
 
 
 def test_what_cannot_be_a_reward_model_is_said_at_start(tmp_path: Path) -> None:
