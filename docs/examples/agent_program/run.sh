@@ -10,7 +10,7 @@ DATA=$OUT/data
 SFT+=(--hf-checkpoint "$DATA/model" --prompt-data "$DATA/sft.parquet" --num-rollout "${SFT_ROLLOUTS:-30}")
 RL+=(
     --agent-command "$AGENT/bin/python docs/examples/agent_program/calculator.py" --agent-programs 8
-    --prompt-data environment:calculator --label-key label --rollout-shuffle --rollout-max-response-len 24
+    --prompt-data environment:calculator --rollout-shuffle --rollout-max-response-len 24
     --rollout-max-context-len 128 --num-rollout 5 --rollout-batch-size 4 --lr 4e-3 --lr-warmup-iters 0
 )
 stages "$@"
