@@ -41,6 +41,7 @@ class Load:
         on_host: weights and optimizer state stay in host memory (``--fsdp-cpu-offload``).
         lora: parameters of adapters, which alone are trained; 0: all parameters are.
         critic: the same of a critic of the policy's size, which is trained in turn with it; None: there is none.
+        values: it is a critic, whose head has a value for each token instead of logits.
         width: bytes of a number in forward and backward: 2 on a GPU, 4 on a CPU.
         others: frozen models, such as a reference, that take turns on the device.
         targets: response tokens of the micro-batch; 0: all of its tokens are counted.
@@ -56,6 +57,7 @@ class Load:
     on_host: bool = False
     lora: int = 0
     critic: int | None = None
+    values: bool = False
     width: int = 2
     others: int = 0
     targets: int = 0
@@ -63,8 +65,11 @@ class Load:
     @property
     def learners(self) -> list[Load]:
         """Of the policy and the critic, each alone."""
-        critic = [] if self.critic is None else [replace(self, lora=self.critic, critic=None)]
-        return [replace(self, critic=None), *critic]
+        policy = replace(self, critic=None)
+        if self.critic is None:
+            return [policy]
+        # its embedding is as large, and its head is one row
+        return [policy, replace(policy, lora=self.critic, values=True, shapes=replace(self.shapes, tied=True))]
 
     @property
     def trained(self) -> int:
@@ -137,7 +142,7 @@ class Load:
 
     @property
     def _logits(self) -> int:
-        return min(CHUNK[self.width], (self.targets or self.tokens) * self.shapes.vocab)
+        return 0 if self.values else min(CHUNK[self.width], (self.targets or self.tokens) * self.shapes.vocab)
 
     def layer_bytes(self) -> float:
         """Bytes a token that a layer keeps: activations, fp32 copies that norms make, queries and keys before norms."""
@@ -157,18 +162,19 @@ class Load:
         else:
             again = 0
         full = 0 if self.lora else 1  # whether the matrices have gradients
+        head = 0 if self.values else s.head
         sharded = 4 * self.trained / self.shards
         # of earlier micro-batches, and of the layers above
         held = 0 if self.single else 4 * self.trained if self.whole_grads else sharded
         so_far = sharded * (1 - full * s.outer / s.parameters)
         work = w * (s.outer + 2 * s.layer)  # gathered, and the next layer with it
-        of_layer = full * ((4 + w) * s.layer + w * s.head)
+        of_layer = full * ((4 + w) * s.layer + w * head)
         in_head = {
             "activations": s.layers * kept + 5 * states,
             # as many in the forward pass as in one for log-probs; in the backward pass a frozen head needs fewer
             "logits": (4 + w if full else 12) * self._logits,
             "gathered": w * (s.outer + s.layer),
-            "gradients": held + full * 4 * (s.head + min(CHUNK[w], s.head)),
+            "gradients": held + full * 4 * (head + min(CHUNK[w], head)),
         }
         first_layers = {
             "activations": s.layers * kept + 5 * states + again,

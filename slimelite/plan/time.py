@@ -142,7 +142,7 @@ def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
 
 
 def training(load: Load, work: Work, ranks: int, device: Device) -> dict[str, Cost]:
-    """What trainers do with a rollout, by phase."""
+    """What trainers do with a rollout, by phase; a critic's head is counted as large as the policy's."""
     policy, *critics = load.learners
     found = {"log-probs": log_probs(policy, work, ranks, device)} if load.others else {}
     found["train"] = train(policy, work, ranks, device)

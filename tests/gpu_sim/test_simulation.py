@@ -31,6 +31,7 @@ RUNS: dict[str, dict[str, Any]] = {
     for shape, worlds in RANKS.items()
     for ranks in worlds
 }
+CRITIC = {"advantage_estimator": "ppo", "use_critic": True, "critic_lr": 1e-5}
 FEATURES: dict[str, dict[str, Any]] = {
     "checkpointing, entropy": {
         "shape": "4B",
@@ -59,10 +60,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fsdp cpu offload": {"shape": "0.5B", "ranks": 8, "again": True, "fsdp_cpu_offload": True},
     "muon": {"shape": "0.5B", "ranks": 8, "optimizer": "muon"},
     "two reductions": {"shape": "7B", "ranks": 8, "again": True, "reduce_once_a_step": False},
-    "critic": {"shape": "0.5B", "ranks": 8, "advantage_estimator": "ppo", "use_critic": True, "critic_lr": 1e-5},
+    "critic": {"shape": "0.5B", "ranks": 8, "again": True, **CRITIC},
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
     "adapters": {"shape": "7B", "ranks": 8, "again": True, "lora_rank": 16},
+    "adapters, critic": {"shape": "0.5B", "ranks": 8, "again": True, "lora_rank": 16, **CRITIC},
 }
 OTHER_STATE = {"critic": "two", "fsdp cpu offload": "on the host"}
 # mistake -> what is said of it
@@ -183,13 +185,18 @@ def test_the_estimate_of_memory_is_that_of_a_step(simulated: dict[str, Any], nam
         whole_grads=run.get("reduce_once_a_step", True),
         on_host=run.get("fsdp_cpu_offload", False),
         lora=shapes.adapter(16) if "lora_rank" in run else 0,
+        critic=0 if "use_critic" in run else None,
         others=0 if "lora_rank" in run else 1,
         targets=768,
     )
+    peaks = found["peaks"]
     assert found["parameters"] == shapes.parameters
     assert total(load.state()) == pytest.approx(found["resting"], rel=0.01, abs=MB)
-    assert total(load.train()) == pytest.approx(found["peaks"]["actor_train"], rel=0.1)
-    assert total(load.log_probs()) == pytest.approx(found["peaks"]["ref_log_probs"], rel=0.1)
+    assert total(load.train()) == pytest.approx(max(peaks["actor_train"], peaks.get("critic_train", 0)), rel=0.1)
+    assert total(load.log_probs()) == pytest.approx(peaks["ref_log_probs"], rel=0.1)
+    for critic in load.learners[1:]:
+        beside = total(load.state()) - total(critic.state())
+        assert total(critic.train()) + beside == pytest.approx(peaks["critic_train"], rel=0.1)
 
 
 def test_what_ranks_send_from_is_freed_after_each_reduction(simulated: dict[str, Any]) -> None:

@@ -122,8 +122,8 @@ def test_a_critic_is_another_learner_with_adapters_of_its_own() -> None:
     loads = {words: plan("qwen2.5-0.5B", " ".join([ppo, *words])).load for words in flags}
     for words, load in loads.items():
         assert total(load.state()) / parameters == pytest.approx(flags[words], abs=0.5)
-    full, one, both = (load.train()["gradients"] for load in loads.values())
-    assert full == one > 1.9e9 > 0.2e9 > both
+    full, one, both = (total(load.train()) for load in loads.values())
+    assert full > one > both
     variants = "\n".join(plan_lines(*run("qwen2.5-0.5B", ppo)))
     assert "--lora-rank 16 --critic-lora-rank 16 --gradient-checkpointing" in variants
     found = [line.split()[0] for line in variants.splitlines() if line.startswith(("  values ", "  critic "))]
