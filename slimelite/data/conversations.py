@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from slimelite.data.messages import Message, Messages, Tools, with_arguments
+from slimelite.data.messages import Message, Messages, Tools, render, with_arguments
 from slimelite.data.prompts import PAIR
 from slimelite.families import LOSS_MASKS
 from slimelite.registry import function
@@ -65,8 +65,7 @@ class ChatReader:
     def render(self, messages: Messages, tools: Tools = None, *, generation_prompt: bool = False) -> str:
         """The text of a conversation."""
         settings = {**self.template_kwargs, "add_generation_prompt": generation_prompt}
-        apply = self.tokenizer.apply_chat_template
-        return with_arguments(lambda messages: apply(messages, tools=tools, tokenize=False, **settings), messages)
+        return render(self.tokenizer, messages, tools, settings)
 
     def tokens(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
         """(token ids, loss mask) of a whole conversation; the mask has one entry (0 or 1) per token.

@@ -8,8 +8,11 @@ DeepSeek's join texts; some print a null as the word None; Hermes' wants the nam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 Rendered = TypeVar("Rendered")
 Kind = TypeVar("Kind", list[Any], dict[str, Any])
@@ -116,6 +119,14 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
         raise BadCell(column, f"{where}not {what}: {value!r:.60}; write {what} or its JSON text")
     sound(found, column)
     return found
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, settings: Mapping[str, object]) -> str:
+    """The text of messages by the chat template, whose variables are ``settings``; whatever the template raises goes on
+    to the caller, and a template is a program.
+    """
+    apply = tokenizer.apply_chat_template
+    return with_arguments(lambda m: str(apply(m, tools=tools, tokenize=False, **settings)), messages)
 
 
 def with_arguments(render: Callable[[Messages], Rendered], messages: Messages) -> Rendered:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from slimelite.data.messages import BadCell, Messages, Tools, parsed, read_messages, sound, with_arguments
+from slimelite.data.messages import BadCell, Messages, Tools, parsed, read_messages, render, sound
 from slimelite.data.reader import BadRows, Row, read_rows, split_path
 from slimelite.sample import Sample, plain
 
@@ -236,15 +236,9 @@ def _conversation(asked: Messages, cell: object, key: str, input_key: str) -> Me
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, columns: Columns) -> str:
-    settings = columns.apply_chat_template_kwargs
     try:
-        return with_arguments(
-            lambda messages: tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **settings}
-            ),
-            messages,
-        )
-    except Exception as error:  # a template is a program and may raise anything, such as ZeroDivisionError
+        return render(tokenizer, messages, tools, {"add_generation_prompt": True, **columns.apply_chat_template_kwargs})
+    except Exception as error:  # a template may raise anything, such as ZeroDivisionError
         what = str(error) or type(error).__name__
         raise BadCell(columns.input_key, f"the chat template refuses these messages ({what})") from error
 

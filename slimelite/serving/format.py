@@ -16,7 +16,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from slimelite.data.conversations import PROBE
-from slimelite.data.messages import Messages, read_messages, with_arguments
+from slimelite.data.messages import Message, Messages, read_messages, render
 from slimelite.serving.tools import ToolCall, read_reasoning, read_tools, reasoning_format, tool_format
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # a text with more characters per token of the context is looked at before it is encoded; and how much at a time
 LONG_TEXT, SLICE = 8, 1 << 16
-Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
 
@@ -223,11 +222,9 @@ class ChatFormat:
 
     def _rendered(self, messages: Messages, tools: Tools, template_kwargs: Mapping[str, Any]) -> str:
         settings = {"add_generation_prompt": True, **self._kwargs, **template_kwargs}
-        given = [dict(tool) for tool in tools] if tools else None
-        apply = self.tokenizer.apply_chat_template
         try:
-            return str(with_arguments(lambda m: apply(m, tools=given, tokenize=False, **settings), messages))
-        except Exception as error:  # a template is a program and may raise anything
+            return render(self.tokenizer, messages, [dict(tool) for tool in tools or ()] or None, settings)
+        except Exception as error:  # a template may raise anything
             what = str(error) or type(error).__name__
             raise ValueError(f"the chat template refuses these messages ({what})") from error
 

@@ -71,7 +71,7 @@ async def check(ask: Asking, folder: Path) -> None:
     chunks = await ask.stream("/v1/chat/completions", body)
     streamed = [part for chunk in chunks for part in chunk["choices"]]
     assert "".join(part["delta"].get("content", "") for part in streamed) == choice["message"]["content"]
-    assert len([part for part in streamed if part.get("logprobs")]) > len(found) // 5
+    assert len([part for part in streamed if part.get("logprobs")]) > 3, "it came in few pieces"
     _, echoed = await ask(
         "/v1/completions", {"prompt": [10, 20, 30], "echo": True, "max_tokens": 1, "temperature": 0, "logprobs": 1}
     )
