@@ -386,10 +386,8 @@ class Sessions:
         Raises:
             LookupError: there is no such session.
         """
-        try:
-            return self._open.pop(session_id)
-        except KeyError:
-            raise LookupError(f"there is no session {session_id!r}") from None
+        self.find(session_id)
+        return self._open.pop(session_id)
 
     def forget(self, idle_s: float) -> None:
         """Close the sessions that nobody has used for so many seconds."""
