@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from slimelite.files import free_space, in_units, write_text
 
@@ -34,9 +34,16 @@ CHECKSUMS = "checksums.json"
 BLOCK = 1 << 24
 # above this size, comparing checksums is announced [bytes]
 SAID_ABOVE = 10**10
-Checksums = dict[str, dict[str, Any]]
+Checksums = dict[str, "Checksum"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 REMEDY = "go on from an earlier checkpoint with --ckpt-step"
+
+
+class Checksum(TypedDict):
+    """Of one file: its size and, in hexadecimal digits, its CRC-32."""
+
+    bytes: int
+    crc32: str
 
 
 def holds_model(folder: str | Path) -> bool:
@@ -275,7 +282,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _checksum(path: Path) -> dict[str, Any]:
+def _checksum(path: Path) -> Checksum:
     size = crc = 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):

@@ -1,4 +1,6 @@
-"""Threads: an event loop on a thread of its own, and functions of a user's that may block, off the caller's loop."""
+"""Threads: an event loop on a thread of its own, what is gathered in one turn of a loop, and functions of a user's that
+may block, off the caller's loop.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -59,6 +61,22 @@ class LoopThread:
                 stopped = True
             except SystemExit:  # of a plugin's task: asyncio raises it in whoever awaits the task, and here too
                 logger.warning("a plugin called sys.exit in a task of its own")
+
+
+class Gathered(Generic[T]):
+    """What is added in one turn of an event loop, given to ``take`` in one list at the turn's end."""
+
+    def __init__(self, take: Callable[[list[T]], object]) -> None:
+        self._take = take
+        self._waiting: dict[asyncio.AbstractEventLoop, list[T]] = {}
+
+    def add(self, item: T) -> None:
+        """Add ``item`` from the running event loop; there, too, ``take`` is called."""
+        loop = asyncio.get_running_loop()
+        waiting = self._waiting.setdefault(loop, [])
+        waiting.append(item)
+        if len(waiting) == 1:
+            loop.call_soon(lambda: self._take(self._waiting.pop(loop)))
 
 
 async def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slimelite.algorithms.advantages import RolloutTokens, last_tokens, reverse_scan
+from slimelite.algorithms.advantages import RolloutTokens, gae, last_tokens, reverse_scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +88,10 @@ def ppo_turns(tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
     """
     assert tokens.values is not None, "an estimator with a critic has its values"
     turns = Turns.read(tokens)
-    values = tokens.values.double()[turns.begin]
-    follows = torch.zeros_like(values)
-    follows[:-1] = torch.where(turns.rows[1:] == turns.rows[:-1], values[1:], 0.0)
-    delta = turns.rewards + tokens.gamma * follows - values
-    advantages = reverse_scan(delta, tokens.gamma * tokens.lambd, turns.rows)
-    return (
-        turns.spread(advantages, tokens.mask).float(),
-        turns.spread(advantages + values, tokens.mask).float(),
-    )
+    values, every = tokens.values.double()[turns.begin], torch.ones_like(turns.rows, dtype=torch.bool)
+    found = gae(turns.rewards, values, every, turns.rows, gamma=tokens.gamma, lambd=tokens.lambd)
+    advantages, returns = (turns.spread(of_turns, tokens.mask).float() for of_turns in found)
+    return advantages, returns
 
 
 def _mean(values: Tensor, index: Tensor) -> Tensor:

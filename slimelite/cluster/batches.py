@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from slimelite.cluster.remote import Remote
 from slimelite.engines.protocol import Engine, GenerateRequest, GenerateResult
+from slimelite.threads import Gathered
 
 # after the first call of a batch is done, the others have this long to come with the same message [s]
 GATHER_S = 0.02
@@ -82,7 +83,7 @@ class _RemoteEngine:
     def __init__(self, engine: Remote[Engine]) -> None:
         self._engine = engine
         self._numbers = count()
-        self._leaving: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
+        self._leaving = Gathered(self._send)
         self._sending: set[asyncio.Task[None]] = set()
 
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -96,11 +97,8 @@ class _RemoteEngine:
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> Results:
         """See `Engine.generate`; all calls of one turn of an event loop leave together. Cancelling it ends the call."""
-        loop = asyncio.get_running_loop()
-        leaving, call = self._leaving.setdefault(loop, []), _Call(requests, loop.create_future())
-        leaving.append(call)
-        if len(leaving) == 1:
-            loop.call_soon(self._send, loop)
+        call = _Call(requests, asyncio.get_running_loop().create_future())
+        self._leaving.add(call)
         try:
             return await call.answer
         except asyncio.CancelledError:
@@ -108,11 +106,11 @@ class _RemoteEngine:
                 self._engine.start("cancel", *call.place)
             raise
 
-    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
-        calls = [call for call in self._leaving.pop(loop) if not call.answer.cancelled()]
+    def _send(self, calls: list[_Call]) -> None:
+        calls = [call for call in calls if not call.answer.cancelled()]
         if not calls:
             return
-        task = loop.create_task(self._exchange(calls))
+        task = asyncio.create_task(self._exchange(calls))
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
 

@@ -27,7 +27,7 @@ from slimelite.cluster.remote import (
     check_number,
     check_table,
 )
-from slimelite.cluster.workers import RolloutWorker, TrainOutput, disagreement
+from slimelite.cluster.workers import RolloutWorker, Target, TrainOutput, disagreement
 from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
 from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutOutput
 from slimelite.table import SampleTable
@@ -73,7 +73,7 @@ class Cluster:
         args: Args,
         rollout: Remote[RolloutWorker],
         trainers: Sequence[Remote[TrainerWorker]],
-        engines: Sequence[Any],
+        engines: Sequence[Target],
         others: Sequence[Remote[Any]] = (),
     ) -> None:
         self.args = args
@@ -143,13 +143,7 @@ class Cluster:
         def work() -> TrainOutput:
             with self._memory_of("train"):
                 metrics = self._change(TrainerWorker.train, rollout_id, self._shared(table))
-            first = self._trainers[0]
-            return TrainOutput(
-                metrics,
-                first.ask(TrainerWorker.step_metrics),
-                first.ask(TrainerWorker.trained_columns),
-                first.ask(TrainerWorker.token_stats),
-            )
+            return TrainOutput(metrics, *self._trainers[0].ask(TrainerWorker.outcome))
 
         return self._take(work)
 

@@ -1,12 +1,8 @@
-"""`--launcher local`, and what both launchers make in the process of a trainer.
-
-Importing this file imports no torch: `ray_cluster` does in train.py's own process, which needs none.
-"""
+"""`--launcher local`: all workers in this process. Importing this file imports no torch, since `ray_cluster` does."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,43 +10,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from slimelite.arguments import Args
 from slimelite.cluster.remote import LocalRemote, Progress, Remote
 from slimelite.cluster.workers import (
-    LOCAL_HOST,
-    RemoteOwner,
     RolloutWorker,
+    Target,
     build_engine,
     build_server,
-    connect,
-    external_servers,
+    clients,
+    server_addresses,
     server_parts,
 )
-from slimelite.engines.protocol import Engine
+from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.engines.registry import ServerAddress
 
 if TYPE_CHECKING:
     from slimelite.cluster.trainer import TrainerWorker
-
-
-def build_trainer(
-    args: Args,
-    rank: int = 0,
-    world_size: int = 1,
-    address: str | None = None,
-    host: str = LOCAL_HOST,
-    listener: socket.socket | None = None,
-) -> TrainerWorker:
-    """The trainer of a rank in this process; see `TrainerWorker`."""
-    from slimelite.cluster.trainer import TrainerWorker  # it needs torch
-
-    return TrainerWorker(args, rank, world_size, address, host, listener)
-
-
-def check_models(args: Args) -> None:
-    """Raise ValueError for what `slimelite.training.inspection.inspect_models` finds."""
-    from slimelite.training.inspection import inspect_models  # it needs torch
-
-    problems, _ = inspect_models(args)
-    if problems:
-        raise ValueError("\ntrain.py: ".join(problems))
 
 
 class Workers(NamedTuple):
@@ -62,7 +34,7 @@ class Workers(NamedTuple):
 
     rollout: Remote[RolloutWorker]
     trainers: Sequence[Remote[TrainerWorker]]
-    engines: Sequence[Any]
+    engines: Sequence[Target]
     others: Sequence[Remote[Any]] = ()
 
 
@@ -87,7 +59,9 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
         progress(0, 0, "loading the trainer")
         trainers = []
         if trains:
-            trainer = build_trainer(args)
+            from slimelite.cluster.trainer import TrainerWorker
+
+            trainer = TrainerWorker(args)
             stack.callback(trainer.close)
             trainers.append(LocalRemote(trainer, "trainer_0"))
         remotes = [LocalRemote(engine, "engine_0") for engine in engines]
@@ -96,20 +70,20 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
 
 def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[ServerAddress]]:
     """The engines, and the servers behind them, if they are servers."""
-    engines: list[Engine] = []
-    servers: list[ServerAddress] = []
     if args.debug_train_only:
-        return engines, servers
-    if not server_parts(args):
-        engines.append(build_engine(args, 0))
-    elif args.rollout_external_engine_addrs:
-        servers += external_servers(args)
-        engines += [connect(args, server, None) for server in servers]
+        return [], []
+    servers: list[ServerAddress] = []
+    if server_parts(args):
+        processes: list[Remote[ServerProcess]] = []
+        if not args.rollout_external_engine_addrs:
+            process = build_server(args, 0)
+            stack.callback(process.close)
+            process.start()
+            processes.append(LocalRemote(process, "engine_0"))
+        servers = server_addresses(args, processes)
+        engines = clients(args, servers, processes)
     else:
-        process = build_server(args, 0)
-        stack.callback(process.close)
-        servers.append(ServerAddress(process.start(), args.engine_place(0).width))
-        engines.append(connect(args, servers[0], RemoteOwner(LocalRemote(process, "engine_0"))))
+        engines = [build_engine(args, 0)]
     for engine in engines:
         stack.callback(asyncio.run, engine.close())
     return engines, servers

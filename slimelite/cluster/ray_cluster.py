@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import socket
@@ -26,21 +25,22 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from slimelite import trace
 from slimelite.arguments import Args
 from slimelite.arguments.secret import public_part
-from slimelite.cluster.local import Workers, build_trainer, check_models
+from slimelite.cluster.local import Workers
 from slimelite.cluster.ray_session import connected, explained, last_line
 from slimelite.cluster.remote import ClusterError, Progress, Remote
 from slimelite.cluster.workers import (
     LOCAL_HOST,
     RolloutWorker,
+    Target,
     build_desk,
     build_server,
-    external_servers,
     rollout_worker,
-    rollout_worker_over,
+    server_addresses,
     server_parts,
 )
 from slimelite.engines.protocol import Engine, ServerProcess
-from slimelite.engines.registry import ServerAddress
+from slimelite.heap import set_heap
+from slimelite.registry import function
 from slimelite.tracking.noise import redirect_process_output
 
 if TYPE_CHECKING:
@@ -55,8 +55,6 @@ TRAINER_SHARE, ENGINE_SHARE = 0.4, 0.2
 WAIT_REPORT_S, WAIT_LIMIT_S = 10, 300
 # glibc would keep gigabytes of freed activations; above this size [bytes], freed blocks go back to the system at once
 BLOCK = 4 << 20
-# `mallopt`'s numbers of these two thresholds (malloc.h)
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 class Host:
@@ -83,7 +81,7 @@ class Host:
     ) -> None:
         redirect_process_output(log)
         os.environ.update(env)  # torch reads them when it is imported, which `make` does
-        _return_freed_memory()
+        set_heap(mapped_above=BLOCK, trimmed_above=BLOCK)  # glibc reads the variables when a process begins
         self.name = name
         if trace_file is not None:
             trace.begin(trace_file)
@@ -101,10 +99,12 @@ class Host:
         self.listener = socket.create_server((host, 0))
         return f"{host}:{self.listener.getsockname()[1]}"
 
-    def make(self, make: Callable[..., Any], secrets: dict[str, str], *args: Any) -> None:
-        """Make the object; ``secrets``: environment variables that Ray must not write to logs or command lines."""
+    def make(self, make: str, secrets: dict[str, str], *args: Any) -> None:
+        """Make the object by ``make``, "package.module:function", whose module the driver need not import; ``secrets``:
+        environment variables that Ray must not write to logs or command lines.
+        """
         os.environ.update(secrets)
-        self.target = make(*args, **({"listener": self.listener} if self.listener else {}))
+        self.target = function(make)(*args, **({"listener": self.listener} if self.listener else {}))
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the object."""
@@ -131,7 +131,7 @@ class RayRemote(Remote[T]):
     def __init__(self, handle: Any, name: str, log: Path, host: str) -> None:
         self.handle, self.name, self.log, self.host = handle, name, log, host
 
-    def make(self, make: Callable[..., Any], secrets: dict[str, str], *args: Any) -> Future[None]:
+    def make(self, make: str, secrets: dict[str, str], *args: Any) -> Future[None]:
         """Make the object in an actor that was started without one; see `Host.make`."""
         return self.future(self.handle.make.remote(make, secrets, *args))
 
@@ -232,10 +232,13 @@ class Actors:
                 found.append(self._start(AsyncHost, f"engine_{n}", own[0], options, env, build_desk, args, n, host))
         return found
 
-    def rollout(self, make: Callable[..., RolloutWorker], *engines: Any) -> RayRemote[RolloutWorker]:
-        """The actor of the rollout side, on the driver's node."""
+    def rollout(
+        self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]
+    ) -> RayRemote[RolloutWorker]:
+        """The actor of the rollout side, on the driver's node; see `rollout_worker`."""
         options = {"num_cpus": 0, "max_concurrency": 4}
-        return self._start(Host, "rollout", self._bundles[0], options, _env(1), make, self.args, *engines)
+        make = (rollout_worker, self.args, engines, processes)
+        return self._start(Host, "rollout", self._bundles[0], options, _env(1), *make)
 
     def _start(
         self, kind: type[Host], name: str, bundle: int, options: dict[str, Any], env: dict[str, str], *make: Any
@@ -289,29 +292,20 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     """
     progress(0, 0, "waiting for Ray")
     world = 0 if args.debug_rollout_only else args.training_ranks
-    external = bool(args.rollout_external_engine_addrs)
-    count = 0 if args.debug_train_only or external else args.num_engines
+    count = 0 if args.debug_train_only or args.rollout_external_engine_addrs else args.num_engines
     bundles = max(world, (0 if args.colocate else world) + (args.rollout_num_gpus if count else 0))
     with _one_message(), connected(bundles) as kept, _reserved(args, bundles, progress, kept) as group:
         actors = Actors(args, group, world)
         try:
             engines, trainers = actors.engines(count), actors.trainers()
-            targets: list[Any] = engines
+            processes: list[RayRemote[ServerProcess]] = engines if server_parts(args) else []
+            targets: Sequence[Target] = engines
             if server_parts(args) and not args.debug_train_only:
-                processes: list[Any] = engines
-                if external:
-                    targets = external_servers(args)
-                    processes = [None] * len(targets)
-                else:
-                    urls = [server.submit(ServerProcess.address).result() for server in engines]
-                    places = [args.engine_place(n) for n in range(count)]
-                    targets = [ServerAddress(url, p.width, p.first_gpu) for url, p in zip(urls, places, strict=True)]
-                rollout = actors.rollout(rollout_worker_over, targets, processes)
-            else:
-                rollout = actors.rollout(rollout_worker, engines)
+                targets = server_addresses(args, processes)
+            rollout = actors.rollout(targets, processes)
             start_workers(args, rollout, trainers, engines, progress)
             yield Workers(rollout, trainers, targets, engines)
-            closing: list[Remote[Any]] = [*trainers, rollout, *(engines if server_parts(args) else [])]
+            closing: list[Remote[Any]] = [*trainers, rollout, *processes]
             for each in closing:
                 each.start("close").result()
         finally:
@@ -337,7 +331,7 @@ def start_workers(
     secrets = public_part(args.train_env_vars)[1]
     if trainers:  # what is wrong with a model is said once, before engines and trainers stumble over it
         progress(0, len(loading) + len(trainers), "workers are up; checking the models")
-        trainers[0].make(check_models, secrets, args).result()
+        trainers[0].make("slimelite.training.inspection:check_models", secrets, args).result()
     if trainers and engines and args.colocate and args.device == "cuda":
         _wait_until_up(loading, progress)
         loading = {}
@@ -345,7 +339,8 @@ def start_workers(
             rollout.submit(RolloutWorker.release_memory).result()
     address = trainers[0].rendezvous().result() if len(trainers) > 1 else None
     for rank, trainer in enumerate(trainers):
-        made = trainer.make(build_trainer, secrets, args, rank, len(trainers), address, trainer.host)
+        place = (rank, len(trainers), address, trainer.host)
+        made = trainer.make("slimelite.cluster.trainer:TrainerWorker", secrets, args, *place)
         loading[made] = trainer.name
     _wait_until_up(loading, progress)
 
@@ -412,11 +407,3 @@ def bundles_by_node(nodes: dict[int, str], first: str) -> list[int]:
 def _env(threads: int) -> dict[str, str]:
     memory = {"MALLOC_MMAP_THRESHOLD_": str(BLOCK), "MALLOC_TRIM_THRESHOLD_": str(BLOCK)}  # for processes of a worker's
     return {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **memory}
-
-
-def _return_freed_memory() -> None:
-    """Set this process's thresholds of `_env`, which glibc reads only when a process begins."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # musl has none
-        libc.mallopt(M_MMAP_THRESHOLD, BLOCK)
-        libc.mallopt(M_TRIM_THRESHOLD, BLOCK)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slimelite.arguments import Args
 from slimelite.cluster.workers import LOCAL_HOST, RemoteSink, server_parts, server_sync
-from slimelite.engines.protocol import WeightSink
+from slimelite.engines.protocol import Transport, WeightSink
 from slimelite.table import SampleTable
 from slimelite.training.lora import adapter_format
 from slimelite.training.parallel import meeting_store
@@ -40,8 +40,8 @@ class TrainerWorker(Trainer):
         listener: socket.socket | None = None,
     ) -> None:
         store = meeting_store(args, address, rank, world_size, listener) if address else None
-        super().__init__(args, rank=rank, world_size=world_size, init_method=store)
-        self._servers = None
+        super().__init__(args, rank=rank, world_size=world_size, store=store)
+        self._servers: Transport | None = None
         if server_parts(args):
             adapter = adapter_format(self.model.hf, args, args.hf_checkpoint) if args.sends_adapter else None
             self._servers = server_sync(args, self.world.device, host, adapter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -28,6 +29,7 @@ from slimelite.engines.protocol import (
     SamplingParams,
     ServerProcess,
     SyncSetup,
+    Transport,
     WeightBucket,
 )
 from slimelite.engines.registry import ENGINES, ServerAddress, ServerParts
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+# where requests and weights for an engine go
+Target = Remote[Engine] | ServerAddress
 LOCAL_HOST = "127.0.0.1"
 # numbers of a probe: see `RolloutWorker.probe`
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
@@ -96,15 +100,31 @@ def connect(args: Args, server: ServerAddress, owner: Restartable | None) -> Eng
     return engine
 
 
-def external_servers(args: Args) -> list[ServerAddress]:
-    """The servers of ``--rollout-external-engine-addrs``."""
-    found: list[ServerAddress] = _function(args, _parts(args).external)(
-        args.rollout_external_engine_addrs, str(args.hf_checkpoint)
-    )
-    return found
+def server_addresses(args: Args, processes: Sequence[Remote[ServerProcess]]) -> list[ServerAddress]:
+    """The servers of ``--rollout-external-engine-addrs``, or else of ``processes``."""
+    if args.rollout_external_engine_addrs:
+        external = _function(args, _parts(args).external)
+        found: list[ServerAddress] = external(args.rollout_external_engine_addrs, str(args.hf_checkpoint))
+        return found
+    places = [args.engine_place(number) for number in range(len(processes))]
+    urls = [process.ask(ServerProcess.address) for process in processes]
+    return [ServerAddress(url, place.width, place.first_gpu) for url, place in zip(urls, places, strict=True)]
 
 
-def server_sync(args: Args, device: torch.device, host: str = LOCAL_HOST, adapter: AdapterFormat | None = None) -> Any:
+def clients(args: Args, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]) -> list[Engine]:
+    """``engines`` as callers in this process use them; ``processes``: those of servers that can be restarted, none of
+    external servers.
+    """
+    owners: list[RemoteOwner | None] = [RemoteOwner(process) for process in processes]
+    return [
+        connect(args, engine, owner) if isinstance(engine, ServerAddress) else remote_engine(engine)
+        for engine, owner in zip_longest(engines, owners)
+    ]
+
+
+def server_sync(
+    args: Args, device: torch.device, host: str = LOCAL_HOST, adapter: AdapterFormat | None = None
+) -> Transport:
     """The transport of weights on ``device`` to the servers, or of an ``adapter`` alone; ``host``: this machine's
     address for them.
     """
@@ -118,7 +138,8 @@ def server_sync(args: Args, device: torch.device, host: str = LOCAL_HOST, adapte
         timeout_s=60.0 * args.distributed_timeout_minutes,
         adapter=adapter,
     )
-    return _function(args, _parts(args).sync)(setup)
+    transport: Transport = _function(args, _parts(args).sync)(setup)
+    return transport
 
 
 def _function(args: Args, reference: Function) -> Callable[..., Any]:
@@ -234,17 +255,9 @@ class RolloutWorker(RolloutManager):
         return SampleTable.from_samples(asyncio.run(_probe(self._probed, prompts, params)))
 
 
-def rollout_worker(args: Args, engines: Sequence[Remote[Engine]]) -> RolloutWorker:
-    """The rollout worker, with engines in other processes."""
-    return RolloutWorker(args, [remote_engine(engine) for engine in engines])
-
-
-def rollout_worker_over(
-    args: Args, servers: Sequence[ServerAddress], processes: Sequence[Remote[ServerProcess] | None]
-) -> RolloutWorker:
-    """The rollout worker, with engines behind ``servers``; ``processes``: one for each, None for an external server."""
-    owners = [RemoteOwner(process) if process else None for process in processes]
-    return RolloutWorker(args, [connect(args, *each) for each in zip(servers, owners, strict=True)])
+def rollout_worker(args: Args, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]) -> RolloutWorker:
+    """The rollout worker, with engines in other processes; ``processes``: see `clients`."""
+    return RolloutWorker(args, clients(args, engines, processes))
 
 
 async def _probe(engines: Sequence[Engine], prompts: list[list[int]], params: SamplingParams) -> list[list[Sample]]:

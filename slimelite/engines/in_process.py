@@ -24,6 +24,7 @@ from slimelite.engines.protocol import (
     Scores,
     WeightBucket,
 )
+from slimelite.threads import Gathered
 
 T = TypeVar("T")
 # requests decoded at once, by device, unless --sglang-max-running-requests is given
@@ -79,12 +80,12 @@ class InProcessEngine(Engine):
         decode: Decode | None,
         encode: Callable[[str], list[int]] | None,
         http_host: str = "127.0.0.1",
-        http_port: int = 0,
     ) -> None:
         self._decode = decode
-        self._front = HttpFront(self, encode, decode, http_host, http_port)
+        self._front = HttpFront(self, encode, decode, http_host)
         self._closed = False
-        self._arriving: dict[asyncio.AbstractEventLoop, list[_Call]] = {}
+        # all calls of one turn of an event loop are submitted together, so that they are admitted in one step
+        self._arriving = Gathered(self._accept)
         # id of a request -> who hears of its tokens; only the worker thread touches it
         self._listeners: dict[str, OnTokens] = {}
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -113,11 +114,8 @@ class InProcessEngine(Engine):
             check_request(request, self._vocab_size, self._max_context_len)
             if request.params.stop and self._decode is None:
                 raise ValueError(f"request {request.request_id}: stop strings need an engine with a decode function")
-        loop, call = asyncio.get_running_loop(), _Call(requests, listener)
-        arriving = self._arriving.setdefault(loop, [])
-        arriving.append(call)
-        if len(arriving) == 1:
-            loop.call_soon(self._accept, loop)
+        call = _Call(requests, listener)
+        self._arriving.add(call)
         try:
             return await asyncio.wrap_future(call.whole)
         except asyncio.CancelledError:
@@ -166,10 +164,7 @@ class InProcessEngine(Engine):
         await asyncio.to_thread(self._worker.join)
         await self._front.stop()
 
-    def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Submit all calls of one turn of an event loop together, so that they are admitted in one step."""
-        calls = self._arriving.pop(loop)
-
+    def _accept(self, calls: list[_Call]) -> None:
         def submit() -> None:
             for call in calls:
                 try:

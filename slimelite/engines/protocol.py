@@ -19,6 +19,8 @@ from slimelite.per_token import held, listed
 if TYPE_CHECKING:
     import torch
 
+    from slimelite.engines.registry import ServerAddress
+
 # tokens to text, special tokens included
 Decode = Callable[[list[int]], str]
 # receives the next tokens of a response and their log-probs, on the event loop of whoever asked
@@ -381,6 +383,18 @@ class WeightSink(Protocol):
 
     def end(self) -> None:
         """Finish the update: all weights were sent."""
+        ...
+
+
+class Transport(WeightSink, Protocol):
+    """A `WeightSink` for engines that are servers; it keeps its connections to them between updates."""
+
+    def to(self, servers: Sequence[ServerAddress]) -> WeightSink:
+        """Send the next updates to ``servers``."""
+        ...
+
+    def close(self) -> None:
+        """Give up the connections."""
         ...
 
 

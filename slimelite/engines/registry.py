@@ -30,7 +30,7 @@ class ServerParts:
     ``process``: (`EngineSetup`) -> a `ServerProcess` that is not started yet.
     ``connect``: (`EngineSetup`, `Codec`, `ServerAddress`, owner or None) -> `Engine`, the client of one server.
     ``external``: (addresses, model path) -> the `ServerAddress` of each of ``--rollout-external-engine-addrs``.
-    ``sync``: (`SyncSetup`) -> a `WeightSink` that sends weights to servers; it also has ``to(servers)`` and ``close``.
+    ``sync``: (`SyncSetup`) -> a `Transport`, which sends weights to servers.
     """
 
     process: Function

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -28,7 +27,7 @@ from slimelite.training.offload import HostMemory
 from slimelite.training.optimizer import CRITIC_FLAGS
 from slimelite.training.parallel import World, reshard
 from slimelite.training.planning import Step
-from slimelite.training.sums import MetricSums, Scores
+from slimelite.training.sums import MetricSums
 
 FOLDER = "critic"  # subfolder of a checkpoint
 
@@ -78,19 +77,6 @@ class Critic(Learner[ValueModel]):
         if own:
             checkpoint.load(Path(str(args.critic_load)), self, weights_only=True)
 
-    @torch.no_grad()
-    def values(self, table: SampleTable, dealt: list[list[np.ndarray]]) -> Tensor:
-        """[response tokens of the table] V under the current weights, on the CPU; NaN in rows that ``dealt``, the rows
-        of each rank's micro-batches, leaves out.
-        """
-        scores = Scores(len(table.response_tokens), self.world)
-        for rows in dealt[self.world.dp_rank]:
-            batch = MicroBatch.from_table(table, rows, self.world.device, shares=self.model.shares)
-            scores.add(batch, self.model(batch))
-        reshard(self.model)
-        (values,) = scores.gather()
-        return values
-
     def train(self, table: SampleTable, columns: TokenColumns, schedule: list[Step], sums: MetricSums) -> None:
         """Fit the values to ``columns.returns``, with one optimizer step for each `Step` of ``schedule``.
 
@@ -132,11 +118,10 @@ class Critic(Learner[ValueModel]):
             losses, metrics = value_loss(values, before, batch.take(returns), mask, value_clip=self.args.value_clip)
             total = weighted_sum(losses, batch.take(columns.weights))
             sums.add_all({f"critic-{name}": pair for name, pair in metrics.items()})
-            sums.add("critic-value_loss", total, 0.0)
+            sums.add_share("critic-value_loss", total)
             return total
 
         loss = self.accumulate(table, step, share)
-        sums.add("critic-value_loss", 0.0, 1 / self.world.dp_size)
         in_step = columns.mask & torch.isin(columns.segments, torch.from_numpy(step.rows))
         sums.add("critic-explained_variance", *explained_variance(old, returns, in_step))
         return loss

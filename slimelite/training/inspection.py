@@ -40,6 +40,13 @@ def inspect_models(args: Args, broken: Collection[str] = ()) -> tuple[list[str],
     return problems, facts
 
 
+def check_models(args: Args) -> None:
+    """Raise ValueError for what `inspect_models` finds."""
+    problems, _ = inspect_models(args)
+    if problems:
+        raise ValueError("\ntrain.py: ".join(problems))
+
+
 def _models(args: Args) -> Iterator[tuple[str, str]]:
     if args.model_config is None and args.hf_checkpoint is not None:
         yield "--hf-checkpoint", args.hf_checkpoint

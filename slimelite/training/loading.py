@@ -14,11 +14,11 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimelite.arguments import Args
+from slimelite.heap import return_freed_memory
 from slimelite.model_files import LOGIT_TRANSFORMS, check_weights, has_weights, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.lora import adapters, add_adapters
 from slimelite.training.model import LanguageModel, PolicyModel
-from slimelite.training.offload import return_freed_memory
 from slimelite.training.packing import NoSmallModel, Packing, may_pack, one_line, without_noise
 from slimelite.training.parallel import World, shard_model
 
@@ -86,7 +86,7 @@ def build_model(
             parameter.data = parameter.data.to(world.compute_dtype)
     shard_model(model, model.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
     if world.device.type == "cpu":  # it was built in twice the memory that it keeps
-        return_freed_memory(little=True)
+        return_freed_memory(above=0)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,22 +205,16 @@ def _weighted_mean(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
     return weighted_sum(values.detach(), inputs.weights), inputs.weights.sum()
 
 
-def truncate(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
-    """``--correction tis``."""
-    return _bounded(args, inputs, losses, own, "clip")
-
-
-def mask_outliers(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
-    """``--correction icepop``."""
-    return _bounded(args, inputs, losses, own, "mask")
-
-
 def _bounded(
-    args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor, mode: str
+    mode: str, args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor
 ) -> tuple[Tensor, Metrics]:
+    """``--correction tis`` and ``icepop``: a weight for each token, by a ``mode`` of ``MODES``."""
     common = (own, inputs.rollout_log_probs, *inputs.where)
     weights, metrics = mis_weights(*common, level="token", mode=mode, upper=args.tis_clip, lower=args.tis_clip_low)
     return losses * weights, metrics
+
+
+truncate, mask_outliers = partial(_bounded, "clip"), partial(_bounded, "mask")
 
 
 def weigh_and_reject(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:

@@ -1,12 +1,9 @@
-"""Moves a trainer's tensors between device and host memory, and keeps or returns host memory that is freed."""
+"""Moves a trainer's tensors between device and host memory."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,14 +11,6 @@ from torch.distributed.tensor import DTensor
 
 # a power of two: torch rounds other sizes of pinned memory up to the next
 BLOCK_BYTES = 2**26
-
-# freed heap memory that a trainer on a CPU keeps between rollouts [bytes]
-KEPT_BYTES = 2**30
-# larger tensors are mapped one by one, whatever is kept: the most that glibc allows, and with --gradient-checkpointing,
-# which gives time for memory [bytes]
-LARGEST_IN_HEAP, LARGEST_IN_TIGHT_HEAP = 2**25, 2**20
-# parameters of mallopt, from malloc.h
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 class HostMemory:
@@ -117,43 +106,3 @@ class HostMemory:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def keep_freed_memory(*, tight: bool) -> None:
-    """Let the heap of this process keep what is freed, for the next tensors; ``tight``: only for those up to 1 MiB.
-
-    glibc maps each larger tensor from the system anew and returns it when it is freed. Every page then costs a fault: a
-    third of the CPU time of a step of a tiny model, a tenth at 135M parameters. But its heap seldom has a hole for an
-    aligned tensor of the same size: at 135M parameters a step takes up to 1.5 times the memory of its tensors.
-    """
-    if GLIBC is not None:
-        GLIBC.mallopt(M_MMAP_THRESHOLD, LARGEST_IN_TIGHT_HEAP if tight else LARGEST_IN_HEAP)
-        GLIBC.mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def return_freed_memory(*, little: bool = False) -> None:
-    """Return freed heap memory to the system, where engines may need it, if it is more than ``KEPT_BYTES``, or
-    ``little``: activations of a large micro-batch are gigabytes. Without glibc 2.33 or newer this does nothing.
-    """
-    if GLIBC is not None and (little or GLIBC.mallinfo2().fordblks > KEPT_BYTES):
-        GLIBC.malloc_trim(0)
-
-
-class _MallocInfo(ctypes.Structure):
-    """What glibc's ``mallinfo2`` returns about the heap; only ``fordblks``, its free bytes, is read here."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
-        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
-    ]
-
-
-def _glibc() -> ctypes.CDLL | None:
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is None or not hasattr(libc, "mallinfo2"):  # musl has none
-        return None
-    libc.mallinfo2.restype = _MallocInfo
-    return libc
-
-
-GLIBC = _glibc()

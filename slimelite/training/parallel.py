@@ -65,17 +65,16 @@ def meeting_store(args: Args, address: str, rank: int, world_size: int, listener
     )
 
 
-def join_world(args: Args, rank: int, world_size: int, init_method: str | dist.Store | None) -> World:
-    """Meet the other ranks at ``init_method`` (a URL as torch.distributed takes it, or a store).
+def join_world(args: Args, rank: int, world_size: int, store: dist.Store | None) -> World:
+    """Meet the other ranks at ``store``.
 
-    One rank alone needs no address and opens no port. CPU tensors always travel by gloo.
+    One rank alone needs none and opens no port. CPU tensors always travel by gloo.
 
     Raises:
-        ValueError: several ranks and no address.
+        ValueError: several ranks and no store.
     """
-    if world_size > 1 and init_method is None:
-        raise ValueError(f"{world_size} training ranks need an init_method to meet at")
-    store = dist.HashStore() if init_method is None or world_size == 1 else init_method
+    if world_size > 1 and store is None:
+        raise ValueError(f"{world_size} training ranks need a store to meet at")
     # SGLang's servers set this variable, and a broadcast needs the same value on both sides. NCCL reads it at first use
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     device = torch.device("cpu")
@@ -88,8 +87,7 @@ def join_world(args: Args, rank: int, world_size: int, init_method: str | dist.S
             backend,
             rank=rank,
             world_size=world_size,
-            init_method=store if isinstance(store, str) else None,
-            store=None if isinstance(store, str) else store,
+            store=dist.HashStore() if store is None else store,
             timeout=timedelta(minutes=args.distributed_timeout_minutes),
         )
     shape = (args.dp_replicate_size, world_size // args.dp_replicate_size)

@@ -18,7 +18,7 @@ from slimelite.algorithms.packed import Metrics
 from slimelite.table import SampleTable
 from slimelite.tracking.phases import Timer
 from slimelite.training.batch import MicroBatch
-from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel
+from slimelite.training.model import ForwardFlops, LanguageModel
 from slimelite.training.parallel import World, reshard
 from slimelite.training.planning import tokens_shared
 from slimelite.training.prefixes import Prefixes
@@ -45,6 +45,11 @@ class MetricSums:
         if isinstance(total, Tensor):
             total = total.detach()
         self._pairs.setdefault((self.step, name), []).append((total, weight))
+
+    def add_share(self, name: str, share: Tensor) -> None:
+        """Add a micro-batch's part of a number that is a sum over the step and all ranks, such as the loss."""
+        first = (self.step, name) not in self._pairs
+        self.add(name, share, 1 / self._world.dp_size if first else 0.0)
 
     def add_all(self, metrics: Metrics) -> None:
         """Add a pair to each name."""
@@ -128,16 +133,19 @@ class Scores:
 
 @torch.no_grad()
 def table_scores(
-    model: PolicyModel, table: SampleTable, dealt: list[list[np.ndarray]], world: World, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies by a pass over ``dealt``, the rows of each rank's micro-batches; see `Scores.gather`."""
+    model: LanguageModel, table: SampleTable, dealt: list[list[np.ndarray]], world: World, *options: float
+) -> tuple[Tensor, ...]:
+    """A model's outputs by a pass over ``dealt``, the rows of each rank's micro-batches; see `Scores.gather`.
+
+    ``options``: more arguments of its ``forward``, such as a policy's temperature.
+    """
     scores = Scores(len(table.response_tokens), world)
     for rows in dealt[world.dp_rank]:
         batch = MicroBatch.from_table(table, rows, world.device, shares=model.shares)
-        scores.add(batch, *model(batch, temperature))
+        found = model(batch, *options)
+        scores.add(batch, *(found if isinstance(found, tuple) else (found,)))
     reshard(model)
-    log_probs, entropy = scores.gather()
-    return log_probs, entropy
+    return scores.gather()
 
 
 class PassTimer:

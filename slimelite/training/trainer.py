@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slimelite.arguments import Args
 from slimelite.checkpoints import Checksums
+from slimelite.heap import keep_freed_memory, return_freed_memory
 from slimelite.table import SampleTable, TokenStats
 from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch
@@ -27,7 +28,7 @@ from slimelite.training.loading import build_policy
 from slimelite.training.lora import peft_config
 from slimelite.training.loss import LossInputs, check_first_step, micro_batch_loss
 from slimelite.training.model import LanguageModel, PolicyModel
-from slimelite.training.offload import HostMemory, keep_freed_memory, return_freed_memory
+from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import be_deterministic, join_world
 from slimelite.training.planning import PackingLimits, Step, deal, split_steps
 from slimelite.training.prefixes import Prefixes
@@ -42,17 +43,19 @@ class Trainer(Learner[PolicyModel]):
     Args:
         args: resolved arguments.
         rank, world_size: of this trainer among the training ranks.
-        init_method: where several ranks meet, a URL of torch.distributed or a store.
+        store: where several ranks meet.
+
+    Of the last rollout trained on, the same on every rank: ``step_metrics``, the ``train/*`` metrics of each optimizer
+    step; ``trained_columns``, what it was trained with, see `TokenColumns.trained`; ``token_stats``, log-probs and
+    entropies of the response tokens, None with ``--token-stats none``.
 
     Raises:
         ValueError: the arguments ask for something that training does not support, or name no model.
     """
 
-    def __init__(
-        self, args: Args, *, rank: int = 0, world_size: int = 1, init_method: str | dist.Store | None = None
-    ) -> None:
+    def __init__(self, args: Args, *, rank: int = 0, world_size: int = 1, store: dist.Store | None = None) -> None:
         _check(args)
-        world = join_world(args, rank, world_size, init_method)
+        world = join_world(args, rank, world_size, store)
         torch.manual_seed(args.seed + rank)
         if args.deterministic_mode:
             be_deterministic()
@@ -70,9 +73,9 @@ class Trainer(Learner[PolicyModel]):
         if args.num_rollout is not None:
             self.set_num_rollout(args.num_rollout)
         self.timed = PassTimer(f"trainer_{rank}")
-        self._step_metrics: list[dict[str, float]] = []
-        self._trained: dict[str, np.ndarray] = {}
-        self._token_stats: TokenStats | None = None
+        self.step_metrics: list[dict[str, float]] = []
+        self.trained_columns: dict[str, np.ndarray] = {}
+        self.token_stats: TokenStats | None = None
         # losses of `forward_backward`, kept until `optim_step`
         self._losses: list[Tensor] = []
         self.temperature = 1.0 if args.supervised else args.rollout_temperature
@@ -239,19 +242,9 @@ class Trainer(Learner[PolicyModel]):
         if self._losses:
             raise ValueError(f"{verb}: the gradient of forward_backward would be lost; call optim_step first")
 
-    def step_metrics(self) -> list[dict[str, float]]:
-        """The ``train/*`` metrics of each optimizer step of the last rollout trained on, the same on every rank."""
-        return self._step_metrics
-
-    def trained_columns(self) -> dict[str, np.ndarray]:
-        """What the last rollout was trained with, see `TokenColumns.trained`, the same on every rank."""
-        return self._trained
-
-    def token_stats(self) -> TokenStats | None:
-        """Log-probs and entropies of the response tokens of the last rollout trained on, the same on every rank; None
-        with ``--token-stats none``.
-        """
-        return self._token_stats
+    def outcome(self) -> tuple[list[dict[str, float]], dict[str, np.ndarray], TokenStats | None]:
+        """``step_metrics``, ``trained_columns`` and ``token_stats`` of the last rollout trained on."""
+        return self.step_metrics, self.trained_columns, self.token_stats
 
     def gradient(
         self,
@@ -268,7 +261,6 @@ class Trainer(Learner[PolicyModel]):
         Results are added to ``sums`` and ``scores``. ``checked``: run `check_first_step`, which raises AssertionError,
         on each micro-batch.
         """
-        shares: set[str] = set()
 
         def share(batch: MicroBatch) -> Tensor:
             inputs = LossInputs.of(batch, columns)
@@ -280,15 +272,12 @@ class Trainer(Learner[PolicyModel]):
             if loss.weights is not None:
                 self._weights.add(batch, loss.weights)
             for name, value in loss.shares.items():
-                sums.add(name, value, 0.0)
-            shares.update(loss.shares)
+                sums.add_share(name, value)
             if checked:
                 check_first_step(self.args, self.world, inputs, log_probs, loss, initial=self.progress.steps == 0)
             return loss.total
 
         total = self.accumulate(table, step, share)
-        for name in shares:
-            sums.add(name, 0.0, 1 / self.world.dp_size)
         sums.add("global_batch_size", len(np.unique(table.rollout_id[step.rows])), 1)
         return total
 
@@ -377,7 +366,7 @@ class Trainer(Learner[PolicyModel]):
                 columns.teacher, _ = self._pass("teacher_log_probs", model, table, dealt)
         if self.critic is not None:
             with self.timed("values", self.critic.model, table, dealt):
-                columns.values = self.critic.values(table, dealt)
+                (columns.values,) = table_scores(self.critic.model, table, dealt, self.world)
         args = self.args
         if not args.supervised and (args.kl_coef != 0 or args.use_opd or args.custom_advantage_function_path):
             columns.old, columns.entropy = self._pass("log_probs", self.model, table, dealt)
@@ -390,7 +379,8 @@ class Trainer(Learner[PolicyModel]):
     ) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the table under ``model``, timed and counted as ``name``."""
         with self.timed(name, model, table, dealt):
-            return table_scores(model, table, dealt, self.world, self.temperature)
+            log_probs, entropy = table_scores(model, table, dealt, self.world, self.temperature)
+            return log_probs, entropy
 
     def _schedule(self, table: SampleTable, steps: list[np.ndarray], computed: np.ndarray) -> list[Step]:
         """The steps; of each, the rows that ``computed`` [n] bool selects are dealt to ranks."""
@@ -404,10 +394,10 @@ class Trainer(Learner[PolicyModel]):
     def _metrics(
         self, table: SampleTable, columns: TokenColumns, computed: np.ndarray, sums: MetricSums
     ) -> dict[str, float]:
-        self._trained = columns.trained()
-        self._token_stats = None if self.args.token_stats == "none" else columns.token_stats()
+        self.trained_columns = columns.trained()
+        self.token_stats = None if self.args.token_stats == "none" else columns.token_stats()
         means, of_steps = sums.means()
-        metrics, *self._step_metrics = [
+        metrics, *self.step_metrics = [
             {f"train/{name}": value for name, value in found.items()} for found in (means, *of_steps)
         ]
         metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args).items()}

@@ -6,10 +6,9 @@ import copy
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
@@ -26,21 +25,6 @@ from slimelite.training.lora import Weight, gathered, parts, peft_weights, save_
 from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World
-
-T = TypeVar("T")
-
-
-@torch.no_grad()
-def full_weights(
-    model: PolicyModel, dtype: torch.dtype, device: torch.device | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, whole tensor in ``dtype``), tied weights once; every rank must exhaust it (collective).
-
-    A tensor may share memory with the parameter: read it before the next step. ``device``: where they are gathered;
-    None: the parameter's device. See `gathered`.
-    """
-    for name, weight in model.named_weights():
-        yield name, gathered(weight, dtype, device)
 
 
 @torch.no_grad()
@@ -123,7 +107,10 @@ def push(
     sent = count = 0
     for bucket in buckets(weights, bucket_bytes, dtype, world.device, memory):
         if sink is not None and failure is None:
-            failure = _failure(sink.send, bucket)
+            try:
+                sink.send(bucket)
+            except Exception as error:
+                failure = error
         sent += bucket.flat.nbytes
         count += 1
         del bucket  # before the next one is filled
@@ -132,14 +119,6 @@ def push(
     if sink is not None:
         sink.end()
     return {"perf/update_weights_bytes": float(sent), "perf/update_weights_buckets": float(count)}
-
-
-def _failure(call: Callable[[T], None], argument: T) -> Exception | None:
-    try:
-        call(argument)
-    except Exception as error:
-        return error
-    return None
 
 
 SHARD_BYTES = 5 * 1000**3
@@ -172,10 +151,9 @@ def save_hf(
     evaluated one. ``tokenizer``: a folder or hub id whose tokenizer files are copied; ``card``: see `model_card`;
     ``adapter``: write only the adapters, with this config (see `peft_config`).
     """
-    if adapter is None:
-        weights = full_weights(model, world.compute_dtype, world.device)
-    else:
-        weights = ((name, gathered(part, torch.float32, world.device)) for name, part in peft_weights(model.hf))
+    named: Iterable[tuple[str, Weight]] = model.named_weights() if adapter is None else peft_weights(model.hf)
+    dtype = world.compute_dtype if adapter is None else torch.float32
+    weights = ((name, gathered(weight, dtype, world.device)) for name, weight in named)
     if world.rank > 0:
         for _ in weights:
             pass
@@ -183,9 +161,9 @@ def save_hf(
     directory.mkdir(parents=True, exist_ok=True)
     try:
         if adapter is None:
-            _write_weights(directory, model, weights, world.compute_dtype)
+            _write_weights(directory, model, weights, dtype)
             config = copy.deepcopy(model.hf.config)
-            config.dtype, config.architectures = world.compute_dtype, [type(model.hf).__name__]
+            config.dtype, config.architectures = dtype, [type(model.hf).__name__]
             config.save_pretrained(directory)
         else:
             save_adapter(directory, {name: tensor.cpu().contiguous() for name, tensor in weights}, adapter)

@@ -92,13 +92,8 @@ class Mortals(Worker):
     def train(self, *_: Any) -> dict[str, float]:
         return {}
 
-    def step_metrics(self) -> list[dict[str, float]]:
-        return []
-
-    def trained_columns(self) -> dict[str, Any]:
-        return {}
-
-    def token_stats(self) -> None: ...
+    def outcome(self) -> tuple[list[Any], dict[str, Any], None]:
+        return [], {}, None
 
     def memory_used(self) -> float:
         return 0.0

@@ -28,6 +28,7 @@ ANSWERS: dict[str, Any] = {
     "generate": SimpleNamespace(table=TABLE, metrics={}),
     "memory_used": 1.0,
     "train": {},
+    "outcome": ([], {}, None),
     "push_to": {},
     "cpu_seconds": 0.0,
     "rendezvous": "tcp://somewhere:1",
@@ -63,7 +64,7 @@ def test_the_trainer_gives_its_memory_back_before_the_engine_takes_any() -> None
         args, Noting("engines", calls, ANSWERS), [Noting("trainer", calls, ANSWERS)], ["an engine"]
     ) as cluster:
         train.train(cluster, Silent())  # type: ignore[arg-type]
-    asked = ("memory_used", "cpu_seconds", "step_metrics", "trained_columns", "token_stats")
+    asked = ("memory_used", "cpu_seconds", "outcome")
     moves = [c for c in calls if c.split()[1] not in asked]
     update = [
         "trainer offload",
@@ -114,11 +115,11 @@ def test_they_never_load_at_once_on_the_same_gpus(shared: bool, released: bool) 
 
     start_workers(args, *workers, progress)  # type: ignore[arg-type]
     assert len(seen) == 1
-    assert ("trainer build_trainer" in seen[0]) != shared
-    order = [c for c in calls if c in ("engine start", "rollout release_memory", "trainer build_trainer")]
+    assert ("trainer TrainerWorker" in seen[0]) != shared
+    order = [c for c in calls if c in ("engine start", "rollout release_memory", "trainer TrainerWorker")]
     if shared:
-        assert order == ["engine start", *(["rollout release_memory"] if released else []), "trainer build_trainer"]
-    assert "trainer build_trainer" in calls
+        assert order == ["engine start", *(["rollout release_memory"] if released else []), "trainer TrainerWorker"]
+    assert "trainer TrainerWorker" in calls
 
 
 def test_trainers_meet_with_the_nccl_settings_of_sglangs_servers() -> None:

@@ -44,7 +44,8 @@ class Side(Worker):
         if name in self.errors:
             future.set_exception(self.errors[name])
         else:
-            future.set_result(RolloutOutput(TABLE, {}) if method == "generate" else {})
+            answers = {"generate": RolloutOutput(TABLE, {}), "outcome": ([], {}, None)}
+            future.set_result(answers.get(method, {}))
         return future
 
     def memory_used(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -40,8 +39,8 @@ class Noting(Remote[Any]):
     def cpu_seconds(self) -> Future[float]:
         return self.start("cpu_seconds")
 
-    def make(self, make: Callable[..., Any], *_: Any) -> Future[None]:
-        return self.start(make.__name__)
+    def make(self, make: str, *_: Any) -> Future[None]:
+        return self.start(make.rpartition(":")[2])
 
     def rendezvous(self) -> Future[str]:
         return self.start("rendezvous")

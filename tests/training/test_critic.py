@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tiny import VOCAB, exact_norms, on_ranks, one_rank, random_table, save_tiny_model, tiny_args, weights_of
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from slimelite.arguments import Args
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
+from slimelite.training import trainer as trainer_module
 from slimelite.training.columns import TokenColumns
-from slimelite.training.critic import Critic
+from slimelite.training.critic import Critic, ValueModel
 from slimelite.training.parallel import World
 from slimelite.training.planning import Step, split_steps
 from slimelite.training.sums import MetricSums, table_scores
@@ -112,7 +114,9 @@ def rollouts_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> dict
     history = [trainer.train(i, table) for i in range(4)]
     trainer.save(f"{folder}/checkpoint", 3)
     rank, size = trainer.world.rank, trainer.world.ranks
-    gradient, means, _ = critic_gradient(Trainer(trainer.args, rank=rank, world_size=size, init_method="met"), table)
+    gradient, means, _ = critic_gradient(
+        Trainer(trainer.args, rank=rank, world_size=size, store=dist.HashStore()), table
+    )
     return {"history": history, "weights": critic_weights(trainer), "gradient": gradient, "means": means}
 
 
@@ -194,7 +198,7 @@ def test_the_policy_waits_for_the_critic(model: Path) -> None:
     args = ppo_args(model, num_critic_only_steps=2, num_rollout=4, lr_decay_style="linear", global_batch_size=10)
     with one_rank(replace(args, num_steps_per_rollout=2)) as trainer:
         start, critic_start = weights_of(trainer), critic_weights(trainer)
-        history = [(trainer.train(i, ppo_table(seed=i)), weights_of(trainer), trainer.step_metrics()) for i in range(4)]
+        history = [(trainer.train(i, ppo_table(seed=i)), weights_of(trainer), trainer.step_metrics) for i in range(4)]
         assert any(not torch.equal(w, critic_start[n]) for n, w in critic_weights(trainer).items())
         assert (trainer.progress.steps, critic_of(trainer).progress.steps) == (4, 8)
     for metrics, weights, steps in history[:2]:
@@ -299,8 +303,13 @@ def test_first_step_truths_hold_and_their_breach_is_fatal(model: Path, monkeypat
     with one_rank(args) as trainer:
         metrics = trainer.train(0, table)
     assert metrics["train/pg_clipfrac"] == metrics["train/critic-value_clipfrac"] == 0
-    values = Critic.values
-    monkeypatch.setattr(Critic, "values", lambda self, *rest: values(self, *rest) + 0.01)
+    scores = trainer_module.table_scores
+
+    def shifted(model: Any, *rest: Any) -> Any:
+        found = scores(model, *rest)
+        return (found[0] + 0.01,) if isinstance(model, ValueModel) else found
+
+    monkeypatch.setattr(trainer_module, "table_scores", shifted)
     with one_rank(args) as trainer, pytest.raises(AssertionError, match="old value"):
         trainer.train(0, table)
 

@@ -24,7 +24,6 @@ from slimelite.training.lora import add_adapters, peft_weights
 from slimelite.training.model import ForwardFlops, PolicyModel
 from slimelite.training.parallel import World
 from slimelite.training.trainer import Trainer
-from slimelite.training.weights import full_weights
 from tests.training.test_oracle import CASES, pairs
 from tests.training.tiny import (
     Recorder,
@@ -340,7 +339,7 @@ def test_what_is_sent_is_merged_afresh(model: Path) -> None:
                 expected = torch.add(expected, parts[f"{stem}.lora_B"] @ parts[f"{stem}.lora_A"], alpha=2.0)
             assert torch.equal(sent, expected), name
         assert sink.tensors.keys() == base.keys()
-        assert dict(full_weights(trainer.model, torch.float32)).keys() == base.keys()
+        assert dict(trainer.model.named_weights()).keys() == base.keys()
 
 
 def test_frozen_weights_are_bf16_where_training_computes_in_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,10 +76,10 @@ def test_a_rollout_has_the_weights_that_flags_made(model: Path, given: dict[str,
     with one_rank(tiny_args(model, global_batch_size=1000)) as trainer:
         table.rollout_log_probs = (trainer.log_probs(table) + noise(table, 0.1, salt=2).numpy()).astype(np.float32)
         trainer.train(0, table)
-        assert trainer.trained_columns() == {}, "the aggregation alone says the weights"
+        assert trainer.trained_columns == {}, "the aggregation alone says the weights"
     with one_rank(tiny_args(model, global_batch_size=1000, **given)) as trainer:
         pg_loss = trainer.train(0, table)["train/pg_loss"]
-        (found,) = trainer.trained_columns().values()
+        (found,) = trainer.trained_columns.values()
     # in the only step a token's loss is its advantage, negated
     assert found.dtype == np.float32
     assert pg_loss == pytest.approx(-np.nansum(found * table.advantage.repeat(table.response_lengths)), rel=1e-4)

@@ -14,6 +14,7 @@ from tiny import Recorder, one_rank, random_table, save_tiny_model, tiny_args, w
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from slimelite import heap
 from slimelite.training import offload
 from slimelite.training.offload import HostMemory
 from slimelite.training.trainer import Trainer
@@ -90,7 +91,7 @@ HEAP = """
 import resource, sys
 import psutil, torch
 from tiny import one_rank, random_table, save_tiny_model, tiny_args
-from slimelite.training import offload
+from slimelite import heap
 model = save_tiny_model(sys.argv[1], hidden_size=256, intermediate_size=1024, num_hidden_layers=1)
 table = random_table(groups=16, group_size=8)
 with one_rank(tiny_args(model, max_tokens_per_gpu=4096, global_batch_size=128)) as trainer:
@@ -101,15 +102,14 @@ with one_rank(tiny_args(model, max_tokens_per_gpu=4096, global_batch_size=128)) 
 freed = [torch.ones(2**22) for _ in range(8)]  # 16 MiB each
 guard = bytearray(1000)
 del freed
-offload.return_freed_memory()
+heap.return_freed_memory()
 held = psutil.Process().memory_info().rss
-offload.KEPT_BYTES = 2**26
-offload.return_freed_memory()
+heap.return_freed_memory(above=2**26)
 print(held - psutil.Process().memory_info().rss)
 """
 
 
-@pytest.mark.skipif(offload.GLIBC is None, reason="another C library")
+@pytest.mark.skipif(heap.GLIBC is None, reason="another C library")
 def test_freed_memory_is_kept_for_the_next_rollout_unless_it_is_much(tmp_path: Path) -> None:
     here = Path(__file__).parent
     env = os.environ | {"PYTHONPATH": f"{here}:{here.parents[1]}"}

@@ -139,7 +139,7 @@ def test_a_run_is_the_plain_loop(models: tuple[Path, Path], name: str) -> None:
             table = pairs(i) if args.loss_type == "dpo_loss" else sampled_by(oracle, rollout(i), i)
             metrics = trainer.train(i, table)
             oracle.train(table)
-            assert_saved(trainer.trained_columns().get("advantages"), oracle, table)
+            assert_saved(trainer.trained_columns.get("advantages"), oracle, table)
             for metric in ACTS.get(name, ()):
                 assert 0 < metrics[f"train/{metric}"] < 1, f"{metric} does nothing, or everything"
         ends = [{n: weight.detach().full_tensor() for n, weight in model.named_weights()} for model, _ in learners]

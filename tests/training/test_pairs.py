@@ -80,7 +80,7 @@ def test_batch_sizes_count_pairs(models: tuple[Path, Path]) -> None:
     table = pair_table()
     with one_rank(dpo_args(models, global_batch_size=2, lr=0.0)) as trainer:
         trainer.train(0, table)
-        assert [step["train/global_batch_size"] for step in trainer.step_metrics()] == [2, 2, 1]
+        assert [step["train/global_batch_size"] for step in trainer.step_metrics] == [2, 2, 1]
 
 
 def test_rewards_start_at_zero_and_the_margin_grows(models: tuple[Path, Path]) -> None:

@@ -82,9 +82,9 @@ def test_passes(trainer: Trainer, case: str, steps: int, monkeypatch: pytest.Mon
     assert made == needs[steps - 1]
     later = steps == 1 or "log_probs" in dict(made)  # whether more than the first step's log-probs are known
     assert ("rollout/log_probs" in metrics) == ("rollout/entropy" in metrics) == later
-    measured = ["train/train_rollout_logprob_abs_diff" in of_step for of_step in trainer.step_metrics()]
+    measured = ["train/train_rollout_logprob_abs_diff" in of_step for of_step in trainer.step_metrics]
     assert measured == [not args.supervised, later and not args.supervised][:steps]
-    stats = trainer.token_stats()
+    stats = trainer.token_stats
     assert stats is not None
     known = ~np.isnan(stats.log_probs)
     first = table.response_offsets[8]

@@ -26,8 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimelite.table import SampleTable
 from slimelite.training import optimizer as optimizers
+from slimelite.training.lora import gathered
 from slimelite.training.trainer import Trainer
-from slimelite.training.weights import buckets, full_weights
+from slimelite.training.weights import buckets
 
 # every term of the loss at once; fan-out siblings, a removed sample and an empty row are in the table
 EVERYTHING = {
@@ -66,7 +67,7 @@ class Gathers(TorchDispatchMode):
 def in_half(trainer: Trainer) -> tuple[list[torch.dtype], dict[str, torch.Tensor]]:
     """Dtypes that travel when the weights are asked for in bf16, and what arrives, in buckets and one by one."""
     with Gathers() as gathers:
-        found = dict(full_weights(trainer.model, torch.bfloat16))
+        found = {n: gathered(weight, torch.bfloat16, None) for n, weight in trainer.model.named_weights()}
         for bucket in buckets(trainer.model.named_weights(), 10_000, torch.bfloat16):
             for name, tensor in bucket.tensors():
                 assert torch.equal(tensor, found[name])
@@ -110,7 +111,7 @@ def muon_steps(trainer: Trainer | None) -> tuple[list[torch.Tensor], list[tuple[
 def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> dict[str, Any]:
     """All that is compared with one rank, in one go: starting processes is what takes time."""
     before = trainer.log_probs(table)
-    history, stats = five_steps(trainer, table), trainer.token_stats()
+    history, stats = five_steps(trainer, table), trainer.token_stats
     sink = Recorder()
     trainer.push_weights(sink, 7)
     trainer.save(f"{folder}/checkpoint", 4)
@@ -118,7 +119,7 @@ def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> di
     rank, size = trainer.world.rank, trainer.world.ranks
 
     def another(**changes: Any) -> Trainer:
-        return Trainer(replace(trainer.args, **changes), rank=rank, world_size=size, init_method="met")
+        return Trainer(replace(trainer.args, **changes), rank=rank, world_size=size, store=dist.HashStore())
 
     muon_history = five_steps(another(optimizer="muon"), table)
     plugin = f"{Path(__file__).parent / 'plugins.py'}:nan_on_the_last_rank"
@@ -171,7 +172,7 @@ def test_ranks_do_not_matter(
             for name in ("train/loss", "train/pg_loss", "train/kl_loss", "train/entropy_loss", "train/grad_norm"):
                 assert theirs[name] == pytest.approx(mine[name], rel=1e-5, abs=1e-5), name
         assert_same_run(many["weights"], weights_of(trainer), start)
-        stats = trainer.token_stats()
+        stats = trainer.token_stats
         assert stats is not None
         for name in ("sample_id", "offsets", "log_probs", "entropy"):
             mine, theirs = getattr(stats, name), getattr(many["token_stats"], name)

@@ -48,7 +48,7 @@ def two_rollouts(trainer: Trainer, table: SampleTable) -> tuple[list[Found], dic
         dealt = trainer._deal(table, np.arange(len(table)))
         before = table_scores(trainer.model, table, dealt, trainer.world, trainer.temperature)
         metrics = {k: v for k, v in trainer.train(i, table).items() if not k.startswith("perf/")}
-        found.append(Found(before, trainer.token_stats(), metrics))
+        found.append(Found(before, trainer.token_stats, metrics))
     return found, weights_of(trainer)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -172,7 +173,7 @@ def on_ranks(world_size: int, work: Callable[..., Any], args: Args, *rest: Any) 
 
 def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], args: Args, rest: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    trainer = Trainer(args, rank=rank, world_size=world_size, init_method=f"file://{folder}/meet")
+    trainer = Trainer(args, rank=rank, world_size=world_size, store=dist.FileStore(f"{folder}/meet", world_size))
     result = work(trainer, *rest)
     if rank == 0:
         torch.save(result, f"{folder}/result")

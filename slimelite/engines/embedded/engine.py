@@ -31,6 +31,7 @@ from slimelite.engines.protocol import (
     WeightBucket,
     check_memory_tags,
 )
+from slimelite.threads import Gathered
 
 # default size of the KV cache: bytes on a CPU, a share of the free memory on a GPU
 CPU_CACHE_BYTES = 4 << 30
@@ -67,7 +68,6 @@ class EmbeddedEngine(InProcessEngine):
         eos_token_ids: Iterable[int] | None = None,
         seed: int = 0,
         http_host: str = "127.0.0.1",
-        http_port: int = 0,
     ) -> None:
         """Load the model and start the worker.
 
@@ -84,12 +84,11 @@ class EmbeddedEngine(InProcessEngine):
             eos_token_ids: default: those of generation_config.json and config.json.
             seed: seeds random weights, and the seeds of requests that bring none.
             http_host: address of this machine that `start_http` listens on, and that its URL names.
-            http_port: port that `start_http` listens on; 0 takes a free one.
 
         Raises:
             ValueError: the engine does not compute this architecture, or the cache is smaller than ``max_context_len``.
         """
-        super().__init__(decode, encode, http_host, http_port)
+        super().__init__(decode, encode, http_host)
         config = AutoConfig.from_pretrained(model_path)
         shape = DecoderShape.from_config(config)
         place = torch.device(device)
@@ -115,7 +114,7 @@ class EmbeddedEngine(InProcessEngine):
         self._seeds = np.random.default_rng(seed)
         # tags of memory that is released: no step runs until all is back; only the worker thread touches this set
         self._released: set[str] = set()
-        self._asked: dict[asyncio.AbstractEventLoop, list[Scoring]] = {}
+        self._asked = Gathered(self._accept_scorings)
         self._worker.start()
 
     async def info(self) -> EngineInfo:
@@ -137,16 +136,11 @@ class EmbeddedEngine(InProcessEngine):
         check_score(input_ids, start, temperature, top, self._vocab_size, self._max_context_len)
         scoring = Scoring(list(input_ids), start, temperature, top)
         scoring.future.set_running_or_notify_cancel()
-        loop = asyncio.get_running_loop()
-        asked = self._asked.setdefault(loop, [])
-        asked.append(scoring)
-        if len(asked) == 1:
-            loop.call_soon(self._accept_scorings, loop)
+        self._asked.add(scoring)
         return await asyncio.wrap_future(scoring.future)
 
-    def _accept_scorings(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Submit all calls of `score` of one turn of an event loop, those that begin alike together."""
-        asked = self._asked.pop(loop)
+    def _accept_scorings(self, asked: list[Scoring]) -> None:
+        """Submit the calls of `score` of one turn of an event loop, those that begin alike together."""
         try:
             self._post(lambda: self._scheduler.scoring.extend(together(asked)))
         except RuntimeError as error:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 GOLDEN = 0x9E3779B97F4A7C15
-MASK_64 = 2**64 - 1
 # the search for a token by cumulative probability first sums blocks of this many columns
 BLOCK = 256
 # top-p and top-k first look among this many likeliest tokens; a wider nucleus sorts the whole vocabulary
@@ -18,14 +17,11 @@ BELOW_ONE = 1 - 2**-50
 
 def stream_of(seed: int) -> int:
     """Start of the random stream of ``seed``: one step of splitmix64, so that neighbouring seeds are unrelated."""
-    z = (seed + GOLDEN) & MASK_64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return z ^ (z >> 31)
+    return int(_mixed(np.array([(seed + GOLDEN) % 2**64], np.uint64))[0])
 
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Element ``positions[i]`` of stream ``streams[i]`` (splitmix64; Steele, Lea and Flood, OOPSLA 2014).
+    """Element ``positions[i]`` of stream ``streams[i]``.
 
     Args:
         streams: [n] uint64.
@@ -34,10 +30,15 @@ def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     Returns:
         [n] float64 in (0, 1).
     """
-    z = streams + (positions + 1).astype(np.uint64) * np.uint64(GOLDEN)
+    mixed = _mixed(streams + (positions + 1).astype(np.uint64) * np.uint64(GOLDEN))
+    return (mixed >> np.uint64(12)) * 2.0**-52 + 2.0**-53
+
+
+def _mixed(z: np.ndarray) -> np.ndarray:
+    """The output of splitmix64 (Steele, Lea and Flood, OOPSLA 2014) for its states [n] uint64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((z ^ (z >> np.uint64(31))) >> np.uint64(12)) * 2.0**-52 + 2.0**-53
+    return z ^ (z >> np.uint64(31))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 import uuid
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,12 +241,8 @@ class SglangEngine(Engine):
             ValueError: the server rejects the request (status 400 or 422).
             RuntimeError: the server answers with another error.
         """
-        try:
+        with _rejections():
             return await self._thread.result(self._http.ask(method, self.url + path, body))
-        except Refused as error:
-            if error.status in (400, 422):
-                raise ValueError(str(error)) from error
-            raise
 
     async def _until_it_answers(self) -> None:
         begin = reported = time.monotonic()
@@ -318,29 +315,19 @@ class SglangEngine(Engine):
         reading = self._thread.submit(read())
         reading.add_done_callback(lambda _: loop.call_soon_threadsafe(events.put_nowait, None))
         try:
-            while (event := await events.get()) is not None:
-                error = event.get("error") or event["meta_info"]["finish_reason"] or {}
-                if (status := error.get("code") or error.get("status_code")) is not None:
-                    raise Refused(f"{self.url}/generate: {error['message']}", status)
-                yield event
-            await asyncio.wrap_future(reading)
-        except Refused as error:
-            if error.status in (400, 422):
-                raise ValueError(str(error)) from error
-            raise
+            with _rejections():
+                while (event := await events.get()) is not None:
+                    error = event.get("error") or event["meta_info"]["finish_reason"] or {}
+                    if (status := error.get("code") or error.get("status_code")) is not None:
+                        raise Refused(f"{self.url}/generate: {error['message']}", status)
+                    yield event
+                await asyncio.wrap_future(reading)
         finally:
             reading.cancel()
 
     def _longer(self, request: GenerateRequest, before: GenerateResult, answer: dict[str, Any]) -> GenerateResult:
         """``before`` with the tokens of an answer, cut where the response ends."""
-        result = GenerateResult(
-            before.request_id,
-            [*before.output_ids],
-            [*before.log_probs],
-            [*before.weight_versions],
-            "abort",
-            before.cached_tokens,
-        )
+        result = copy.deepcopy(before)
         extend(result, answer)
         self._cut(request, result)
         return result
@@ -374,6 +361,17 @@ class SglangEngine(Engine):
         if self._sink is None:
             raise ValueError("no weight update is under way; call begin_weight_update first")
         return self._sink
+
+
+@contextmanager
+def _rejections() -> Iterator[None]:
+    """Raise ValueError for a request that the server rejects."""
+    try:
+        yield
+    except Refused as error:
+        if error.status in (400, 422):
+            raise ValueError(str(error)) from error
+        raise
 
 
 def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
