@@ -4,7 +4,7 @@
     python scripts/benchmarks/path_side.py carry --samples 2048 --tokens 512 --model M --data D --marks F
 
 *plan* splits a rollout into steps and packs its rows into micro-batches. *carry* sends samples through the rollout
-manager with an engine that answers at once, then through pickle 5 as Ray does and into every micro-batch; its peak
+worker with an engine that answers at once, then through pickle 5 as Ray does and into every micro-batch; its peak
 memory above the beginning is shown beside the bytes of the table's own columns.
 """
 
@@ -55,9 +55,8 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     import torch
 
     from slimelite.arguments import parse_args
-    from slimelite.data.tokenizer import load_tokenizer
+    from slimelite.cluster.workers import RolloutWorker
     from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult
-    from slimelite.rollout.manager import RolloutManager
     from slimelite.table import SampleTable
     from slimelite.training.batch import MicroBatch
 
@@ -85,11 +84,9 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     flags = f"--hf-checkpoint {given.model} --prompt-data {given.data} --input-key messages --label-key label "
     flags += f"--apply-chat-template --rm-type random --num-rollout 2 --rollout-batch-size {groups} "
     flags += f"--n-samples-per-prompt 8 --rollout-max-response-len {given.tokens} --global-batch-size {given.samples} "
-    flags += (
-        f"--use-dynamic-batch-size --max-tokens-per-gpu 16384 --launcher local --run-dir {given.marks.parent}/unused"
-    )
+    flags += f"--use-dynamic-batch-size --max-tokens-per-gpu 16384 --launcher ray --run-dir {given.marks.parent}/unused"
     engines: list[Any] = [Ready()]
-    manager = RolloutManager(parse_args(flags.split()), engines, load_tokenizer(given.model))
+    manager = RolloutWorker(parse_args(flags.split()), engines)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     table: SampleTable = manager.generate(0).table
@@ -102,7 +99,8 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
         MicroBatch.from_table(sent, np.arange(row, min(row + 4, len(sent))), torch.device("cpu"), shares=True)
     batched = time.process_time()
     used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
-    columns = [value for value in vars(table).values() if isinstance(value, np.ndarray)]
+    columns = vars(table).values()
+    own = sum(c.nbytes if isinstance(c, np.ndarray) else sum(map(len, filter(None, c))) for c in columns)
     manager.close()
     return {
         "manager_cpu": managed - start,
@@ -110,7 +108,7 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
         "micro_batches_cpu": batched - wired,
         "carry_cpu": batched - start,
         "us_per_token": 1e6 * (batched - start) / (given.samples * given.tokens),
-        "peak_over_table": used / sum(column.nbytes for column in columns),
+        "peak_over_table": used / own,
     }
 
 

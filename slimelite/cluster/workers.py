@@ -33,6 +33,7 @@ from slimelite.engines.protocol import (
     WeightBucket,
 )
 from slimelite.engines.registry import ENGINES, ServerAddress, ServerParts
+from slimelite.heap import return_freed_memory
 from slimelite.registry import Function, function
 from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
 from slimelite.sample import Sample, Status
@@ -45,6 +46,8 @@ T = TypeVar("T")
 # where requests and weights for an engine go
 Target = Remote[Engine] | ServerAddress
 LOCAL_HOST = "127.0.0.1"
+# freed memory of samples that the rollout side keeps for the next ones [bytes]
+SAMPLES_BYTES = 2**26
 # numbers of a probe: see `RolloutWorker.probe`
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
 
@@ -235,7 +238,10 @@ class RolloutWorker(RolloutManager):
     def generate(self, rollout_id: int) -> RolloutOutput:
         """See `RolloutManager.generate`."""
         self._note(0, 0, "")
-        return super().generate(rollout_id)
+        found = super().generate(rollout_id)
+        if self.args.launcher == "ray":  # a process of its own, which has no other use for the memory of the samples
+            return_freed_memory(above=SAMPLES_BYTES)
+        return found
 
     def evaluate(self, rollout_id: int, names: Sequence[str] = ()) -> EvalOutput:
         """See `RolloutManager.evaluate`."""

@@ -94,8 +94,9 @@ def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -
     """
     stamps: Any = held(sample, "weight_versions")
     if isinstance(stamps, np.ndarray) and len(stamps) == sample.response_length:
-        stamps = np.where(stamps == UNSTAMPED, np.int32(version), stamps)
-        sample.weight_versions = stamps
+        if (unknown := stamps == UNSTAMPED).any():
+            stamps = np.where(unknown, np.int32(version), stamps)
+            sample.weight_versions = stamps
         return
     if len(stamps) != sample.response_length:
         goes_on = before is not None and sample.tokens[: before.total_length] == before.tokens

@@ -19,7 +19,7 @@ from slimelite.table import SampleTable
 SHORTEST = 16
 
 # token ids compared at a time, over all rows that are still alike
-CHUNK_ELEMENTS = 2**22
+CHUNK_ELEMENTS = 2**18
 
 
 class Prefixes:
