@@ -3,7 +3,8 @@
 set -euo pipefail
 SEED=${SEED:-0} OUT=${OUT:-runs/examples/self_play}
 source docs/examples/stages.sh
-DATA=$OUT/sft.parquet MODEL=data/quickstart/model # a tokenizer with a token for each number
+# a tokenizer with a token for each number; runs/quickstart/seed-0/sft-model knows numbers, too
+DATA=$OUT/sft.parquet MODEL=${MODEL:-data/quickstart/model}
 [[ -f "$DATA" ]] || python docs/examples/self_play/make.py "$DATA"
 
 SFT+=(--hf-checkpoint "$MODEL" --prompt-data "$DATA" --num-rollout "${SFT_ROLLOUTS:-3}")
