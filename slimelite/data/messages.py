@@ -42,7 +42,7 @@ def read_messages(content: object, column: str = "messages") -> Messages:
     if not isinstance(content, list) or not content:
         raise BadCell(column, f"text or a list of messages is expected, not {content!r:.60}")
     messages: Messages = []
-    called: dict[str, str] = {}  # id of a call -> name of the tool
+    called: dict[str | int, str] = {}  # id of a call -> name of the tool
     unanswered: list[str] = []
     for number, given in enumerate(content):
         if not isinstance(given, dict) or not isinstance(given.get("role"), str):
@@ -61,8 +61,11 @@ def read_messages(content: object, column: str = "messages") -> Messages:
             unanswered = [call["function"]["name"] for call in message["tool_calls"]]
             called |= {call["id"]: call["function"]["name"] for call in message["tool_calls"] if "id" in call}
         elif message["role"] == "tool":
+            asked = message.get("tool_call_id", "")
+            if not isinstance(asked, str | int):
+                raise BadCell(column, f"message {number}: tool_call_id must be text, not {asked!r:.60}")
             name = unanswered.pop(0) if unanswered else None
-            name = called.get(message.get("tool_call_id", ""), name)
+            name = called.get(asked, name)
             if name is not None:
                 message.setdefault("name", name)
         messages.append(message)
@@ -95,6 +98,8 @@ def _call(given: object, where: str, column: str) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadCell(column, f"{where} needs a function with a name and arguments, got {given!r:.80}")
+    if not isinstance(call.get("id", ""), str | int):
+        raise BadCell(column, f"{where} ({function['name']}): its id must be text, not {call['id']!r:.60}")
     arguments = parsed(function.get("arguments"), dict, column, f"{where} ({function['name']}): arguments are ")
     rest = {key: value for key, value in call.items() if key in ("id", "index")}
     return {**rest, "type": "function", "function": {"name": function["name"], "arguments": arguments}}

@@ -104,7 +104,7 @@ def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str
 def _template_kwargs(body: Mapping[str, Any], chat_format: ChatFormat) -> dict[str, Any]:
     """What ``thinking`` sets in the chat template, where that has a switch; nothing holds the model to a budget."""
     kind = (body.get("thinking") or {}).get("type", "adaptive")
-    if kind not in THINKING:
+    if kind not in list(THINKING):  # it may be anything that JSON has
         raise RequestError(f"thinking.type is one of {', '.join(THINKING)}, not {kind!r:.60}", param="thinking")
     if kind == "enabled" and chat_format.reasoning is None:
         raise RequestError("thinking cannot be enabled: the model's chat template knows of none", param="thinking")

@@ -99,13 +99,13 @@ def test_prompt_scoring_answers_as_sglang_does(folder: Path, model: PreTrainedMo
         # sglang's prompt log-probs know nothing of the sampling temperature
         params = {"max_new_tokens": 0, "temperature": 0.5}
         body = {"input_ids": ids, "sampling_params": params, "return_logprob": True, "logprob_start_len": 2}
-        for temperature, extra in ((1.0, {}), (0.7, {"input_logprob_temperature": 0.7})):
+        for temperature, extra in ((1.0, {}), *((t, {"input_logprob_temperature": t}) for t in (0.7, 10**20))):
             status, reply = await post("/generate", {**body, **extra})
             assert status == 200
             first, *scored = reply["meta_info"]["input_token_logprobs"]
             assert first == [None, 7, None]
             assert [token for _, token, _ in scored] == ids[3:]
-            expected = log_probs(model, ids[:3], ids[3:], temperature).tolist()
+            expected = log_probs(model, ids[:3], ids[3:], float(temperature)).tolist()
             assert [lp for lp, _, _ in scored] == pytest.approx(expected, abs=1e-4)
             assert reply["meta_info"]["input_logprob_temperature"] == temperature
             assert (reply["output_ids"], reply["meta_info"]["completion_tokens"]) == ([], 0)

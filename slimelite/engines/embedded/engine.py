@@ -134,7 +134,7 @@ class EmbeddedEngine(InProcessEngine):
         asks for them; it computes that part once. The scheduler makes one pass before each decoding step.
         """
         check_score(input_ids, start, temperature, top, self._vocab_size, self._max_context_len)
-        scoring = Scoring(list(input_ids), start, temperature, top)
+        scoring = Scoring(list(input_ids), start, float(temperature), top)
         scoring.future.set_running_or_notify_cancel()
         self._asked.add(scoring)
         return await asyncio.wrap_future(scoring.future)
