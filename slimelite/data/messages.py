@@ -100,7 +100,8 @@ def _call(given: object, where: str, column: str) -> dict[str, Any]:
         raise BadCell(column, f"{where} needs a function with a name and arguments, got {given!r:.80}")
     if not isinstance(call.get("id", ""), str | int):
         raise BadCell(column, f"{where} ({function['name']}): its id must be text, not {call['id']!r:.60}")
-    arguments = parsed(function.get("arguments"), dict, column, f"{where} ({function['name']}): arguments are ")
+    given_arguments = function.get("arguments") or {}  # some programs, such as PHP's, write an empty object as []
+    arguments = parsed(given_arguments, dict, column, f"{where} ({function['name']}): arguments are ")
     rest = {key: value for key, value in call.items() if key in ("id", "index")}
     return {**rest, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 

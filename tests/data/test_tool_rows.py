@@ -163,6 +163,12 @@ def test_a_call_that_cannot_be_read_is_named_with_its_row(calls: Any, says: str,
     assert len(load_prompts(Args(input_key="messages"), None, [str(file)], skip_bad_rows=True)) == 1
 
 
+@pytest.mark.parametrize("arguments", [None, "", [], {}])
+def test_a_call_without_arguments_has_an_empty_object(arguments: Any) -> None:
+    messages = read_messages([ASKED, {"role": "assistant", "tool_calls": [call(arguments)]}])
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_tools_answers_get_the_names_of_their_calls() -> None:
     calls = [{"name": name, "arguments": {}, "id": name * 2} for name in "ab"]
     answers = [{"role": "tool", "content": "x", **more} for more in ({"tool_call_id": "bb"}, {}, {"name": "own"})]
