@@ -100,13 +100,16 @@ def merged(source: Source, folder: Path, dtype: str) -> str:
     ``dtype``: of its weights, "float32" or "bfloat16". Returns the folder.
 
     Raises:
-        ValueError: the base is no model, or the two do not belong together.
+        ValueError: the base is no model, the two do not belong together, or ``folder`` has the model of another source.
     """
     assert source.base is not None
     files = [file for place in (source.path, source.base) if Path(place).is_dir() for file in Path(place).iterdir()]
     times = {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files) if file.is_file()}
     made_of = {**source._asdict(), "dtype": dtype, "files": times}
-    if not (folder / MADE_OF).is_file() or read_json(folder / MADE_OF) != made_of:
+    there = read_json(folder / MADE_OF) if (folder / MADE_OF).is_file() else {}
+    if there.get("path", source.path) != source.path:
+        raise ValueError(f"the model in {folder} was made of {there['path']}: give --output another folder")
+    if there != made_of:
         from slimelite.training.merging import write_merged
 
         print(f"merging {source.path} into {source.base}", file=sys.stderr)

@@ -68,9 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     After Ctrl-C it is 130.
     """
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if argv is None and not (name in COMMANDS and COMMANDS[name].connects):
-        # a process of its own: `slimelite compare ... | head` ends without a word
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    if argv is None:  # a process of its own
+        _set_signals(connects=name in COMMANDS and COMMANDS[name].connects)
     if name in ("-h", "--help"):
         print(_help())
         return 0
@@ -88,6 +87,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _set_signals(*, connects: bool) -> None:
+    """What ends this process: see `Command.connects`."""
+    if not connects:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `slimelite compare ... | head` ends without a word
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores that the terminal is closed
+            # an exit removes temporary folders, such as that of a merged model
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def _help() -> str:

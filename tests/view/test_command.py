@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -55,3 +56,23 @@ def test_head_may_close_the_pipe() -> None:
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stdout.startswith("usage: slimelite plot ")
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_sigterm_and_a_closed_terminal_leave_no_merged_model_behind(number: int, tmp_path: Path) -> None:
+    program = f"""
+import os, sys, tempfile, time, types
+from slimelite.view.command import main
+def chat(_):
+    with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
+        try:
+            os.kill(os.getpid(), {int(number)})
+            time.sleep(60)
+        except KeyboardInterrupt:
+            time.sleep(60)  # Ctrl-C ends an answer, not the program
+sys.modules["slimelite.serving.chat"] = types.SimpleNamespace(main=chat)
+sys.argv = ["slimelite", "chat"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=30)
+    assert (done.returncode, list(tmp_path.iterdir())) == (128 + number, [])

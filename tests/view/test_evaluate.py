@@ -12,6 +12,7 @@ import pytest
 from scripts.arithmetic import write_model_folder
 from slimelite.evaluate import RESULTS
 from slimelite.rollout.manager import RolloutManager
+from slimelite.runnable import MADE_OF
 from slimelite.table import SampleTable
 from slimelite.view.command import main
 from slimelite.view.evaluate import _rows
@@ -133,6 +134,12 @@ def test_a_folder_of_another_models_results_is_refused(folder: Path, capsys: pyt
     (folder / "out" / "one" / RESULTS).write_text(json.dumps({"model": "/x/one", "run": {}, "tasks": {}}))
     assert main(["eval", "one", "--tasks", "write.yaml", "--output", "out"]) == 2
     assert "has the results of another model, /x/one" in capsys.readouterr().err
+    (folder / "low").mkdir()
+    (folder / "low" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "one"}))
+    (folder / "out" / "low" / "model").mkdir(parents=True)
+    (folder / "out" / "low" / "model" / MADE_OF).write_text(json.dumps({"path": "/x/low"}))
+    assert main(["eval", "low", "--tasks", "write.yaml", "--output", "out"]) == 1
+    assert "was made of /x/low: give --output another folder" in capsys.readouterr().err
 
 
 def test_prompts_that_failed_are_in_the_table() -> None:
