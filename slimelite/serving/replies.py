@@ -104,12 +104,14 @@ class TextStream:
 
     def end(self) -> tuple[str, str]:
         """What is left to show of the reply, which has ended."""
-        thinking, content = self._turn.reply.reasoning or "", self._turn.reply.content
-        # thinking that nothing opened has been shown as content before its end came
-        unopened = bool(thinking and self._content and not self._reasoning)
+        reply = self._turn.reply
+        thinking, content = reply.reasoning or "", reply.content
+        # thinking that nothing opened has been shown as content before its end came; of empty thinking, its end has
+        other = bool(thinking) or not content.lstrip().startswith(self._content.lstrip())
+        unopened = other and bool(self._content) and not self._reasoning
         if self._raw or unopened:
             content = self._format.decode(self._format.without_end(self._turn.output_ids))
-        content = before_stop(content, self._marks if unopened else self._stops)
+        content = before_stop(content, self._marks if unopened and reply.tool_calls else self._stops)
         return "" if unopened else _rest(thinking, self._reasoning), _rest(content, self._content)
 
     def _decode(self) -> None:
@@ -128,8 +130,10 @@ class TextStream:
             return "", _held(text, self._marks)
         lead = text.lstrip()
         begun = lead.startswith(form.start)
+        if not begun and form.start.startswith(lead):
+            return "", ""
         if not begun and not self._opened:
-            return "", "" if form.start.startswith(lead) else _held(text, self._marks)
+            return "", _held(text, self._marks)
         thinking, ended, rest = (lead[len(form.start) :] if begun else text).partition(form.end)
         if not ended:
             return _held(thinking, (*self._stops, form.end)).lstrip("\n"), ""

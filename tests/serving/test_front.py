@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from slimelite.serving.format import ChatFormat
-from slimelite.serving.sessions import Sessions
+from slimelite.serving.replies import TextStream
+from slimelite.serving.sessions import Sessions, Turn
 from tests.engines.tiny_models import greedy, log_probs
 from tests.serving.chat import TOOL, build, tokenizer
 from tests.serving.fronts import Asking, engine_front, run, scripted_front
@@ -112,8 +113,19 @@ def test_thinking_that_nothing_opened_is_streamed_once() -> None:
         async with scripted_front("qwen3", f"Hm.\n</think>\n\nI look.{CALL}<|im_end|>") as (ask, _):
             message, reason = merged(await ask.stream("/v1/chat/completions", {"messages": ASK, "tools": [TOOL]}))
             assert (message["content"], reason) == ("Hm.\n</think>\n\nI look.", "tool_calls")
+        empty = "\n</think>\n\nIt is <tool_call> 42."
+        async with scripted_front("qwen3", f"{empty}<|im_end|>") as (ask, _):
+            message, _ = merged(await ask.stream("/v1/chat/completions", {"messages": ASK}))
+            assert message == {"content": empty}
 
     run(scenario())
+
+
+def test_a_second_start_of_the_thinking_in_several_tokens_is_not_shown() -> None:
+    chat_format = ChatFormat(tokenizer("qwen3.5"))
+    text = TextStream(chat_format, Turn(0, None, tuple(ASK), "<think>\n", [1]), ())
+    ids = [token for part in ("<thi", "nk>Hm", "</think>", "Yes") for token in chat_format.encode(part)]
+    assert ["".join(said) for said in zip(*(text.add([token]) for token in ids), strict=True)] == ["Hm", "Yes"]
 
 
 async def check_anthropic(ask: Any, extra: dict[str, Any], expected: dict[str, Any], reason: str) -> None:
