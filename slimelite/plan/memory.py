@@ -250,5 +250,5 @@ def largest(load: Load, available: float) -> int:
 
 
 def peak(load: Load) -> float:
-    """The most memory that training or a pass for log-probs takes."""
-    return max(total(load.train()), total(load.log_probs()))
+    """The most memory that training or a pass for log-probs takes; on a CPU with the rank's process."""
+    return max(total(load.train()), total(load.log_probs())) + (load.process() if load.width == 4 else 0)

@@ -82,18 +82,19 @@ class Plan:
     def phases(self) -> dict[str, Parts]:
         """Memory of the device that holds most, by phase: that of a rank, an engine or both; or of this machine."""
         args, load, together = self.args, self.load, self.args.colocate or self.shared
-        resting: Parts = {} if args.offload_train or not (together and self.ranks) else load.state()
+        state = _sum(*[load.state()] * self.summed)
+        resting: Parts = {} if args.offload_train or not (together and self.ranks) else state
         serving = self.serving.generate(self.usable - total(resting)) if self.engines else {}
         kept = {} if args.offload_rollout or not together else serving
         found = {"generate": _sum(serving, resting)} if self.engines else {}
         if self.ranks:
             if load.others or (args.num_steps_per_rollout or 1) > 1:
-                found["log-probs"] = _sum(load.log_probs(), kept)
-            found["train"] = _sum(load.train(), kept)
+                found["log-probs"] = _sum(*[load.log_probs()] * self.summed, kept)
+            found["train"] = _sum(*[load.train()] * self.summed, kept)
         if self.ranks and self.engines:
             weights = {"weights": serving["weights"]} if together else {}
             sending = load.sync(args.update_weight_buffer_size, alone=args.sends_adapter)
-            found["sync"] = _sum({} if args.offload_train else load.state(), sending, kept or weights)
+            found["sync"] = _sum({} if args.offload_train else state, *[sending] * self.summed, kept or weights)
         if self.shared:
             others = 0 if args.launcher == "local" else 2 + self.engines
             processes = {"processes": BASE * others + (self.ranks * load.process() or BASE)}
@@ -113,14 +114,20 @@ class Plan:
         """The flags of a run that `Load.adapted` is the load of."""
         return f"--lora-rank {LORA_RANK}" + ("" if self.load.critic is None else f" --critic-lora-rank {LORA_RANK}")
 
+    @property
+    def summed(self) -> int:
+        """Ranks whose memory is counted together: all that share this machine's, or the one of a GPU."""
+        return self.ranks if self.shared else 1
+
     def beside_training(self) -> float:
-        """Bytes that other things than the trainer's tensors hold while it trains."""
-        return total(self.phases()["train"]) - total(self.load.train())
+        """Bytes that other things than trainers hold while they train."""
+        trainer = total(self.load.train()) + (self.load.process() if self.shared else 0)
+        return total(self.phases()["train"]) - self.summed * trainer
 
     def remedies(self, room: float | None = None) -> list[str]:
         """At most two changes of the command line with which training fits ``room`` [bytes], the least costly first."""
         load = self.load
-        room = (self.usable if room is None else room) - self.beside_training()
+        room = ((self.usable if room is None else room) - self.beside_training()) / self.summed
         longest = self.work.prompt + self.work.response
         saving = replace(load, checkpointing=True)
         changed = "" if load.checkpointing else " --gradient-checkpointing"
@@ -214,7 +221,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 def _settings(plan: Plan) -> Iterator[str]:
     """The largest micro-batch, and so the longest sample, under other settings."""
-    load, kept = plan.load, plan.beside_training()
+    load, kept, ranks = plan.load, plan.beside_training(), plan.summed
     variants = {
         "--no-gradient-checkpointing": replace(load, checkpointing=False),
         "--gradient-checkpointing": replace(load, checkpointing=True),
@@ -228,10 +235,10 @@ def _settings(plan: Plan) -> Iterator[str]:
     for words, tried in variants.items():
         if plan.shared and tried.on_host != load.on_host:
             continue
-        most = largest(tried, plan.usable - kept)
+        most = largest(tried, (plan.usable - kept) / ranks)
         mark = " (as given)" if tried == load else ""
         response = max(0, most - plan.work.prompt)
-        yield f"  {words + mark:45}{(peak(tried) + kept) / 1e9:>10.1f}{most:>30,}{response:>12,}"
+        yield f"  {words + mark:45}{(ranks * peak(tried) + kept) / 1e9:>10.1f}{most:>30,}{response:>12,}"
 
 
 def _time(plan: Plan) -> Iterator[str]:

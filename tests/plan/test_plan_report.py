@@ -10,6 +10,7 @@ import pytest
 
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine, this_machine
+from slimelite.plan import report
 from slimelite.plan.devices import gpus, recognized
 from slimelite.plan.memory import largest, peak, total
 from slimelite.plan.report import Plan, plan_lines, verdict
@@ -90,6 +91,27 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     found = plan("qwen2.5-0.5B", "--colocate --plan-gpu rtx4090:1")
     most = largest(found.load, found.usable)
     assert peak(replace(found.load, tokens=most)) <= found.usable < peak(replace(found.load, tokens=most + 1))
+
+
+@pytest.mark.parametrize("setting", ["--no-gradient-checkpointing", "--gradient-checkpointing"])
+def test_on_a_cpu_each_setting_needs_what_a_plan_with_it_says(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holes of a trainer's heap belong to a setting and its tokens, and to each rank."""
+    monkeypatch.setattr(report, "host_bytes", lambda: 10**11)
+    words = "--device cpu --actor-num-gpus-per-node 2 --max-tokens-per-gpu"
+    lines = "\n".join(plan_lines(*run("qwen2.5-0.5B", f"{words} 4608"))).splitlines()
+    row = next(line for line in lines if line.startswith(f"  {setting}"))
+    needs, most = row.replace(" (as given)", "").split()[1:3]
+    with_it = plan("qwen2.5-0.5B", f"{words} 4608 {setting}").phases()["train"]
+    assert float(needs) == pytest.approx(total(with_it) / 1e9, abs=0.06)
+    for more, fits in ((0, True), (1, False)):
+        found = plan("qwen2.5-0.5B", f"{words} {int(most.replace(',', '')) + more} {setting}")
+        assert (total(found.phases()["train"]) <= found.usable) is fits
+
+
+def test_ranks_on_a_cpu_share_its_memory() -> None:
+    one, two = (plan("qwen2.5-0.5B", f"--device cpu --actor-num-gpus-per-node {n}").phases()["train"] for n in (1, 2))
+    assert two["weights"] == one["weights"]
+    assert two["activations"] == 2 * one["activations"]
 
 
 def test_phases_hold_what_is_there_at_the_same_time() -> None:
