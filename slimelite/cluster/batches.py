@@ -62,6 +62,8 @@ class EngineDesk:
         tasks = self._batches.get(batch, {}) if call is not None else self._batches.pop(batch, {})
         for task in [task for task, number in tasks.items() if call in (None, number)]:
             task.cancel()
+        if call is None:  # nobody will ask for its errors either
+            self._errors = {place: error for place, error in self._errors.items() if place[0] != batch}
 
     async def error(self, batch: tuple[int, int], call: int) -> None:
         """Raise the error of a ``call`` of ``batch``, once."""

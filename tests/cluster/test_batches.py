@@ -173,3 +173,12 @@ def test_a_cancelled_rollout_leaves_nothing_behind(wire):
     assert not wire.desk._batches
     assert not wire.desk._errors
     assert sorted(wire.desk._engine.cancelled) == ["0", "1", "2"]
+
+
+def test_a_batch_that_nobody_fetches_any_more_leaves_no_error_behind(wire):
+    async def batch():
+        assert await wire.desk.generate_batch((0, 0), [[request("bad", 1)]]) == [(0, None)]
+        await wire.desk.cancel((0, 0))
+
+    wire.thread.run(batch())
+    assert not wire.desk._errors
