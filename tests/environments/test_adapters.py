@@ -187,7 +187,7 @@ class TestMcp:
 
     def test_a_server_that_dies_ends_the_episode(self) -> None:
         with pytest.raises(EnvironmentFailure, match="Connection closed"):
-            episode(self.COMMAND, Row([]), [calls("crash", "{}")])
+            episode(self.COMMAND, Row([{"role": "user", "content": "2+3=?"}]), [calls("crash", "{}")])
 
     def test_a_server_that_does_not_start_is_named(self) -> None:
         with pytest.raises(EnvironmentFailure, match="the MCP server does not answer"):
