@@ -33,6 +33,10 @@ def main(argv: Sequence[str]) -> int:
         OSError: the address is taken, or is none of this machine.
     """
     args = _parser().parse_args(argv)
+    if args.api_key == "":  # `--api-key "$KEY"` without a KEY would let everybody in
+        raise ValueError("--api-key is empty: give a key, or leave the flag out")
+    if not 0 <= args.port < 1 << 16:
+        raise ValueError(f"--port is a number from 0 to 65535, not {args.port}")
     if args.api_key is None and not is_loopback(args.host):
         raise ValueError(f"--host {args.host} lets other machines in: choose an --api-key, or listen on 127.0.0.1")
     asyncio.run(_serve(args))
@@ -98,7 +102,12 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
     from slimelite.serving.sessions import Sessions
 
     quiet_transformers()
-    device = args.device or ("cuda" if this_machine().gpus else "cpu")
+    gpus = this_machine().gpus
+    if args.context_length is not None and args.context_length < 1:
+        raise ValueError(f"--context-length must be at least 1, not {args.context_length}")
+    if args.device == "cuda" and not gpus:
+        raise ValueError("--device cuda: torch finds no GPU")
+    device = args.device or ("cuda" if gpus else "cpu")
     parsers = {"tool_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser}
     async with AsyncExitStack() as stack:
         source = resolve_model(args.model, args.base)

@@ -14,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -64,6 +65,14 @@ def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
         (["nowhere/at/all"], "no such folder"),
         (["{run}", "--host", "0.0.0.0"], "--api-key"),
         (["{run}", "--host", "192.0.2.1", "--api-key", "k"], "192.0.2.1"),
+        (["{run}", "--api-key", ""], "--api-key is empty"),
+        (["{run}", "--port", "65536"], "--port is a number from 0 to 65535, not 65536"),
+        (["{run}", "--context-length", "0"], "--context-length must be at least 1, not 0"),
+        pytest.param(
+            ["{run}", "--device", "cuda"],
+            "--device cuda: torch finds no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line(
