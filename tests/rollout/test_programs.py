@@ -134,10 +134,17 @@ def test_the_end_of_a_run_ends_its_programs(make: Make, tmp_path: Path) -> None:
 
 
 class Ordered(ScriptedEngine):
-    """Holds the second turn of sample 1 under version 0, and answers that of sample 0 when it does."""
+    """Holds the second turn of sample 1 under version 0, and answers that of sample 0 when it does; holds all later
+    samples, so that none of them is done before sample 1 goes on.
+    """
 
     def __init__(self) -> None:
-        super().__init__(holds=lambda r: self.version == 0 and "train-1/1/" in r.request_id)
+        super().__init__(holds=self._holds)
+
+    def _holds(self, request: GenerateRequest) -> bool:
+        if "train-1/1/" in request.request_id:
+            return self.version == 0
+        return "train-0/" not in request.request_id and "train-1/" not in request.request_id
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         while "train-0/1/" in requests[0].request_id and not any("train-1/1/" in r.request_id for r in self.requests):

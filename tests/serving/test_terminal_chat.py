@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from tests.serving.chat import build
 from tests.serving.scripted import Scripted, Server
 
 COMMAND = [sys.executable, "-m", "slimelite.view.command", "chat"]
-SECONDS = 120
+SECONDS = 60
 
 
 class Terminal:
@@ -29,7 +30,15 @@ class Terminal:
 
     def __init__(self, *words: str) -> None:
         ours, its = pty.openpty()
-        self.process = subprocess.Popen([*COMMAND, *words], stdin=its, stdout=its, stderr=its, start_new_session=True)
+        self.process = subprocess.Popen(
+            [*COMMAND, *words],
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            start_new_session=True,
+            # a test run in the background ignores Ctrl-C, and so would its children
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         os.close(its)
         self._terminal, self.written = ours, ""
         self._decoder = getincrementaldecoder("utf-8")()  # a read may end within a character

@@ -61,8 +61,9 @@ def test_head_may_close_the_pipe() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_sigterm_and_a_closed_terminal_leave_no_merged_model_behind(number: int, tmp_path: Path) -> None:
     program = f"""
-import os, sys, tempfile, time, types
+import os, signal, sys, tempfile, time, types
 from slimelite.view.command import main
+signal.signal({int(number)}, signal.SIG_DFL)  # a test run under nohup ignores SIGHUP
 def chat(_):
     with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}):
         try:
