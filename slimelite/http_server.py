@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -27,7 +28,7 @@ class RequestError(ValueError):
         self.status, self.param, self.code = status, param, code
 
 
-class Server:
+class Server(ABC):
     """A server in the event loop of whoever starts it; a subclass has `_routes`.
 
     ``most_bytes``: longer bodies are refused unread.
@@ -58,8 +59,9 @@ class Server:
         app.add_routes(self._routes())
         return app
 
+    @abstractmethod
     def _routes(self) -> list[web.RouteDef]:
-        raise NotImplementedError
+        """The endpoints and what answers them."""
 
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         """The answer of a request's handler; a subclass may refuse the request."""

@@ -65,7 +65,7 @@ def group_advantages(
     std_normalization: bool = True,
     normalize: bool = True,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """The advantage of each row from the rewards of its group's rollouts, by the ``group`` function of an estimator.
+    """The advantage of each row: the ``group`` function of an estimator compares the rewards of the group's rollouts.
 
     Groups may have any size (slime falls back to one group of the whole batch when sizes differ). Fan-out siblings,
     rows of one rollout id, count once, with the mean of their rewards, and share its advantage. A group of one rollout

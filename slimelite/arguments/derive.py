@@ -393,7 +393,7 @@ def _tracking(draft: Draft) -> None:
 
 
 def _correction(draft: Draft) -> None:
-    """slime's ways to choose a correction, and bounds that follow from others."""
+    """Choose ``--correction`` as slime's flags do, and fill in bounds: a lower one is 1 / the upper one."""
     args = draft.args
     if args.custom_tis_function_path is not None:
         _resolve_plugin(draft, args.custom_tis_function_path)

@@ -289,7 +289,10 @@ def _dataset(
 
 
 def _task_settings(args: Args, spec: str, values: dict[str, Any]) -> dict[str, Any]:
-    """What a task file says, but for what --eval-* flags override; choices are scored once, whatever is sampled."""
+    """The settings that the task file ``spec`` gives to its dataset; --eval-* flags of the command line replace them.
+
+    A task of several choices takes one sample of each row, because its score does not depend on sampling.
+    """
     task = load_task(spec)
     shots = values.get("fewshot", args.eval_fewshot)
     said = task.settings(spec, args.eval_task_data, shots, chat=values["apply_chat_template"])

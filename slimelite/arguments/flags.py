@@ -165,7 +165,7 @@ def _field(default: Any, **metadata: Any) -> Any:
 
 @dataclass(frozen=True)
 class Flag:
-    """How one dataclass field is spelled and read; most attributes are arguments of `flag`."""
+    """One flag: the name and type of its dataclass field, and what the field's `flag(...)` says about it."""
 
     name: str
     kind: type  # of one value: bool, int, float, str or dict

@@ -1,4 +1,7 @@
-"""Recomputation and gradient reduction, chosen by the memory that a training rank needs (`slimelite.plan.memory`)."""
+"""Decides whether activations are recomputed and how often ranks add up gradients.
+
+The memory that a training rank needs decides; `slimelite.plan.memory` predicts it.
+"""
 
 from __future__ import annotations
 

@@ -245,8 +245,9 @@ class HttpFront:
         self._thread = self._thread or LoopThread("http front")
         if self._server is None:
             length = (await self._engine.info()).max_context_len
-            self._server = GenerateServer(self._engine, *self._codec, length, *self._place)
-            self.url = await self._thread.result(self._server.start())
+            server = GenerateServer(self._engine, *self._codec, length, *self._place)
+            self.url = await self._thread.result(server.start())
+            self._server = server
         assert self.url is not None
         return self.url
 

@@ -135,7 +135,9 @@ class Load:
         return {"buffers": min(size, w * s.parameters), "gathered": gathering}
 
     def _gather(self) -> Parts:
-        """As a pass begins, embedding and head are copied from the buffer in which they were gathered."""
+        """The memory at the beginning of a pass. Several ranks hold embedding and head twice then: in the buffer in
+        which they were gathered, and in the copy that the pass computes with.
+        """
         s, w = self.shapes, self.width
         buffers = 2 if self.shards > 1 else 1
         return {"activations": w * self.tokens * s.hidden, "gathered": buffers * w * (s.outer + s.layer)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +17,7 @@ import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from slimelite.engines.embedded import EmbeddedEngine
+from slimelite.engines.http_front import HttpFront
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from tests.engines.contract import as_buckets
 from tests.engines.tiny_models import build_model, greedy, log_probs
@@ -329,3 +331,18 @@ def test_the_front_outlives_the_loop_that_started_it(folder: Path) -> None:
     asyncio.run(engine.close())
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(request, timeout=5)
+
+
+def test_a_port_that_is_taken_says_so_each_time(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+
+        async def work() -> None:
+            engine = EmbeddedEngine(str(folder), max_running_requests=4, max_context_len=2000)
+            front = HttpFront(engine, None, None, port=taken.getsockname()[1])
+            for _ in range(2):
+                with pytest.raises(OSError, match="address already in use"):
+                    await front.start()
+            await front.stop()
+            await engine.close()
+
+        asyncio.run(work())

@@ -82,7 +82,7 @@ class Running:
         return self.slab.layers[layer][:, self.slot]
 
     def deliver(self, reason: FinishReason) -> None:
-        """Give the result to the caller."""
+        """End the request: its caller gets the tokens, log-probs and weight versions, and the ``reason`` of the end."""
         starts = np.array([start for start, _ in self.versions], np.int64)
         counts = np.diff(starts, append=len(self.log_probs))
         versions = np.repeat([version for _, version in self.versions], counts)

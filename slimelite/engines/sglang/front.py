@@ -50,7 +50,7 @@ class AdapterFront:
         return await self._thread.result(self._listen())
 
     async def stop(self) -> None:
-        """Stop listening, if `start` was called."""
+        """Give up the address and the connections to the server; before a `start` there is nothing to give up."""
         if self._thread is not None:
             await self._thread.result(self._runner.cleanup())
             await self._thread.result(self._session.close())
