@@ -68,8 +68,8 @@ async def messages(model: Model, session: Session, body: Mapping[str, Any]) -> A
 async def count_tokens(model: Model, session: Session, body: Mapping[str, Any]) -> Answer:  # noqa: ARG001
     """``/v1/messages/count_tokens``."""
     check_fields(body, CONVERSATION, NEUTRAL)
-    kwargs = _template_kwargs(body, session.format)
-    return {"input_tokens": len(session.format.prompt(*_conversation(body), **kwargs))}
+    messages, tools, _ = _conversation(body)
+    return {"input_tokens": len(session.format.prompt(messages, tools, **_template_kwargs(body, session.format)))}
 
 
 def error_body(error: Exception, status: int) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def error_body(error: Exception, status: int) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None]:
-    """Messages and tools in OpenAI's form."""
+def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:
+    """Messages and tools in OpenAI's form, and of which tools one must be called."""
     said: list[Message] = []
     if body.get("system"):
         said.append({"role": "system", "content": content_text(body["system"])})
@@ -97,8 +97,9 @@ def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str
     choice = dict(body.get("tool_choice") or {"type": "auto"})
     if choice.pop("disable_parallel_tool_use", False):
         raise RequestError("tool_choice.disable_parallel_tool_use is not supported", param="tool_choice")
-    named = choice.get("type") if choice.get("type") in ("auto", "none") else choice
-    return checked_messages(said), shown_tools(tools, named)
+    kind = str(choice.get("type"))
+    named = {"type": "function", "function": choice} if kind == "tool" else "required" if kind == "any" else kind
+    return checked_messages(said), *shown_tools(tools, named)
 
 
 def _template_kwargs(body: Mapping[str, Any], chat_format: ChatFormat) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
 from slimelite.data.conversations import PROBE
@@ -174,6 +174,28 @@ class ChatFormat:
         # GLM ends a reply with the mark of whoever speaks next: another mark than the sampled one is not left out
         ended = len(output_ids) and output_ids[-1] in self.end_ids and ids[:1] == list(output_ids[-1:])
         return ids[1:] if ended else ids
+
+    def opening(
+        self, messages: Sequence[Message], rendered: str, names: Sequence[str], tools: Tools = None, /, **kwargs: Any
+    ) -> list[int]:
+        """The tokens that a call of any of the tools ``names`` begins with, after the prompt ``rendered``.
+
+        They are what the renderings of such calls with and without an argument have in common: for one tool of Qwen's
+        all up to its arguments, for several ones up to the name.
+
+        Raises:
+            ValueError: nobody knows how the model writes calls.
+        """
+        texts = []
+        for arguments in ({}, {"x": ""}):
+            function = {"name": PROBE, "arguments": arguments}
+            call = {"id": "0" * 9, "type": "function", "function": function}
+            text = self._apply([*messages, {"role": "assistant", "content": "", "tool_calls": [call]}], tools, kwargs)
+            if self.tools is None or PROBE not in text or not text.startswith(rendered):
+                raise ValueError("tool_choice: the chat template does not show how a call begins; none can be forced")
+            texts.append(text[len(rendered) :])
+        calls = [self.encode(text.replace(PROBE, name)) for text in texts for name in names]
+        return [tokens[0] for tokens in takewhile(lambda tokens: len({*tokens}) == 1, zip(*calls, strict=False))]
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

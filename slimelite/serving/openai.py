@@ -36,6 +36,7 @@ from slimelite.serving.requests import (
     sampling,
 )
 from slimelite.serving.sessions import Session, Turn
+from slimelite.text import is_text
 
 COMMON = {name: kind for name, (kind, _) in SAMPLING.items() if name != "stop_sequences"}
 COMMON |= {"model": TEXT, "n": CHOICES, "stream": SWITCH, "stream_options": OBJECT, "return_token_ids": SWITCH}
@@ -67,7 +68,7 @@ async def chat(model: Model, session: Session, body: Mapping[str, Any]) -> Answe
     """``/v1/chat/completions``."""
     check_fields(body, CHAT, NEUTRAL)
     messages = checked_messages(body.get("messages"))
-    tools = shown_tools(body.get("tools"), body.get("tool_choice"))
+    tools, forced = shown_tools(body.get("tools"), body.get("tool_choice"))
     top = body.get("top_logprobs") or 0
     if top and not body.get("logprobs"):
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
@@ -78,7 +79,8 @@ async def chat(model: Model, session: Session, body: Mapping[str, Any]) -> Answe
     kwargs = body.get("chat_template_kwargs") or {}
     if "chat_template" in kwargs:  # a template is a program, which could stop the server, or a run, for everybody
         raise RequestError("a request cannot bring a chat_template of its own", param="chat_template_kwargs")
-    asked = [(session.turn(messages, tools, kwargs), _seeded(params, copy)) for copy in range(body.get("n") or 1)]
+    copies = range(body.get("n") or 1)
+    asked = [(session.turn(messages, tools, forced, kwargs), _seeded(params, copy)) for copy in copies]
     choices = ChatChoices(model.engine, session.format, body, params, top if body.get("logprobs") else None)
     return await _answer(model, session, body, asked, choices)
 
@@ -139,28 +141,29 @@ def checked_messages(messages: Any) -> list[Message]:
     return list(messages)
 
 
-def shown_tools(tools: list[dict[str, Any]] | None, choice: Any) -> list[dict[str, Any]] | None:
-    """The tools that the model is shown: none with ``tool_choice`` "none".
+def shown_tools(tools: list[dict[str, Any]] | None, choice: Any) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """The tools that the model is shown, none with ``tool_choice`` "none", and of which it must call one.
 
     Raises:
-        RequestError: a tool is no function, or the choice would have to force the model.
+        RequestError: a tool is no function, or the choice is none of OpenAI's or of no tool.
     """
+    names = []
     for index, tool in enumerate(tools or ()):
         function = tool.get("function")
-        if (
-            tool.get("type") != "function"
-            or not isinstance(function, dict)
-            or not isinstance(function.get("name"), str)
-        ):
+        if tool.get("type") != "function" or not isinstance(function, dict) or not is_text(function.get("name")):
             raise RequestError(f"tools[{index}] must be a function with a name", param=f"tools[{index}]")
-    if choice not in (None, "auto", "none"):
+        names.append(function["name"])
+    if choice in (None, "auto", "none"):
+        return None if choice == "none" else tools or None, []
+    one = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    forced = names if choice == "required" else [n for n in names if isinstance(one, dict) and n == one.get("name")]
+    if not forced:
         raise RequestError(
-            f"tool_choice {json.dumps(choice)} is not supported: the model decides freely whether it calls a tool, and "
-            'no engine here forces it to; take "auto" or "none"',
+            f"tool_choice {json.dumps(choice):.200} is not supported: it is none, auto, required, or a function, "
+            f"one of the tools, which are {', '.join(names) or 'missing'}",
             param="tool_choice",
-            code="unsupported_parameter",
         )
-    return None if choice == "none" else tools or None
+    return tools, forced
 
 
 def _is_call(call: Any) -> bool:

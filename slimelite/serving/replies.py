@@ -64,7 +64,7 @@ async def parts(session: Session, asked: Sequence[Asked], *, stream: bool) -> As
     async with aclosing(news([partial(sample, *one) for one in asked], stream=stream)) as coming:
         async for new in coming:
             turn, text, ended = asked[new.index][0], texts[new.index], new.result is not None
-            told = len(text.ids)
+            told = len(text.ids) - len(turn.given_ids)
             ids, log_probs = (turn.output_ids[told:], turn.log_probs[told:]) if ended else (new.ids, new.log_probs)
             thinking, content = text.end() if ended else text.add(ids)
             yield Part(new.index, turn, thinking, content, ids, log_probs, new.index in silent, ended)
@@ -92,6 +92,7 @@ class TextStream:
         self.ids: list[int] = []
         self._context = self._known = 0
         self._text = self._reasoning = self._content = ""
+        self.add(turn.given_ids)
 
     def add(self, ids: Sequence[int]) -> tuple[str, str]:
         """(more of the thinking, more of the content) that the reply certainly has after these tokens."""
@@ -110,7 +111,7 @@ class TextStream:
         other = bool(thinking) or not content.lstrip().startswith(self._content.lstrip())
         unopened = other and bool(self._content) and not self._reasoning
         if self._raw or unopened:
-            content = self._format.decode(self._format.without_end(self._turn.output_ids))
+            content = self._format.decode(self._format.without_end(self._turn.reply_ids))
         content = before_stop(content, self._marks if unopened and reply.tool_calls else self._stops)
         return "" if unopened else _rest(thinking, self._reasoning), _rest(content, self._content)
 

@@ -43,6 +43,7 @@ class Turn:
     ``before``: the turn that it goes on from; None: it begins a branch. ``messages``: what it answers, with replies of
     the session as they were read from their tokens; empty for raw tokens. ``added_text``, ``added_ids``: what its
     prompt has after that of ``before`` and its output; a turn with its whole prompt would make long sessions too large.
+    ``given_ids``: the beginning of the reply, if that is not the model's choice: the prompt ends with it.
     ``tools``: those that the model is shown. ``sent``: what is `comparable` of the messages as the client sent them;
     ``heard``: of the reply as a client may send it back, with and without its stop string. ``log_probs``,
     ``weight_versions``: one for each of ``output_ids``.
@@ -56,6 +57,7 @@ class Turn:
     added_ids: list[int] = field(repr=False)
     sent: tuple[Any, ...] = field(default=(), repr=False)
     tools: Tools = field(default=None, repr=False)
+    given_ids: list[int] = field(default_factory=list, repr=False)
     heard: tuple[Any, ...] = field(default=(), repr=False)
     output_ids: list[int] = field(default_factory=list, repr=False)
     log_probs: list[float] = field(default_factory=list, repr=False)
@@ -86,7 +88,12 @@ class Turn:
     @property
     def own_ids(self) -> list[int]:
         """What it added to the tokens of the turn ``before``."""
-        return self.added_ids + self.output_ids
+        return self.added_ids + self.reply_ids
+
+    @property
+    def reply_ids(self) -> list[int]:
+        """The tokens of the reply."""
+        return self.given_ids + self.output_ids
 
     @property
     def token_ids(self) -> list[int]:
@@ -96,7 +103,7 @@ class Turn:
     @property
     def prompt_ids(self) -> list[int]:
         """The whole prompt."""
-        return [*(self.before.token_ids if self.before is not None else ()), *self.added_ids]
+        return [*(self.before.token_ids if self.before is not None else ()), *self.added_ids, *self.given_ids]
 
     @cached_property
     def history(self) -> tuple[Message, ...]:
@@ -170,9 +177,9 @@ class Session:
     def samples(self, sample: Sample) -> list[Sample]:
         """Copies of ``sample``, one for each leaf of the tree, with the tokens of the path to it.
 
-        The prompt is that of the path's first turn. The loss mask is 1 on sampled tokens alone, and a turn that several
-        paths have is trained on in the first of them only. Branches share a rollout id, so that the episode counts
-        once. ``metadata`` gets the number of ``turns``, and of ``malformed_tool_calls`` if there are any.
+        The prompt is what the path's first turn answers. The loss mask is 1 on sampled tokens alone, and a turn that
+        several paths have is trained on in the first of them only. Branches share a rollout id, so that the episode
+        counts once. ``metadata`` gets the number of ``turns``, and of ``malformed_tool_calls`` if there are any.
 
         Raises:
             ValueError: the session has no turn.
@@ -188,6 +195,7 @@ class Session:
             for turn in path:
                 if turn.before is not None:
                     branch.append_response_tokens(turn.added_ids, trainable=False)
+                branch.append_response_tokens(turn.given_ids, trainable=False)
                 trained = turn.number not in seen
                 branch.append_response_tokens(
                     turn.output_ids, turn.log_probs, weight_versions=turn.weight_versions, trainable=trained
@@ -207,12 +215,18 @@ class Session:
         return made
 
     def turn(
-        self, messages: Sequence[Message], tools: Tools = None, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Tools = None,
+        forced: Sequence[str] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Turn:
         """The turn that answers ``messages``, with its place in the tree and its prompt; `sample` does the rest.
 
+        ``forced``: the reply begins as a call of one of these tools does.
+
         Raises:
-            ValueError: the chat template refuses the messages.
+            ValueError: the chat template refuses the messages, or shows no call that could be forced.
         """
         template_kwargs = template_kwargs or {}
         sent = tuple(comparable(message) for message in messages)
@@ -228,15 +242,16 @@ class Session:
                 f"the prompt has {len(rendered):,} characters, which leave no room for a reply in a context of "
                 f"{self.max_context_len} tokens"
             )
+        given = self.format.opening(whole, rendered, forced, tools, **template_kwargs) if forced else []
         for parent in before:
             thinking = (parent.reply.reasoning or "").strip()
             if thinking not in rendered:  # a template that takes thinking out does so in all turns: a quick answer
                 continue
             text, at = parent.rendered, len(parent.messages)
-            added = self.format.continuation(text, rendered, parent.output_ids, whole, at, tools, **template_kwargs)
+            added = self.format.continuation(text, rendered, parent.reply_ids, whole, at, tools, **template_kwargs)
             if added is not None:
-                return Turn(self._next(), parent, whole, rendered[len(text) :], added, sent, tools)
-        return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools)
+                return Turn(self._next(), parent, whole, rendered[len(text) :], added, sent, tools, given)
+        return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools, given)
 
     def raw_turn(self, input_ids: Sequence[int]) -> Turn:
         """The turn that goes on after raw tokens: from the longest turn whose prompt and output they begin with."""
@@ -278,7 +293,7 @@ class Session:
         turn.weight_versions = result.weight_versions
         turn.finish_reason, turn.cached_tokens = result.finish_reason, result.cached_tokens
         opened = self.format.opens_thinking(turn.rendered)
-        turn.reply = self.format.reply(turn.output_ids, turn.tools, opened=opened, salt=str(turn.number))
+        turn.reply = self.format.reply(turn.reply_ids, turn.tools, opened=opened, salt=str(turn.number))
         said = turn.reply.message()
         shown = {**said, "content": before_stop(turn.reply.content, params.stop)}
         turn.heard = comparable(said), comparable(shown)

@@ -67,6 +67,40 @@ def test_a_call_its_answer_and_a_question_go_on_from_what_was_sampled(family: st
     assert again != turns[0].output_ids, "encoding the reply again would give other tokens"
 
 
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_the_beginning_of_a_forced_call_is_given_and_not_trained_on(family: str) -> None:
+    """The model's tokens follow it, and the conversation goes on after both."""
+    whole = written(family, {"role": "assistant", "content": "", "tool_calls": [CALL]}, "<|observation|>")
+    sessions, sampler = scripted(family)
+    other = {"type": "function", "function": {**TOOL["function"], "name": "seek"}}
+
+    async def run(session: Session, tools: list[dict[str, Any]], *forced: str) -> tuple[Turn, str]:
+        turn = session.turn([ASK], tools, forced)
+        given = session.format.decode(turn.given_ids)
+        assert whole.startswith(given)
+        sampler.replies.append(whole[len(given) :])
+        return await session.sample(turn), given
+
+    free, _ = asyncio.run(run(sessions.open(), [TOOL]))
+    open_, before_name = asyncio.run(run(sessions.open(), [TOOL, other], "search", "seek"))
+    session = sessions.open()
+    turn, before_arguments = asyncio.run(run(session, [TOOL], "search"))
+    assert (free.given_ids, before_name[-2:], "search" in before_arguments) == ([], "se", True)
+    assert before_arguments.startswith(before_name)
+    assert free.reply.tool_calls[0].name == open_.reply.tool_calls[0].name == turn.reply.tool_calls[0].name
+    assert (turn.reply.content, turn.reply.tool_calls[0].arguments) == ("", free.reply.tool_calls[0].arguments)
+    assert list(sampler.requests[-1].input_ids) == turn.added_ids + turn.given_ids
+    sampler.replies.append("abc" + END.get(family, "<|im_end|>"))
+    after = asyncio.run(session.chat([ASK, turn.reply.message(), ANSWER], [TOOL]))
+    assert after.parent == turn.number
+    sample = session.samples(Sample(index=0))[-1]
+    answered = len(after.added_ids)
+    assert sample.tokens == after.token_ids
+    assert sample.tokens[: sample.prompt_length] == turn.added_ids
+    mask = [0] * len(turn.given_ids) + [1] * len(turn.output_ids) + [0] * answered + [1] * len(after.output_ids)
+    assert sample.loss_mask == mask
+
+
 def test_a_reply_whose_json_the_template_writes_otherwise_goes_on() -> None:
     odd = '<tool_call>{"arguments":{"top":3,"query":"abc"},"name":"search"}</tool_call><|im_end|>'
     sessions, _ = scripted("qwen2.5", odd, "abc<|im_end|>")
@@ -196,6 +230,8 @@ def test_a_full_context_and_a_template_without_tools_are_said() -> None:
     bare.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="shows the model no tools"):
         ChatFormat(bare).prompt([ASK], [TOOL])
+    with pytest.raises(ValueError, match="does not show how a call begins; none can be forced"):
+        ChatFormat(bare).opening([ASK], "abc?", ["search"])
     with pytest.raises(ValueError, match=r"refuses these messages .one call a turn"):
         FORMATS["llama3"].prompt([ASK, {"role": "assistant", "tool_calls": [CALL, CALL]}])
     with pytest.raises(ValueError, match="content of a message is text"):

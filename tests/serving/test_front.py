@@ -170,6 +170,47 @@ async def check_anthropic(ask: Any, extra: dict[str, Any], expected: dict[str, A
     assert events[-1][0] == "message_stop"
 
 
+def test_a_call_can_be_asked_for() -> None:
+    """By all of OpenAI's and Anthropic's choices; what is given of it is hidden in a stream like the rest of it."""
+    arguments = '"query": "a bc"}}\n</tool_call><|im_end|>'
+    tool = {"name": "search", "input_schema": TOOL["function"]["parameters"]}
+    named = {"type": "function", "function": {"name": "search"}}
+
+    async def scenario() -> None:
+        async with scripted_front("qwen2.5", *[arguments] * 8) as (ask, engine):
+            for choice, theirs in (("required", {"type": "any"}), (named, {"type": "tool", "name": "search"})):
+                body = {"messages": ASK, "tools": [TOOL], "tool_choice": choice, "logprobs": True}
+                status, whole = await ask("/v1/chat/completions", body)
+                assert status == 200, whole
+                said = whole["choices"][0]
+                (call,) = said["message"]["tool_calls"]
+                assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+                    "search",
+                    {"query": "a bc"},
+                )
+                assert (said["message"]["content"], said["finish_reason"]) == (None, "tool_calls")
+                assert len(said["logprobs"]["content"]) == whole["usage"]["completion_tokens"]
+                chunks = await ask.stream("/v1/chat/completions", body)
+                assert merged(chunks) == ({"content": "", "tool_calls": [call]}, "tool_calls")
+                entries = [c["choices"][0].get("logprobs") or {"content": []} for c in chunks]
+                assert sum(len(each["content"]) for each in entries) == whole["usage"]["completion_tokens"]
+                body = {"messages": ASK, "tools": [tool], "tool_choice": theirs, "max_tokens": 99}
+                _, whole = await ask("/v1/messages", body)
+                (block,) = whole["content"]
+                assert (block["name"], block["input"], whole["stop_reason"]) == (
+                    "search",
+                    {"query": "a bc"},
+                    "tool_use",
+                )
+                _, events = await ask("/v1/messages", {**body, "stream": True})
+                starts = [data["content_block"]["name"] for name, data in events if name == "content_block_start"]
+                assert starts == ["search"]
+            prompts = {engine.format.decode(request.input_ids)[-60:] for request in engine.requests}
+            assert [prompt.endswith('<tool_call>\n{"name": "search", "arguments": {') for prompt in prompts] == [True]
+
+    run(scenario())
+
+
 def test_log_probs_and_alternatives_are_those_of_the_sampled_distribution(folder: Path, model: PreTrainedModel) -> None:
     body = {"messages": ASK, "max_tokens": 9, "logprobs": True, "seed": 3, "return_token_ids": True}
 
@@ -177,6 +218,8 @@ def test_log_probs_and_alternatives_are_those_of_the_sampled_distribution(folder
         async with engine_front(folder) as (ask, _):
             for temperature in (0.7, 1.0, 0.0):
                 asked = {**body, "temperature": temperature}
+                if temperature == 1.0:  # what is given of a call belongs to the prompt
+                    asked |= {"tools": [TOOL], "tool_choice": "required"}
                 _, whole = await ask("/v1/chat/completions", {**asked, "top_logprobs": 4})
                 choice = whole["choices"][0]
                 prompt, ids = choice["prompt_token_ids"], choice["token_ids"]

@@ -146,6 +146,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     }.items()),
     ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+    ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+     "one of the tools, which are search"),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "schema"),
     ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "a"}]}, "messages[0]"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),

@@ -31,6 +31,7 @@ from tests.serving.fronts import Speaking, engine_front, event
 
 KEY = "test-key"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+FORCED = '<tool_call>\n{"name": "get_weather", "arguments": {'
 # names whose values belong to the form of an answer
 LITERAL = ("event", "finish_reason", "name", "object", "role", "stop_reason", "stop_sequence", "type")
 # headers of requests that say something about the dialect
@@ -48,6 +49,8 @@ class Ruled(Speaking):
             reply = "It is 12 degrees in Paris.<|im_end|>"
         elif "<tools>" in prompt:
             reply = f"I look it up.\n{CALL}<|im_end|>"
+        if prompt.endswith(FORCED):
+            reply = CALL.removeprefix(FORCED) + "<|im_end|>"
         ids = spell(self.format, reply)[: request.params.max_new_tokens]
         reason = "stop" if ids[-1] in self.format.end_ids else "length"
         for stop in request.params.stop:

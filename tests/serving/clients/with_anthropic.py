@@ -59,8 +59,11 @@ def main() -> None:
     assert 10 < counted < 200
     assert counted < client.messages.count_tokens(model="ruled", messages=ASK, tools=[TOOL]).input_tokens
 
-    forced = partial(client.messages.create, **common, messages=ASK, tools=[TOOL], tool_choice={"type": "any"})
-    assert "tool_choice" in refused(anthropic.BadRequestError, forced).message
+    for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):
+        (use,) = client.messages.create(**common, messages=ASK, tools=[TOOL], tool_choice=choice).content
+        assert (use.name, use.input) == ("get_weather", {"city": "Paris"})
+    unknown = partial(client.messages.create, **common, messages=ASK, tools=[TOOL], tool_choice={"type": "x"})
+    assert "tool_choice" in refused(anthropic.BadRequestError, unknown).message
     stranger = anthropic.Anthropic(base_url=os.environ["RULED_URL"], api_key="wrong")
     error = refused(anthropic.AuthenticationError, partial(stranger.messages.create, **common, messages=ASK))
     assert error.body["error"]["type"] == "authentication_error"

@@ -61,6 +61,10 @@ def tools(ruled: openai.OpenAI) -> None:
     assert final.finish_reason == "tool_calls"
     assert final.message.content == "I look it up."
     assert json.loads(final.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        said = ruled.chat.completions.create(model="ruled", messages=ASK, tools=[TOOL], tool_choice=choice)
+        (call,) = said.choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Paris"})
     said = ruled.chat.completions.create(model="ruled", messages=ASK, tools=[TOOL], tool_choice="none")
     assert said.choices[0].message.tool_calls is None
 
@@ -97,7 +101,7 @@ def errors(ruled: openai.OpenAI) -> None:
     for settings, param in (
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"extra_body": {"beam": 4}}, "beam"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"stream": True, "n": 1000}, "n"),
     ):
         error = refused(openai.BadRequestError, partial(create, **settings))
@@ -116,7 +120,7 @@ def session() -> None:
     request = urllib.request.Request(os.environ["RULED_URL"] + opened["path"], headers=headers)
     with urllib.request.urlopen(request) as answer:
         turns = json.load(answer)["turns"]
-    assert [turn["parent"] for turn in turns] == [None, 0, None, None]
+    assert [turn["parent"] for turn in turns] == [None, 0, None, None, None, None]
     before = turns[0]["prompt_ids"] + turns[0]["output_ids"]
     assert turns[1]["prompt_ids"][: len(before)] == before
 
