@@ -110,7 +110,7 @@ async def generate_and_rm_group(
         Exception: the last error, if every attempt at the group failed.
     """
     from slimelite.engines.http_front import parse_sampling_params
-    from slimelite.rollout.groups import Group, GroupGenerator
+    from slimelite.rollout.groups import GroupGenerator
 
     context = args.rollout_context
     generator = GroupGenerator(
@@ -126,10 +126,10 @@ async def generate_and_rm_group(
 
     async def work() -> list[Sample]:
         await context.engines.refresh()
-        (done,) = await generator.generate([Group(list(group), 0)])
-        if done.error is not None:
-            raise done.error
-        return done.samples
+        samples, error = await generator.generate_one(list(group))
+        if error is not None:
+            raise error
+        return samples
 
     # the engines live on the rollout's event loop, and the plugin's may be another
     return await context.thread.result(work())

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from slimelite.arguments import EvalDataset
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.rollout.context import RolloutContext, RolloutFnEvalOutput
-from slimelite.rollout.groups import Group, GroupGenerator, check_scored, eval_params, is_finished, without_dropped
+from slimelite.rollout.groups import GroupGenerator, Outcome, check_scored, eval_params, is_finished, without_dropped
 from slimelite.sample import Sample
 
 
@@ -45,7 +45,7 @@ async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> Rollout
     return RolloutFnEvalOutput(data, metrics)
 
 
-def _groups(context: RolloutContext, dataset: EvalDataset) -> list[Group]:
+def _groups(context: RolloutContext, dataset: EvalDataset) -> list[list[Sample]]:
     """The prompts of a dataset as groups of samples; the file is read once in a run."""
     if dataset.name not in context.eval_prompts:
         try:
@@ -61,10 +61,10 @@ def _groups(context: RolloutContext, dataset: EvalDataset) -> list[Group]:
             raise ValueError(f"eval dataset {dataset.name!r}: {error}") from error
     each = dataset.n_samples_per_eval_prompt
     groups = [
-        Group([deal(prompt, number, number * each + i) for i in range(each)], number)
+        [deal(prompt, number, number * each + i) for i in range(each)]
         for number, prompt in enumerate(context.eval_prompts[dataset.name])
     ]
-    for sample in (s for group in groups for s in group.samples):
+    for sample in (s for group in groups for s in group):
         sample.metadata |= dataset.metadata_overrides
         sample.custom_rm_path = dataset.custom_rm_path
     return groups
@@ -73,7 +73,7 @@ def _groups(context: RolloutContext, dataset: EvalDataset) -> list[Group]:
 async def _evaluate(
     context: RolloutContext,
     dataset: EvalDataset,
-    groups: list[Group],
+    groups: list[list[Sample]],
     rollout_id: int,
     count: Callable[[str, int], None],
 ) -> list[list[Sample]]:
@@ -90,17 +90,19 @@ async def _evaluate(
         evaluation=True,
     )
 
-    async def generate(part: list[Group], engine: int | None) -> None:
-        await generator.generate(part, engine)
+    async def generate(part: list[list[Sample]]) -> list[Outcome]:
+        found = await generator.generate(part)
         count(dataset.name, len(part))
+        return found
 
-    await asyncio.gather(*(generate(part, engine) for part, engine in generator.parts(groups)))
-    answered = [g.samples for g in groups if is_finished(g.samples)]
+    parts = await asyncio.gather(*(generate(part) for part in generator.parts(groups)))
+    outcomes = [outcome for part in parts for outcome in part]
+    answered = [samples for samples, _ in outcomes if is_finished(samples)]
     if answered:
         check_scored([s for samples in answered for s in samples], f"eval dataset {dataset.name!r}")
     finished = [samples for group in answered if (samples := without_dropped(group, context.args))]
     if not finished:
-        cause = next((g.error for g in groups if g.error is not None), None)
+        cause = next((error for _, error in outcomes if error is not None), None)
         raise ValueError(
             f"eval dataset {dataset.name!r}: none of {len(groups)} prompts got a scored response ({cause!r})"
         ) from cause

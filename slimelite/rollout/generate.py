@@ -5,9 +5,8 @@ prompt. Metrics count every group that is not used. Groups that finish after the
 data source and come first in the next rollout. Groups that are unfinished then go back as prompts, or, under
 ``--partial-rollout``, with the tokens they have; those of agents wait where they are (`rollout.sessions`).
 
-With ``--deterministic-mode`` groups are sent in waves, one list of requests per engine (group i to engine i mod n), and
-are judged in submission order after the whole wave is done, so that the same weights and seeds give a bit-identical
-rollout.
+With ``--deterministic-mode`` groups are sent in waves (group i to engine i mod n) and are judged in submission order
+after the whole wave is done, so that the same weights and seeds give a bit-identical rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import logging
 import math
 import time
 from collections import Counter
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from slimelite.per_token import held
 from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
 from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
-from slimelite.rollout.groups import Group, GroupGenerator, is_finished, restart, rollout_params, without_dropped
+from slimelite.rollout.groups import GroupGenerator, Outcome, is_finished, restart, rollout_params, without_dropped
 from slimelite.rollout.sessions import Parked, PooledSessions
 from slimelite.sample import Sample
 
@@ -118,11 +116,11 @@ class Collection:
         self.accepted: list[list[Sample]] = []
         self.surplus: list[list[Sample]] = []
         self.finished: list[list[Sample]] = []  # all groups that this rollout finished, including dropped ones
-        self.tasks: dict[asyncio.Task[list[Group]], list[Group]] = {}
+        # in the order of submission, with the groups as they were submitted
+        self.tasks: dict[asyncio.Task[list[Outcome]], list[list[Sample]]] = {}
         self.in_flight = 0
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.dropped = DroppedGroups(args, rollout_id, self.counts)
-        self._orders = count()
 
     async def collect(self) -> RolloutFnTrainOutput:
         """Fill the batch, then return all other groups to the data source.
@@ -184,18 +182,17 @@ class Collection:
                 samples = [restart(s) for s in samples]
             if is_finished(samples) and all(s.reward is not None for s in samples):
                 self.counts["reused_groups"] += 1
-                self._judge(Group(samples, next(self._orders)))
+                self._judge(samples)
                 continue
             self.counts["resumed_groups"] += any(s.response_length for s in samples)
             fresh.append(samples)
         return fresh
 
     def _start(self, groups: list[list[Sample]]) -> None:
-        batch = [Group(samples, next(self._orders)) for samples in groups]
-        self.in_flight += len(batch)
-        self.counts["submitted_groups"] += len(batch)
-        for part, engine in self.generator.parts(batch):
-            self.tasks[asyncio.create_task(self.generator.generate(part, engine))] = part
+        self.in_flight += len(groups)
+        self.counts["submitted_groups"] += len(groups)
+        for part in self.generator.parts(groups):
+            self.tasks[asyncio.create_task(self.generator.generate(part))] = part
 
     def _parked(self, samples: list[Sample], version: int) -> Parked | None:
         """The group of an agent that waits since an earlier rollout; one with tokens that are too old is ended."""
@@ -214,40 +211,39 @@ class Collection:
         agents, generator = self.context.sessions(), parked.generator
         generator.stopping, generator.rollout_id = False, self.rollout_id
         generator.generated = self.generator.generated
-        parked.group.order = next(self._orders)
         self.in_flight += 1
         self.tasks[parked.task] = [parked.group]
-        agents.go_on([generator.session_id(sample) for sample in parked.group.original])
+        agents.go_on([generator.session_id(sample) for sample in parked.group])
 
-    async def _done(self, when: str, timeout: float | None = None) -> list[Group]:
+    async def _done(self, when: str, timeout: float | None = None) -> list[Outcome]:
         """Wait, then return the groups that are done, in submission order."""
         if not self.tasks:
             await asyncio.sleep(SHORTLY)
             return []
         done, pending = await asyncio.wait(self.tasks, timeout=timeout, return_when=when)
         # if result() raises, self.tasks still has every task, so that _cancel ends them all
-        groups = sorted((group for task in done for group in task.result()), key=lambda group: group.order)
-        self.tasks = {task: self.tasks[task] for task in pending}
-        return groups
+        outcomes = [outcome for task in self.tasks if task in done for outcome in task.result()]
+        self.tasks = {task: part for task, part in self.tasks.items() if task in pending}
+        return outcomes
 
-    def _judge_all(self, groups: list[Group]) -> None:
-        for group in groups:
+    def _judge_all(self, outcomes: list[Outcome]) -> None:
+        for samples, error in outcomes:
             self.in_flight -= 1
-            if group.error is None:
-                self.finished.append(group.samples)
-                self._judge(group)
+            if error is None:
+                self.finished.append(samples)
+                self._judge(samples)
                 continue
             self.counts["failed_groups"] += 1
-            self.dropped.keep(group.samples, "failed", f": {group.error!r}")
+            self.dropped.keep(samples, "failed", f": {error!r}")
             level = logging.INFO if self.counts["failed_groups"] > 1 else logging.ERROR
-            logger.log(level, "gave up on prompt %s: %r", group.samples[0].group_index, group.error)
-            self.dropped.failed(group.error)
+            logger.log(level, "gave up on prompt %s: %r", samples[0].group_index, error)
+            self.dropped.failed(error)
 
-    def _judge(self, group: Group) -> None:
+    def _judge(self, graded: list[Sample]) -> None:
         """Put the group into the batch or the surplus, or drop it."""
         full = len(self.accepted) == self.target
-        graded, group.samples = group.samples, without_dropped(group.samples, self.args)
-        output = self._filter(group.samples)
+        samples = without_dropped(graded, self.args)
+        output = self._filter(samples)
         if not output.keep:
             if not output.keep_when_insufficient or len(self.accepted) + self.in_flight >= self.target:
                 self.counts["dropped_groups"] += 1
@@ -260,7 +256,7 @@ class Collection:
                 return
             self.counts["kept_for_lack"] += 1
         self.dropped.accepted()
-        (self.surplus if full else self.accepted).append(group.samples)
+        (self.surplus if full else self.accepted).append(samples)
         self.context.progress(len(self.accepted), self.target, "")
 
     def _filter(self, samples: list[Sample]) -> DynamicFilterOutput:
@@ -286,14 +282,14 @@ class Collection:
             # abort in every turn, since a request may reach its engine only after an earlier abort
             await self.context.engines.abort()
             unfinished += await self._leave(agents)
-            for group in await self._done(asyncio.ALL_COMPLETED, timeout=min(1.0, STOP_SECONDS)):
-                if is_finished(group.samples):
-                    self._judge_all([group])
+            for samples, error in await self._done(asyncio.ALL_COMPLETED, timeout=min(1.0, STOP_SECONDS)):
+                if is_finished(samples):
+                    self._judge_all([(samples, error)])
                 else:
-                    unfinished.append(group.samples)
+                    unfinished.append(samples)
         if self.tasks:
-            stuck = sorted((g for part in self.tasks.values() for g in part), key=lambda group: group.order)
-            names = ", ".join(str(g.original[0].group_index) for g in stuck)
+            stuck = [group for part in self.tasks.values() for group in part]
+            names = ", ".join(str(group[0].group_index) for group in stuck)
             logger.error(
                 "the groups of prompts %s did not stop within %g s (a custom generate function or reward hangs?): "
                 "they are cancelled, and sampled anew in the next rollout",
@@ -303,7 +299,7 @@ class Collection:
             for task in self.tasks:
                 task.cancel()
             await asyncio.wait(self.tasks, timeout=1.0)
-            unfinished += [g.original for g in stuck]
+            unfinished += stuck
         return unfinished
 
     async def _leave(self, agents: PooledSessions | None) -> list[list[Sample]]:
@@ -312,14 +308,14 @@ class Collection:
             return []
         left = []
         ended = []
-        for task, part in sorted(self.tasks.items(), key=lambda item: item[1][0].order):
-            ids = [self.generator.session_id(s) for group in part for s in group.original]
+        for task, part in list(self.tasks.items()):
+            ids = [self.generator.session_id(s) for group in part for s in group]
             if task.done() or next(agents.of(ids), None) is None:
                 continue  # one whose agents have not begun, or are done, is as any other
             del self.tasks[task]
-            left += [group.original for group in part]
+            left += part
             if self.args.partial_rollout and len(part) == 1:
-                agents.parked[part[0].original[0].group_index] = Parked(task, part[0], self.generator)
+                agents.parked[part[0][0].group_index] = Parked(task, part[0], self.generator)
             else:
                 task.cancel()
                 ended.append(task)

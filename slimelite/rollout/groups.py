@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
@@ -144,17 +145,8 @@ def restart(sample: Sample) -> Sample:
     )
 
 
-@dataclass(slots=True)
-class Group:
-    """The samples of one prompt; ``order``: its submission number; ``error``: why its generation failed."""
-
-    samples: list[Sample]
-    order: int
-    error: Exception | None = None
-    original: list[Sample] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.original = list(self.samples)
+# the samples of one prompt, and the error of the last attempt if they could not be generated
+Outcome = tuple[list[Sample], Exception | None]
 
 
 @dataclass(slots=True)
@@ -191,104 +183,108 @@ class GroupGenerator:
     retries: int = field(default=0, init=False)
     generated: list[Generated] = field(default_factory=list, init=False)
     _told: set[type[Exception]] = field(default_factory=set, init=False)
+    _turns: defaultdict[int, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock), init=False)
     _hooks: list[Plugin] = field(init=False)
     _request_numbers: Iterator[int] = field(default_factory=count, init=False)
 
     def __post_init__(self) -> None:
         self._hooks = load_hooks(self.context.args)
 
-    async def generate(self, batch: list[Group], engine: int | None = None) -> list[Group]:
-        """Generate and grade a batch of groups together, on one engine; if ``engine`` is None, on the least loaded one.
+    def parts(self, groups: list[list[Sample]]) -> list[list[list[Sample]]]:
+        """Arguments for `generate`: each group by itself, or all at once under ``--deterministic-mode``."""
+        together = groups and self.context.args.deterministic_mode
+        return [groups] if together else [[group] for group in groups]
 
-        A group that fails ``ATTEMPTS`` times keeps its last ``error``.
+    async def generate(self, groups: list[list[Sample]]) -> list[Outcome]:
+        """Generate and grade one of the `parts`.
+
+        Under ``--deterministic-mode`` group i goes to engine i mod n, plugins answer one group after the other, and no
+        group is graded before all have their responses, so that everything is called in the same order each time.
 
         Raises:
-            ValueError: the engine refused a request (a retry would not help), or grading raised.
+            ValueError: an engine refused a request (a retry would not help), or grading raised.
         """
-        used = None
+        if not self.context.args.deterministic_mode:
+            return [await self.generate_one(group) for group in groups]
+        count = len(self.context.engines.engines)
+        working = [asyncio.create_task(self._answer(group, i % count)) for i, group in enumerate(groups)]
+        try:
+            answers = await asyncio.gather(*working)
+        finally:  # after an error the others end too
+            for task in working:
+                task.cancel()
+        return list(await asyncio.gather(*(self._finish(*answer) for answer in answers)))
+
+    async def generate_one(self, group: list[Sample]) -> Outcome:
+        """Generate and grade a group on the least loaded engine."""
+        return await self._finish(*await self._answer(group))
+
+    async def _answer(self, group: list[Sample], engine: int | None = None) -> Outcome:
+        """The group with its responses, after ``ATTEMPTS`` at most; ``engine`` None: of the least loaded engine."""
+        path = group[0].generate_function_path or self.generate_path
+        if engine is None or path is None:
+            return await self._attempts(group, path, engine)
+        async with self._turns[engine]:
+            return await self._attempts(group, path, engine)
+
+    async def _attempts(self, group: list[Sample], path: str | None, engine: int | None) -> Outcome:
+        samples, error, used = group, None, None
         for attempt in range(1, ATTEMPTS + 1):
-            todo = [g for g in batch if not is_finished(g.samples)]
-            requests = sum(s.status not in FINISHED for g in todo for s in g.samples)
-            async with self.context.engines.lease(requests, engine, avoid=used) as used:
-                if self.stopping or not todo:
+            if is_finished(samples):
+                break
+            waiting = sum(s.status not in FINISHED for s in samples)
+            async with self.context.engines.lease(waiting, engine, avoid=used) as used:
+                if self.stopping:
                     break
-                await self._respond(todo, used)
-            failed = [g for g in todo if g.error is not None]
-            if not failed or self.stopping:
+                if path is None:
+                    error = await self._ask_engine(samples, used)
+                else:
+                    samples, error = await self._ask_plugin(samples, path, used)
+            if error is None or self.stopping:
                 break
             await self.context.engines.check(used)
             self.retries += 1
-            self._tell(failed[0], f"attempt {attempt}: {len(failed)} of {len(todo)} groups failed")
+            self._tell(error, f"attempt {attempt} at prompt {group[0].group_index} failed", plugin=path is not None)
             if attempt < ATTEMPTS:
                 await asyncio.sleep(RETRY_SECONDS * attempt)
-        finished = [g for g in batch if is_finished(g.samples)]
-        for group in batch:
-            if not is_finished(group.samples) and not self.context.args.partial_rollout:
-                group.samples = group.original
-        if len(finished) == 1:  # without a task of its own
-            await self._finish(finished[0])
-        else:
-            await asyncio.gather(*(self._finish(g) for g in finished))
-        return batch
+        kept = is_finished(samples) or self.context.args.partial_rollout
+        return samples if kept else group, error
 
-    def parts(self, batch: list[Group]) -> list[tuple[list[Group], int | None]]:
-        """Arguments for `generate`: one call per group, or under ``--deterministic-mode`` group i on engine i mod n."""
-        if not self.context.args.deterministic_mode:
-            return [([group], None) for group in batch]
-        count = len(self.context.engines.engines)
-        return [(batch[engine::count], engine) for engine in range(min(count, len(batch)))]
-
-    def _tell(self, group: Group, what: str) -> None:
+    def _tell(self, error: Exception, what: str, *, plugin: bool) -> None:
         """Log an error, with the traceback of the plugin if one raised it; only the first of its type is a warning."""
-        error = group.error
-        assert error is not None
         level = logging.INFO if type(error) in self._told else logging.WARNING
         self._told.add(type(error))
-        by_plugin = self._path(group)
-        logger.log(level, "%s: %s", what, own_traceback(error) if by_plugin else repr(error))
+        logger.log(level, "%s: %s", what, own_traceback(error) if plugin else repr(error))
 
-    async def _respond(self, groups: list[Group], engine: int) -> None:
-        paths = [self._path(g) for g in groups]
-        built_in = [g for g, path in zip(groups, paths, strict=True) if path is None]
-        by_plugin = [(g, load_function(path)) for g, path in zip(groups, paths, strict=True) if path is not None]
-        try:
-            await self._ask_engine(built_in, engine)
-        except ValueError:
-            raise
-        except Exception as error:  # retried, since another attempt or another engine may succeed
-            for group in built_in:
-                group.error = error
-        await self.context.each(self._ask_plugin(group, function, engine) for group, function in by_plugin)
-
-    def _path(self, group: Group) -> str | None:
-        """The generate function of a group; None: the engine is asked directly."""
-        return group.samples[0].generate_function_path or self.generate_path
-
-    async def _ask_engine(self, groups: list[Group], engine: int) -> None:
+    async def _ask_engine(self, samples: list[Sample], engine: int) -> Exception | None:
+        """Add the engine's responses to the unfinished ``samples``; an error that another attempt may not meet."""
         info = self.context.engines.infos[engine]
         longest = min(info.max_context_len, self.max_context_len or info.max_context_len)
-        asked: list[tuple[Group, Sample]] = []
+        asked: list[Sample] = []
         requests: list[GenerateRequest] = []
-        for group in groups:
-            for sample in group.samples:
-                if sample.status in FINISHED:
-                    continue
-                params = remaining_params(sample, self.params, longest, self._seed(sample) if info.seeds else None)
-                if params.max_new_tokens <= 0:
-                    sample.status = Status.TRUNCATED
-                    continue
-                asked.append((group, sample))
-                requests.append(self._request(sample, params))
-        results = await self.context.engines.generate(engine, requests)
+        for sample in samples:
+            if sample.status in FINISHED:
+                continue
+            params = remaining_params(sample, self.params, longest, self._seed(sample) if info.seeds else None)
+            if params.max_new_tokens <= 0:
+                sample.status = Status.TRUNCATED
+                continue
+            asked.append(sample)
+            requests.append(self._request(sample, params))
+        try:
+            results = await self.context.engines.generate(engine, requests)
+        except ValueError:
+            raise
+        except Exception as error:  # another engine may be alive
+            return error
         self.requests += len(requests)
         self.prompt_tokens += sum(len(r.input_ids) for r in requests)
         self.cached_tokens += sum(r.cached_tokens for r in results)
         self.generated += [Generated(r.length, r.length) for r in results]
-        aborted = {g.order for (g, _), r in zip(asked, results, strict=True) if r.finish_reason == "abort"}
-        for (group, sample), result in zip(asked, results, strict=True):
-            group.error = None
-            if group.order not in aborted or self.context.args.partial_rollout:
+        if self.context.args.partial_rollout or all(r.finish_reason != "abort" for r in results):
+            for sample, result in zip(asked, results, strict=True):
                 add_result(sample, result, self.context.tokenizer, self.params.skip_special_tokens)
+        return None
 
     def _request(self, sample: Sample, params: SamplingParams) -> GenerateRequest:
         return GenerateRequest(
@@ -307,15 +303,15 @@ class GroupGenerator:
         """The id of a sample's session, where a generate function opens one."""
         return sample.session_id or f"{self.stream}-{sample.index}".replace("/", "-")
 
-    async def _ask_plugin(self, group: Group, function: Plugin, engine: int) -> None:
+    async def _ask_plugin(self, samples: list[Sample], path: str, engine: int) -> Outcome:
         """Replace each unfinished sample by the plugin's result; a sample that the plugin fails on is not changed."""
-        ours = self._path(group) in (EPISODE, PROGRAM)  # which needs no engine's address
+        function, ours = load_function(path), path in (EPISODE, PROGRAM)  # which need no engine's address
         args = await self.context.plugin_args(None if ours else engine)
-        pending = [s for s in group.samples if s.status not in FINISHED]
+        pending = [s for s in samples if s.status not in FINISHED]
         answers = await self.context.each(self._attempt(function, args, s, engine) for s in pending)
-        group.error = next((a for a in answers if isinstance(a, Exception)), None)
+        error = next((a for a in answers if isinstance(a, Exception)), None)
         made = {id(s): a for s, a in zip(pending, answers, strict=True) if not isinstance(a, Exception)}
-        group.samples = [s for sample in group.samples for s in made.get(id(sample), [sample])]
+        return [s for sample in samples for s in made.get(id(sample), [sample])], error
 
     async def _attempt(
         self, function: Plugin, args: PluginArgs, sample: Sample, engine: int
@@ -369,25 +365,29 @@ class GroupGenerator:
             raise TimeoutError(f"the custom generate function took longer than --generate-timeout {seconds:g} s")
         return task.result()
 
-    async def _finish(self, group: Group) -> None:
+    async def _finish(self, samples: list[Sample], error: Exception | None) -> Outcome:
+        """Sample hooks and grading, for a group that has its responses."""
+        if not is_finished(samples):
+            return samples, error
         if self._hooks:
             args = await self.context.plugin_args()
             offered = {"rollout_id": self.rollout_id, "evaluation": self.evaluation}
-            group.samples = [await hooked(self._hooks, args, s, **offered) for s in group.samples]
+            samples = [await hooked(self._hooks, args, s, **offered) for s in samples]
         teacher = None if self.evaluation else self.context.teacher
         if teacher is None:
-            await self._grade(group)
+            await self._grade(samples)
         else:
-            await asyncio.gather(self._grade(group), teacher.score(group.samples))
+            await asyncio.gather(self._grade(samples), teacher.score(samples))
+        return samples, error
 
-    async def _grade(self, group: Group) -> None:
+    async def _grade(self, samples: list[Sample]) -> None:
         key = self.reward_key
         if self.context.args.group_rm:
-            await self.context.grader.grade(group.samples, rm_type=self.rm_type, reward_key=key)
+            await self.context.grader.grade(samples, rm_type=self.rm_type, reward_key=key)
             return
-        self.context.grader.check([s for s in group.samples if s.reward is not None], reward_key=key)
+        self.context.grader.check([s for s in samples if s.reward is not None], reward_key=key)
         families: dict[int | None, list[Sample]] = {}
-        for sample in group.samples:
+        for sample in samples:
             if sample.reward is None:
                 families.setdefault(sample.index if sample.rollout_id is None else sample.rollout_id, []).append(sample)
         # siblings of a fan-out are graded as a group; all other samples are graded one by one, concurrently

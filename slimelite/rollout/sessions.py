@@ -21,7 +21,8 @@ from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Session, Sessions, stream_seed
 
 if TYPE_CHECKING:
-    from slimelite.rollout.groups import Group, GroupGenerator
+    from slimelite.rollout.groups import GroupGenerator, Outcome
+    from slimelite.sample import Sample
 
 # tries of a request whose engine dies
 ATTEMPTS = 3
@@ -46,10 +47,10 @@ class Home:
 
 @dataclass(slots=True)
 class Parked:
-    """A group that waits for the next rollout: the task that generates it, and the generator of that task."""
+    """A ``group`` that waits for the next rollout: the task that generates it, and the generator of that task."""
 
-    task: asyncio.Task[list[Group]]
-    group: Group
+    task: asyncio.Task[list[Outcome]]
+    group: list[Sample]
     generator: GroupGenerator
 
     def cancel(self) -> None:

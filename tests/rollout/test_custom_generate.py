@@ -184,6 +184,20 @@ def test_only_the_samples_that_failed_are_tried_again(
     assert set(output.table.metadata) == {"{}"}
 
 
+def test_plugins_of_a_repeatable_run_take_turns(make_args: MakeArgs, make_manager: MakeManager) -> None:
+    args = make_args(
+        deterministic_mode=True,
+        custom_generate_function_path=plugin("native.py:notes_its_turn"),
+        rollout_sample_hook_path=[plugin("native.py:notes_its_hook")],
+    )
+    table = make_manager(args, [ScriptedEngine()]).generate(0).table
+    turns = [json.loads(row)["turn"] for row in table.metadata]
+    assert [end - begin for begin, end, _ in turns] == [1] * 12
+    # sample 1 was tried again after those of its group, before the next group
+    assert sorted(range(12), key=lambda row: turns[row][0]) == [0, 2, 3, 1, *range(4, 12)]
+    assert sorted(hook for _, _, hook in turns) == list(range(25, 37))  # when every response is there
+
+
 @pytest.mark.parametrize("partial", [False, True])
 def test_an_abort_of_a_plugins_responses(make_args: MakeArgs, make_manager: MakeManager, partial: bool) -> None:
     """Half of group 1 is cut off: it starts afresh as a whole, or goes on where it was."""

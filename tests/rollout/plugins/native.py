@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 from typing import Any
 
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
@@ -124,3 +125,23 @@ async def hangs_once_and_ignores_cancelling(args: Any, sample: Sample, sampling_
             await asyncio.sleep(3)
     sample.append_response_tokens([50], [-1.0], text="5")
     return sample
+
+
+async def notes_its_turn(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Later samples are faster; notes in which order samples began and ended, and fails once."""
+    begin, index = next(TURNS), sample.index or 0
+    await asyncio.sleep(0.002 if index < 6 else 0)
+    if index == 1 and not FAILED:
+        FAILED.append(index)
+        raise RuntimeError("once")
+    sample.append_response_tokens([50], [-1.0], text="5")
+    sample.metadata["turn"] = [begin, next(TURNS)]
+    return sample
+
+
+async def notes_its_hook(args: Any, sample: Sample) -> None:
+    sample.metadata["turn"].append(next(TURNS))
+
+
+TURNS = count()
+FAILED: list[int] = []
