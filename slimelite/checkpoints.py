@@ -27,6 +27,8 @@ EVALUATIONS = "evaluations.json"
 ROLLOUT_STATE = "rollout_state.json"
 # file with the trainer's state other than tensors
 STATE_FILE = "trainer.json"
+# its entry with the model that training began from, a folder or hub id
+BASE = "base"
 # file in a checkpoint folder or run folder that names the run which writes there: see `locks.hold`
 LOCK = "run.lock"
 # in a checkpoint: {"files": {"__0_0.distcp": {"bytes": 4096, "crc32": "89abcdef"}, ...}}; written last
@@ -37,6 +39,14 @@ SAID_ABOVE = 10**10
 Checksums = dict[str, "Checksum"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 REMEDY = "go on from an earlier checkpoint with --ckpt-step"
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint cannot be used: ``wrong`` says why, and ``whole`` is the newest whole one before it."""
+
+    def __init__(self, wrong: str, remedy: str, whole: Path | None = None) -> None:
+        super().__init__(f"{wrong}; {remedy}")
+        self.wrong, self.whole = wrong, whole
 
 
 class Checksum(TypedDict):
@@ -61,7 +71,8 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
         user, which may be empty.
 
     Raises:
-        ValueError: ``load`` holds something else, or the checkpoint is missing or damaged.
+        ValueError: ``load`` holds something else, or the checkpoint is missing.
+        DamagedCheckpoint: it is damaged, and there is no other or no ``fallback``.
     """
     root = Path(load)
     marker = root / MARKER
@@ -76,7 +87,8 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
             f"{load}: {MARKER} says {word}, but there is no iter_{word:0>7}/{ROLLOUT_STATE}: a Megatron checkpoint?"
         )
     if not word.isdecimal():
-        raise ValueError(f"{marker}: is damaged: it should have the number of a rollout; give one with --ckpt-step")
+        cut = f"{marker}: is damaged: it should have the number of a rollout"
+        raise DamagedCheckpoint(cut, "give one with --ckpt-step")
     directory = _directory(root, word)
     wrong = whats_wrong(directory)
     if wrong is None:
@@ -86,14 +98,17 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
     earlier = [place for place in earlier if place.name < f"iter_{word:0>7}"]
     whole = next((place for place in earlier if whats_wrong(place) is None), None)
     if whole is None:
-        raise ValueError(
-            f"{wrong}; {'no checkpoint before it is whole' if earlier else 'none is before it'}: leave --load out to "
-            "start anew from --hf-checkpoint, which may be a folder of --save-hf"
+        raise DamagedCheckpoint(
+            wrong,
+            f"{'no checkpoint before it is whole' if earlier else 'none is before it'}: leave --load out to "
+            "start anew from --hf-checkpoint, which may be a folder of --save-hf",
         )
     if not fallback:
-        raise ValueError(
-            f"{wrong}; the newest whole checkpoint before it is {whole.name}: go on from there with --load-fallback "
-            f"or --ckpt-step {int(whole.name[5:])}"
+        raise DamagedCheckpoint(
+            wrong,
+            f"the newest whole checkpoint before it is {whole.name}: go on from there with --load-fallback "
+            f"or --ckpt-step {int(whole.name[5:])}",
+            whole,
         )
     return whole, f"{wrong}: going on from {whole.name} instead (--load-fallback)"
 

@@ -54,10 +54,12 @@ def evaluation_args(
     return make_args([*words, "--hf-checkpoint", model, "--run-dir", str(folder)])
 
 
-def check(args: Args) -> list[str]:
-    """What keeps the evaluation from starting; warnings are printed."""
-    if (wrong := _other_model(args)) is not None:
-        return [wrong]
+def check(args: Args, model: str) -> list[str]:
+    """What keeps an evaluation of ``model`` with ``args`` from starting; warnings are printed."""
+    file = Path(args.run_dir) / RESULTS
+    known = read_json(file)["model"] if file.is_file() else model
+    if known != model:
+        return [f"{args.run_dir} has the results of another model, {known}: give --output another folder"]
     findings = inspect(args, this_machine())
     for warning in findings.warnings:
         print(f"slimelite eval: warning: {warning}", file=sys.stderr)
@@ -119,14 +121,6 @@ def _files(args: Args, dataset: Mapping[str, Any]) -> dict[str, list[int]]:
     rows = [split_path(str(dataset[name]))[0] for name in ("path", "examples")]
     found = [*Path(str(args.hf_checkpoint)).glob("*"), *map(Path, [*rows, task, scorer]), SHIPPED / f"{task}.yaml"]
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(found) if file.is_file()}
-
-
-def _other_model(args: Args) -> str | None:
-    file = Path(args.run_dir) / RESULTS
-    model = read_json(file)["model"] if file.is_file() else args.hf_checkpoint
-    if model == args.hf_checkpoint:
-        return None
-    return f"{args.run_dir} has the results of another model, {model}: give --output another folder"
 
 
 def _run_settings(args: Args) -> dict[str, Any]:

@@ -7,14 +7,23 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from glob import escape, glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slimelite.arguments.lora import ADAPTER_CONFIG
-from slimelite.checkpoints import HUB_ID, MARKER, STATE_FILE, find_checkpoint, read_json, whats_wrong
+from slimelite.checkpoints import (
+    BASE,
+    HUB_ID,
+    MARKER,
+    STATE_FILE,
+    DamagedCheckpoint,
+    find_checkpoint,
+    read_json,
+    whats_wrong,
+)
 from slimelite.files import write_text
 
 # in the folder of a merged model: what it was made of, see `merged`
@@ -28,6 +37,18 @@ class Source(NamedTuple):
 
     path: str
     base: str | None = None
+
+
+def resolve_models(paths: Sequence[str], base: str | None) -> list[Source]:
+    """What each of ``paths`` means; see `resolve_model`.
+
+    Raises:
+        ValueError: there is no model, or none that changes the weights of another, and yet a ``base``.
+    """
+    found = [resolve_model(path, base) for path in paths]
+    if base is not None and all(source.base is None for source in found):
+        raise ValueError(f"--base {base} is for adapters and checkpoints, and {found[0].path} is a whole model")
+    return found
 
 
 def resolve_model(path: str, base: str | None = None) -> Source:
@@ -50,7 +71,7 @@ def resolve_model(path: str, base: str | None = None) -> Source:
         named = base or read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         if not named:
             raise ValueError(f"{path} is an adapter that does not name its model: give it with --base")
-        return Source(path, str(named))
+        return _changes(path, str(named))
     config = read_json(folder / "config.json")
     return _resolve_run(path, config, base) if "hf_checkpoint" in config else Source(path)
 
@@ -58,13 +79,24 @@ def resolve_model(path: str, base: str | None = None) -> Source:
 def _resolve_checkpoint(folder: Path, base: str | None) -> Source:
     directory = folder
     if (folder / MARKER).is_file():
-        directory = find_checkpoint(folder)[0] or folder
+        try:
+            directory = find_checkpoint(folder)[0] or folder
+        except DamagedCheckpoint as error:
+            other = error.whole or "the folder of another checkpoint"
+            raise ValueError(f"{error.wrong}: name {other} in place of {folder}") from error
     elif wrong := whats_wrong(folder):
-        raise ValueError(wrong)
-    named = base or (read_json(directory / STATE_FILE).get("lora") or {}).get("base")
+        raise ValueError(f"{wrong}: name the folder of another checkpoint")
+    state = read_json(directory / STATE_FILE)
+    named = base or state.get(BASE) or (state.get("lora") or {}).get(BASE)  # older versions kept it with the adapters
     if named is None:
-        raise ValueError(f"{directory} is a checkpoint of --save, which does not name its model: give it with --base")
-    return Source(str(directory), str(named))
+        raise ValueError(f"{directory} is an older checkpoint, which does not name its model: give it with --base")
+    return _changes(str(directory), str(named))
+
+
+def _changes(path: str, base: str) -> Source:
+    if not Path(base).is_dir() and not HUB_ID.fullmatch(base):
+        raise ValueError(f"{path} changes the model {base}, which is not there: say where it is with --base")
+    return Source(path, base)
 
 
 def _resolve_run(path: str, config: dict[str, Any], base: str | None) -> Source:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimelite.checkpoints import MARKER, ROLLOUT_STATE, STATE_FILE
-from slimelite.runnable import Source, resolve_model
+from slimelite.runnable import Source, resolve_model, resolve_models
 
 
 def write(file: Path, age: int = 0, **content: object) -> Path:
@@ -54,7 +54,9 @@ def test_an_adapter_and_a_checkpoint_have_a_base(tmp_path: Path) -> None:
     assert resolve_model(str(adapter), "my/base") == Source(str(adapter), "my/base")
     run = write(tmp_path / "run" / "config.json", hf_checkpoint="its/base", save_hf=str(adapter), save=None)
     assert resolve_model(str(run)) == Source(str(adapter), "its/base")
-    folder = saved(tmp_path / "saved", 3, lora={"rank": 4, "scaling": 2.0, "base": "some/base"})
+    folder = saved(tmp_path / "saved", 3, base="some/base")
+    older = saved(tmp_path / "older", 3, lora={"rank": 4, "scaling": 2.0, "base": "older/base"})
+    assert resolve_model(str(older)).base == "older/base"
     place = folder.absolute() / "iter_0000003"
     assert resolve_model(str(folder)) == resolve_model(str(place)) == Source(str(place), "some/base")
     assert resolve_model(str(place), "my/base") == Source(str(place), "my/base")
@@ -73,7 +75,30 @@ def test_what_is_no_model_is_said_with_the_remedy(tmp_path: Path) -> None:
         resolve_model(str(saved(tmp_path / "saved", 3, whole=False)))
     with pytest.raises(ValueError, match="does not name its model: give it with --base"):
         resolve_model(str(saved(tmp_path / "whole", 3)))
+    moved = str(tmp_path / "moved" / "base")
+    for folder in (
+        saved(tmp_path / "s", 3, base=moved),
+        write(tmp_path / "a" / "adapter_config.json", base_model_name_or_path=moved),
+    ):
+        with pytest.raises(ValueError, match="moved/base, which is not there: say where it is with --base"):
+            resolve_model(str(folder))
+        assert resolve_model(str(folder), "my/base").base == "my/base"
+    with pytest.raises(ValueError, match="--base my/base is for adapters and checkpoints, and some/model is a whole"):
+        resolve_models(["some/model"], "my/base")
+    assert [source.base for source in resolve_models(["some/model", str(folder)], "my/base")] == [None, "my/base"]
     with pytest.raises(ValueError, match="no such folder"):
         resolve_model(str(tmp_path / "gone"))
     with pytest.raises(ValueError, match="is missing"):
         resolve_model(str(write(tmp_path / "empty" / "other.json")))
+
+
+def test_of_a_damaged_checkpoint_the_message_says_what_these_commands_can_do(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", 3, base="some/base")
+    saved(folder, 4, base="some/base")
+    newest = folder / "iter_0000004"
+    (newest / STATE_FILE).write_text("{")
+    for path, remedy in ((folder, f"name {folder}/iter_0000003 in place"), (newest, "name the folder of another")):
+        with pytest.raises(ValueError, match=remedy) as caught:
+            resolve_model(str(path))
+        assert "trainer.json: is damaged" in str(caught.value)
+        assert "--" not in str(caught.value)

@@ -19,7 +19,7 @@ from slimelite.engines.protocol import Codec, Engine, EngineInfo, EngineSetup
 from slimelite.engines.registry import ENGINES, ServerAddress
 from slimelite.html import document
 from slimelite.registry import function
-from slimelite.runnable import resolve_model, runnable
+from slimelite.runnable import resolve_models, runnable
 from slimelite.serving.requests import is_loopback
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS
 from slimelite.tracking.noise import quiet_transformers
@@ -61,7 +61,11 @@ MODEL_HELP = (
 
 def add_model_flags(parser: argparse._ActionsContainer) -> None:
     """The flags that `serving` reads beside those of the server."""
-    parser.add_argument("--base", metavar="MODEL", help="the model that an adapter or a checkpoint changes")
+    parser.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="the model that an adapter or a checkpoint changes, in place of the one that it names",
+    )
     parser.add_argument("--engine", default="embedded", choices=list(ENGINES), help="what computes")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
     parser.add_argument("--context-length", type=int, help="most tokens of prompt and response together")
@@ -110,7 +114,7 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
     device = args.device or ("cuda" if gpus else "cpu")
     parsers = {"tool_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser}
     async with AsyncExitStack() as stack:
-        source = resolve_model(args.model, args.base)
+        (source,) = resolve_models([args.model], args.base)
         path = stack.enter_context(runnable(source, "bfloat16" if device == "cuda" else "float32"))
         tokenizer = load_tokenizer(path)
         ends = stop_token_ids(path, tokenizer)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import REMEDY, STATE_FILE, Checksums, checksums, read_json
+from slimelite.checkpoints import BASE, REMEDY, STATE_FILE, Checksums, checksums, read_json
 from slimelite.training.learner import Learner, Progress
 from slimelite.training.lora import PARTS
 from slimelite.training.model import LanguageModel
@@ -53,7 +53,7 @@ def save(directory: Path, learner: Learner[LanguageModel], reference: Reference 
         raise (cause if isinstance(cause, OSError) else OSError(f"{type(cause).__name__}: {cause}")) from error
     files = list(directory.glob(f"__{learner.world.rank}_*.distcp"))
     if learner.world.rank == 0:
-        state = {**asdict(learner.progress), ADAPTER: _adapter(learner.args)}
+        state = {**asdict(learner.progress), BASE: learner.args.hf_checkpoint, ADAPTER: _adapter(learner.args)}
         (directory / STATE_FILE).write_text(json.dumps(state, indent=1))
         files += [directory / STATE_FILE, directory / METADATA]
     return checksums(directory, files)
@@ -131,25 +131,27 @@ def _adapter(args: Args) -> dict[str, object] | None:
     """What the adapters mean that a checkpoint keeps instead of the weights."""
     if not args.lora_rank:
         return None
-    return {"rank": args.lora_rank, "scaling": args.lora_scaling, "base": args.hf_checkpoint}
+    return {"rank": args.lora_rank, "scaling": args.lora_scaling}
 
 
 def _check_adapter(directory: Path, args: Args) -> None:
     """Refuse adapters that would be scaled otherwise, or weights in place of adapters; warn of another base."""
-    saved, own = read_json(directory / STATE_FILE).get(ADAPTER), _adapter(args)
+    state, own = read_json(directory / STATE_FILE), _adapter(args)
+    saved = state.get(ADAPTER)
     if saved is None and own is None:
         return
     if saved is None or own is None:
         lora = f"--lora-rank {(saved or own or {}).get('rank')}"
         raise ValueError(f"{directory} was saved {'without' if saved is None else 'with'} {lora}; resume it like that")
-    base = saved.pop("base"), own.pop("base")
+    base = saved.pop(BASE, state.get(BASE))  # older versions kept it here
     if saved != own:
         raise ValueError(
             f"{directory} was saved with adapters of rank {saved['rank']} scaled by {saved['scaling']}, and this run's "
             f"have rank {own['rank']} and {own['scaling']}; give the same --lora-rank, --lora-alpha and --lora-type"
         )
-    if base[0] != base[1]:
-        logger.warning("the adapters in %s were trained on %s, and this run's model is %s", directory, *base)
+    if base != args.hf_checkpoint:
+        warning = "the adapters in %s were trained on %s, and this run's model is %s"
+        logger.warning(warning, directory, base, args.hf_checkpoint)
 
 
 def _random_states(world: World) -> dict[str, Tensor]:

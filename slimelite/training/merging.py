@@ -33,9 +33,15 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
         ValueError: there is no model at ``base``, or ``source`` is damaged or another model's.
     """
     adapter = (source / ADAPTER_CONFIG).is_file()
+    try:
+        config = read_config(base)
+    except ValueError as error:
+        raise ValueError(
+            f"{source} changes the model {base}, which cannot be had: name it with --base ({error})"
+        ) from error
     if adapter and not has_weights(base):
         raise ValueError(f"{base} holds no weights that the adapter in {source} could change")
-    hf = load_model(base, read_config(base), seed=0, attention="eager", empty=False)
+    hf = load_model(base, config, seed=0, attention="eager", empty=False)
     if adapter:
         add_adapters(hf, LoraArgs(lora_adapter_path=str(source), **read_adapter(str(source))), seed=0)
     else:
@@ -61,8 +67,10 @@ def _read_checkpoint(source: Path, hf: PreTrainedModel, base: str) -> None:
         given = {"lora_rank": lora["rank"], "lora_alpha": lora["scaling"] * lora["rank"], "lora_targets": targets}
         add_adapters(hf, LoraArgs(**given), seed=0)
     trained: dict[str, Tensor] = {name: p for name, p in hf.named_parameters() if p.requires_grad}
-    if odd := saved ^ trained.keys():
-        raise ValueError(f"{source} is no checkpoint of {base}: one of them lacks {min(odd)}; name its model: --base")
+    other = {name for name in saved & trained.keys() if reader.tensors[f"model.{name}"].size != trained[name].shape}
+    if odd := (saved ^ trained.keys()) | other:
+        what = "has another shape" if min(odd) in other else "is missing in one of them"
+        raise ValueError(f"{source} is no checkpoint of {base}: {min(odd)} {what}; name its model with --base")
     with warnings.catch_warnings():  # torch warns that there is no process group
         warnings.simplefilter("ignore", UserWarning)
         reader.load({"model": trained})

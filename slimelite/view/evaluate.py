@@ -6,13 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from slimelite.arguments.machine import this_machine
 from slimelite.arguments.tasks import shipped_tasks
 from slimelite.evaluate import Results, check, evaluate, evaluation_args
 from slimelite.lifecycle import StopSignals
-from slimelite.runnable import merged, resolve_model
+from slimelite.runnable import Source, merged, resolve_models
 from slimelite.view.compare import Row, print_table, score_text, test_text
 from slimelite.view.comparison import TEST, Facts, against
 from slimelite.view.run import read_runs
@@ -27,29 +28,38 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = _parser().parse_args(own)
-    flags, plans = [*_flags(options), *more], []
-    dtype = "bfloat16" if this_machine().gpus else "float32"
-    for source in [resolve_model(model, options.base) for model in options.models]:
-        folder = Path(options.output, *[part for part in Path(source.path).parts[-2:] if part.strip("./")])
-        model = source.path if source.base is None else merged(source, folder / "model", dtype)
-        plans.append(evaluation_args(model, folder, flags, options.engine, options.chat))
-    folders = [args.run_dir for args in plans]
+    asked = [(source, *_places(source, options.output)) for source in resolve_models(options.models, options.base)]
+    folders = [folder for _, folder, _ in asked]
     if twice := [folder for folder in folders if folders.count(folder) > 1]:
         raise ValueError(f"two models would have the folder {twice[0]}: evaluate them apart, each with its --output")
-    if problems := list(dict.fromkeys(problem for args in plans for problem in check(args))):
+    plan = partial(evaluation_args, flags=[*_flags(options), *more], engine=options.engine, chat=options.chat)
+    # what is wrong with the tasks is said before an adapter or a checkpoint is merged with its base
+    drafts = [(plan(source.base or source.path, folder), model) for source, folder, model in asked]
+    if problems := list(dict.fromkeys(problem for draft in drafts for problem in check(*draft))):
         print("\n".join(f"slimelite eval: {problem}" for problem in problems), file=sys.stderr)
         return 2
+    dtype = "bfloat16" if this_machine().gpus else "float32"
+    for source, _, model in asked:
+        if source.base is not None:
+            merged(source, Path(model), dtype)
+    plans = [plan(model, folder) for _, folder, model in asked]
     with StopSignals() as stop:
         results = [evaluate(args, again=options.again) for args in plans]
         tasks = [dataset.name for dataset in plans[0].eval_datasets]
-        names = [str(Path(folder).relative_to(options.output)) for folder in folders]
-        found = _facts(names, folders, results, tasks)
+        names = [str(folder.relative_to(options.output)) for folder in folders]
+        found = _facts(names, list(map(str, folders)), results, tasks)
         if options.json:
             print(json.dumps(found, indent=1))
         else:
             _show(found)
         return 0
     return stop.status
+
+
+def _places(source: Source, output: str) -> tuple[Path, str]:
+    """The run folder of what is evaluated, and the model that is run."""
+    folder = Path(output, *[part for part in Path(source.path).parts[-2:] if part.strip("./")])
+    return folder, source.path if source.base is None else str(folder / "model")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slimelite.runnable import Source, merged
+from slimelite.checkpoints import ROLLOUT_STATE
+from slimelite.runnable import Source, merged, resolve_model
 from tests.training.tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora_type": "rslora", "lora_targets": ("q_proj", "down_proj")}
@@ -24,8 +25,10 @@ def test_the_merged_model_has_the_trainers_weights(saves: str, flags: dict[str, 
     with one_rank(tiny_args(base, **flags)) as trainer:
         trainer.train(0, random_table())
         _ = trainer.save_hf(place) if saves == "save_hf" else trainer.save(place, 0)
+        (Path(place) / ROLLOUT_STATE).write_text("{}")  # a run's driver writes it
         expected = weights_of(trainer)
     source = Source(place, str(base))
+    assert resolve_model(place) == source or saves == "save_hf"
     assert merged(source, folder, "float32") == str(folder)
     found = load_file(folder / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -38,5 +41,8 @@ def test_the_merged_model_has_the_trainers_weights(saves: str, flags: dict[str, 
     merged(source, folder, "bfloat16")
     assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     other = save_tiny_model(tmp_path / "other", hidden_size=64)
-    with pytest.raises(ValueError, match=r"another model|in the model of"):
+    # an adapter says in its own words that it fits no matrix of the model
+    with pytest.raises(ValueError, match=r"has another shape; name its model with --base|in the model of"):
         merged(Source(place, str(other)), folder, "float32")
+    with pytest.raises(ValueError, match="changes the model no/model, which cannot be had: name it with --base"):
+        merged(Source(place, "no/model"), folder, "float32")

@@ -116,12 +116,16 @@ def test_an_interrupted_evaluation_goes_on_and_other_settings_are_asked_anew(
         (("one", "--tasks", "gsm8k", "--data", "none"), "none: no such folder of data"),
         (("one", "--tasks", "write.yaml", "--", "--lr-x", "3"), "--lr-x"),
         (("one", "--tasks", "broken.yaml"), "prompt of the task write: 'qq' is undefined"),
+        (("low", "--tasks", "gsm9k"), "--eval-tasks there is no task gsm9k"),
+        (("one", "--base", "two", "--tasks", "write.yaml"), "--base two is for adapters and checkpoints"),
     ],
 )
 def test_mistakes_are_lines_before_anything_is_loaded(
     words: tuple[str, ...], says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "broken.yaml").write_text(WRITE.replace("{{ q }}", "{{ qq }}"))
+    (folder / "low").mkdir()
+    (folder / "low" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "one"}))
     assert main(["eval", *words, "--output", "out"] if "--" not in words else ["eval", *words]) in (1, 2)
     said = capsys.readouterr()
     assert says in said.err
