@@ -132,6 +132,11 @@ async def read_json(http: web.Request) -> dict[str, Any]:
     except web.HTTPRequestEntityTooLarge as error:
         message = f"the body is larger than the engine's context can need: {error.text}"
         raise RequestError(message, error.status) from error
+    except web.RequestPayloadError as error:
+        encoding = http.headers.get("Content-Encoding", "none")
+        raise RequestError(
+            f"the body does not arrive whole, or is not of its Content-Encoding ({encoding:.20})"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

@@ -29,6 +29,7 @@ class BadCell(ValueError):
 
     def __init__(self, column: str, problem: str) -> None:
         super().__init__(f"column {column!r}: {problem}")
+        self.problem = problem
 
 
 def read_messages(content: object, column: str = "messages") -> Messages:

@@ -84,9 +84,11 @@ def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str
     """Messages and tools in OpenAI's form, and of which tools one must be called."""
     said: list[Message] = []
     if body.get("system"):
-        said.append({"role": "system", "content": content_text(body["system"])})
-    for message in body.get("messages") or ():
-        said += _messages(message)
+        said.append({"role": "system", "content": content_text(body["system"], "system")})
+    if not body.get("messages"):
+        raise RequestError("send messages: a list of at least one", param="messages")
+    for index, message in enumerate(body["messages"]):
+        said += checked_messages(_messages(message, f"messages[{index}]"), index)
     tools = []
     for index, tool in enumerate(body.get("tools") or ()):
         if tool.get("type", "custom") != "custom":
@@ -99,7 +101,7 @@ def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str
         raise RequestError("tool_choice.disable_parallel_tool_use is not supported", param="tool_choice")
     kind = str(choice.get("type"))
     named = {"type": "function", "function": choice} if kind == "tool" else "required" if kind == "any" else kind
-    return checked_messages(said), *shown_tools(tools, named)
+    return said, *shown_tools(tools, named)
 
 
 def _template_kwargs(body: Mapping[str, Any], chat_format: ChatFormat) -> dict[str, Any]:
@@ -113,31 +115,34 @@ def _template_kwargs(body: Mapping[str, Any], chat_format: ChatFormat) -> dict[s
     return {} if wanted is None or SWITCH_NAME not in template else {SWITCH_NAME: wanted}
 
 
-def _messages(message: Message) -> list[Message]:
+def _messages(message: Message, name: str) -> list[Message]:
     """A message of Anthropic's as OpenAI's: each result of a tool is one, and what the user says after them is one."""
     content, role = message.get("content"), message.get("role")
     if role not in ("user", "assistant", "system"):
-        raise RequestError(f"a message needs the role user or assistant, not {role!r:.60}", param="messages")
+        raise RequestError(f"{name} needs the role user or assistant, not {role!r:.60}", param=name)
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     found: list[Message] = []
     own: Message = {"role": role, "content": None}
     texts: list[str] = []
-    for block in content:
+    for place, block in enumerate(content):
+        where = f"{name}.content[{place}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            texts.append(content_text([block]))
+            texts.append(content_text([block], where))
         elif kind == "tool_result" and role == "user":
             result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-            found.append({**result, "content": content_text(block.get("content"))})
+            found.append({**result, "content": content_text(block.get("content"), where)})
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             own.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "thinking" and role == "assistant":
             own["reasoning_content"] = block.get("thinking")
         else:
-            raise RequestError(f"a block of type {kind!r:.60} in a message of the {role} is not supported")
-    if texts or role == "assistant":
+            raise RequestError(
+                f"{where} is of type {kind!r:.60}, which a message of the {role} cannot have", param=name
+            )
+    if texts or role == "assistant" or not content:
         found.append({**own, "content": "".join(texts)})
     return found
 

@@ -40,6 +40,7 @@ class Choices(ABC):
         self._temperature = params.temperature or 1.0
         self._alternatives = alternatives
         self._echo = bool(body.get("echo"))
+        self._told: dict[int, int] = {}  # index of a response -> characters of its tokens so far
 
     @property
     def wait(self) -> bool:
@@ -137,21 +138,22 @@ class TextChoices(Choices):
         tops: list[Top | None] = []
         if not self._echo:
             tops += await self._alternatives_of(part.turn)
-            return self._columns(part.ids, part.log_probs, tops)
+            return self._columns(part.index, part.ids, part.log_probs, tops)
         whole, start = part.turn.token_ids, len(part.turn.prompt_ids)
         at_one = await self._score(whole, 1, 1.0) if len(whole) > 1 else Scores([], [])
         if self._alternatives:
             sampled = at_one.top[start - 1 :] if self._temperature == 1 else await self._alternatives_of(part.turn)
             tops = [None, *at_one.top[: start - 1], *sampled]
-        return self._columns(whole, [None, *at_one.log_probs[: start - 1], *part.log_probs], tops)
+        return self._columns(part.index, whole, [None, *at_one.log_probs[: start - 1], *part.log_probs], tops)
 
     def _columns(
-        self, ids: Sequence[int], log_probs: Sequence[float | None], tops: Sequence[Top | None]
+        self, index: int, ids: Sequence[int], log_probs: Sequence[float | None], tops: Sequence[Top | None]
     ) -> dict[str, Any]:
         texts = [self._format.decode([token]) for token in ids]
-        offsets = [0]
+        offsets = [self._told.get(index, 0)]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
+        self._told[index] = offsets[-1]
         named: list[dict[str, float] | None] | None = None
         if self._alternatives:
             named = []

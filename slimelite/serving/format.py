@@ -260,8 +260,8 @@ class ChatFormat:
         return (lambda text: text) if shown else (lambda text: [{"type": "text", "text": text}])
 
 
-def content_text(content: Any) -> str:
-    """The content of a message as one text: null is empty, parts of text are joined.
+def content_text(content: Any, name: str = "content") -> str:
+    """The content of a message as one text: null is empty, parts of text are joined. ``name``: for the message.
 
     Raises:
         ValueError: it has something else, such as an image.
@@ -271,7 +271,7 @@ def content_text(content: Any) -> str:
             return "".join(part["text"] for part in content)
     elif content is None or isinstance(content, str):
         return content or ""
-    raise ValueError(f"the content of a message is text or parts of type text, not {content!r:.60}")
+    raise ValueError(f"{name} must be text or parts of type text, not {content!r:.60}")
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:

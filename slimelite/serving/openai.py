@@ -16,10 +16,11 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from slimelite.data.messages import BadCell, read_messages
 from slimelite.engines.protocol import SamplingParams
 from slimelite.http_server import Answer, RequestError, sse
 from slimelite.serving.choices import ChatChoices, Choices, TextChoices, usage
-from slimelite.serving.format import ChatFormat, Message
+from slimelite.serving.format import ChatFormat, Message, content_text
 from slimelite.serving.replies import Asked, Model, parts
 from slimelite.serving.requests import (
     ALTERNATIVES,
@@ -121,23 +122,34 @@ def error_body(error: Exception, status: int) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def checked_messages(messages: Any) -> list[Message]:
+def checked_messages(messages: Any, index: int | None = None) -> list[Message]:
     """The messages of a request, if they are what a chat template can be shown.
 
+    ``index``: the place in the request of the message that all of them come from.
+
     Raises:
-        RequestError: there are none, or one has no role or calls that are none.
+        RequestError: there are none, or one has no role, nothing to show, or calls that are none.
     """
     if not messages:
         raise RequestError("send messages: a list of at least one", param="messages")
-    for index, message in enumerate(messages):
+    for number, message in enumerate(messages):
+        name = f"messages[{number if index is None else index}]"
         calls = message.get("tool_calls") or []
         named = isinstance(calls, list) and all(_is_call(call) for call in calls)
         if message.get("role") not in ROLES or not named:
             raise RequestError(
-                f"messages[{index}] needs a role, one of {', '.join(ROLES)}; its tool_calls are functions with a name "
+                f"{name} needs a role, one of {', '.join(ROLES)}; its tool_calls are functions with a name "
                 "and arguments, if it has any",
-                param=f"messages[{index}]",
+                param=name,
             )
+        try:
+            content_text(message.get("content"), f"{name}.content")
+            read_messages([message])
+        except BadCell as error:  # it speaks of the column of a file
+            problem = error.problem.removeprefix("message 0").removeprefix(":").strip()
+            raise RequestError(f"{name} {problem}", param=name) from error
+        except ValueError as error:
+            raise RequestError(str(error), param=f"{name}.content") from error
     return list(messages)
 
 

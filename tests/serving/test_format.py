@@ -234,7 +234,7 @@ def test_a_full_context_and_a_template_without_tools_are_said() -> None:
         ChatFormat(bare).opening([ASK], "abc?", ["search"])
     with pytest.raises(ValueError, match=r"refuses these messages .one call a turn"):
         FORMATS["llama3"].prompt([ASK, {"role": "assistant", "tool_calls": [CALL, CALL]}])
-    with pytest.raises(ValueError, match="content of a message is text"):
+    with pytest.raises(ValueError, match="content must be text"):
         FORMATS["llama3"].prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
 
 

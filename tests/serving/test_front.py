@@ -299,7 +299,11 @@ def test_completions_of_texts_ids_and_several_with_streams(folder: Path, model: 
                 parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
                 assert "".join(part["text"] for part in parts) == expected
                 assert len(parts) > 10, "it came in one piece"
-                assert sum(len(part["logprobs"]["tokens"]) for part in parts if part["logprobs"]) == 12
+                columns = [part["logprobs"] for part in parts if part["logprobs"]]
+                tokens = [token for each in columns for token in each["tokens"]]
+                offsets = [offset for each in columns for offset in each["text_offset"]]
+                assert len(tokens) == 12
+                assert offsets == [len("".join(tokens[:place])) for place in range(12)], "they are places in all of it"
 
     run(scenario())
 

@@ -150,9 +150,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      "one of the tools, which are search"),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "schema"),
     ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "a"}]}, "messages[0]"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+    ("/v1/chat/completions", {"messages": [*ASK, {"role": "user", "content": [{"type": "image_url"}]}]},
+     "messages[1].content must be text"),
+    ("/v1/chat/completions", {"messages": [*ASK, {"role": "user"}]}, "messages[1] (user) says nothing"),
+    ("/v1/chat/completions", {"messages": [*ASK, {"role": "assistant", "tool_calls": [
+        {"function": {"name": "f", "arguments": "{"}}]}]}, "messages[1] tool_calls[0] (f): arguments are not JSON"),
     ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [{"id": "x"}]}]}, "messages[0]"),
-    ("/v1/chat/completions", {"messages": [*ASK, {"role": "tool", "tool_call_id": ["x"], "content": "a"}]}, "call_id"),
+    ("/v1/chat/completions", {"messages": [*ASK, {"role": "tool", "tool_call_id": ["x"], "content": "a"}]},
+     "messages[1] tool_call_id must be text"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 3000}]}, "context"),
     ("/v1/chat/completions", {**CHAT, "temperature": -1}, "temperature"),
     ("/v1/chat/completions", {**CHAT, "stream": True, "top_p": 7}, "top_p"),
@@ -165,7 +170,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/messages", {**CHAT, "thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking"),
     ("/v1/messages", {**CHAT, "thinking": {"type": ["enabled"]}}, "thinking"),
     ("/v1/messages", {**CHAT, "tool_choice": {"type": "any"}}, "tool_choice"),
-    ("/v1/messages", {**CHAT, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+    ("/v1/messages", {**CHAT, "system": "a", "messages": [*ASK, {"role": "user", "content": [{"type": "image"}]}]},
+     "messages[1].content[0] is of type 'image'"),
+    ("/v1/messages", {**CHAT, "messages": [{"role": "user", "content": 5}]}, "messages[0].content must be text"),
+    ("/v1/messages", {**CHAT, "system": 5}, "system must be text"),
     ("/v1/messages", {**CHAT, "stop": ["a"]}, "stop"),
     *(("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: "x"}}, "template") for name in
       ("chat_template", "conversation", "messages", "tools", "self")),
@@ -186,6 +194,9 @@ def test_what_cannot_be_served_is_a_400_that_names_it(folder: Path) -> None:
             for data in (b"", b"[", b"[1]", b"\xff", b'{"messages": ' + b"[" * 50_000):
                 async with ask.http.post(ask.url + "/v1/chat/completions", data=data) as answer:
                     assert answer.status == 400, data[:20]
+            packed = {"Content-Encoding": "gzip", "Connection": "close"}
+            async with ask.http.post(ask.url + "/v1/chat/completions", data=b"{}", headers=packed) as answer:
+                assert (answer.status, "Content-Encoding (gzip)" in await answer.text()) == (400, True)
             assert (await ask("/v1/chat/completions", {"messages": ASK, "user": "x" * (3 << 20)}))[0] == 413
             assert (await ask("/v1/nothing", {}))[0] == 404
             half = {"messages": [{"role": "user", "content": "\ud800"}], "max_tokens": 2}
