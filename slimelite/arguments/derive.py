@@ -134,8 +134,6 @@ def _environment(draft: Draft) -> None:
         draft.default("custom_generate_function_path", PROGRAM, "--agent-command: programs make the responses")
         if args.apply_chat_template:
             draft.set("apply_chat_template", False, "--agent-command: programs get messages")
-    if any(path.startswith("environment:") for path in (*args.prompt_data, *args.eval_prompt_data)):
-        draft.default("label_key", "label", "rows of environments have labels")
     if args.environment is None:
         return
     draft.default("custom_generate_function_path", EPISODE, "--environment: episodes are the responses")
@@ -149,7 +147,6 @@ def _environment(draft: Draft) -> None:
         draft.set("apply_chat_template", False, "--environment: an episode renders its messages itself")
     if found and found[0].rows and not (args.prompt_data or args.data_source_path or args.load_debug_rollout_data):
         draft.set("prompt_data", [f"environment:{args.environment}"], "the environment brings its own")
-        draft.default("label_key", "label", "rows of environments have labels")
 
 
 def _transport(draft: Draft) -> None:

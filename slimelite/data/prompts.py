@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from slimelite.data.messages import BadCell, Messages, Tools, parsed, read_messages, render, sound
-from slimelite.data.reader import BadRows, Row, read_rows, split_path
+from slimelite.data.reader import ENVIRONMENT, BadRows, Row, read_rows, split_path
 from slimelite.sample import Sample, plain
 
 if TYPE_CHECKING:
@@ -77,7 +78,6 @@ def load_prompts(
             "--apply-chat-template: the tokenizer has no chat template; put a chat_template.jinja into the "
             "--hf-checkpoint folder, or leave the flag out when the prompts are plain text"
         )
-    required = dict.fromkeys(c for c in (columns.input_key, columns.label_key, *(replies or ())) if c is not None)
     prompts: list[Sample] = []
     measured: list[str] = []
     problems: list[str] = []
@@ -86,12 +86,15 @@ def load_prompts(
     whole = whole or all(split_path(path)[0].endswith(".parquet") for path in paths)
     unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
     for path in paths:
-        bad = BadRows(skip_bad_rows, left_out.append)
+        bad, named = BadRows(skip_bad_rows, left_out.append), columns
+        if path.startswith(ENVIRONMENT):
+            named = replace(columns, input_key="input", label_key="label")
+        required = dict.fromkeys(c for c in (named.input_key, named.label_key, *(replies or ())) if c is not None)
         try:
-            for place, row in _rows(columns, path, [*required], bad):
+            for place, row in _rows(named, path, [*required], bad):
                 unseen = {key: name for key, name in unseen.items() if name not in row} if unseen else unseen
                 try:
-                    prompt = _read_prompt(row, columns, tokenizer, replies, keep_messages=keep_messages)
+                    prompt = _read_prompt(row, named, tokenizer, replies, keep_messages=keep_messages)
                     measured.append(_measured(prompt, row, columns, None if max_prompt_len is None else tokenizer))
                     prompts.append(prompt)
                 except BadCell as error:

@@ -501,12 +501,10 @@ def test_an_environment_makes_the_responses_and_may_bring_its_rows() -> None:
     words += " --rollout-max-response-len 8"
     args = make_args(f"{words} --environment calculator".split())
     assert args.custom_generate_function_path == EPISODE
-    assert (args.prompt_data, args.label_key) == (["environment:calculator"], "label")
-    program = make_args(f"{words} --agent-command x --prompt-data environment:calculator".split())
-    assert program.label_key == "label"
+    assert args.prompt_data == ["environment:calculator"]
     assert (args.reward_key, args.eval_reward_key) == ("total", "total")
     args = make_args(f"{words} --environment search:x --prompt-data y.jsonl --apply-chat-template".split())
-    assert (args.prompt_data, args.label_key, args.apply_chat_template) == (["y.jsonl"], None, False)
+    assert (args.prompt_data, args.apply_chat_template) == (["y.jsonl"], False)
     for more, what in {
         "calculater": "there is no such environment; did you mean calculator?",
         "search:x": "--prompt-data is missing",

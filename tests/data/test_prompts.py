@@ -86,6 +86,15 @@ def test_the_columns_of_an_eval_dataset_are_its_own(tmp_path: Path) -> None:
     assert [(p.prompt, p.label) for p in load_prompts(dataset, TOKENIZER, [path], max_prompt_len=3)] == [("x", 1)]
 
 
+def test_rows_of_an_environment_have_columns_of_their_own(tmp_path: Path) -> None:
+    """A file beside them has those of the flags, with a label or without."""
+    a = write(tmp_path / "a.jsonl", [{"q": "x", "a": "y"}])
+    for label_key, label in ((None, None), ("a", "y")):
+        columns = DataArgs(input_key="q", label_key=label_key)
+        prompts = load_prompts(columns, TOKENIZER, [a, "environment:calculator@[:1]"])
+        assert [(p.prompt, p.label) for p in prompts] == [("x", label), ("59*63=?", "3717")]
+
+
 def test_several_paths_are_one_dataset_in_order(tmp_path: Path) -> None:
     a = write(tmp_path / "a.jsonl", [{"input": "a0"}, {"input": "a1"}])
     pq.write_table(pa.table({"input": ["b0", "b1", "b2"]}), tmp_path / "b.parquet")
