@@ -27,6 +27,8 @@ HELP = """/system TEXT      the system prompt; without a text there is none
 /reset            forget the conversation
 /quit             leave, as Ctrl-D does
 Ctrl-C stops the answer. A line that ends with \\ goes on in the next."""
+# what `add_model_flags` adds
+MODEL_FLAGS = ("base", "engine", "device", "context_length", "tool_call_parser", "reasoning_parser")
 LAST_S = 30.0  # an interrupted start has so long to end
 EXAMPLES = """examples:
   slimelite chat runs/quickstart/seed-0/grpo           the newest model of a run
@@ -247,6 +249,9 @@ def _aside(text: str, end: str = "\n") -> None:
 def _server(args: argparse.Namespace) -> Iterator[str]:
     """The base URL of what answers: ``args.model`` if it is one, else that of a server in this process."""
     if args.model.startswith(("http://", "https://")):
+        if given := [name for name in MODEL_FLAGS if getattr(args, name) not in (None, "embedded")]:
+            flag = given[0].replace("_", "-")
+            raise ValueError(f"--{flag} is for a model that this process serves, and {args.model} is a server")
         yield args.model
         return
     args.host, args.port, args.web, args.api_key = "127.0.0.1", 0, False, secrets.token_urlsafe()
