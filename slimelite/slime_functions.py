@@ -5,12 +5,13 @@ Only the lookup of a slime name imports this module.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from slimelite.http_client import Client, Retry
+from slimelite.http_client import Client, NoAnswer, Retry
 from slimelite.registry import function
 from slimelite.sample import Sample, Status, label_text
 
@@ -334,13 +335,25 @@ def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
 async def post(
     url: str, payload: dict[str, Any] | None, max_retries: int = 60, headers: dict[str, str] | None = None
 ) -> Any:
-    """POST JSON and return the JSON answer; a connection that fails is tried again every second.
+    """POST JSON and return the JSON answer; a connection that fails is tried again every second while the engine that
+    the generate function was given is alive.
 
     Raises:
         HttpError: the server answered with an error, or never.
+        ValueError: the engine is gone, and none will take its place.
     """
-    async with Client(Retry(max_retries, first_s=1.0, most_s=1.0)) as client:
-        return await client.post(url, payload or {}, headers)
+    from slimelite.rollout.pool import IS_GONE
+
+    retry, is_gone, attempt = Retry(max_retries, first_s=1.0, most_s=1.0), IS_GONE.get(), 1
+    async with Client() as client:
+        while True:
+            try:
+                return await client.post(url, payload or {}, headers)
+            except NoAnswer as error:
+                if not retry.again(error, attempt) or (is_gone is not None and await is_gone()):
+                    raise
+            await asyncio.sleep(retry.wait_s(attempt))
+            attempt += 1
 
 
 async def get(url: str) -> Any:

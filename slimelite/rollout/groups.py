@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from slimelite.per_token import held
 from slimelite.plugins import PluginError, load_function, own_traceback
 from slimelite.rewards.grader import RewardError, route_of
 from slimelite.rollout.context import Generated, Plugin, PluginArgs, RolloutContext, flatten
+from slimelite.rollout.pool import IS_GONE
 from slimelite.rollout.sessions import Home
 from slimelite.sample import FINISH_STATUS, UNSTAMPED, Sample, Status
 from slimelite.serving.sessions import stream_seed
@@ -318,6 +320,7 @@ class GroupGenerator:
     ) -> list[Sample] | Exception:
         session_id = self.session_id(sample)
         home = self.context.homes[session_id] = Home(engine)
+        IS_GONE.set(partial(self.context.engines.is_gone, engine))
         try:
             return await self._call(function, args, sample, home)
         except (PluginError, RewardError):

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from contextvars import ContextVar
 
 from slimelite import trace
 from slimelite.engines.protocol import (
@@ -23,6 +24,8 @@ from slimelite.engines.protocol import (
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
+# in a generate function: asks whether the engine that it was given is gone
+IS_GONE: ContextVar[Callable[[], Awaitable[bool]] | None] = ContextVar("IS_GONE", default=None)
 # an engine that dies more often than this ends the run: the cause is then not a single machine failure
 MOST_DEATHS = 5
 
@@ -214,6 +217,11 @@ class EnginePool:
             self.infos[engine] = await asyncio.wait_for(self.engines[engine].info(), limit)
         except (ConnectionError, TimeoutError) as error:
             self._lost(engine, f"{error or f'no answer within {self._timeout:g} s'}")
+
+    async def is_gone(self, engine: int) -> bool:
+        """`check` an engine, and say whether it is down."""
+        await self.check(engine)
+        return engine in self._down
 
     async def watch(self) -> None:
         """Start to check every engine each ``interval`` seconds, until `rest`; does nothing if restarts are off."""

@@ -9,6 +9,8 @@ import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from slimelite.engines.embedded import EmbeddedEngine
+from slimelite.engines.protocol import EngineInfo
+from slimelite.http_client import Retry
 from slimelite.rollout import generate, groups
 
 from .conftest import MakeArgs, MakeManager, plugin
@@ -165,6 +167,31 @@ def test_a_rollout_function_need_not_know_the_weights(make_args: MakeArgs, make_
     output = make_manager(make_args(rollout_function_path=plugin("hooks.py:echo_rollout")), [engine]).generate(3)
     assert (output.table.weight_versions == 3).all()
     assert output.metrics["rollout/weight_staleness/max"] == 0
+
+
+def test_a_plugin_waits_for_no_engine_that_is_gone(
+    make_args: MakeArgs, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """slime's `post` tries again for a minute, for a server may come back; a dead engine comes back without weights."""
+
+    class Dying(ScriptedEngine):
+        dead = False
+
+        async def info(self) -> EngineInfo:
+            if self.dead:
+                raise ConnectionError("nobody is there")
+            return await super().info()
+
+        async def start_http(self) -> str:
+            self.dead = True
+            return "http://127.0.0.1:9"
+
+    waits: list[int] = []
+    monkeypatch.setattr(Retry, "wait_s", lambda _, attempt: 0.0 * (waits.append(attempt) or 0))
+    args = make_args(custom_generate_function_path=plugin("slime_style.py:generate"))
+    with pytest.raises(ValueError, match="engine 0 is gone: nobody is there"):
+        make_manager(args, [Dying()]).generate(0)
+    assert waits == []
 
 
 def test_only_the_samples_that_failed_are_tried_again(
