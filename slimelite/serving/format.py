@@ -180,22 +180,26 @@ class ChatFormat:
     ) -> list[int]:
         """The tokens that a call of any of the tools ``names`` begins with, after the prompt ``rendered``.
 
-        They are what the renderings of such calls with and without an argument have in common: for one tool of Qwen's
-        all up to its arguments, for several ones up to the name.
+        They are what such calls have in common, without arguments and with each of the tool's parameters as the first:
+        for one tool of Qwen's all up to the arguments, for several ones up to the name.
 
         Raises:
             ValueError: nobody knows how the model writes calls.
         """
-        texts = []
-        for arguments in ({}, {"x": ""}):
+        calls = []
+        for arguments in ({}, {PROBE * 2: ""}):
             function = {"name": PROBE, "arguments": arguments}
             call = {"id": "0" * 9, "type": "function", "function": function}
             text = self._apply([*messages, {"role": "assistant", "content": "", "tool_calls": [call]}], tools, kwargs)
             if self.tools is None or PROBE not in text or not text.startswith(rendered):
                 raise ValueError("tool_choice: the chat template does not show how a call begins; none can be forced")
-            texts.append(text[len(rendered) :])
-        calls = [self.encode(text.replace(PROBE, name)) for text in texts for name in names]
-        return [tokens[0] for tokens in takewhile(lambda tokens: len({*tokens}) == 1, zip(*calls, strict=False))]
+            text = text[len(rendered) :]
+            for name in names:
+                for parameter in schemas(tools).get(name) or ("x",):
+                    calls.append(self.encode(text.replace(PROBE * 2, parameter).replace(PROBE, name)))
+        unknown = self.tokenizer.unk_token_id  # a vocabulary may lack what no call has
+        columns = takewhile(lambda column: {*column} == {column[0]} - {unknown}, zip(*calls, strict=False))
+        return [column[0] for column in columns]
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

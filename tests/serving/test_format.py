@@ -101,6 +101,20 @@ def test_the_beginning_of_a_forced_call_is_given_and_not_trained_on(family: str)
     assert sample.loss_mask == mask
 
 
+def test_what_is_given_of_a_call_is_how_every_call_is_encoded() -> None:
+    """Also by a vocabulary with a token that only calls with an argument have."""
+    spoken = tokenizer()
+    spoken.add_tokens(['", "arguments": {"query": '])
+    chat_format = ChatFormat(spoken)
+    rendered = chat_format.render([ASK], [TOOL])
+    given = chat_format.opening([ASK], rendered, ["search"], [TOOL])
+    assert chat_format.decode(given).endswith('{"name": "search')
+    for arguments in ({}, {"query": "a"}, {"top": 3}):
+        call = {"function": {"name": "search", "arguments": arguments}}
+        whole = chat_format.render([ASK, {"role": "assistant", "tool_calls": [call]}], [TOOL])
+        assert chat_format.encode(whole.removeprefix(rendered))[: len(given)] == given
+
+
 def test_a_reply_whose_json_the_template_writes_otherwise_goes_on() -> None:
     odd = '<tool_call>{"arguments":{"top":3,"query":"abc"},"name":"search"}</tool_call><|im_end|>'
     sessions, _ = scripted("qwen2.5", odd, "abc<|im_end|>")
