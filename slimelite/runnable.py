@@ -82,7 +82,7 @@ def _resolve_checkpoint(folder: Path, base: str | None) -> Source:
         try:
             directory = find_checkpoint(folder)[0] or folder
         except DamagedCheckpoint as error:
-            other = error.whole or "the folder of another checkpoint"
+            other = error.whole or "the folder of a whole checkpoint"
             raise ValueError(f"{error.wrong}: name {other} in place of {folder}") from error
     elif wrong := whats_wrong(folder):
         raise ValueError(f"{wrong}: name the folder of another checkpoint")
@@ -95,7 +95,7 @@ def _resolve_checkpoint(folder: Path, base: str | None) -> Source:
 
 def _changes(path: str, base: str) -> Source:
     if not Path(base).is_dir() and not HUB_ID.fullmatch(base):
-        raise ValueError(f"{path} changes the model {base}, which is not there: say where it is with --base")
+        raise ValueError(f"{path} changes {base}, which is not there: name its model with --base")
     return Source(path, base)
 
 

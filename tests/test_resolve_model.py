@@ -80,7 +80,7 @@ def test_what_is_no_model_is_said_with_the_remedy(tmp_path: Path) -> None:
         saved(tmp_path / "s", 3, base=moved),
         write(tmp_path / "a" / "adapter_config.json", base_model_name_or_path=moved),
     ):
-        with pytest.raises(ValueError, match="moved/base, which is not there: say where it is with --base"):
+        with pytest.raises(ValueError, match="moved/base, which is not there: name its model with --base"):
             resolve_model(str(folder))
         assert resolve_model(str(folder), "my/base").base == "my/base"
     with pytest.raises(ValueError, match="--base my/base is for adapters and checkpoints, and some/model is a whole"):

@@ -36,9 +36,8 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
     try:
         config = read_config(base)
     except ValueError as error:
-        raise ValueError(
-            f"{source} changes the model {base}, which cannot be had: name it with --base ({error})"
-        ) from error
+        why = " ".join(str(error).split())
+        raise ValueError(f"{source} changes {base}, which is not there: name its model with --base ({why})") from error
     if adapter and not has_weights(base):
         raise ValueError(f"{base} holds no weights that the adapter in {source} could change")
     hf = load_model(base, config, seed=0, attention="eager", empty=False)
