@@ -179,7 +179,8 @@ def _sound(found: Any, method: str, wanted: type[Start] | type[Step]) -> Any:
                 raise ValueError(f"a reward is {number}")
         any(map(math.isnan, found.metrics.values()))  # raises where one is no number
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise EnvironmentFailure("invalid", f"{method} returned what cannot be used: {error}") from error
+        problem = getattr(error, "problem", error)  # of a `BadCell`, which speaks of the column of a file
+        raise EnvironmentFailure("invalid", f"{method} returned what cannot be used: {problem}") from error
     return found
 
 

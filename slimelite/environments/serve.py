@@ -63,15 +63,21 @@ class Server:
 
     async def _step(self, request: web.Request) -> web.Response:
         body = await request.json()
-        environment, _ = self._episodes[body["id"]]
+        environment = self._taken(body["id"])
         self._episodes[body["id"]] = environment, time.monotonic()
         return web.json_response(asdict(await call(environment.step, body["reply"])))
 
     async def _close(self, request: web.Request) -> web.Response:
-        environment, _ = self._episodes.pop((await request.json())["id"])
+        environment = self._taken((await request.json())["id"])
         if end := getattr(environment, "close", None):
             await call(end)
         return web.Response()
+
+    def _taken(self, name: str) -> Environment:
+        """The environment of an episode, which is no longer under way."""
+        if name not in self._episodes:
+            raise LookupError(f"there is no episode {name!r}; was the server started anew?")
+        return self._episodes.pop(name)[0]
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response()

@@ -57,6 +57,9 @@ def test_behind_an_address() -> None:
         await live.reset(ROW)
         with pytest.raises(EnvironmentFailure, match=r"LookupError: no such thing \(.*acted.py, line \d+, in step\)"):
             await live.step({"content": "raise"})
+        live._environment._id = "x"  # type: ignore[union-attr]
+        with pytest.raises(EnvironmentFailure, match="there is no episode 'x'; was the server started anew"):
+            await live.step({"content": "end"})
         await host.close()
         server.cancel()
         gone = Host("http://127.0.0.1:9", call_seconds=2.0, seconds=3.0)
@@ -76,7 +79,7 @@ def test_behind_an_address() -> None:
         ("hang", "timeout", r"step took longer than 2 s \(--environment-call-timeout\)"),
         ("wrong", "invalid", "step returned a dict, not a Step"),
         ("much", "invalid", "step returned what cannot be used: must be real number, not str"),
-        ("text", "invalid", "step returned what cannot be used: .* message 0 needs a role and a content, got 't'"),
+        ("text", "invalid", "step returned what cannot be used: message 0 needs a role and a content, got 't'"),
     ],
 )
 def test_a_failure_is_one_message_and_bounded(said: str, kind: str, message: str) -> None:
