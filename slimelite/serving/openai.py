@@ -76,7 +76,8 @@ async def chat(model: Model, session: Session, body: Mapping[str, Any]) -> Answe
     schema = _schema(body.get("response_format"))
     if schema is not None and not (info := await model.engine.info()).schemas:
         raise RequestError(f"the {info.name} engine holds no reply to a JSON schema", param="response_format")
-    params = replace(sampling(body, session.defaults), json_schema=schema)
+    # a call that is asked for is no answer that has the form
+    params = replace(sampling(body, session.defaults), json_schema=None if forced else schema)
     kwargs = body.get("chat_template_kwargs") or {}
     if "chat_template" in kwargs:  # a template is a program, which could stop the server, or a run, for everybody
         raise RequestError("a request cannot bring a chat_template of its own", param="chat_template_kwargs")

@@ -7,12 +7,13 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, SamplingParams
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.replies import TextStream
 from slimelite.serving.sessions import Sessions, Turn
@@ -170,14 +171,14 @@ async def check_anthropic(ask: Any, extra: dict[str, Any], expected: dict[str, A
     assert events[-1][0] == "message_stop"
 
 
-def test_a_call_can_be_asked_for() -> None:
+def test_a_call_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By all of OpenAI's and Anthropic's choices; what is given of it is hidden in a stream like the rest of it."""
     arguments = '"query": "a bc"}}\n</tool_call><|im_end|>'
     tool = {"name": "search", "input_schema": TOOL["function"]["parameters"]}
     named = {"type": "function", "function": {"name": "search"}}
 
     async def scenario() -> None:
-        async with scripted_front("qwen2.5", *[arguments] * 8) as (ask, engine):
+        async with scripted_front("qwen2.5", *[arguments] * 9) as (ask, engine):
             for choice, theirs in (("required", {"type": "any"}), (named, {"type": "tool", "name": "search"})):
                 body = {"messages": ASK, "tools": [TOOL], "tool_choice": choice, "logprobs": True}
                 status, whole = await ask("/v1/chat/completions", body)
@@ -205,6 +206,12 @@ def test_a_call_can_be_asked_for() -> None:
                 _, events = await ask("/v1/messages", {**body, "stream": True})
                 starts = [data["content_block"]["name"] for name, data in events if name == "content_block_start"]
                 assert starts == ["search"]
+            held = EngineInfo("scripted", 3, 8192, 64, seeds=False, schemas=True)
+            monkeypatch.setattr(engine, "info", AsyncMock(return_value=held))
+            form = {"response_format": {"type": "json_object"}}
+            body = {"messages": ASK, "tools": [TOOL], "tool_choice": "required", **form}
+            assert (await ask("/v1/chat/completions", body))[0] == 200
+            assert engine.requests[-1].params.json_schema is None
             prompts = {engine.format.decode(request.input_ids)[-60:] for request in engine.requests}
             assert [prompt.endswith('<tool_call>\n{"name": "search", "arguments": {') for prompt in prompts] == [True]
 
