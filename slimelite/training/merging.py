@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slimelite.arguments.lora import ADAPTER_CONFIG, LoraArgs, read_adapter
-from slimelite.checkpoints import STATE_FILE, read_json
+from slimelite.checkpoints import REMEDY, STATE_FILE, read_json
 from slimelite.model_files import has_weights
 from slimelite.training.checkpoint import ADAPTER, CheckpointReader
 from slimelite.training.loading import load_model, read_config
@@ -44,7 +44,10 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
     if adapter:
         add_adapters(hf, LoraArgs(lora_adapter_path=str(source), **read_adapter(str(source))), seed=0)
     else:
-        _read_checkpoint(source, hf, base)
+        try:
+            _read_checkpoint(source, hf, base)
+        except ValueError as error:  # which may say what resumes a run
+            raise ValueError(str(error).replace(REMEDY, "name the folder of another checkpoint")) from error
     for _, module in adapters(hf):
         module.weight.data = gathered(MergedWeight(module), torch.float32, None)
         for part in PARTS:

@@ -47,3 +47,7 @@ def test_the_merged_model_has_the_trainers_weights(saves: str, flags: dict[str, 
     with pytest.raises(ValueError, match="changes no/model, which is not there: name its model with --base") as caught:
         merged(Source(place, "no/model"), folder, "float32")
     assert "\n" not in str(caught.value)
+    if saves == "save":
+        (Path(place) / ".metadata").write_bytes(b"")
+        with pytest.raises(ValueError, match=r"damaged or cut short .*; name the folder of another checkpoint"):
+            merged(source, tmp_path / "new", "float32")
