@@ -184,7 +184,8 @@ class ChatFormat:
         for one tool of Qwen's all up to the arguments, for several ones up to the name.
 
         Raises:
-            ValueError: nobody knows how the model writes calls.
+            ValueError: nobody knows how the model writes calls, or the prompt opens its thinking and the template shows
+                calls without any.
         """
         calls = []
         for arguments in ({}, {PROBE * 2: ""}):
@@ -192,7 +193,7 @@ class ChatFormat:
             call = {"id": "0" * 9, "type": "function", "function": function}
             text = self._apply([*messages, {"role": "assistant", "content": "", "tool_calls": [call]}], tools, kwargs)
             if self.tools is None or PROBE not in text or not text.startswith(rendered):
-                raise ValueError("tool_choice: the chat template does not show how a call begins; none can be forced")
+                raise ValueError("tool_choice: the chat template shows no call that goes on from the prompt: take auto")
             text = text[len(rendered) :]
             for name in names:
                 for parameter in schemas(tools).get(name) or ("x",):

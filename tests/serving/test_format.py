@@ -244,7 +244,7 @@ def test_a_full_context_and_a_template_without_tools_are_said() -> None:
     bare.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="shows the model no tools"):
         ChatFormat(bare).prompt([ASK], [TOOL])
-    with pytest.raises(ValueError, match="does not show how a call begins; none can be forced"):
+    with pytest.raises(ValueError, match="shows no call that goes on from the prompt"):
         ChatFormat(bare).opening([ASK], "abc?", ["search"])
     with pytest.raises(ValueError, match=r"refuses these messages .one call a turn"):
         FORMATS["llama3"].prompt([ASK, {"role": "assistant", "tool_calls": [CALL, CALL]}])
