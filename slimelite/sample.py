@@ -255,7 +255,7 @@ class Column:
         COLUMNS.add(Column("difficulty", "float32", per="token"))
 
     in a file that ``--import-file`` names adds one. A generate function gives ``sample.difficulty`` a list with a value
-    for each response token, and a loss reads ``inputs.column("difficulty")``. A table has no
+    for each response token, and a loss reads ``batch.column("difficulty")``. A table has no
     column that no sample has.
     """
 

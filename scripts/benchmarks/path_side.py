@@ -59,6 +59,7 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult
     from slimelite.table import SampleTable
     from slimelite.training.batch import MicroBatch
+    from slimelite.training.columns import TokenColumns
 
     rng = np.random.default_rng(0)
     tokens, log_probs = rng.integers(6, 110, given.tokens).tolist(), (-rng.random(given.tokens)).tolist()
@@ -96,7 +97,9 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     sent = pickle.loads(head, buffers=[bytes(buffer) for buffer in buffers])
     wired = time.process_time()
     for row in range(0, len(sent), 4):
-        MicroBatch.from_table(sent, np.arange(row, min(row + 4, len(sent))), torch.device("cpu"), shares=True)
+        MicroBatch.of(
+            TokenColumns.from_table(sent), np.arange(row, min(row + 4, len(sent))), torch.device("cpu"), shares=True
+        )
     batched = time.process_time()
     used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
     columns = vars(table).values()

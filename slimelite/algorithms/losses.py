@@ -28,9 +28,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class LossType(Choice):
-    """What is minimised: ``fn(args, inputs, log_probs, entropy) -> (losses, metrics)``.
+    """What is minimised: ``fn(args, batch, log_probs, entropy) -> (losses, metrics)``.
 
-    ``inputs``: the R response tokens of a micro-batch, see `slimelite.training.loss.LossInputs`; ``log_probs``, with a
+    ``batch``: the R response tokens of a micro-batch, see `slimelite.training.batch.MicroBatch`; ``log_probs``, with a
     gradient, and ``entropy``: [R] of the policy. ``losses``: [R], which ``--loss-aggregation`` reduces; ``metrics``:
     (sum, weight) pairs by name.
     """
@@ -71,8 +71,8 @@ LOSSES = Registry(
     ),
 )
 
-# fn(args, inputs, losses, own) -> (losses, metrics): losses [R] of the policy, 0 where a token is dropped; own [R] the
-# log-probs of the trainer before the rollout's first step, inputs.rollout_log_probs [R] those of the engine
+# fn(args, batch, losses, own) -> (losses, metrics): losses [R] of the policy, 0 where a token is dropped; own [R] the
+# log-probs of the trainer before the rollout's first step, batch.rollout_log_probs [R] those of the engine
 _CLIP = ("tis_clip", "tis_clip_low")
 _SLIME = "slime.backends.megatron_utils.loss"
 _MIS = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"

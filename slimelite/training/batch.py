@@ -1,31 +1,35 @@
-"""Tensors of a micro-batch: rows of a table, packed into one."""
+"""A micro-batch: rows of a rollout packed into one, with what a model and a loss read of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slimelite.table import SampleTable
+from slimelite.sample import COLUMNS
+from slimelite.training.columns import TokenColumns, pairs_of
 from slimelite.training.layout import Nodes, PackedSequences, ranges
 from slimelite.training.prefixes import Prefixes, tokens_at
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MicroBatch:
-    """R response tokens of some rows and the T tokens that predict them.
+    """R response tokens of some rows, the T tokens that predict them, and the ``columns`` of those R, on their device.
 
     A prefix that rows share is in it once (`slimelite.training.layout`). So several response tokens may be predicted
     by one position, the first ones of a prompt's answers for example; their gradients add up there.
 
-    ``rows``: [n] int64 of the table; ``lengths``: prompt and response tokens of each; ``tokens``: T, 0 for an empty
-    micro-batch, whose row is one dummy token. ``input_ids``, ``position_ids``: [1, T]; ``response_index``: [R] position
-    whose hidden state predicts each response token; ``targets``: [R] those tokens. ``segments``: [R] index into
-    ``rows``; ``token_index``: [R] int64 on the CPU, position in the table's response columns.
+    ``columns``: of the whole rollout; ``rows``: [n] int64 of its table; ``lengths``: prompt and response tokens of
+    each; ``tokens``: T, 0 for an empty micro-batch, whose row is one dummy token. ``input_ids``, ``position_ids``:
+    [1, T]; ``response_index``: [R] position whose hidden state predicts each response token; ``targets``: [R] those
+    tokens. ``segments``: [R] index into ``rows``; ``token_index``: [R] int64 on the CPU, position in the table's
+    response columns.
     """
 
+    columns: TokenColumns
     rows: np.ndarray
     lengths: list[int]
     tokens: int
@@ -38,10 +42,10 @@ class MicroBatch:
     token_index: Tensor
 
     @classmethod
-    def from_table(
-        cls, table: SampleTable, rows: np.ndarray, device: torch.device, *, shares: bool = False
+    def of(
+        cls, columns: TokenColumns, rows: np.ndarray, device: torch.device | str = "cpu", *, shares: bool = False
     ) -> MicroBatch:
-        """Pack ``rows`` of ``table``; no rows give an empty micro-batch.
+        """Pack ``rows`` of a rollout; no rows give an empty micro-batch.
 
         Args:
             shares: whether a prefix that rows share is in it once; else the rows are end to end in their order.
@@ -49,6 +53,7 @@ class MicroBatch:
         Raises:
             ValueError: a row has no prompt, so that no position predicts its first response token.
         """
+        table = columns.table
         prompts, responses = np.diff(table.prompt_offsets)[rows], table.response_lengths[rows]
         if (prompts == 0).any():
             ids = table.sample_id[rows[prompts == 0]].tolist()
@@ -73,6 +78,7 @@ class MicroBatch:
             return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device)
 
         return cls(
+            columns=columns,
             rows=rows,
             lengths=lengths.tolist(),
             tokens=len(ids) if len(rows) else 0,
@@ -106,8 +112,69 @@ class MicroBatch:
         )
 
     def take(self, column: Tensor) -> Tensor:
-        """[R] values of a per-token column of the table, on this micro-batch's device."""
+        """[R] values of a column [N] of the rollout, on this micro-batch's device."""
         return column[self.token_index].to(self.targets.device)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[R] see `TokenColumns`, and for the others below."""
+        return self.take(self.columns.mask)
+
+    @cached_property
+    def rollout_log_probs(self) -> Tensor:
+        """[R]."""
+        return self.take(self.columns.rollout_log_probs)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """[R]."""
+        return self.take(self.columns.weights)
+
+    @cached_property
+    def pg_weights(self) -> Tensor:
+        """[R]."""
+        return self.take(self.columns.pg_weights)
+
+    @cached_property
+    def advantages(self) -> Tensor:
+        """[R]."""
+        return self.take(self.columns.advantages)
+
+    @cached_property
+    def old(self) -> Tensor | None:
+        """[R], or None in a rollout's first step, where the current log-probs are the old ones too, unless a pass has
+        computed them before; after it (``columns.moved``) only with --use-rollout-logprobs.
+        """
+        return None if self.columns.old is None else self.take(self.columns.old)
+
+    @cached_property
+    def ref(self) -> Tensor | None:
+        """[R], or None if it is not needed."""
+        return None if self.columns.ref is None else self.take(self.columns.ref)
+
+    @cached_property
+    def pairs(self) -> Pairs | None:
+        """The pairs for a loss that compares two replies, else None."""
+        return None if self.columns.pair_weights is None else Pairs.of(self, self.columns.pair_weights)
+
+    @property
+    def where(self) -> tuple[Tensor, Tensor, int]:
+        """Mask, segments and number of rows, which most functions of `slimelite.algorithms` take in this order."""
+        return self.mask, self.segments, len(self.rows)
+
+    def column(self, name: str) -> Tensor:
+        """A column of numbers of the table, such as one of your own (see `slimelite.sample.COLUMNS`): [R], or [n] where
+        a sample has one value.
+
+        Raises:
+            ValueError: the table lacks it.
+        """
+        column, values = COLUMNS[name], getattr(self.columns.table, name)
+        if values is None:
+            raise ValueError(f"no sample of this rollout has {name}: fill sample.{name} where samples are made")
+        if column.per == "token":
+            return self.take(torch.from_numpy(values))
+        return torch.from_numpy(values[self.rows]).to(self.targets.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,43 +186,9 @@ class Pairs:
     weights: Tensor
 
     @classmethod
-    def of(cls, table: SampleTable, weights: np.ndarray, batch: MicroBatch) -> Pairs:
-        """The pairs of ``batch``, which has both rows of each; ``weights``: see `pair_weights`."""
-        chosen, rejected = _pairs(table, batch.rows)
+    def of(cls, batch: MicroBatch, weights: np.ndarray) -> Pairs:
+        """The pairs of ``batch``, which has both rows of each; ``weights``: see `columns.pair_weights`."""
+        chosen, rejected = pairs_of(batch.columns.table, batch.rows)
         order, device = np.argsort(chosen), batch.targets.device
         found = (chosen[order], rejected[order], weights[batch.rows[chosen[order]]])
         return cls(*(torch.from_numpy(values).to(device) for values in found))
-
-
-def pair_weights(table: SampleTable, steps: list[np.ndarray]) -> np.ndarray:
-    """[n] the weight of each row's pair: 1 / number of pairs in its optimizer step, including pairs not trained on.
-
-    A pair is the two rows of a unit; the one with the higher reward is the chosen one.
-
-    Raises:
-        ValueError: a unit does not have two rows of different rewards, or only one of them has tokens to train on.
-    """
-    units, sizes = np.unique(table.unit_id, return_counts=True)
-    if (sizes != 2).any():
-        raise ValueError(
-            f"--loss-type dpo_loss trains on pairs: units {units[sizes != 2].tolist()[:8]} do not have two rows; a "
-            "rollout function gives the two samples of a pair one unit_id"
-        )
-    chosen, rejected = _pairs(table, np.arange(len(table)))
-    trained = table.mask_sums > 0
-    wrong = ~(table.reward[chosen] > table.reward[rejected]) | (trained[chosen] != trained[rejected])
-    if wrong.any():
-        raise ValueError(
-            f"--loss-type dpo_loss trains on pairs: in units {units[wrong].tolist()[:8]} no row has the higher "
-            "reward, or one row alone has tokens to train on; mark both with remove_sample"
-        )
-    weights = np.zeros(len(table))
-    for rows in steps:
-        weights[rows] = 2 / len(rows)
-    return weights
-
-
-def _pairs(table: SampleTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index into ``rows`` of the chosen and of the rejected row of each unit, by unit."""
-    order = np.lexsort((-table.reward[rows], table.unit_id[rows]))
-    return order[0::2], order[1::2]

@@ -23,7 +23,6 @@ from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
 from slimelite.plugins import guarded, load_function
 from slimelite.sample import COLUMNS
 from slimelite.table import SampleTable, TokenStats
-from slimelite.training.batch import pair_weights
 
 # rows, at most, that are computed in a step without a gradient: enough to measure its entropy and mismatch
 MEASURED_ROWS = 8
@@ -32,38 +31,30 @@ TOKENS_AT_ONCE = 2**18
 
 
 @dataclass(kw_only=True)
-class TokenValues:
-    """Inputs of losses for each response token: [N] of a rollout on the CPU, or [R] of a micro-batch on its device.
+class TokenColumns:
+    """What training knows of the N response tokens of a table with n rows, on the CPU; columns are [N].
 
-    ``mask``: bool, the trained tokens; ``rollout_log_probs``: the engine's, NaN where it gave none; ``weights``: weight
-    of each token in its optimizer step, ``pg_weights``: in the policy loss; ``old``, ``ref``: log-probs of the trainer
-    before the rollout's first step and of the reference, None if not needed, NaN in rows that were not computed.
+    ``mask``: bool, the trained tokens; ``segments``: int64, row of each token; ``rollout_log_probs``: the engine's, NaN
+    where it gave none; ``weights``: weight of each token in its optimizer step, ``pg_weights``: in the policy loss;
+    ``old``, ``ref``: log-probs of the trainer before the rollout's first step and of the reference, None if not needed,
+    NaN in rows that were not computed; ``entropy``: computed with ``old``; ``teacher``: log-probs of the teacher;
+    ``of_tokens``: whether a token's advantage may differ from its row's in the table; ``returns``: the estimator's
+    before distillation and whitening, which a critic learns; ``values``: of the critic before the rollout's first step;
+    ``pair_weights``: [n] see `pair_weights`, for a loss that compares replies; ``measured``: log-probs and entropies
+    of rows that ``old`` lacks, under the same weights, which `token_stats` alone reads; ``loss_weights``: see
+    `slimelite.sample.COLUMNS`; ``later``: ``old`` and ``entropy`` of the rows after the first step, until `take` is
+    called; ``moved``: whether that step has been made.
     """
 
+    table: SampleTable
     mask: Tensor
+    segments: Tensor
     rollout_log_probs: Tensor
     weights: Tensor
     pg_weights: Tensor
     advantages: Tensor
     old: Tensor | None = None
     ref: Tensor | None = None
-
-
-@dataclass(kw_only=True)
-class TokenColumns(TokenValues):
-    """Columns over the N response tokens of a table with n rows, on the CPU.
-
-    ``segments``: [N] int64 row of each token; ``of_tokens``: whether a token's advantage may differ from its row's in
-    the table; ``entropy``: [N], computed with ``old``; ``teacher``: [N] log-probs of the teacher; ``returns``: [N] the
-    estimator's returns before distillation and whitening, which a critic learns; ``values``: [N] of the critic before
-    the rollout's first step; ``pair_weights``: see `pair_weights`, for a loss that compares replies; ``measured``: [N]
-    log-probs and entropies of rows that ``old`` lacks, under the same weights, which `token_stats` alone reads;
-    ``loss_weights``: [N] see `slimelite.sample.COLUMNS`; ``later``: ``old`` and
-    ``entropy`` of the rows after the first step, until `take` is called; ``moved``: whether that step has been made.
-    """
-
-    table: SampleTable
-    segments: Tensor
     of_tokens: bool = False
     entropy: Tensor | None = None
     returns: Tensor | None = None
@@ -408,3 +399,37 @@ def _derivative(reduce: Callable[[Tensor], Tensor], size: int, path: str) -> Ten
             f"sum is {(weights * losses).sum().item():g})"
         )
     return weights
+
+
+def pair_weights(table: SampleTable, steps: list[np.ndarray]) -> np.ndarray:
+    """[n] the weight of each row's pair: 1 / number of pairs in its optimizer step, including pairs not trained on.
+
+    A pair is the two rows of a unit; the one with the higher reward is the chosen one.
+
+    Raises:
+        ValueError: a unit does not have two rows of different rewards, or only one of them has tokens to train on.
+    """
+    units, sizes = np.unique(table.unit_id, return_counts=True)
+    if (sizes != 2).any():
+        raise ValueError(
+            f"--loss-type dpo_loss trains on pairs: units {units[sizes != 2].tolist()[:8]} do not have two rows; a "
+            "rollout function gives the two samples of a pair one unit_id"
+        )
+    chosen, rejected = pairs_of(table, np.arange(len(table)))
+    trained = table.mask_sums > 0
+    wrong = ~(table.reward[chosen] > table.reward[rejected]) | (trained[chosen] != trained[rejected])
+    if wrong.any():
+        raise ValueError(
+            f"--loss-type dpo_loss trains on pairs: in units {units[wrong].tolist()[:8]} no row has the higher "
+            "reward, or one row alone has tokens to train on; mark both with remove_sample"
+        )
+    weights = np.zeros(len(table))
+    for rows in steps:
+        weights[rows] = 2 / len(rows)
+    return weights
+
+
+def pairs_of(table: SampleTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Index into ``rows`` of the chosen and of the rejected row of each unit, by unit."""
+    order = np.lexsort((-table.reward[rows], table.unit_id[rows]))
+    return order[0::2], order[1::2]

@@ -15,7 +15,6 @@ from slimelite.algorithms.packed import upcast, weighted_sum
 from slimelite.algorithms.policy import explained_variance, value_loss
 from slimelite.arguments import Args
 from slimelite.checkpoints import STATE_FILE, Checksums
-from slimelite.table import SampleTable
 from slimelite.training import checkpoint
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
@@ -77,7 +76,7 @@ class Critic(Learner[ValueModel]):
         if own:
             checkpoint.load(Path(str(args.critic_load)), self, weights_only=True)
 
-    def train(self, table: SampleTable, columns: TokenColumns, schedule: list[Step], sums: MetricSums) -> None:
+    def train(self, columns: TokenColumns, schedule: list[Step], sums: MetricSums) -> None:
         """Fit the values to ``columns.returns``, with one optimizer step for each `Step` of ``schedule``.
 
         Metrics ``critic-*`` are added to ``sums``.
@@ -95,13 +94,11 @@ class Critic(Learner[ValueModel]):
             self.optimizers.reset()
         for sums.step, step in enumerate(schedule):
             checked = self.args.ci_test and self._fresh
-            loss = self.gradient(table, columns, step, sums, checked=checked)
+            loss = self.gradient(columns, step, sums, checked=checked)
             self.update(sums, loss)
             self._fresh = self._fresh and not columns.trained_rows()[step.rows].any()
 
-    def gradient(
-        self, table: SampleTable, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False
-    ) -> Tensor:
+    def gradient(self, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False) -> Tensor:
         """Gradients of one optimizer step, weighted as the policy's are; see `Learner.accumulate`.
 
         ``checked``: raise AssertionError where values differ from ``columns.values``, which were computed just before.
@@ -111,17 +108,17 @@ class Critic(Learner[ValueModel]):
         assert returns is not None
 
         def share(batch: MicroBatch) -> Tensor:
-            mask, before = batch.take(columns.mask), batch.take(old)
-            values = self.model(batch)
+            values, before = self.model(batch), batch.take(old)
             if checked:
-                check_values(self.world, values, before, mask)
-            losses, metrics = value_loss(values, before, batch.take(returns), mask, value_clip=self.args.value_clip)
-            total = weighted_sum(losses, batch.take(columns.weights))
+                check_values(self.world, values, before, batch.mask)
+            clip = self.args.value_clip
+            losses, metrics = value_loss(values, before, batch.take(returns), batch.mask, value_clip=clip)
+            total = weighted_sum(losses, batch.weights)
             sums.add_all({f"critic-{name}": pair for name, pair in metrics.items()})
             sums.add_share("critic-value_loss", total)
             return total
 
-        loss = self.accumulate(table, step, share)
+        loss = self.accumulate(columns, step, share)
         in_step = columns.mask & torch.isin(columns.segments, torch.from_numpy(step.rows))
         sums.add("critic-explained_variance", *explained_variance(old, returns, in_step))
         return loss

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from slimelite.arguments import Args
-from slimelite.table import SampleTable
 from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
 from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import FLAGS, LrSchedule, Optimizers
 from slimelite.training.parallel import World, reshard
@@ -60,7 +60,7 @@ class Learner(Generic[Model]):
         # True until the first step with a trained token is done; `--ci-test` checks that step
         self._fresh = True
 
-    def accumulate(self, table: SampleTable, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:
+    def accumulate(self, columns: TokenColumns, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:
         """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks.
 
         ``share``: returns the part of the step's loss that a micro-batch adds, 0-d with gradient.
@@ -78,7 +78,7 @@ class Learner(Generic[Model]):
             self.model.set_requires_gradient_sync(reduces)
             # FSDP then frees its send buffers too: for embedding and head together these are 4 GB in a 7B model
             self.model.set_is_last_backward(reduces)
-            loss = share(MicroBatch.from_table(table, rows, self.world.device, shares=self.model.shares))
+            loss = share(MicroBatch.of(columns, rows, self.world.device, shares=self.model.shares))
             # FSDP averages over ranks; the weights already divide by the whole step
             (loss * self.world.dp_size).backward()
             total = total + loss.detach()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,69 +21,8 @@ from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.algorithms.supervised import dpo_loss, sft_loss
 from slimelite.arguments import Args, CorrectionArgs
 from slimelite.plugins import load_function
-from slimelite.sample import COLUMNS
-from slimelite.table import SampleTable
-from slimelite.training.batch import MicroBatch, Pairs
-from slimelite.training.columns import TokenColumns, TokenValues
+from slimelite.training.batch import MicroBatch
 from slimelite.training.parallel import World
-
-
-@dataclass(kw_only=True)
-class LossInputs(TokenValues):
-    """The R response tokens of a micro-batch, on its device.
-
-    ``segments``: [R] int64 row of each token, among ``num_segments`` rows of ``total_lengths`` prompt and response
-    tokens. ``old`` is None in a rollout's first step, where the current log-probs are the old ones too, unless a pass
-    has computed them before; after it (``moved``) only with --use-rollout-logprobs. ``pairs``: the pairs for a loss
-    that compares two replies, else None.
-    """
-
-    batch: MicroBatch
-    table: SampleTable
-    pairs: Pairs | None
-    moved: bool = False
-
-    @classmethod
-    def of(cls, batch: MicroBatch, columns: TokenColumns) -> LossInputs:
-        """The part of the columns that belongs to ``batch``."""
-        values = {f.name: getattr(columns, f.name) for f in fields(TokenValues)}
-        taken: dict[str, Any] = {name: value if value is None else batch.take(value) for name, value in values.items()}
-        pairs = None if columns.pair_weights is None else Pairs.of(columns.table, columns.pair_weights, batch)
-        return cls(batch=batch, table=columns.table, pairs=pairs, moved=columns.moved, **taken)
-
-    @property
-    def segments(self) -> Tensor:
-        """[R] int64."""
-        return self.batch.segments
-
-    @property
-    def num_segments(self) -> int:
-        """Rows of the micro-batch."""
-        return len(self.batch.rows)
-
-    @property
-    def total_lengths(self) -> list[int]:
-        """Prompt and response tokens of each row."""
-        return self.batch.lengths
-
-    @property
-    def where(self) -> tuple[Tensor, Tensor, int]:
-        """Mask, segments and number of rows, which most functions of `slimelite.algorithms` take in this order."""
-        return self.mask, self.segments, self.num_segments
-
-    def column(self, name: str) -> Tensor:
-        """A column of numbers of the table, such as one of your own (see `slimelite.sample.COLUMNS`): [R], or
-        [num_segments] where a sample has one value.
-
-        Raises:
-            ValueError: the table lacks it.
-        """
-        column, values = COLUMNS[name], getattr(self.table, name)
-        if values is None:
-            raise ValueError(f"no sample of this rollout has {name}: fill sample.{name} where samples are made")
-        if column.per == "token":
-            return self.batch.take(torch.from_numpy(values))
-        return torch.from_numpy(values[self.batch.rows]).to(self.batch.targets.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +40,13 @@ class Loss:
     weights: Tensor | None = None
 
 
-def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
     """The loss by ``--loss-type``; ``log_probs`` and ``entropy`` are [R].
 
     Raises:
         ValueError: the losses of tokens are not [R], or have no gradient.
     """
-    found = args.loss(args, inputs, log_probs, entropy)
+    found = args.loss(args, batch, log_probs, entropy)
     if isinstance(found, Loss):
         return found
     losses, metrics = found
@@ -119,31 +57,31 @@ def micro_batch_loss(args: Args, inputs: LossInputs, log_probs: Tensor, entropy:
             f"loss for each of the {len(log_probs)} tokens of log_probs, computed from them, not {list(losses.shape)} "
             f"{'with' if losses.requires_grad else 'without'} a gradient"
         )
-    total = weighted_sum(losses, inputs.weights)
-    return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, inputs), **metrics})
+    total = weighted_sum(losses, batch.weights)
+    return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
 
 
-def fine_tuning(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:  # noqa: ARG001
+def fine_tuning(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:  # noqa: ARG001
     """``--loss-type sft_loss``."""
-    return sft_loss(log_probs, inputs.mask), {}
+    return sft_loss(log_probs, batch.mask), {}
 
 
-def custom(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+def custom(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
     """``--loss-type custom_loss``: the plugin is called like any other function of ``LOSSES``."""
     plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
-    found: tuple[Tensor, Metrics] = plugin(args, inputs, log_probs, entropy)
+    found: tuple[Tensor, Metrics] = plugin(args, batch, log_probs, entropy)
     return found
 
 
-def preferences(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+def preferences(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
     """``--loss-type dpo_loss``."""
-    assert inputs.ref is not None
-    assert inputs.pairs is not None
-    pairs = inputs.pairs
+    assert batch.ref is not None
+    assert batch.pairs is not None
+    pairs = batch.pairs
     losses, metrics = dpo_loss(
         log_probs,
-        inputs.ref,
-        *inputs.where,
+        batch.ref,
+        *batch.where,
         pairs.chosen,
         pairs.rejected,
         beta=args.dpo_beta,
@@ -151,19 +89,19 @@ def preferences(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tens
         label_smoothing=args.dpo_label_smoothing,
     )
     total = weighted_sum(losses, pairs.weights)
-    return Loss(total, {"loss": total, "dpo_loss": total}, {"entropy_loss": _weighted_mean(entropy, inputs), **metrics})
+    return Loss(total, {"loss": total, "dpo_loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
 
 
-def policy_gradient(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> Loss:
+def policy_gradient(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
     """``--loss-type policy_loss``: the estimator's policy loss with correction, entropy and KL terms."""
-    own = log_probs.detach() if inputs.old is None and not inputs.moved else inputs.old
-    old = inputs.rollout_log_probs if args.use_rollout_logprobs else own
+    own = log_probs.detach() if batch.old is None and not batch.columns.moved else batch.old
+    old = batch.rollout_log_probs if args.use_rollout_logprobs else own
     assert old is not None
     losses, metrics = policy_loss(
         log_probs,
         old,
-        inputs.advantages,
-        *inputs.where,
+        batch.advantages,
+        *batch.where,
         args.advantage_estimator,
         eps_clip=args.eps_clip,
         eps_clip_high=args.eps_clip_high,
@@ -172,44 +110,42 @@ def policy_gradient(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: 
     correction, uncorrected = CORRECTIONS[args.correction], losses
     if correction.function is not None:
         assert own is not None
-        losses, found = correction(args, inputs, losses, own)
+        losses, found = correction(args, batch, losses, own)
         metrics |= found
     if args.use_opsm:
-        keep, found = opsm_keep(log_probs, old, inputs.advantages, *inputs.where, delta=args.opsm_delta)
+        keep, found = opsm_keep(log_probs, old, batch.advantages, *batch.where, delta=args.opsm_delta)
         losses, metrics = torch.where(keep, losses, 0.0), metrics | found
-    pg_loss = weighted_sum(losses, inputs.pg_weights)
+    pg_loss = weighted_sum(losses, batch.pg_weights)
     weights = None
     if args.use_opsm or args.custom_pg_loss_reducer_function_path or correction.function is not None:
         # corrections multiply the loss of a token: their factor is its derivative, also where that loss is 0
         (factors,) = torch.autograd.grad(losses.sum(), uncorrected, retain_graph=True, materialize_grads=True)
-        weights = factors * inputs.pg_weights
+        weights = factors * batch.pg_weights
     if own is not None:
         metrics |= mismatch_metrics(
-            own, inputs.rollout_log_probs, inputs.mask, clip=args.tis_clip, clip_low=args.tis_clip_low
+            own, batch.rollout_log_probs, batch.mask, clip=args.tis_clip, clip_low=args.tis_clip_low
         )
-    metrics["entropy_loss"] = _weighted_mean(entropy, inputs)
+    metrics["entropy_loss"] = _weighted_mean(entropy, batch)
     total = pg_loss
     if args.entropy_coef:
-        total = total - args.entropy_coef * weighted_sum(entropy, inputs.weights)
-    if inputs.ref is not None:
+        total = total - args.entropy_coef * weighted_sum(entropy, batch.weights)
+    if batch.ref is not None:
         unbiased = old if args.use_unbiased_kl else None
-        kl = kl_estimate(log_probs, inputs.ref, inputs.mask, args.kl_loss_type, old=unbiased)
-        metrics["kl_loss"] = _weighted_mean(kl, inputs)
+        kl = kl_estimate(log_probs, batch.ref, batch.mask, args.kl_loss_type, old=unbiased)
+        metrics["kl_loss"] = _weighted_mean(kl, batch)
         if args.use_kl_loss and args.kl_loss_coef:
-            total = total + args.kl_loss_coef * weighted_sum(kl, inputs.weights)
+            total = total + args.kl_loss_coef * weighted_sum(kl, batch.weights)
     return Loss(total, {"loss": total, "pg_loss": pg_loss}, metrics, weights)
 
 
-def _weighted_mean(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor]:
+def _weighted_mean(values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """The mean with the weights of the loss, over the tokens that were computed."""
-    return weighted_sum(values.detach(), inputs.weights), inputs.weights.sum()
+    return weighted_sum(values.detach(), batch.weights), batch.weights.sum()
 
 
-def _bounded(
-    mode: str, args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor
-) -> tuple[Tensor, Metrics]:
+def _bounded(mode: str, args: CorrectionArgs, batch: MicroBatch, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
     """``--correction tis`` and ``icepop``: a weight for each token, by a ``mode`` of ``MODES``."""
-    common = (own, inputs.rollout_log_probs, *inputs.where)
+    common = (own, batch.rollout_log_probs, *batch.where)
     weights, metrics = mis_weights(*common, level="token", mode=mode, upper=args.tis_clip, lower=args.tis_clip_low)
     return losses * weights, metrics
 
@@ -217,9 +153,9 @@ def _bounded(
 truncate, mask_outliers = partial(_bounded, "clip"), partial(_bounded, "mask")
 
 
-def weigh_and_reject(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
+def weigh_and_reject(args: CorrectionArgs, batch: MicroBatch, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
     """``--correction mis``."""
-    common = (own, inputs.rollout_log_probs, *inputs.where)
+    common = (own, batch.rollout_log_probs, *batch.where)
     metrics: Metrics = {}
     upper = args.mis_upper_bound
     if MODES[args.mis_mode].function is not None:
@@ -239,7 +175,7 @@ def weigh_and_reject(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, o
     return losses, metrics
 
 
-def correct_by_plugin(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
+def correct_by_plugin(args: CorrectionArgs, batch: MicroBatch, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
     """``--custom-tis-function-path``, slime's contract; lists have an entry a response, ``pg_loss`` is [R] ::
 
         fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs)
@@ -248,20 +184,20 @@ def correct_by_plugin(args: CorrectionArgs, inputs: LossInputs, losses: Tensor, 
     A metric is logged as its mean over trained tokens.
     """
     assert args.custom_tis_function_path is not None
-    if not inputs.num_segments:
+    if not len(batch.rows):
         return losses, {}
-    lengths = torch.bincount(inputs.segments, minlength=inputs.num_segments).tolist()
+    lengths = torch.bincount(batch.segments, minlength=len(batch.rows)).tolist()
     losses, masks, values = load_function(args.custom_tis_function_path, "--custom-tis-function-path")(
         args,
         pg_loss=losses,
         train_log_probs=list(own.split(lengths)),
-        rollout_log_probs=list(inputs.rollout_log_probs.split(lengths)),
-        loss_masks=list(inputs.mask.int().split(lengths)),
-        total_lengths=inputs.total_lengths,
+        rollout_log_probs=list(batch.rollout_log_probs.split(lengths)),
+        loss_masks=list(batch.mask.int().split(lengths)),
+        total_lengths=batch.lengths,
         response_lengths=lengths,
     )
     kept = torch.cat(list(masks)).bool()
-    metrics = {name: mean_metric(value, inputs.mask) for name, value in values.items()}
+    metrics = {name: mean_metric(value, batch.mask) for name, value in values.items()}
     return torch.where(kept, losses, 0.0), metrics
 
 
@@ -270,25 +206,25 @@ EXACT_AGREEMENT = 1e-3
 
 
 def check_first_step(
-    args: Args, world: World, inputs: LossInputs, log_probs: Tensor, loss: Loss, *, initial: bool
+    args: Args, world: World, batch: MicroBatch, log_probs: Tensor, loss: Loss, *, initial: bool
 ) -> None:
-    """Check one micro-batch of the first optimizer step (``--ci-test``); ``inputs.old`` came from a separate pass.
+    """Check one micro-batch of the first optimizer step (``--ci-test``); ``batch.old`` came from a separate pass.
 
     ``initial``: the policy has its initial weights, so that its KL to a reference at the same checkpoint is 0.
 
     Raises:
-        AssertionError: log-probs differ from ``inputs.old``, a token was clipped, log-probs or KL show a difference
+        AssertionError: log-probs differ from ``batch.old``, a token was clipped, log-probs or KL show a difference
             from an equal reference, or engine and trainer disagree by more than `engine_threshold`.
     """
     exact = world.compute_dtype == torch.float32
     same = args.ref_load in (None, args.hf_checkpoint)
-    if args.loss.paired and initial and same and inputs.ref is not None:
-        drift, limit = _mean(mean_metric((log_probs - inputs.ref).abs(), inputs.mask)), 1e-6 if exact else 0.02
+    if args.loss.paired and initial and same and batch.ref is not None:
+        drift, limit = _mean(mean_metric((log_probs - batch.ref).abs(), batch.mask)), 1e-6 if exact else 0.02
         assert drift < limit, f"--ci-test: mean |log-prob - ref| is {drift:.2e} on the first step, not below {limit}"
-    if not args.loss.policy or not inputs.mask.any():
+    if not args.loss.policy or not batch.mask.any():
         return
-    assert inputs.old is not None
-    drift = _mean(mean_metric((log_probs - inputs.old).abs(), inputs.mask))
+    assert batch.old is not None
+    drift = _mean(mean_metric((log_probs - batch.old).abs(), batch.mask))
     limit = 1e-6 if exact else 0.02
     assert drift < limit, f"--ci-test: mean |log-prob - old| is {drift:.2e} on the first step, not below {limit}"
     if exact and not args.use_rollout_logprobs:

@@ -20,6 +20,7 @@ from slimelite.sample import Sample
 from slimelite.table import SampleTable
 from slimelite.training.attention import register_attention
 from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
 from slimelite.training.model import PolicyModel
 from slimelite.training.prefixes import SHORTEST
 
@@ -106,7 +107,7 @@ class SmallModel:
             self._right.append(logits.float().log_softmax(-1).gather(-1, ids[1:, None].to(device))[:, 0])
             samples.append(Sample(group_index=i, index=i, tokens=ids[:1].tolist(), reward=0.0))
             samples[i].append_response_tokens(ids[1:].tolist(), log_probs=[0.0] * (len(ids) - 1))
-        self._table = SampleTable.from_samples([samples])
+        self._columns = TokenColumns.from_table(SampleTable.from_samples([samples]))
 
     def compare(self, attention: str, pairs: bool) -> tuple[Packing, str]:
         """How packed rows get the right log-probs with this attention; and the problem of unpacked rows, or ""."""
@@ -135,7 +136,7 @@ class SmallModel:
     def _gap(self, policy: PolicyModel, rows: list[int], packing: Packing) -> float:
         """The largest difference from the right log-probs [nats]."""
         policy.packed, shares = packing >= Packing.PACKED, packing is Packing.SHARED
-        batch = MicroBatch.from_table(self._table, np.array(rows, np.int64), self._model.device, shares=shares)
+        batch = MicroBatch.of(self._columns, np.array(rows, np.int64), self._model.device, shares=shares)
         difference = policy(batch, 1.0)[0] - torch.cat([self._right[row] for row in rows])
         # NaN is not below any tolerance
         return float(difference.abs().nan_to_num(nan=torch.inf).max())

@@ -18,6 +18,7 @@ from slimelite.algorithms.packed import Metrics
 from slimelite.table import SampleTable
 from slimelite.tracking.phases import Timer
 from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
 from slimelite.training.model import ForwardFlops, LanguageModel
 from slimelite.training.parallel import World, reshard
 from slimelite.training.planning import tokens_shared
@@ -133,15 +134,15 @@ class Scores:
 
 @torch.no_grad()
 def table_scores(
-    model: LanguageModel, table: SampleTable, dealt: list[list[np.ndarray]], world: World, *options: float
+    model: LanguageModel, columns: TokenColumns, dealt: list[list[np.ndarray]], world: World, *options: float
 ) -> tuple[Tensor, ...]:
     """A model's outputs by a pass over ``dealt``, the rows of each rank's micro-batches; see `Scores.gather`.
 
     ``options``: more arguments of its ``forward``, such as a policy's temperature.
     """
-    scores = Scores(len(table.response_tokens), world)
+    scores = Scores(len(columns.mask), world)
     for rows in dealt[world.dp_rank]:
-        batch = MicroBatch.from_table(table, rows, world.device, shares=model.shares)
+        batch = MicroBatch.of(columns, rows, world.device, shares=model.shares)
         found = model(batch, *options)
         scores.add(batch, *(found if isinstance(found, tuple) else (found,)))
     reshard(model)

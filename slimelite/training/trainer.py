@@ -26,7 +26,7 @@ from slimelite.training.critic import Critic, FrozenPolicy, build_reference
 from slimelite.training.learner import Learner
 from slimelite.training.loading import build_policy
 from slimelite.training.lora import peft_config
-from slimelite.training.loss import LossInputs, check_first_step, micro_batch_loss
+from slimelite.training.loss import check_first_step, micro_batch_loss
 from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import be_deterministic, join_world
@@ -122,20 +122,20 @@ class Trainer(Learner[PolicyModel]):
         trains = self.critic is None or rollout_id >= self.args.num_critic_only_steps
         computed = self._rows_to_compute(columns, steps) if trains else np.zeros(len(table), bool)
         if self.args.token_stats == "all":
-            self._measure_rest(table, columns, steps, computed)
+            self._measure_rest(columns, steps, computed)
         if self.critic is not None:
             trained = columns.trained_rows()
-            schedule = self._schedule(table, steps, trained)
+            schedule = self._schedule(columns, steps, trained)
             with self.timed(
                 "critic_train", self.critic.model, table, chain(*(step.micro_batches for step in schedule))
             ):
-                self.critic.train(table, columns, schedule, sums)
+                self.critic.train(columns, schedule, sums)
         if trains:
-            self._train_policy(table, columns, steps, computed, sums, partial(self.update, sums))
+            self._train_policy(columns, steps, computed, sums, partial(self.update, sums))
         self.progress.rollout_id = rollout_id
         if self._saved_reference is not None and (rollout_id + 1) % (self.args.ref_update_interval or 1) == 0:
             self._saved_reference.copy_from(self.model)
-        return self._metrics(table, columns, computed, sums)
+        return self._metrics(columns, computed, sums)
 
     def forward_backward(self, table: SampleTable) -> dict[str, float]:
         """Add the gradient of ``table`` to that of earlier calls; `optim_step` applies it. The whole table counts as
@@ -152,8 +152,8 @@ class Trainer(Learner[PolicyModel]):
         steps = split_steps(table.rollout_id, table.unit_id, len(table))
         columns, sums = self._columns(table, steps), MetricSums(self.world)
         computed = self._rows_to_compute(columns, steps)
-        self._train_policy(table, columns, steps, computed, sums, self._losses.append)
-        return self._metrics(table, columns, computed, sums)
+        self._train_policy(columns, steps, computed, sums, self._losses.append)
+        return self._metrics(columns, computed, sums)
 
     def optim_step(self) -> dict[str, float]:
         """Clip the gradient of `forward_backward`, and update the weights with it.
@@ -174,7 +174,6 @@ class Trainer(Learner[PolicyModel]):
 
     def _train_policy(
         self,
-        table: SampleTable,
         columns: TokenColumns,
         steps: list[np.ndarray],
         computed: np.ndarray,
@@ -186,15 +185,15 @@ class Trainer(Learner[PolicyModel]):
         """
         args = self.args
         checked = args.ci_test and self._fresh
-        schedule, begin = self._schedule(table, steps, computed), pass_begins(args, len(steps), self._fresh)
+        schedule, begin = self._schedule(columns, steps, computed), pass_begins(args, len(steps), self._fresh)
         if begin is not None and (columns.old is None or checked):
             if args.ci_test:  # over training's micro-batches, for bit-identical results
                 parts = zip(*(step.micro_batches for step in schedule[begin:]), strict=True)
                 dealt = [list(chain(*part)) for part in parts]
             else:
                 rows = np.concatenate([np.sort(rows[computed[rows]]) for rows in steps[begin:]])
-                dealt = self._deal(table, rows, args.log_probs_max_tokens_per_gpu)
-            found = self._pass("log_probs", self.model, table, dealt)
+                dealt = self._deal(columns, rows, args.log_probs_max_tokens_per_gpu)
+            found = self._pass("log_probs", self.model, columns, dealt)
             if begin:
                 columns.later = found
             else:
@@ -204,11 +203,11 @@ class Trainer(Learner[PolicyModel]):
         # the weights of the first step are those before it: a supervised loss has no other pass that computes `old`
         takes = columns.old is None and (len(steps) == 1 or columns.later is not None)
         measures = columns.old is None and args.token_stats != "none"
-        scores = Scores(len(table.response_tokens), self.world) if takes or measures else None
-        with self.timed("actor_train", self.model, table, chain(*(step.micro_batches for step in schedule))):
+        scores = Scores(len(columns.mask), self.world) if takes or measures else None
+        with self.timed("actor_train", self.model, columns.table, chain(*(step.micro_batches for step in schedule))):
             for sums.step, step in enumerate(schedule):
                 first = sums.step == 0
-                then(self.gradient(table, columns, step, sums, scores if first else None, checked=checked and first))
+                then(self.gradient(columns, step, sums, scores if first else None, checked=checked and first))
                 columns.moved = True
                 if first and scores is not None:
                     columns.take(*scores.gather(), whole=takes)
@@ -227,16 +226,14 @@ class Trainer(Learner[PolicyModel]):
         every = (self.args.ci_test and self._fresh) or self._normalizes
         return columns.trained_rows() if every else columns.rows_to_compute(self.args, steps)
 
-    def _measure_rest(
-        self, table: SampleTable, columns: TokenColumns, steps: list[np.ndarray], computed: np.ndarray
-    ) -> None:
+    def _measure_rest(self, columns: TokenColumns, steps: list[np.ndarray], computed: np.ndarray) -> None:
         """``--token-stats all``: compute the rows that no other pass computes before the weights change."""
         rest = columns.unknown_rows()
-        soon = steps[0] if pass_begins(self.args, len(steps), self._fresh) is None else np.arange(len(table))
+        soon = steps[0] if pass_begins(self.args, len(steps), self._fresh) is None else np.arange(columns.rows)
         rest[soon[computed[soon]]] = False
         if rest.any():
-            dealt = self._deal(table, np.flatnonzero(rest), self.args.log_probs_max_tokens_per_gpu)
-            columns.measured.append(self._pass("token_stats", self.model, table, dealt))
+            dealt = self._deal(columns, np.flatnonzero(rest), self.args.log_probs_max_tokens_per_gpu)
+            columns.measured.append(self._pass("token_stats", self.model, columns, dealt))
 
     def _check_no_gradient(self, verb: str) -> None:
         if self._losses:
@@ -248,7 +245,6 @@ class Trainer(Learner[PolicyModel]):
 
     def gradient(
         self,
-        table: SampleTable,
         columns: TokenColumns,
         step: Step,
         sums: MetricSums,
@@ -263,29 +259,28 @@ class Trainer(Learner[PolicyModel]):
         """
 
         def share(batch: MicroBatch) -> Tensor:
-            inputs = LossInputs.of(batch, columns)
             log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)
             if scores is not None:
                 scores.add(batch, log_probs, entropy)
-            loss = micro_batch_loss(self.args, inputs, log_probs, entropy)
+            loss = micro_batch_loss(self.args, batch, log_probs, entropy)
             sums.add_all(loss.metrics)
             if loss.weights is not None:
                 self._weights.add(batch, loss.weights)
             for name, value in loss.shares.items():
                 sums.add_share(name, value)
             if checked:
-                check_first_step(self.args, self.world, inputs, log_probs, loss, initial=self.progress.steps == 0)
+                check_first_step(self.args, self.world, batch, log_probs, loss, initial=self.progress.steps == 0)
             return loss.total
 
-        total = self.accumulate(table, step, share)
-        sums.add("global_batch_size", len(np.unique(table.rollout_id[step.rows])), 1)
+        total = self.accumulate(columns, step, share)
+        sums.add("global_batch_size", len(np.unique(columns.table.rollout_id[step.rows])), 1)
         return total
 
     def log_probs(self, table: SampleTable) -> np.ndarray:
         """[response tokens of the table] log-probs under the current weights, in the table's order."""
-        rows = np.flatnonzero(table.response_lengths)
-        dealt = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)
-        return table_scores(self.model, table, dealt, self.world, self.temperature)[0].numpy()
+        columns, rows = TokenColumns.from_table(table), np.flatnonzero(table.response_lengths)
+        dealt = self._deal(columns, rows, self.args.log_probs_max_tokens_per_gpu)
+        return table_scores(self.model, columns, dealt, self.world, self.temperature)[0].numpy()
 
     def push_weights(self, sink: weights.WeightSink | None, version: int) -> dict[str, float]:
         """Send all weights through ``sink`` as weight version ``version``, even if offloaded; see `weights.push`."""
@@ -357,43 +352,42 @@ class Trainer(Learner[PolicyModel]):
         columns.check(self.args, min(model.hf.config.vocab_size for model in readers))
         columns.set_weights(self.args, steps)
         rows = np.flatnonzero(table.mask_sums)
-        dealt = self._deal(table, rows, self.args.log_probs_max_tokens_per_gpu)
+        dealt = self._deal(columns, rows, self.args.log_probs_max_tokens_per_gpu)
         if self.reference is not None:
             with self.reference.weights() as model:
-                columns.ref, _ = self._pass("ref_log_probs", model, table, dealt)
+                columns.ref, _ = self._pass("ref_log_probs", model, columns, dealt)
         if self.teacher is not None:
             with self.teacher.weights() as model:
-                columns.teacher, _ = self._pass("teacher_log_probs", model, table, dealt)
+                columns.teacher, _ = self._pass("teacher_log_probs", model, columns, dealt)
         if self.critic is not None:
             with self.timed("values", self.critic.model, table, dealt):
-                (columns.values,) = table_scores(self.critic.model, table, dealt, self.world)
+                (columns.values,) = table_scores(self.critic.model, columns, dealt, self.world)
         args = self.args
         if not args.supervised and (args.kl_coef != 0 or args.use_opd or args.custom_advantage_function_path):
-            columns.old, columns.entropy = self._pass("log_probs", self.model, table, dealt)
+            columns.old, columns.entropy = self._pass("log_probs", self.model, columns, dealt)
         if not self.args.supervised and self.args.compute_advantages_and_returns:
             columns.set_advantages(self.args)
         return columns
 
     def _pass(
-        self, name: str, model: PolicyModel, table: SampleTable, dealt: list[list[np.ndarray]]
+        self, name: str, model: PolicyModel, columns: TokenColumns, dealt: list[list[np.ndarray]]
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the table under ``model``, timed and counted as ``name``."""
-        with self.timed(name, model, table, dealt):
-            log_probs, entropy = table_scores(model, table, dealt, self.world, self.temperature)
+        """Log-probs and entropies of the rollout under ``model``, timed and counted as ``name``."""
+        with self.timed(name, model, columns.table, dealt):
+            log_probs, entropy = table_scores(model, columns, dealt, self.world, self.temperature)
             return log_probs, entropy
 
-    def _schedule(self, table: SampleTable, steps: list[np.ndarray], computed: np.ndarray) -> list[Step]:
+    def _schedule(self, columns: TokenColumns, steps: list[np.ndarray], computed: np.ndarray) -> list[Step]:
         """The steps; of each, the rows that ``computed`` [n] bool selects are dealt to ranks."""
-        return [Step(rows, self._deal(table, rows[computed[rows]])) for rows in steps]
+        return [Step(rows, self._deal(columns, rows[computed[rows]])) for rows in steps]
 
-    def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
+    def _deal(self, columns: TokenColumns, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
         limits = PackingLimits(max_tokens) if self._packed and max_tokens is not None else self.limits
+        table = columns.table
         prompts, prefixes = np.diff(table.prompt_offsets), Prefixes.of(table, shares=self._shares)
         return deal(rows, prompts, table.response_lengths, table.unit_id, self.world.dp_size, limits, prefixes)
 
-    def _metrics(
-        self, table: SampleTable, columns: TokenColumns, computed: np.ndarray, sums: MetricSums
-    ) -> dict[str, float]:
+    def _metrics(self, columns: TokenColumns, computed: np.ndarray, sums: MetricSums) -> dict[str, float]:
         self.trained_columns = columns.trained()
         self.token_stats = None if self.args.token_stats == "none" else columns.token_stats()
         means, of_steps = sums.means()
@@ -403,7 +397,7 @@ class Trainer(Learner[PolicyModel]):
         metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args).items()}
         metrics |= self.timed.metrics(self.world.ranks)
         if seconds := metrics.get("perf/actor_train_time"):
-            metrics["perf/actor_train_tok_per_s"] = int(table.total_lengths[computed].sum()) / seconds
+            metrics["perf/actor_train_tok_per_s"] = int(columns.table.total_lengths[computed].sum()) / seconds
             metrics["perf/computed_rows_ratio"] = float(computed.mean())
         if self.world.device.type == "cpu":
             return_freed_memory()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from training.tiny import loss_inputs, random_table, tiny_args
+from training.tiny import loss_batch, random_table, tiny_args
 
 from slimelite.arguments import Args
 from slimelite.plugins import load_function
@@ -34,7 +34,7 @@ def losses_of(args: Args, table: SampleTable, rows: list[list[int]]) -> tuple[to
     for part in rows:
         spans = [np.arange(table.response_offsets[r], table.response_offsets[r + 1]) for r in part]
         tokens = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *spans]))
-        loss = micro_batch_loss(args, loss_inputs(args, table, part), now[tokens], torch.ones(len(tokens)))
+        loss = micro_batch_loss(args, loss_batch(args, table, part), now[tokens], torch.ones(len(tokens)))
         loss.total.backward()
         losses.append(loss)
     assert now.grad is not None
@@ -55,7 +55,7 @@ def check(args: Args, table: SampleTable) -> None:
 
 
 def test_custom_loss(given: Given, table: SampleTable) -> None:
-    """``fn(args, inputs, log_probs, entropy)`` -> losses [R], {metric: (sum, weight)}; `LossInputs` has the rest.
+    """``fn(args, batch, log_probs, entropy)`` -> losses [R], {metric: (sum, weight)}; `MicroBatch` has the rest.
 
     The loss of a token does not depend on which rows are packed with its own: it is weighted for the whole step.
     """

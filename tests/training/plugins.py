@@ -11,46 +11,46 @@ from torch import Tensor
 
 from slimelite.arguments import Args
 from slimelite.table import SampleTable
+from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
-from slimelite.training.loss import LossInputs
 
 
 def twice_the_likelihood(
-    args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor
+    args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
-    return -2 * torch.where(inputs.mask, log_probs, 0.0), {"tokens": (inputs.mask.sum(), torch.tensor(1))}
+    return -2 * torch.where(batch.mask, log_probs, 0.0), {"tokens": (batch.mask.sum(), torch.tensor(1))}
 
 
 def nan_without_a_gradient(
-    args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor
+    args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
     """Its value is NaN and its gradient 0, as when a clamp or a ``where`` stands between the two."""
     return log_probs.nan_to_num() * 0 + torch.nan, {}
 
 
 def nan_on_the_last_rank(
-    args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor
+    args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
     last = dist.get_rank() == dist.get_world_size() - 1
     return log_probs * 0 + (torch.nan if last else 0.0), {}
 
 
 def without_gradient(
-    args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor
+    args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
     return torch.ones_like(log_probs), {}
 
 
-def one_number(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def one_number(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
     return -log_probs.mean(), {}
 
 
 def half_squared_log_ratio(
-    args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor
+    args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor
 ) -> tuple[Tensor, dict[str, Any]]:
     """The KL to the reference, as --kl-loss-type k2 estimates it, and no more."""
-    assert inputs.ref is not None
-    return args.kl_loss_coef * torch.where(inputs.mask, log_probs - inputs.ref, 0.0) ** 2 / 2, {}
+    assert batch.ref is not None
+    return args.kl_loss_coef * torch.where(batch.mask, log_probs - batch.ref, 0.0) ** 2 / 2, {}
 
 
 def all_ones(args: Args, table: SampleTable, columns: TokenColumns) -> None:

@@ -16,6 +16,7 @@ from trees import tokens_of, tree_table
 
 from slimelite.training.attention import ATTENTION, _gathered_buckets, register_attention, varlen_attention
 from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
 from slimelite.training.layout import CALL, PackedSequences
 from slimelite.training.model import PolicyModel
 
@@ -158,7 +159,7 @@ def test_shared_prefixes_give_the_states_of_each_row_alone(family: str, monkeypa
     torch.manual_seed(1)
     shared, masked = twins("mistral" if family in WINDOWS else family)
     table = tree_table(tree_rows())
-    batch = MicroBatch.from_table(table, np.arange(len(table)), torch.device("cpu"), shares=True)
+    batch = MicroBatch.of(TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"), shares=True)
     assert batch.tokens < 0.45 * sum(batch.lengths)
     assert {int(n) for n in batch.sequences.nodes.levels} == {0, 1, 2, 3}
     mine = PolicyModel(shared).hidden(batch)
@@ -178,7 +179,9 @@ def test_shared_prefixes_give_the_states_of_each_row_alone(family: str, monkeypa
 def test_both_ways_to_attend_to_a_shared_prefix_agree(width: int) -> None:
     """Merged parts, and gathered keys, which GPUs use in fp32; values may be narrower or wider than keys."""
     table = tree_table(tree_rows())
-    sequences = MicroBatch.from_table(table, np.arange(len(table)), torch.device("cpu"), shares=True).sequences
+    sequences = MicroBatch.of(
+        TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"), shares=True
+    ).sequences
     tokens = int(sequences.cu_seqlens[-1])
     torch.manual_seed(0)
     sizes = ((6, 8), (2, 8), (2, width))

@@ -16,16 +16,16 @@ from slimelite.algorithms.losses import LOSSES, LossType
 from slimelite.arguments import Args
 from slimelite.sample import COLUMNS, Column
 from slimelite.table import SampleTable
-from slimelite.training.loss import LossInputs
+from slimelite.training.batch import MicroBatch
 
 SEEN: list[tuple[int, float, float]] = []
 
 
-def weighted_likelihood(args: Args, inputs: LossInputs, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
+def weighted_likelihood(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Any]:
     """A token counts by its difficulty and by that of its prompt."""
-    weights, prompts = inputs.column("difficulty"), inputs.column("hardness")
-    SEEN.extend(zip(inputs.batch.targets.tolist(), weights.tolist(), prompts[inputs.segments].tolist(), strict=True))
-    return -torch.where(inputs.mask, log_probs * weights * prompts[inputs.segments], 0.0), {}
+    weights, prompts = batch.column("difficulty"), batch.column("hardness")
+    SEEN.extend(zip(batch.targets.tolist(), weights.tolist(), prompts[batch.segments].tolist(), strict=True))
+    return -torch.where(batch.mask, log_probs * weights * prompts[batch.segments], 0.0), {}
 
 
 @pytest.fixture(autouse=True)

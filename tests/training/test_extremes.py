@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from exact import CORRECTIONS, ESTIMATORS
-from tiny import loss_inputs, one_rank, random_table, save_tiny_model, tiny_args
+from tiny import loss_batch, one_rank, random_table, save_tiny_model, tiny_args
 
 from slimelite.algorithms.advantages import gae, whiten
 from slimelite.algorithms.groups import group_advantages
@@ -39,17 +39,17 @@ def table() -> SampleTable:
 def test_losses_and_gradients_are_finite(table: SampleTable, estimator: str, correction: str, aggregation: str) -> None:
     given = ESTIMATORS[estimator] | {"kl_coef": 0.0} | CORRECTIONS[correction] | TERMS
     args = tiny_args("", advantage_estimator=estimator, loss_aggregation=aggregation, **given)
-    inputs = loss_inputs(args, table)
-    size = len(inputs.mask)
+    batch = loss_batch(args, table)
+    size = len(batch.mask)
     jumps = torch.tensor(EXTREME)
-    inputs.old.copy_(-1e3 + jumps[torch.arange(size) % 6])
-    inputs.rollout_log_probs.copy_(-1e3 + jumps[torch.arange(size) // 6 % 6])
-    object.__setattr__(inputs, "ref", -1e3 + jumps[torch.arange(size) // 2 % 6])
+    batch.old.copy_(-1e3 + jumps[torch.arange(size) % 6])
+    batch.rollout_log_probs.copy_(-1e3 + jumps[torch.arange(size) // 6 % 6])
+    object.__setattr__(batch, "ref", -1e3 + jumps[torch.arange(size) // 2 % 6])
     # what the mask hides may be anything
-    for column in (inputs.old, inputs.rollout_log_probs, inputs.ref, inputs.advantages):
-        column[~inputs.mask] = torch.nan
+    for column in (batch.old, batch.rollout_log_probs, batch.ref, batch.advantages):
+        column[~batch.mask] = torch.nan
     log_probs = torch.full((size,), -1e3, requires_grad=True)
-    loss = micro_batch_loss(args, inputs, log_probs, torch.full((size,), 1e-30))
+    loss = micro_batch_loss(args, batch, log_probs, torch.full((size,), 1e-30))
     loss.total.backward()
     assert loss.total.isfinite()
     assert log_probs.grad is not None
@@ -64,9 +64,9 @@ def test_rows_of_nothing(loss: str) -> None:
     table = random_table(masked=2.0)
     args = tiny_args("", loss_type=loss, correction="mis", mis_level="sequence", mis_veto_threshold=1e-4)
     for rows in ([], [0]):
-        inputs = loss_inputs(args, table, rows)
-        log_probs = torch.zeros(len(inputs.mask), requires_grad=True)
-        total = micro_batch_loss(args, inputs, log_probs, torch.zeros(len(inputs.mask))).total
+        batch = loss_batch(args, table, rows)
+        log_probs = torch.zeros(len(batch.mask), requires_grad=True)
+        total = micro_batch_loss(args, batch, log_probs, torch.zeros(len(batch.mask))).total
         assert total == 0
         if len(log_probs):
             (gradient,) = torch.autograd.grad(total, log_probs)

@@ -17,6 +17,7 @@ from slimelite.table import SampleTable
 from slimelite.training import packing
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
 from slimelite.training.loading import inspect_model
 from slimelite.training.model import PolicyModel
 from slimelite.training.packing import NoSmallModel, Packing, may_pack
@@ -100,7 +101,7 @@ def test_rows_that_belong_together_are_padded_and_not_packed(family: str, tmp_pa
         for attention in ("eager", ATTENTION)
     )
     policy, device = PolicyModel(ours), torch.device("cpu")
-    batch = MicroBatch.from_table(table, np.arange(len(table)), device)
+    batch = MicroBatch.of(TokenColumns.from_table(table), np.arange(len(table)), device)
     right = transformers_own(own, table)
     probe = torch.randn_like(right)
     (right * probe).sum().backward()
@@ -112,7 +113,7 @@ def test_rows_that_belong_together_are_padded_and_not_packed(family: str, tmp_pa
     (apart * probe).sum().backward()
     for (name, mine), theirs in zip(ours.named_parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
-    empty = MicroBatch.from_table(table, np.zeros(0, np.int64), device)  # of a rank with less to do
+    empty = MicroBatch.of(TokenColumns.from_table(table), np.zeros(0, np.int64), device)  # of a rank with less to do
     assert policy(empty, 1.0)[0].shape == (0,)
 
 

@@ -25,6 +25,7 @@ from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.arguments import Args
 from slimelite.table import SampleTable
 from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
 from slimelite.training.trainer import Trainer
 
 TRAINING = Path(__file__).parents[2] / "slimelite" / "training"
@@ -37,7 +38,7 @@ class Known:
     """What the formulas read of a trainer and a table; ``log_probs`` and ``entropy`` have a graph to the weights."""
 
     def __init__(self, trainer: Trainer, table: SampleTable) -> None:
-        batch = MicroBatch.from_table(table, np.arange(len(table)), torch.device("cpu"))
+        batch = MicroBatch.of(TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"))
         self.table, self.segments, self.rows = table, batch.segments, len(table)
         self.mask = torch.from_numpy(table.loss_mask & ~np.repeat(table.removed, table.response_lengths))
         self.log_probs, self.entropy = trainer.model(batch, 1.0, entropy_grad=True)

@@ -22,7 +22,6 @@ from slimelite.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.lora import gathered
-from slimelite.training.loss import LossInputs
 from slimelite.training.planning import split_steps
 from slimelite.training.trainer import Trainer
 from tests.ranks import start_ranks
@@ -105,7 +104,7 @@ def random_table(
     return table
 
 
-def loss_inputs(args: Args, table: SampleTable, rows: Sequence[int] | None = None) -> LossInputs:
+def loss_batch(args: Args, table: SampleTable, rows: Sequence[int] | None = None) -> MicroBatch:
     """What the loss of a micro-batch of ``rows`` (None: all) gets; ``old`` are random log-probs of the table."""
     steps = split_steps(table.rollout_id, table.unit_id, args.global_batch_size or len(table))
     columns = TokenColumns.from_table(table)
@@ -114,7 +113,7 @@ def loss_inputs(args: Args, table: SampleTable, rows: Sequence[int] | None = Non
     columns.set_advantages(args)
     columns.old = -torch.rand(len(columns.mask), generator=torch.Generator().manual_seed(0)) - 3.5
     chosen = np.array(range(len(table)) if rows is None else rows, np.int64)
-    return LossInputs.of(MicroBatch.from_table(table, chosen, torch.device("cpu")), columns)
+    return MicroBatch.of(columns, chosen)
 
 
 @contextmanager
