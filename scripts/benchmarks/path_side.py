@@ -27,7 +27,6 @@ def plan(given: argparse.Namespace) -> dict[str, float]:
     """Steps of all samples, and micro-batches on one rank, of short and of long rows; a prompt has eight samples."""
     from slimelite.table import SampleTable
     from slimelite.training.planning import PackingLimits, deal, split_steps
-    from slimelite.training.prefixes import Prefixes
 
     rng, found = np.random.default_rng(0), dict[str, float]()
     rows = np.arange(given.samples)
@@ -37,15 +36,15 @@ def plan(given: argparse.Namespace) -> dict[str, float]:
         groups = [rng.integers(6, 110, size) for size in prompts[::8]]
         table = SampleTable(
             sample_id=rows,
+            unit_id=rows,
             prompt_offsets=np.concatenate([[0], np.cumsum(prompts)]),
             response_offsets=np.concatenate([[0], np.cumsum(lengths - prompts)]),
             prompt_tokens=np.concatenate([groups[row // 8] for row in rows]).astype(np.int32),
             response_tokens=rng.integers(6, 110, int((lengths - prompts).sum()), dtype=np.int32),
         )
         start = time.process_time()
-        prefixes = Prefixes.of(table, shares=True)
         for step in split_steps(rows, rows, given.samples):
-            deal(step, prompts, lengths - prompts, rows, 1, PackingLimits(16384), prefixes)
+            deal(table, step, 1, PackingLimits(16384), shares=True)
         found[f"plan_{name}_cpu"] = time.process_time() - start
     return found
 

@@ -32,6 +32,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from slimelite.table import SampleTable
 from slimelite.training.prefixes import Prefixes
 
 
@@ -66,13 +67,7 @@ def split_steps(rollout_ids: np.ndarray, unit_ids: np.ndarray, global_batch_size
 
 
 def deal(
-    rows: np.ndarray,
-    prompts: np.ndarray,
-    responses: np.ndarray,
-    unit_ids: np.ndarray,
-    dp_size: int,
-    limits: PackingLimits,
-    prefixes: Prefixes,
+    table: SampleTable, rows: np.ndarray, dp_size: int, limits: PackingLimits, *, shares: bool
 ) -> list[list[np.ndarray]]:
     """Deal ``rows`` to ranks and pack each rank's share into micro-batches: [rank][micro-batch] -> rows.
 
@@ -81,24 +76,24 @@ def deal(
     that are too large for a micro-batch are cut where they share least, and packed best-fit decreasing.
 
     Args:
-        rows: [n] int64 rows of the table.
-        prompts, responses: tokens of every row of the table; ``unit_ids``: unit of every row.
+        rows: [n] int64 rows of ``table``.
         dp_size: number of ranks.
         limits: how large a micro-batch may be.
-        prefixes: what the rows of the table share.
+        shares: whether a prefix that rows share is in a micro-batch once.
     """
-    units = _Units(rows, prompts, responses, unit_ids, prefixes)
-    shares = _level([np.sort(np.concatenate(parts)) for parts in _spread(units, dp_size)], units)
-    packed = [_pack(units, share, limits) for share in shares]
+    units = _Units(table, rows, Prefixes.of(table, shares=shares))
+    of_ranks = _level([np.sort(np.concatenate(parts)) for parts in _spread(units, dp_size)], units)
+    packed = [_pack(units, share, limits) for share in of_ranks]
     count = max(1, *(len(p) for p in packed))
     return [[units.rows_of(part) for part in p + [[]] * (count - len(p))] for p in packed]
 
 
-def tokens_shared(dealt: Iterable[np.ndarray], prefixes: Prefixes) -> tuple[np.ndarray, np.ndarray]:
+def tokens_shared(table: SampleTable, dealt: Iterable[np.ndarray], *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
     """The rows [n] of all micro-batches ``dealt``, and the tokens [n] of each that another row there has computed."""
     parts = list(dealt)
     rows = np.concatenate([np.zeros(0, np.int64), *parts])
-    order, shared = prefixes.within(rows, np.repeat(np.arange(len(parts)), [len(part) for part in parts]))
+    whose = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    order, shared = Prefixes.of(table, shares=shares).within(rows, whose)
     return rows[order], shared
 
 
@@ -108,16 +103,9 @@ class _Units:
     ``tokens``: [u] tree tokens of each alone; ``responses``: [u] its response tokens.
     """
 
-    def __init__(
-        self,
-        rows: np.ndarray,
-        prompts: np.ndarray,
-        responses: np.ndarray,
-        unit_ids: np.ndarray,
-        prefixes: Prefixes,
-    ) -> None:
+    def __init__(self, table: SampleTable, rows: np.ndarray, prefixes: Prefixes) -> None:
         self._prefixes = prefixes
-        inverse = np.unique(unit_ids[rows], return_inverse=True)[1]
+        inverse = np.unique(table.unit_id[rows], return_inverse=True)[1]
         order, shared = prefixes.within(rows, inverse)
         begins = np.flatnonzero(np.diff(inverse[order], prepend=-1))
         rows, ends = rows[order], np.append(begins, len(rows))[1:]
@@ -126,9 +114,10 @@ class _Units:
         by_first = np.argsort(first)
         self._rows, self._begins, self._ends = rows, begins[by_first], ends[by_first]
         self._first, self._last = first[by_first], prefixes.rank[rows[ends - 1]][by_first]
-        own = prompts[rows] + responses[rows] - shared
+        lengths, responses = table.total_lengths[rows], table.response_lengths[rows]
         self.tokens, self.responses = (
-            np.add.reduceat(values, begins)[by_first] if len(rows) else values for values in (own, responses[rows])
+            np.add.reduceat(values, begins)[by_first] if len(rows) else values
+            for values in (lengths - shared, responses)
         )
 
     def __len__(self) -> int:

@@ -22,7 +22,6 @@ from slimelite.training.columns import TokenColumns
 from slimelite.training.model import ForwardFlops, LanguageModel
 from slimelite.training.parallel import World, reshard
 from slimelite.training.planning import tokens_shared
-from slimelite.training.prefixes import Prefixes
 
 Sums = dict[str, tuple[float, float]]
 StepSums = dict[tuple[int, str], tuple[float, float]]  # by optimizer step and name
@@ -180,7 +179,7 @@ class PassTimer:
         ``dealt`` to each rank.
         """
         if model is not None and table is not None:
-            rows, shared = tokens_shared(chain(*dealt), Prefixes.of(table, shares=model.shares))
+            rows, shared = tokens_shared(table, chain(*dealt), shares=model.shares)
             lengths = table.total_lengths[rows]
             before = self._tokens.get(name, (0, 0))
             self._tokens[name] = (before[0] + int((lengths - shared).sum()), before[1] + int(lengths.sum()))

@@ -31,7 +31,6 @@ from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import be_deterministic, join_world
 from slimelite.training.planning import PackingLimits, Step, deal, split_steps
-from slimelite.training.prefixes import Prefixes
 from slimelite.training.sums import MetricSums, PassTimer, Scores, table_scores
 
 logger = logging.getLogger(__name__)
@@ -383,9 +382,7 @@ class Trainer(Learner[PolicyModel]):
 
     def _deal(self, columns: TokenColumns, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
         limits = PackingLimits(max_tokens) if self._packed and max_tokens is not None else self.limits
-        table = columns.table
-        prompts, prefixes = np.diff(table.prompt_offsets), Prefixes.of(table, shares=self._shares)
-        return deal(rows, prompts, table.response_lengths, table.unit_id, self.world.dp_size, limits, prefixes)
+        return deal(columns.table, rows, self.world.dp_size, limits, shares=self._shares)
 
     def _metrics(self, columns: TokenColumns, computed: np.ndarray, sums: MetricSums) -> dict[str, float]:
         self.trained_columns = columns.trained()

@@ -65,12 +65,11 @@ limits = st.one_of(
 def dealt_of(
     table: SampleTable, rows: np.ndarray, world: int, limit: PackingLimits, *, shares: bool = True
 ) -> list[list[np.ndarray]]:
-    lengths = np.diff(table.prompt_offsets), table.response_lengths
-    return deal(rows, *lengths, table.unit_id, world, limit, Prefixes.of(table, shares=shares))
+    return deal(table, rows, world, limit, shares=shares)
 
 
 def tree_tokens(table: SampleTable, parts: list[np.ndarray]) -> int:
-    rows, shared = tokens_shared(parts, Prefixes.of(table, shares=True))
+    rows, shared = tokens_shared(table, parts, shares=True)
     return int((table.total_lengths[rows] - shared).sum())
 
 
