@@ -51,11 +51,11 @@ def plan(given: argparse.Namespace) -> dict[str, float]:
 
 def carry(given: argparse.Namespace) -> dict[str, float]:
     """The manager, the wire and the micro-batches."""
-    import torch
 
     from slimelite.arguments import parse_args
-    from slimelite.cluster.workers import RolloutWorker
+    from slimelite.data.tokenizer import load_tokenizer
     from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult
+    from slimelite.rollout.manager import RolloutManager
     from slimelite.table import SampleTable
     from slimelite.training.batch import MicroBatch
     from slimelite.training.columns import TokenColumns
@@ -86,7 +86,8 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     flags += f"--n-samples-per-prompt 8 --rollout-max-response-len {given.tokens} --global-batch-size {given.samples} "
     flags += f"--use-dynamic-batch-size --max-tokens-per-gpu 16384 --launcher ray --run-dir {given.marks.parent}/unused"
     engines: list[Any] = [Ready()]
-    manager = RolloutWorker(parse_args(flags.split()), engines)
+    args = parse_args(flags.split())
+    manager = RolloutManager(args, engines, load_tokenizer(args.tokenizer))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     table: SampleTable = manager.generate(0).table
@@ -95,14 +96,13 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     head = pickle.dumps(table.without_text(), 5, buffer_callback=buffers.append)
     sent = pickle.loads(head, buffers=[bytes(buffer) for buffer in buffers])
     wired = time.process_time()
+    columns = TokenColumns.from_table(sent)
     for row in range(0, len(sent), 4):
-        MicroBatch.of(
-            TokenColumns.from_table(sent), np.arange(row, min(row + 4, len(sent))), torch.device("cpu"), shares=True
-        )
+        MicroBatch.of(columns, np.arange(row, min(row + 4, len(sent))), shares=True)
     batched = time.process_time()
     used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
-    columns = vars(table).values()
-    own = sum(c.nbytes if isinstance(c, np.ndarray) else sum(map(len, filter(None, c))) for c in columns)
+    parts = vars(table).values()
+    own = sum(c.nbytes if isinstance(c, np.ndarray) else sum(map(len, filter(None, c))) for c in parts)
     manager.close()
     return {
         "manager_cpu": managed - start,

@@ -27,9 +27,10 @@ from slimelite.cluster.remote import (
     check_number,
     check_table,
 )
-from slimelite.cluster.workers import RolloutWorker, Target, TrainOutput, disagreement
+from slimelite.cluster.workers import Target, TrainOutput
 from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
-from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutOutput
+from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutManager, RolloutOutput
+from slimelite.rollout.probe import disagreement
 from slimelite.table import SampleTable
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Cluster:
     def __init__(
         self,
         args: Args,
-        rollout: Remote[RolloutWorker],
+        rollout: Remote[RolloutManager],
         trainers: Sequence[Remote[TrainerWorker]],
         engines: Sequence[Target],
         others: Sequence[Remote[Any]] = (),
@@ -104,7 +105,7 @@ class Cluster:
             self._turns.close()
             # cancel a rollout that nobody waits for; after an error, worker processes are killed anyway
             if self._last_use is not None and not self._last_use.done() and (whole or self._turns.inline):
-                self._rollout.ask(RolloutWorker.cancel)
+                self._rollout.ask(RolloutManager.cancel)
                 wait([self._last_use], CANCEL_S)
 
     def generate(self, rollout_id: int) -> Pending[RolloutOutput]:
@@ -121,7 +122,7 @@ class Cluster:
             if (loaded := self._ahead.pop(rollout_id, None)) is not None:
                 return loaded
             with self._memory_of("rollout"):
-                return self._rollout.ask(RolloutWorker.generate, rollout_id)
+                return self._rollout.ask(RolloutManager.generate, rollout_id)
 
         pending = self._begin(work)
         later = {other: rollout for other, rollout in self._rollouts.items() if other >= rollout_id - 1}
@@ -133,7 +134,7 @@ class Cluster:
         if rollout_id != -1:  # before the first
             check_number("evaluate", "rollout_id", rollout_id)
         self._need_memory("evaluate")
-        return self._begin(lambda: self._rollout.ask(RolloutWorker.evaluate, rollout_id, names))
+        return self._begin(lambda: self._rollout.ask(RolloutManager.evaluate, rollout_id, names))
 
     def train(self, rollout_id: int, table: SampleTable) -> Pending[TrainOutput]:
         """Train on a whole rollout, one optimizer step for every ``--global-batch-size`` of it; see `Trainer.train`."""
@@ -190,7 +191,7 @@ class Cluster:
                 raise ValueError(f"save: rollouts {', '.join(map(str, ahead))} are ahead; a checkpoint holds one")
             final, size = folder_of(self.args.save, rollout_id), max(self._all(TrainerWorker.checkpoint_size))
             with writing(final, size, self.args.save_retain_interval) as (directory, checksums):
-                state = self._rollout.ask(RolloutWorker.state_dict)
+                state = self._rollout.ask(RolloutManager.state_dict)
                 for number, output in ahead.items():
                     output.table.to_parquet(directory / AHEAD)
                     state["ahead"] = {"rollout_id": number, "metrics": output.metrics}
@@ -245,13 +246,13 @@ class Cluster:
 
     def release_engines(self) -> Pending[None]:
         """Let the engines release all the device memory that they can. They generate again when all is resumed."""
-        pending = self._take(lambda: self._rollout.ask(RolloutWorker.release_memory), engines=True)
+        pending = self._take(lambda: self._rollout.ask(RolloutManager.release_memory), engines=True)
         self._released = set(MEMORY_TAGS)
         return pending
 
     def resume_engines(self, *tags: str) -> Pending[None]:
         """Let the engines allocate the memory of ``tags`` again; see `slimelite.engines.protocol.MEMORY_TAGS`."""
-        pending = self._take(lambda: self._rollout.ask(RolloutWorker.resume_memory, tags), engines=True)
+        pending = self._take(lambda: self._rollout.ask(RolloutManager.resume_memory, tags), engines=True)
         self._released -= set(tags)
         return pending
 
@@ -277,12 +278,12 @@ class Cluster:
         start = resumed if args.start_rollout_id is None else args.start_rollout_id
         num_rollout = args.num_rollout
         if num_rollout is None:
-            per_epoch = max(1, self._rollout.ask(RolloutWorker.num_prompts) // args.rollout_batch_size)
+            per_epoch = max(1, self._rollout.ask(RolloutManager.num_prompts) // args.rollout_batch_size)
             num_rollout = per_epoch * (args.num_epoch or 1)
         self.args = replace(args, start_rollout_id=start, num_rollout=num_rollout)
         if self._trainers:
             self._all(TrainerWorker.set_num_rollout, num_rollout)
-        self._rollout.ask(RolloutWorker.complete_args, start, num_rollout)
+        self._rollout.ask(RolloutManager.complete_args, start, num_rollout)
 
     def _need_memory(self, verb: str) -> None:
         if self._released:
@@ -332,7 +333,7 @@ class Cluster:
 
     def _attend(self, progress: Progress | None) -> None:
         if progress is not None:
-            progress(*self._rollout.ask(RolloutWorker.progress))
+            progress(*self._rollout.ask(RolloutManager.progress))
         self._keep_weights()
 
     def _keep_weights(self) -> None:
@@ -340,7 +341,7 @@ class Cluster:
         if not self.args.use_fault_tolerance:
             return
         with self._order:
-            if not self._rollout.ask(RolloutWorker.needs_weights):
+            if not self._rollout.ask(RolloutManager.needs_weights):
                 return
             if self._moved:
                 raise ClusterError(MOVED_ON)
@@ -354,7 +355,7 @@ class Cluster:
             return self._all(TrainerWorker.push_to, self._engines, version)[0]
         retries = int(self.args.use_fault_tolerance)
         while True:
-            self._rollout.ask(RolloutWorker.settle_engines)
+            self._rollout.ask(RolloutManager.settle_engines)
             try:
                 return self._all(TrainerWorker.push_to, self._engines, version)[0]
             except WeightSyncError as error:
@@ -366,7 +367,7 @@ class Cluster:
     def _check_engines(self, version: int) -> float:
         from slimelite.training.loss import engine_threshold  # it needs torch
 
-        table = self._rollout.ask(RolloutWorker.probe)
+        table = self._rollout.ask(RolloutManager.probe)
         gaps = disagreement(table, self._all(TrainerWorker.log_probs, self._trainers[0].share(table))[0], version)
         limit = engine_threshold(self.args, exact=self.args.device == "cpu")
         if not (gaps <= limit).all():
@@ -388,7 +389,7 @@ class Cluster:
             return 0
         try:
             state = read_json(directory / ROLLOUT_STATE)
-            self._rollout.ask(RolloutWorker.load_state_dict, state)
+            self._rollout.ask(RolloutManager.load_state_dict, state)
             self._ahead = {}
             if "ahead" in state:
                 output = RolloutOutput(_read_ahead(directory / AHEAD), state["ahead"]["metrics"])

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from slimelite.arguments import Args
 from slimelite.cluster.remote import LocalRemote, Progress, Remote
 from slimelite.cluster.workers import (
-    RolloutWorker,
     Target,
     build_engine,
     build_server,
@@ -18,8 +17,10 @@ from slimelite.cluster.workers import (
     server_addresses,
     server_parts,
 )
+from slimelite.data.tokenizer import load_tokenizer
 from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.engines.registry import ServerAddress
+from slimelite.rollout.manager import RolloutManager
 
 if TYPE_CHECKING:
     from slimelite.cluster.trainer import TrainerWorker
@@ -32,7 +33,7 @@ class Workers(NamedTuple):
     workers in processes of their own, whose CPU time counts.
     """
 
-    rollout: Remote[RolloutWorker]
+    rollout: Remote[RolloutManager]
     trainers: Sequence[Remote[TrainerWorker]]
     engines: Sequence[Target]
     others: Sequence[Remote[Any]] = ()
@@ -51,7 +52,7 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     with ExitStack() as stack:
         progress(0, 0, "loading the engine")
         engines, servers = _local_engines(args, stack)
-        rollout = RolloutWorker(args, engines)
+        rollout = RolloutManager(args, engines, load_tokenizer(args.tokenizer))
         stack.callback(rollout.close)
         trains = not args.debug_rollout_only
         if trains and args.offload_rollout:

@@ -30,17 +30,17 @@ from slimelite.cluster.ray_session import connected, explained, last_line
 from slimelite.cluster.remote import ClusterError, Progress, Remote
 from slimelite.cluster.workers import (
     LOCAL_HOST,
-    RolloutWorker,
     Target,
     build_desk,
     build_server,
-    rollout_worker,
+    rollout_manager,
     server_addresses,
     server_parts,
 )
 from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.heap import set_heap
 from slimelite.registry import function
+from slimelite.rollout.manager import RolloutManager
 from slimelite.tracking.noise import redirect_process_output
 
 if TYPE_CHECKING:
@@ -234,10 +234,10 @@ class Actors:
 
     def rollout(
         self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]
-    ) -> RayRemote[RolloutWorker]:
-        """The actor of the rollout side, on the driver's node; see `rollout_worker`."""
+    ) -> RayRemote[RolloutManager]:
+        """The actor of the rollout side, on the driver's node; see `rollout_manager`."""
         options = {"num_cpus": 0, "max_concurrency": 4}
-        make = (rollout_worker, self.args, engines, processes)
+        make = (rollout_manager, self.args, engines, processes)
         return self._start(Host, "rollout", self._bundles[0], options, _env(1), *make)
 
     def _start(
@@ -315,7 +315,7 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
 
 def start_workers(
     args: Args,
-    rollout: Remote[RolloutWorker],
+    rollout: Remote[RolloutManager],
     trainers: Sequence[RayRemote[TrainerWorker]],
     engines: Sequence[Remote[Any]],
     progress: Progress,
@@ -327,7 +327,7 @@ def start_workers(
     """
     first = ServerProcess.start if server_parts(args) else Engine.info
     loading: dict[Future[Any], str] = {engine.submit(first): engine.name for engine in engines}
-    loading[rollout.submit(RolloutWorker.num_prompts)] = rollout.name
+    loading[rollout.submit(RolloutManager.num_prompts)] = rollout.name
     secrets = public_part(args.train_env_vars)[1]
     if trainers:  # what is wrong with a model is said once, before engines and trainers stumble over it
         progress(0, len(loading) + len(trainers), "workers are up; checking the models")
@@ -336,7 +336,7 @@ def start_workers(
         _wait_until_up(loading, progress)
         loading = {}
         if args.offload_rollout:
-            rollout.submit(RolloutWorker.release_memory).result()
+            rollout.submit(RolloutManager.release_memory).result()
     address = trainers[0].rendezvous().result() if len(trainers) > 1 else None
     for rank, trainer in enumerate(trainers):
         place = (rank, len(trainers), address, trainer.host)

@@ -24,20 +24,16 @@ from slimelite.engines.protocol import (
     Codec,
     Engine,
     EngineSetup,
-    GenerateRequest,
     Restartable,
-    SamplingParams,
     ServerProcess,
     SyncSetup,
     Transport,
     WeightBucket,
 )
 from slimelite.engines.registry import ENGINES, ServerAddress, ServerParts
-from slimelite.heap import return_freed_memory
 from slimelite.registry import Function, function
-from slimelite.rollout.manager import EvalOutput, RolloutManager, RolloutOutput
-from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable, TokenStats
+from slimelite.rollout.manager import RolloutManager
+from slimelite.table import TokenStats
 
 if TYPE_CHECKING:
     import torch
@@ -46,10 +42,6 @@ T = TypeVar("T")
 # where requests and weights for an engine go
 Target = Remote[Engine] | ServerAddress
 LOCAL_HOST = "127.0.0.1"
-# freed memory of samples that the rollout side keeps for the next ones [bytes]
-SAMPLES_BYTES = 2**26
-# numbers of a probe: see `RolloutWorker.probe`
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
 
 
 def server_parts(args: Args) -> ServerParts | None:
@@ -218,73 +210,8 @@ class TrainOutput(NamedTuple):
     token_stats: TokenStats | None
 
 
-class RolloutWorker(RolloutManager):
-    """A `RolloutManager` that reports its progress to other threads."""
-
-    def __init__(self, args: Args, engines: Sequence[Engine]) -> None:
-        self._done = (0, 0, "")
-        self._probed = list(engines)
-        tokenizer = load_tokenizer(args.tokenizer)
-        self._vocab_size = len(tokenizer)
-        super().__init__(args, engines, tokenizer, progress=self._note)
-
-    def _note(self, done: int, total: int, note: str) -> None:
-        self._done = (done, total, note)
-
-    def progress(self) -> tuple[int, int, str]:
-        """(done, total, note) of the rollout or evaluation going on."""
-        return self._done
-
-    def generate(self, rollout_id: int) -> RolloutOutput:
-        """See `RolloutManager.generate`."""
-        self._note(0, 0, "")
-        found = super().generate(rollout_id)
-        if self.args.launcher == "ray":  # a process of its own, which has no other use for the memory of the samples
-            return_freed_memory(above=SAMPLES_BYTES)
-        return found
-
-    def evaluate(self, rollout_id: int, names: Sequence[str] = ()) -> EvalOutput:
-        """See `RolloutManager.evaluate`."""
-        self._note(0, 0, "")
-        return super().evaluate(rollout_id, names)
-
-    def probe(self) -> SampleTable:
-        """``PROMPTS`` responses of each engine to fixed tokens, one row each; ``group_id`` is the engine's number.
-
-        Right after a sync, engines and trainer compute the same log-probs for them (``--check-weight-update-equal``).
-        """
-        prompts = [
-            [(7919 * (p * PROMPT_TOKENS + i + 1)) % self._vocab_size for i in range(PROMPT_TOKENS)]
-            for p in range(PROMPTS)
-        ]
-        params = SamplingParams(NEW_TOKENS, self.args.rollout_temperature, ignore_eos=True)
-        return SampleTable.from_samples(asyncio.run(_probe(self._probed, prompts, params)))
-
-
-def rollout_worker(args: Args, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]) -> RolloutWorker:
-    """The rollout worker, with engines in other processes; ``processes``: see `clients`."""
-    return RolloutWorker(args, clients(args, engines, processes))
-
-
-async def _probe(engines: Sequence[Engine], prompts: list[list[int]], params: SamplingParams) -> list[list[Sample]]:
-    groups: list[list[Sample]] = []
-    for number, engine in enumerate(engines):
-        requests = [GenerateRequest(f"probe-{number}-{i}", tuple(p), params) for i, p in enumerate(prompts)]
-        groups.append([])
-        for i, result in enumerate(await engine.generate(requests)):
-            row = Sample(group_index=number, index=number * PROMPTS + i, tokens=list(prompts[i]), reward=0.0)
-            row.append_response_tokens(result.output_ids, result.log_probs, weight_versions=result.weight_versions)
-            row.status = Status.COMPLETED
-            groups[-1].append(row)
-    return groups
-
-
-def disagreement(table: SampleTable, log_probs: np.ndarray, version: int) -> np.ndarray:
-    """[engines] mean |engine − trainer log-prob| over the rows of a `probe`, in nats; inf if a token has another weight
-    version than ``version``.
-
-    ``log_probs``: [response tokens of the table] the trainer's.
-    """
-    gap = np.where(table.weight_versions == version, np.abs(table.rollout_log_probs - log_probs), np.inf)
-    engine_of_token = np.repeat(table.group_id, table.response_lengths)
-    return np.array([gap[engine_of_token == number].mean() for number in np.unique(table.group_id)])
+def rollout_manager(
+    args: Args, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]
+) -> RolloutManager:
+    """The rollout side, with engines in other processes; ``processes``: see `clients`."""
+    return RolloutManager(args, clients(args, engines, processes), load_tokenizer(args.tokenizer))

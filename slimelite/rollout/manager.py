@@ -19,11 +19,11 @@ from slimelite.arguments import Args
 from slimelite.engines.protocol import MEMORY_TAGS, Engine
 from slimelite.environments.hosts import Host
 from slimelite.environments.program import Programs
+from slimelite.heap import return_freed_memory
 from slimelite.rewards.grader import Grader
 from slimelite.rollout.context import (
     Plugin,
     PluginArgs,
-    Progress,
     RolloutContext,
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,
@@ -35,6 +35,7 @@ from slimelite.rollout.generate import BUILT_IN, generate_rollout
 from slimelite.rollout.groups import check_scored, stamp_versions
 from slimelite.rollout.metrics import eval_metrics, perf_metrics, prefixed, rollout_metrics, table_metrics
 from slimelite.rollout.pool import EnginePool
+from slimelite.rollout.probe import probe
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 # time for cancelled tasks to end
 CANCEL_S = 5.0
+# freed memory of samples that is kept for the next ones [bytes]
+SAMPLES_BYTES = 2**26
 
 
 @dataclass(slots=True)
@@ -75,17 +78,14 @@ class RolloutManager:
         args: Args,
         engines: Sequence[Engine],
         tokenizer: PreTrainedTokenizerBase,
-        progress: Progress | None = None,
     ) -> None:
         """Read the prompts and load every plugin.
-
-        Args:
-            progress: called with (done, total, note) during a rollout or an evaluation, from the manager's thread.
 
         Raises:
             ValueError: a plugin cannot be loaded, or the prompts cannot be read.
         """
         self.args = args
+        self._done = (0, 0, "")
         self._thread = LoopThread("rollout")
         pool = EnginePool(
             engines,
@@ -95,9 +95,7 @@ class RolloutManager:
             timeout=args.rollout_health_check_timeout,
             syncs=not args.debug_rollout_only,
         )
-        self._context = RolloutContext(
-            args, tokenizer, pool, Grader(args), self._thread, progress or (lambda *_: None), Teacher.of(args)
-        )
+        self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread, self._note, Teacher.of(args))
         self._context.grader.plugin_args = self._plugin_args()
         if args.environment is not None and args.load_debug_rollout_data is None and not args.debug_train_only:
             self._context.environment = Host(
@@ -137,6 +135,13 @@ class RolloutManager:
             ValueError: the rollout failed (see `generate.Collection`), every reward failed, or the file of a saved
                 rollout does not exist.
         """
+        self._note(0, 0, "")
+        found = self._scored(rollout_id)
+        if self.args.launcher == "ray":  # a process of its own, which has no other use for the memory of the samples
+            return_freed_memory(above=SAMPLES_BYTES)
+        return found
+
+    def _scored(self, rollout_id: int) -> RolloutOutput:
         started = time.monotonic()
         if self.args.load_debug_rollout_data is None:
             output, reward_key = self._generated(rollout_id), self.args.reward_key
@@ -177,6 +182,7 @@ class RolloutManager:
             ValueError: a dataset is empty, or none of its prompts got a scored response.
         """
         started = time.monotonic()
+        self._note(0, 0, "")
         function = self._eval_function
         datasets = tuple(d for d in self.args.eval_datasets if not names or d.name in names)
         self._context.args = replace(self.args, eval_datasets=datasets)
@@ -199,6 +205,18 @@ class RolloutManager:
         metrics |= {name.replace("rollout/", "eval/"): value for name, value in errors.items()}
         metrics["perf/eval_time"] = time.monotonic() - started
         return EvalOutput(metrics, tables)
+
+    def progress(self) -> tuple[int, int, str]:
+        """(done, total, note) of the rollout or evaluation going on; other threads may ask."""
+        return self._done
+
+    def _note(self, done: int, total: int, note: str) -> None:
+        self._done = (done, total, note)
+
+    def probe(self) -> SampleTable:
+        """See `slimelite.rollout.probe`."""
+        engines, vocab_size = self._context.engines.engines, len(self._context.tokenizer)
+        return self._thread.run(probe(engines, vocab_size, self.args.rollout_temperature))
 
     def state_dict(self) -> dict[str, object]:
         """The position of the data source and the groups that were returned to it, as plain JSON values."""

@@ -48,14 +48,14 @@ def test_each_dataset_has_its_own_settings(
         rm_type="gsm8k",
         metadata_overrides={"split": "test"},
     )
-    steps: list[tuple[int, int, str]] = []
     args = make_args(eval_datasets=(dataset, greedy), custom_rm_path=None)
-    output = make_manager(args, progress=lambda *step: steps.append(step)).evaluate(0)
+    manager = make_manager(args)
+    output = manager.evaluate(0)
     assert {name: len(table) for name, table in output.tables.items()} == {"sums": 24, "greedy": 3}
     assert set(output.tables["greedy"].response_lengths.tolist()) == {3}
     assert set(output.tables["greedy"].metadata) == {'{"split": "test"}'}
     assert output.tables["sums"].response_lengths.max() <= 8
-    assert steps[-1][:2] == (9, 9)
+    assert manager.progress()[:2] == (9, 9)
 
     table, metrics = output.tables["sums"], output.metrics
     assert metrics["eval/sums"] == pytest.approx(table.reward.mean())

@@ -33,7 +33,8 @@ def same(a: SampleTable, b: SampleTable) -> bool:
 
 def test_a_rollout_is_a_table_of_scored_groups(make_args: MakeArgs, make_manager: MakeManager) -> None:
     seen: list[tuple[int, int, str]] = []
-    manager = make_manager(make_args(), progress=lambda *step: seen.append(step))
+    manager = make_manager(make_args())
+    manager._context.progress = lambda *step: seen.append(step)
     assert gc.get_freeze_count() > 1000, "the collector leaves alone what is there before the first rollout"
     output = manager.generate(0)
     table = output.table

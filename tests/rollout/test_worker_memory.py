@@ -6,22 +6,21 @@ import psutil
 import pytest
 
 from slimelite import heap
-from slimelite.cluster import workers
-from slimelite.cluster.workers import RolloutWorker
-from tests.rollout.conftest import MakeArgs
+from slimelite.rollout import manager
+from tests.rollout.conftest import MakeArgs, MakeManager
 from tests.rollout.scripted import ScriptedEngine
 
 
 @pytest.mark.skipif(heap.GLIBC is None, reason="another C library")
-def test_the_memory_of_samples_goes_back_to_the_system(make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "SAMPLES_BYTES", 0)
+def test_the_memory_of_samples_goes_back_to_the_system(
+    make_args: MakeArgs, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "SAMPLES_BYTES", 0)
     tokens = 4000
     engine = ScriptedEngine(length=lambda _: tokens, max_context_len=2 * tokens)
     args = make_args(launcher="ray", rollout_batch_size=16, n_samples_per_prompt=8, rollout_max_response_len=tokens)
-    worker = RolloutWorker(args, [engine])
-    table = worker.generate(0).table
+    table = make_manager(args, [engine]).generate(0).table
     assert len(table.response_tokens) == 128 * tokens
     held = psutil.Process().memory_info().rss
     heap.return_freed_memory(above=0)
     assert held - psutil.Process().memory_info().rss < 2**22, "the samples' lists alone are 16 MB"
-    worker.close()
