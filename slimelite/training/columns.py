@@ -34,19 +34,20 @@ TOKENS_AT_ONCE = 2**18
 class TokenColumns:
     """What training knows of the N response tokens of a table with n rows, on the CPU; columns are [N].
 
-    ``mask``: bool, the trained tokens; ``segments``: int64, row of each token; ``rollout_log_probs``: the engine's, NaN
-    where it gave none; ``weights``: weight of each token in its optimizer step, ``pg_weights``: in the policy loss;
-    ``old``, ``ref``: log-probs of the trainer before the rollout's first step and of the reference, None if not needed,
-    NaN in rows that were not computed; ``entropy``: computed with ``old``; ``teacher``: log-probs of the teacher;
-    ``of_tokens``: whether a token's advantage may differ from its row's in the table; ``returns``: the estimator's
-    before distillation and whitening, which a critic learns; ``values``: of the critic before the rollout's first step;
-    ``pair_weights``: [n] see `pair_weights`, for a loss that compares replies; ``measured``: log-probs and entropies
-    of rows that ``old`` lacks, under the same weights, which `token_stats` alone reads; ``loss_weights``: see
-    `slimelite.sample.COLUMNS`; ``later``: ``old`` and ``entropy`` of the rows after the first step, until `take` is
-    called; ``moved``: whether that step has been made.
+    ``steps``: rows of each optimizer step; ``mask``: bool, the trained tokens; ``segments``: int64, row of each token;
+    ``rollout_log_probs``: the engine's, NaN where it gave none; ``weights``: weight of each token in its optimizer
+    step, ``pg_weights``: in the policy loss; ``old``, ``ref``: log-probs of the trainer before the rollout's first step
+    and of the reference, None if not needed, NaN in rows that were not computed; ``entropy``: computed with ``old``;
+    ``teacher``: log-probs of the teacher; ``of_tokens``: whether a token's advantage may differ from its row's in the
+    table; ``returns``: the estimator's before distillation and whitening, which a critic learns; ``values``: of the
+    critic before the rollout's first step; ``pair_weights``: [n] see `pair_weights`, for a loss that compares replies;
+    ``measured``: log-probs and entropies of rows that ``old`` lacks, under the same weights, which `token_stats` alone
+    reads; ``loss_weights``: see `slimelite.sample.COLUMNS`; ``later``: ``old`` and ``entropy`` of the rows after the
+    first step, until `take` is called; ``moved``: whether that step has been made.
     """
 
     table: SampleTable
+    steps: list[np.ndarray]
     mask: Tensor
     segments: Tensor
     rollout_log_probs: Tensor
@@ -72,12 +73,13 @@ class TokenColumns:
         return len(self.table)
 
     @classmethod
-    def from_table(cls, table: SampleTable) -> TokenColumns:
-        """The columns that need no model."""
+    def from_table(cls, table: SampleTable, steps: list[np.ndarray] | None = None) -> TokenColumns:
+        """The columns that need no model; ``steps`` None: all rows are one optimizer step."""
         rows = np.repeat(np.arange(len(table)), table.response_lengths)
         mask = table.loss_mask & ~table.removed[rows] if table.removed.any() else table.loss_mask.copy()
         return cls(
             table=table,
+            steps=[np.arange(len(table))] if steps is None else steps,
             mask=torch.from_numpy(mask),
             segments=torch.from_numpy(rows),
             rollout_log_probs=torch.tensor(table.rollout_log_probs),
@@ -86,10 +88,10 @@ class TokenColumns:
             advantages=torch.zeros(len(rows)),
         )
 
-    def set_weights(self, args: Args, steps: list[np.ndarray]) -> None:
+    def set_weights(self, args: Args) -> None:
         """Set the weight of every token and every pair; it depends on all rows of the optimizer step."""
         table, per_row = self.table, torch.zeros(self.rows, dtype=torch.float64)
-        for rows in steps:
+        for rows in self.steps:
             per_row[rows] = row_weights(
                 torch.from_numpy(table.mask_sums[rows]),
                 torch.from_numpy(table.rollout_id[rows]),
@@ -101,10 +103,10 @@ class TokenColumns:
         weights *= self.mask.numpy()
         self.weights = self.pg_weights = torch.from_numpy(weights)
         if args.custom_pg_loss_reducer_function_path:
-            self.pg_weights = reducer_weights(args, table, self.mask, steps)
-        self.pair_weights = pair_weights(table, steps) if args.loss.paired else None
+            self.pg_weights = reducer_weights(args, table, self.mask, self.steps)
+        self.pair_weights = pair_weights(table, self.steps) if args.loss.paired else None
 
-    def normalize_correction(self, args: CorrectionArgs, steps: list[np.ndarray]) -> None:
+    def normalize_correction(self, args: CorrectionArgs) -> None:
         """``--mis-batch-normalize``: divide policy-loss weights by the mean correction weight of their optimizer step.
 
         At the levels sequence and geometric each response counts once in this mean. Needs ``old`` of every trained row.
@@ -123,7 +125,7 @@ class TokenColumns:
         if LEVELS[args.mis_level].function is not None:
             counts = counts / torch.bincount(self.segments[self.mask], minlength=self.rows).clamp(min=1)[self.segments]
         factors = torch.ones(self.rows, dtype=torch.float64)
-        for rows in steps:
+        for rows in self.steps:
             of_step = counts * torch.isin(self.segments, torch.from_numpy(rows))
             mean = (weights * of_step).sum() / of_step.sum().clamp(min=1e-8)
             # a step whose weights are all 0 has no gradient either way
@@ -188,14 +190,14 @@ class TokenColumns:
             if column is not None:
                 self._refuse(~column.isfinite(), f"{name} that are not finite; look at {source}")
 
-    def rows_to_compute(self, args: Args, steps: list[np.ndarray]) -> np.ndarray:
+    def rows_to_compute(self, args: Args) -> np.ndarray:
         """[n] bool: the rows that need a forward pass, because they can have a gradient.
 
         In a step where no row can have one, a few trained rows are computed anyway, to measure the entropy and the
         mismatch with the engine.
         """
         trained, computed = self.trained_rows(), self.rows_with_gradient(args)
-        for rows in steps:
+        for rows in self.steps:
             if not computed[rows].any():
                 candidates = rows[trained[rows]]
                 computed[candidates[:: math.ceil(len(candidates) / MEASURED_ROWS) or 1]] = True

@@ -119,18 +119,18 @@ class Trainer(Learner[PolicyModel]):
         steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
         columns, sums = self._columns(table, steps), MetricSums(self.world)
         trains = self.critic is None or rollout_id >= self.args.num_critic_only_steps
-        computed = self._rows_to_compute(columns, steps) if trains else np.zeros(len(table), bool)
+        computed = self._rows_to_compute(columns) if trains else np.zeros(len(table), bool)
         if self.args.token_stats == "all":
-            self._measure_rest(columns, steps, computed)
+            self._measure_rest(columns, computed)
         if self.critic is not None:
             trained = columns.trained_rows()
-            schedule = self._schedule(columns, steps, trained)
+            schedule = self._schedule(columns, trained)
             with self.timed(
                 "critic_train", self.critic.model, table, chain(*(step.micro_batches for step in schedule))
             ):
                 self.critic.train(columns, schedule, sums)
         if trains:
-            self._train_policy(columns, steps, computed, sums, partial(self.update, sums))
+            self._train_policy(columns, computed, sums, partial(self.update, sums))
         self.progress.rollout_id = rollout_id
         if self._saved_reference is not None and (rollout_id + 1) % (self.args.ref_update_interval or 1) == 0:
             self._saved_reference.copy_from(self.model)
@@ -150,8 +150,8 @@ class Trainer(Learner[PolicyModel]):
         self.timed.restart()
         steps = split_steps(table.rollout_id, table.unit_id, len(table))
         columns, sums = self._columns(table, steps), MetricSums(self.world)
-        computed = self._rows_to_compute(columns, steps)
-        self._train_policy(columns, steps, computed, sums, self._losses.append)
+        computed = self._rows_to_compute(columns)
+        self._train_policy(columns, computed, sums, self._losses.append)
         return self._metrics(columns, computed, sums)
 
     def optim_step(self) -> dict[str, float]:
@@ -174,31 +174,30 @@ class Trainer(Learner[PolicyModel]):
     def _train_policy(
         self,
         columns: TokenColumns,
-        steps: list[np.ndarray],
         computed: np.ndarray,
         sums: MetricSums,
         then: Callable[[Tensor], None],
     ) -> None:
-        """Compute the policy's gradient for each of ``steps`` from the rows ``computed`` [n] bool, and call ``then``
+        """Compute the policy's gradient for each step from the rows ``computed`` [n] bool, and call ``then``
         with each loss (see `gradient`).
         """
-        args = self.args
+        args, steps = self.args, columns.steps
         checked = args.ci_test and self._fresh
-        schedule, begin = self._schedule(columns, steps, computed), pass_begins(args, len(steps), self._fresh)
+        schedule, begin = self._schedule(columns, computed), pass_begins(args, len(steps), self._fresh)
         if begin is not None and (columns.old is None or checked):
             if args.ci_test:  # over training's micro-batches, for bit-identical results
                 parts = zip(*(step.micro_batches for step in schedule[begin:]), strict=True)
                 dealt = [list(chain(*part)) for part in parts]
             else:
                 rows = np.concatenate([np.sort(rows[computed[rows]]) for rows in steps[begin:]])
-                dealt = self._deal(columns, rows, args.log_probs_max_tokens_per_gpu)
+                dealt = self._deal(columns.table, rows, args.log_probs_max_tokens_per_gpu)
             found = self._pass("log_probs", self.model, columns, dealt)
             if begin:
                 columns.later = found
             else:
                 columns.old, columns.entropy = found
         if self._normalizes:
-            columns.normalize_correction(args, steps)
+            columns.normalize_correction(args)
         # the weights of the first step are those before it: a supervised loss has no other pass that computes `old`
         takes = columns.old is None and (len(steps) == 1 or columns.later is not None)
         measures = columns.old is None and args.token_stats != "none"
@@ -220,18 +219,19 @@ class Trainer(Learner[PolicyModel]):
         """Whether the correction divides by a mean over all trained rows."""
         return self.args.correction == "mis" and self.args.mis_batch_normalize
 
-    def _rows_to_compute(self, columns: TokenColumns, steps: list[np.ndarray]) -> np.ndarray:
+    def _rows_to_compute(self, columns: TokenColumns) -> np.ndarray:
         """[n] bool: the rows that the policy's training computes."""
         every = (self.args.ci_test and self._fresh) or self._normalizes
-        return columns.trained_rows() if every else columns.rows_to_compute(self.args, steps)
+        return columns.trained_rows() if every else columns.rows_to_compute(self.args)
 
-    def _measure_rest(self, columns: TokenColumns, steps: list[np.ndarray], computed: np.ndarray) -> None:
+    def _measure_rest(self, columns: TokenColumns, computed: np.ndarray) -> None:
         """``--token-stats all``: compute the rows that no other pass computes before the weights change."""
         rest = columns.unknown_rows()
-        soon = steps[0] if pass_begins(self.args, len(steps), self._fresh) is None else np.arange(columns.rows)
+        every = pass_begins(self.args, len(columns.steps), self._fresh) is not None
+        soon = np.arange(columns.rows) if every else columns.steps[0]
         rest[soon[computed[soon]]] = False
         if rest.any():
-            dealt = self._deal(columns, np.flatnonzero(rest), self.args.log_probs_max_tokens_per_gpu)
+            dealt = self._deal(columns.table, np.flatnonzero(rest), self.args.log_probs_max_tokens_per_gpu)
             columns.measured.append(self._pass("token_stats", self.model, columns, dealt))
 
     def _check_no_gradient(self, verb: str) -> None:
@@ -278,7 +278,7 @@ class Trainer(Learner[PolicyModel]):
     def log_probs(self, table: SampleTable) -> np.ndarray:
         """[response tokens of the table] log-probs under the current weights, in the table's order."""
         columns, rows = TokenColumns.from_table(table), np.flatnonzero(table.response_lengths)
-        dealt = self._deal(columns, rows, self.args.log_probs_max_tokens_per_gpu)
+        dealt = self._deal(columns.table, rows, self.args.log_probs_max_tokens_per_gpu)
         return table_scores(self.model, columns, dealt, self.world, self.temperature)[0].numpy()
 
     def push_weights(self, sink: weights.WeightSink | None, version: int) -> dict[str, float]:
@@ -343,15 +343,15 @@ class Trainer(Learner[PolicyModel]):
 
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
         """The columns of every token before the first step: weights, reference log-probs, advantages."""
-        columns = TokenColumns.from_table(table)
+        columns = TokenColumns.from_table(table, steps)
         self._weights = Scores(len(table.response_tokens), self.world)
         if self.args.use_opd and self.teacher is None:
             columns.teacher = torch.from_numpy(table.teacher_log_probs)
         readers = [part.model for part in (self, self.teacher, self.critic) if part is not None]
         columns.check(self.args, min(model.hf.config.vocab_size for model in readers))
-        columns.set_weights(self.args, steps)
+        columns.set_weights(self.args)
         rows = np.flatnonzero(table.mask_sums)
-        dealt = self._deal(columns, rows, self.args.log_probs_max_tokens_per_gpu)
+        dealt = self._deal(columns.table, rows, self.args.log_probs_max_tokens_per_gpu)
         if self.reference is not None:
             with self.reference.weights() as model:
                 columns.ref, _ = self._pass("ref_log_probs", model, columns, dealt)
@@ -376,13 +376,13 @@ class Trainer(Learner[PolicyModel]):
             log_probs, entropy = table_scores(model, columns, dealt, self.world, self.temperature)
             return log_probs, entropy
 
-    def _schedule(self, columns: TokenColumns, steps: list[np.ndarray], computed: np.ndarray) -> list[Step]:
+    def _schedule(self, columns: TokenColumns, computed: np.ndarray) -> list[Step]:
         """The steps; of each, the rows that ``computed`` [n] bool selects are dealt to ranks."""
-        return [Step(rows, self._deal(columns, rows[computed[rows]])) for rows in steps]
+        return [Step(rows, self._deal(columns.table, rows[computed[rows]])) for rows in columns.steps]
 
-    def _deal(self, columns: TokenColumns, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
+    def _deal(self, table: SampleTable, rows: np.ndarray, max_tokens: int | None = None) -> list[list[np.ndarray]]:
         limits = PackingLimits(max_tokens) if self._packed and max_tokens is not None else self.limits
-        return deal(columns.table, rows, self.world.dp_size, limits, shares=self._shares)
+        return deal(table, rows, self.world.dp_size, limits, shares=self._shares)
 
     def _metrics(self, columns: TokenColumns, computed: np.ndarray, sums: MetricSums) -> dict[str, float]:
         self.trained_columns = columns.trained()

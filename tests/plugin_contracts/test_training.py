@@ -65,8 +65,8 @@ def test_custom_loss(given: Given, table: SampleTable) -> None:
 def test_custom_advantage(given: Given, table: SampleTable) -> None:
     """``fn(args, table, columns)`` sets ``columns.advantages`` [N], finite; ``columns.old`` is there for it to read."""
     args = tiny_args("", custom_advantage_function_path=given("--custom-advantage-function-path"))
-    columns = TokenColumns.from_table(table)
-    columns.set_weights(args, split_steps(table.rollout_id, table.unit_id, 64))
+    columns = TokenColumns.from_table(table, split_steps(table.rollout_id, table.unit_id, 64))
+    columns.set_weights(args)
     columns.old = torch.full((len(columns.mask),), -4.0)
     before = {name: value.clone() for name, value in vars_of(columns).items()}
     load_function(str(args.custom_advantage_function_path))(args, table, columns)

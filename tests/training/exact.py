@@ -111,7 +111,7 @@ def exact_step(
     columns.rollout_log_probs = columns.old + noise(table, 0.1, salt=2)
     sums = MetricSums(trainer.world)
     dealt = trainer._deal(table, rows[table.mask_sums[rows] > 0])
-    trainer.gradient(table, columns, Step(rows, [arrange(parts) for parts in dealt]), sums)
+    trainer.gradient(columns, Step(rows, [arrange(parts) for parts in dealt]), sums)
     found = gradients(trainer)
     trainer.model.zero_grad()
     return found, sums.means()[0]

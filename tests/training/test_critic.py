@@ -79,7 +79,7 @@ def critic_gradient(trainer: Trainer, table: SampleTable) -> tuple[dict[str, Ten
     columns.values = columns.values + 0.3 * torch.from_numpy(table.response_tokens.astype(np.float64)).sin()
     sums = MetricSums(trainer.world)
     step = Step(rows, trainer._deal(table, rows[table.mask_sums[rows] > 0]))
-    critic.gradient(table, columns, step, sums)
+    critic.gradient(columns, step, sums)
     found = {n: p.grad.full_tensor().clone() for n, p in critic.model.named_weights()}
     critic.model.zero_grad()
     return found, sums.means()[0], columns
@@ -369,11 +369,11 @@ def test_the_reference_is_the_policy_at_step_0(
     args = tiny_args(save_model(family, tmp_path), use_kl_loss=True, kl_loss_coef=0.1, use_reference=True)
     with one_rank(args) as trainer:
         assert trainer.reference is not None
-        dealt = [[np.array([0])]]
-        policy, _ = table_scores(trainer.model, table, dealt, trainer.world, 1.0)
+        columns, dealt = TokenColumns.from_table(table), [[np.array([0])]]
+        policy, _ = table_scores(trainer.model, columns, dealt, trainer.world, 1.0)
         with trainer.reference.weights() as model:
             assert {p.dtype for p in model.parameters()} == {dtype}
             assert {b.dtype for b in model.buffers()} == {torch.float32}
-            reference, _ = table_scores(model, table, dealt, trainer.world, 1.0)
+            reference, _ = table_scores(model, columns, dealt, trainer.world, 1.0)
     assert torch.isfinite(policy).all()
     assert torch.equal(policy, reference)

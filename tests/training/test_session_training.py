@@ -136,7 +136,7 @@ def test_an_episode_with_branches_counts_once(model: Path, aggregation: str, sha
         (rows,) = split_steps(table.rollout_id, table.unit_id, 4)
         columns = trainer._columns(table, [rows])
         columns.old = torch.from_numpy(trainer.log_probs(table))
-        trainer.gradient(table, columns, Step(rows, trainer._deal(table, rows)), MetricSums(trainer.world))
+        trainer.gradient(columns, Step(rows, trainer._deal(table, rows)), MetricSums(trainer.world))
         mine = gradients(trainer)
 
     # every turn by itself, once, whatever the tree looks like

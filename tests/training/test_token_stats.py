@@ -14,6 +14,7 @@ from test_pairs import pair_table
 from tiny import one_rank, save_tiny_model, tiny_args, weights_of
 
 from slimelite.table import SampleTable, TokenStats
+from slimelite.training.columns import TokenColumns
 from slimelite.training.sums import table_scores
 from slimelite.training.trainer import Trainer
 
@@ -46,7 +47,7 @@ def two_rollouts(trainer: Trainer, table: SampleTable) -> tuple[list[Found], dic
     found = []
     for i in range(2):
         dealt = trainer._deal(table, np.arange(len(table)))
-        before = table_scores(trainer.model, table, dealt, trainer.world, trainer.temperature)
+        before = table_scores(trainer.model, TokenColumns.from_table(table), dealt, trainer.world, trainer.temperature)
         metrics = {k: v for k, v in trainer.train(i, table).items() if not k.startswith("perf/")}
         found.append(Found(before, trainer.token_stats, metrics))
     return found, weights_of(trainer)

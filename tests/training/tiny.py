@@ -107,8 +107,8 @@ def random_table(
 def loss_batch(args: Args, table: SampleTable, rows: Sequence[int] | None = None) -> MicroBatch:
     """What the loss of a micro-batch of ``rows`` (None: all) gets; ``old`` are random log-probs of the table."""
     steps = split_steps(table.rollout_id, table.unit_id, args.global_batch_size or len(table))
-    columns = TokenColumns.from_table(table)
-    columns.set_weights(args, steps)
+    columns = TokenColumns.from_table(table, steps)
+    columns.set_weights(args)
     columns.values = torch.linspace(-1, 1, len(columns.mask))
     columns.set_advantages(args)
     columns.old = -torch.rand(len(columns.mask), generator=torch.Generator().manual_seed(0)) - 3.5
