@@ -15,7 +15,6 @@ from slimelite.cluster.workers import (
     build_server,
     clients,
     server_addresses,
-    server_parts,
 )
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.engines.protocol import Engine, ServerProcess
@@ -74,7 +73,7 @@ def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[Ser
     if args.debug_train_only:
         return [], []
     servers: list[ServerAddress] = []
-    if server_parts(args):
+    if args.engine_kind.server:
         processes: list[Remote[ServerProcess]] = []
         if not args.rollout_external_engine_addrs:
             process = build_server(args, 0)

@@ -35,7 +35,6 @@ from slimelite.cluster.workers import (
     build_server,
     rollout_manager,
     server_addresses,
-    server_parts,
 )
 from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.heap import set_heap
@@ -224,7 +223,7 @@ class Actors:
             options, env = self._place(own[0], ENGINE_SHARE), _env(args.cpu_threads) | self._gpus_of(own)
             # on a single node, engines listen on the loopback address only
             host = self._host(own[0]) if len(set(self._hosts.values())) > 1 else LOCAL_HOST
-            if server_parts(args):
+            if args.engine_kind.server:
                 # other calls must be answered while a server restarts
                 options |= {"max_concurrency": 4}
                 found.append(self._start(Host, f"engine_{n}", own[0], options, env, build_server, args, n, host))
@@ -298,9 +297,9 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
         actors = Actors(args, group, world)
         try:
             engines, trainers = actors.engines(count), actors.trainers()
-            processes: list[RayRemote[ServerProcess]] = engines if server_parts(args) else []
+            processes: list[RayRemote[ServerProcess]] = engines if args.engine_kind.server else []
             targets: Sequence[Target] = engines
-            if server_parts(args) and not args.debug_train_only:
+            if args.engine_kind.server and not args.debug_train_only:
                 targets = server_addresses(args, processes)
             rollout = actors.rollout(targets, processes)
             start_workers(args, rollout, trainers, engines, progress)
@@ -325,7 +324,7 @@ def start_workers(
     Only engines and trainers on the same GPUs load in turn, engines first: SGLang sizes its KV cache by free memory.
     With ``--offload-rollout`` such engines release their memory before the trainers load.
     """
-    first = ServerProcess.start if server_parts(args) else Engine.info
+    first = ServerProcess.start if args.engine_kind.server else Engine.info
     loading: dict[Future[Any], str] = {engine.submit(first): engine.name for engine in engines}
     loading[rollout.submit(RolloutManager.num_prompts)] = rollout.name
     secrets = public_part(args.train_env_vars)[1]

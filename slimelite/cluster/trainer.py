@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from slimelite.arguments import Args
-from slimelite.cluster.workers import LOCAL_HOST, RemoteSink, server_parts, server_sync
+from slimelite.cluster.workers import LOCAL_HOST, RemoteSink, server_sync
 from slimelite.engines.protocol import Transport, WeightSink
 from slimelite.table import SampleTable
 from slimelite.training.lora import adapter_format
@@ -42,7 +42,7 @@ class TrainerWorker(Trainer):
         store = meeting_store(args, address, rank, world_size, listener) if address else None
         super().__init__(args, rank=rank, world_size=world_size, store=store)
         self._servers: Transport | None = None
-        if server_parts(args):
+        if args.engine_kind.server:
             adapter = adapter_format(self.model.hf, args, args.hf_checkpoint) if args.sends_adapter else None
             self._servers = server_sync(args, self.world.device, host, adapter)
         self._profiler = Profiler(args, rank)

@@ -44,11 +44,6 @@ Target = Remote[Engine] | ServerAddress
 LOCAL_HOST = "127.0.0.1"
 
 
-def server_parts(args: Args) -> ServerParts | None:
-    """The parts of the run's engines if these are servers; None if engines are built in our own processes."""
-    return args.engine_kind.server
-
-
 def engine_setup(args: Args, index: int, host: str = LOCAL_HOST) -> EngineSetup:
     """The settings that engine number ``index`` is built with."""
     place = args.engine_place(index)
@@ -143,7 +138,7 @@ def _function(args: Args, reference: Function) -> Callable[..., Any]:
 
 
 def _parts(args: Args) -> ServerParts:
-    parts = server_parts(args)
+    parts = args.engine_kind.server
     assert parts is not None, f"the {args.rollout_backend} engine is no server"
     return parts
 
