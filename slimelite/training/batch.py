@@ -162,6 +162,11 @@ class MicroBatch:
         """Mask, segments and number of rows, which most functions of `slimelite.algorithms` take in this order."""
         return self.mask, self.segments, len(self.rows)
 
+    def fetch(self) -> None:
+        """Copy what losses read to the device now: once a GPU has begun the model's pass, a copy waits for its end."""
+        _ = self.where, self.weights, self.pg_weights, self.advantages, self.pairs
+        _ = self.rollout_log_probs, self.old, self.ref
+
     def column(self, name: str) -> Tensor:
         """A column of numbers of the table, such as one of your own (see `slimelite.sample.COLUMNS`): [R], or [n] where
         a sample has one value.

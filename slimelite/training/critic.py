@@ -108,11 +108,11 @@ class Critic(Learner[ValueModel]):
         assert returns is not None
 
         def share(batch: MicroBatch) -> Tensor:
-            values, before = self.model(batch), batch.take(old)
+            mask, before = batch.mask, batch.take(old)
+            values = self.model(batch)
             if checked:
-                check_values(self.world, values, before, batch.mask)
-            clip = self.args.value_clip
-            losses, metrics = value_loss(values, before, batch.take(returns), batch.mask, value_clip=clip)
+                check_values(self.world, values, before, mask)
+            losses, metrics = value_loss(values, before, batch.take(returns), mask, value_clip=self.args.value_clip)
             total = weighted_sum(losses, batch.weights)
             sums.add_all({f"critic-{name}": pair for name, pair in metrics.items()})
             sums.add_share("critic-value_loss", total)

@@ -258,6 +258,7 @@ class Trainer(Learner[PolicyModel]):
         """
 
         def share(batch: MicroBatch) -> Tensor:
+            batch.fetch()
             log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)
             if scores is not None:
                 scores.add(batch, log_probs, entropy)
