@@ -23,16 +23,14 @@ class MicroBatch:
     by one position, the first ones of a prompt's answers for example; their gradients add up there.
 
     ``columns``: of the whole rollout; ``rows``: [n] int64 of its table; ``lengths``: prompt and response tokens of
-    each; ``tokens``: T, 0 for an empty micro-batch, whose row is one dummy token. ``input_ids``, ``position_ids``:
-    [1, T]; ``response_index``: [R] position whose hidden state predicts each response token; ``targets``: [R] those
-    tokens. ``segments``: [R] index into ``rows``; ``token_index``: [R] int64 on the CPU, position in the table's
-    response columns.
+    each. ``input_ids``, ``position_ids``: [1, T], one dummy token if there are no rows; ``response_index``: [R]
+    position whose hidden state predicts each response token; ``targets``: [R] those tokens. ``segments``: [R] index
+    into ``rows``; ``token_index``: [R] int64 on the CPU, position in the table's response columns.
     """
 
     columns: TokenColumns
     rows: np.ndarray
     lengths: list[int]
-    tokens: int
     input_ids: Tensor
     position_ids: Tensor
     sequences: PackedSequences
@@ -81,7 +79,6 @@ class MicroBatch:
             columns=columns,
             rows=rows,
             lengths=lengths.tolist(),
-            tokens=len(ids) if len(rows) else 0,
             input_ids=to_device(ids[None]),
             position_ids=to_device(positions[None]),
             sequences=PackedSequences(nodes, device),
@@ -153,9 +150,17 @@ class MicroBatch:
         return None if self.columns.ref is None else self.take(self.columns.ref)
 
     @cached_property
-    def pairs(self) -> Pairs | None:
-        """The pairs for a loss that compares two replies, else None."""
-        return None if self.columns.pair_weights is None else Pairs.of(self, self.columns.pair_weights)
+    def pairs(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The P pairs for a loss that compares two replies, else None: [P] int64 index of the chosen row and of the
+        rejected one, and [P] float64 the weight of each pair.
+        """
+        if self.columns.pair_weights is None:
+            return None
+        chosen, rejected = pairs_of(self.columns.table, self.rows)
+        order, device = np.argsort(chosen), self.targets.device
+        weights = self.columns.pair_weights[self.rows[chosen[order]]]
+        first, second, each = (torch.from_numpy(x).to(device) for x in (chosen[order], rejected[order], weights))
+        return first, second, each
 
     @property
     def where(self) -> tuple[Tensor, Tensor, int]:
@@ -180,20 +185,3 @@ class MicroBatch:
         if column.per == "token":
             return self.take(torch.from_numpy(values))
         return torch.from_numpy(values[self.rows]).to(self.targets.device)
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """The P pairs of a micro-batch: ``chosen``, ``rejected`` [P] int64 index of its rows; ``weights`` [P] float64."""
-
-    chosen: Tensor
-    rejected: Tensor
-    weights: Tensor
-
-    @classmethod
-    def of(cls, batch: MicroBatch, weights: np.ndarray) -> Pairs:
-        """The pairs of ``batch``, which has both rows of each; ``weights``: see `columns.pair_weights`."""
-        chosen, rejected = pairs_of(batch.columns.table, batch.rows)
-        order, device = np.argsort(chosen), batch.targets.device
-        found = (chosen[order], rejected[order], weights[batch.rows[chosen[order]]])
-        return cls(*(torch.from_numpy(values).to(device) for values in found))

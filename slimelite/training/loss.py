@@ -77,18 +77,18 @@ def preferences(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tenso
     """``--loss-type dpo_loss``."""
     assert batch.ref is not None
     assert batch.pairs is not None
-    pairs = batch.pairs
+    chosen, rejected, weights = batch.pairs
     losses, metrics = dpo_loss(
         log_probs,
         batch.ref,
         *batch.where,
-        pairs.chosen,
-        pairs.rejected,
+        chosen,
+        rejected,
         beta=args.dpo_beta,
         kind=args.dpo_loss,
         label_smoothing=args.dpo_label_smoothing,
     )
-    total = weighted_sum(losses, pairs.weights)
+    total = weighted_sum(losses, weights)
     return Loss(total, {"loss": total, "dpo_loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
 
 

@@ -160,7 +160,7 @@ def test_shared_prefixes_give_the_states_of_each_row_alone(family: str, monkeypa
     shared, masked = twins("mistral" if family in WINDOWS else family)
     table = tree_table(tree_rows())
     batch = MicroBatch.of(TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"), shares=True)
-    assert batch.tokens < 0.45 * sum(batch.lengths)
+    assert batch.input_ids.numel() < 0.45 * sum(batch.lengths)
     assert {int(n) for n in batch.sequences.nodes.levels} == {0, 1, 2, 3}
     mine = PolicyModel(shared).hidden(batch)
     ids = [torch.tensor(prompt + response) for prompt, response in tokens_of(table)]
