@@ -103,25 +103,18 @@ class LoraEmbedding(Adapter, nn.Embedding):
         return torch.add(weight, (b @ a).T, alpha=self.scaling)
 
 
-class MergedWeight:
-    """A weight of the Hugging Face model that an adapter changes; it exists only while `gathered` is used."""
-
-    def __init__(self, module: Adapter) -> None:
-        self.module = module
-        self.shape, self.dtype, self.device = module.weight.shape, module.weight.dtype, module.weight.device
-
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.module.weight.numel()
+# a weight of the Hugging Face model: a parameter, sharded or not, or the module whose adapter changes it
+Weight = Tensor | Adapter
 
 
-# a weight of the Hugging Face model: a parameter, sharded or not, or a weight that an adapter changes
-Weight = Tensor | MergedWeight
+def frozen(weight: Weight) -> Tensor:
+    """The parameter that has a weight's shape, dtype and device."""
+    return weight if isinstance(weight, Tensor) else weight.weight
 
 
 def parts(weight: Weight) -> list[Tensor]:
     """The parameters, sharded or not, that a weight is computed from."""
-    return [weight] if isinstance(weight, Tensor) else weight.module.parts()
+    return [weight] if isinstance(weight, Tensor) else weight.parts()
 
 
 @torch.no_grad()
@@ -134,8 +127,8 @@ def gathered(weight: Weight, dtype: torch.dtype, device: torch.device | None) ->
     """
     if isinstance(weight, Tensor):
         return whole(weight.detach().to(device=device, dtype=dtype))
-    frozen, a, b = (whole(part.detach().to(device=device)) for part in parts(weight))
-    return weight.module.merged(frozen.to(a.dtype), a, b).to(dtype)
+    kept, a, b = (whole(part.detach().to(device=device)) for part in parts(weight))
+    return weight.merged(kept.to(a.dtype), a, b).to(dtype)
 
 
 def head_weight(head: nn.Module) -> Tensor:

@@ -16,7 +16,7 @@ from slimelite.checkpoints import REMEDY, STATE_FILE, read_json
 from slimelite.model_files import has_weights
 from slimelite.training.checkpoint import ADAPTER, CheckpointReader
 from slimelite.training.loading import load_model, read_config
-from slimelite.training.lora import PARTS, MergedWeight, adapters, add_adapters, gathered
+from slimelite.training.lora import PARTS, adapters, add_adapters, gathered
 from slimelite.training.weights import COMPANIONS
 
 
@@ -49,7 +49,7 @@ def write_merged(source: Path, base: str, folder: Path, dtype: str) -> None:
         except ValueError as error:  # which may say what resumes a run
             raise ValueError(str(error).replace(REMEDY, "name the folder of another checkpoint")) from error
     for _, module in adapters(hf):
-        module.weight.data = gathered(MergedWeight(module), torch.float32, None)
+        module.weight.data = gathered(module, torch.float32, None)
         for part in PARTS:
             delattr(module, part)
     hf.to(getattr(torch, dtype)).save_pretrained(folder)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from slimelite.families import EXPERTS
 from slimelite.training.attention import ATTENTION, varlen_attention
 from slimelite.training.batch import MicroBatch
-from slimelite.training.lora import PARTS, MergedWeight, Weight, adapters, head_weight
+from slimelite.training.lora import PARTS, Weight, adapters, head_weight
 
 # logits held at a time: 64 MiB in fp32 on a CPU, 512 MiB on a GPU
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
@@ -211,7 +211,7 @@ class LanguageModel(nn.Module):
 
         A weight is a parameter, sharded or not, or one that an adapter changes, see `lora.gathered`.
         """
-        merged = {id(module.weight): MergedWeight(module) for _, module in adapters(self)}
+        merged = {id(module.weight): module for _, module in adapters(self)}
         for name, parameter in self.named_parameters():
             if name.rpartition(".")[2] not in PARTS:
                 yield name.removeprefix("hf."), merged.get(id(parameter), parameter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.files import free_space
 from slimelite.model_files import INDEX, write_weights
 from slimelite.tracking.report import method
-from slimelite.training.lora import Weight, gathered, parts, peft_weights, save_adapter
+from slimelite.training.lora import Weight, frozen, gathered, parts, peft_weights, save_adapter
 from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World
@@ -44,20 +45,21 @@ def buckets(
     would be sent one by one.
     """
     layout: list[list[tuple[str, Weight]]] = [[]]
-    for name, tensor in weights:
-        if sum(t.numel() for _, t in layout[-1]) * (dtype or tensor.dtype).itemsize >= size:
+    for name, weight in weights:
+        if sum(frozen(w).numel() for _, w in layout[-1]) * (dtype or frozen(weight).dtype).itemsize >= size:
             layout.append([])
-        layout[-1].append((name, tensor))
+        layout[-1].append((name, weight))
     for part in filter(None, layout):
         # no local name refers to the bucket, so that it can be freed before the next one is filled
-        yield _fill(part, dtype or part[0][1].dtype, device or part[0][1].device, memory)
+        like = frozen(part[0][1])
+        yield _fill(part, dtype or like.dtype, device or like.device, memory)
 
 
 def _fill(
     weights: Sequence[tuple[str, Weight]], dtype: torch.dtype, device: torch.device, memory: HostMemory | None
 ) -> WeightBucket:
-    shapes = [tuple(tensor.shape) for _, tensor in weights]
-    flat = torch.empty(sum(tensor.numel() for _, tensor in weights), dtype=dtype, device=device)
+    shapes = [tuple(frozen(weight).shape) for _, weight in weights]
+    flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device)
     bucket = WeightBucket([name for name, _ in weights], shapes, flat)
     # beside the bucket only one gathered tensor is in memory
     for (_, place), (_, tensor) in zip(bucket.tensors(), weights, strict=True):
@@ -213,7 +215,7 @@ def _write_weights(
     directory: Path, model: PolicyModel, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> None:
     """Write safetensors files of at most 5 GB, each as soon as its weights are gathered, to save memory."""
-    sizes = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in model.named_weights()}
+    sizes = {name: torch.empty(frozen(w).shape, dtype=dtype, device="meta") for name, w in model.named_weights()}
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
     pending: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
     for name, tensor in weights:

@@ -21,7 +21,7 @@ from slimelite.sample import Sample, Status
 from slimelite.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
-from slimelite.training.lora import gathered
+from slimelite.training.lora import frozen, gathered
 from slimelite.training.planning import split_steps
 from slimelite.training.trainer import Trainer
 from tests.ranks import start_ranks
@@ -133,7 +133,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Every whole weight, adapters merged."""
-    return {n: gathered(weight, weight.dtype, None).clone() for n, weight in trainer.model.named_weights()}
+    return {n: gathered(weight, frozen(weight).dtype, None).clone() for n, weight in trainer.model.named_weights()}
 
 
 class Recorder:
