@@ -23,7 +23,7 @@ import numpy as np
 from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
 from slimelite.per_token import held
-from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
+from slimelite.rollout.context import PluginArgs, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
 from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
 from slimelite.rollout.groups import GroupGenerator, Outcome, is_finished, restart, rollout_params, without_dropped
@@ -56,7 +56,7 @@ def generate_rollout(
     context = args.rollout_context
     if evaluation:
         return context.thread.run(evaluate_datasets(context, rollout_id))
-    return context.thread.run(Collection(context, rollout_id, data_source, args).collect())
+    return context.thread.run(Collection(args, rollout_id, data_source).collect())
 
 
 def offline_rollout(
@@ -95,17 +95,16 @@ BUILT_IN = (generate_rollout, offline_rollout)
 class Collection:
     """The state of one rollout while its batch fills up."""
 
-    def __init__(self, context: RolloutContext, rollout_id: int, data_source: Any, plugin_args: PluginArgs) -> None:
-        args = context.args
-        self.context = context
-        self.args: Args = args
-        self.plugin_args = plugin_args
+    def __init__(self, plugin_args: PluginArgs, rollout_id: int, data_source: Any) -> None:
+        self.plugin_args, self.context = plugin_args, plugin_args.rollout_context
+        self.args: Args = self.context.args
+        args = self.args
         self.rollout_id = rollout_id
         self.source = data_source
         self.target = args.rollout_batch_size
         self.filter = load_plugin(args.dynamic_sampling_filter_path, "--dynamic-sampling-filter-path")
         self.generator = GroupGenerator(
-            context,
+            self.context,
             "train",
             rollout_id,
             rollout_params(args),
