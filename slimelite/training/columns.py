@@ -103,7 +103,7 @@ class TokenColumns:
         weights *= self.mask.numpy()
         self.weights = self.pg_weights = torch.from_numpy(weights)
         if args.custom_pg_loss_reducer_function_path:
-            self.pg_weights = reducer_weights(args, table, self.mask, self.steps)
+            self.pg_weights = reducer_weights(args, self)
         self.pair_weights = pair_weights(table, self.steps) if args.loss.paired else None
 
     def normalize_correction(self, args: CorrectionArgs) -> None:
@@ -358,7 +358,7 @@ def pass_begins(args: Args, num_steps: int, fresh: bool) -> int | None:
 FLAG = "--custom-pg-loss-reducer-function-path"
 
 
-def reducer_weights(args: AlgorithmArgs, table: SampleTable, mask: Tensor, steps: list[np.ndarray]) -> Tensor:
+def reducer_weights(args: AlgorithmArgs, columns: TokenColumns) -> Tensor:
     """[N] float64 weight of every token of the table in the policy loss of its optimizer step.
 
     The plugin has slime's signature, with lists of one entry a response, and returns the function that reduces::
@@ -375,8 +375,9 @@ def reducer_weights(args: AlgorithmArgs, table: SampleTable, mask: Tensor, steps
     """
     path = str(args.custom_pg_loss_reducer_function_path)
     per_token = args.loss_aggregation == "token"
+    table, mask = columns.table, columns.mask
     weights = torch.zeros(len(mask), dtype=torch.float64)
-    for rows in steps:
+    for rows in columns.steps:
         spans = [np.arange(table.response_offsets[row], table.response_offsets[row + 1]) for row in rows]
         tokens = torch.from_numpy(np.concatenate(spans))
         responses = table.response_lengths[rows].tolist()
