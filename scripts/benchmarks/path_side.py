@@ -98,7 +98,7 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     wired = time.process_time()
     columns = TokenColumns.from_table(sent)
     for row in range(0, len(sent), 4):
-        MicroBatch.of(columns, np.arange(row, min(row + 4, len(sent))), shares=True)
+        MicroBatch(columns, np.arange(row, min(row + 4, len(sent))), shares=True)
     batched = time.process_time()
     used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
     parts = vars(table).values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from copy import copy
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,6 @@ from slimelite.training.layout import Nodes, PackedSequences, ranges
 from slimelite.training.prefixes import Prefixes, tokens_at
 
 
-@dataclass(frozen=True)
 class MicroBatch:
     """R response tokens of some rows, the T tokens that predict them, and the ``columns`` of those R, on their device.
 
@@ -26,23 +25,13 @@ class MicroBatch:
     each. ``input_ids``, ``position_ids``: [1, T], one dummy token if there are no rows; ``response_index``: [R]
     position whose hidden state predicts each response token; ``targets``: [R] those tokens. ``segments``: [R] index
     into ``rows``; ``token_index``: [R] int64 on the CPU, position in the table's response columns.
+
+    It is no dataclass: FSDP looks into those that a forward pass gets, and would cast the columns to bf16 each time.
     """
 
-    columns: TokenColumns
-    rows: np.ndarray
-    lengths: list[int]
-    input_ids: Tensor
-    position_ids: Tensor
-    sequences: PackedSequences
-    response_index: Tensor
-    targets: Tensor
-    segments: Tensor
-    token_index: Tensor
-
-    @classmethod
-    def of(
-        cls, columns: TokenColumns, rows: np.ndarray, device: torch.device | str = "cpu", *, shares: bool = False
-    ) -> MicroBatch:
+    def __init__(
+        self, columns: TokenColumns, rows: np.ndarray, device: torch.device | str = "cpu", *, shares: bool = False
+    ) -> None:
         """Pack ``rows`` of a rollout; no rows give an empty micro-batch.
 
         Args:
@@ -75,18 +64,13 @@ class MicroBatch:
         def to_device(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(device)
 
-        return cls(
-            columns=columns,
-            rows=rows,
-            lengths=lengths.tolist(),
-            input_ids=to_device(ids[None]),
-            position_ids=to_device(positions[None]),
-            sequences=PackedSequences(nodes, device),
-            response_index=to_device(nodes.positions(np.repeat(leaf, responses), depths - 1)),
-            targets=to_device(table.response_tokens[token_index]),
-            segments=to_device(np.repeat(np.arange(len(rows)), responses)),
-            token_index=torch.from_numpy(token_index),
-        )
+        self.columns, self.rows, self.lengths = columns, rows, lengths.tolist()
+        self.input_ids, self.position_ids = to_device(ids[None]), to_device(positions[None])
+        self.sequences = PackedSequences(nodes, device)
+        self.response_index = to_device(nodes.positions(np.repeat(leaf, responses), depths - 1))
+        self.targets = to_device(table.response_tokens[token_index])
+        self.segments = to_device(np.repeat(np.arange(len(rows)), responses))
+        self.token_index = torch.from_numpy(token_index)
 
     def padded(self) -> MicroBatch:
         """The same micro-batch with each of its n sequences in a row of its own, padded on the right to the longest.
@@ -97,16 +81,13 @@ class MicroBatch:
         longest, device = max(self.lengths), self.input_ids.device
         lengths = torch.tensor(self.lengths, device=device)
         positions = torch.arange(longest, device=device).expand(len(lengths), -1).contiguous()
-        input_ids = torch.zeros_like(positions)
-        input_ids[positions < lengths[:, None]] = self.input_ids[0]
+        padded = copy(self)
+        padded.input_ids, padded.position_ids = torch.zeros_like(positions), positions
+        padded.input_ids[positions < lengths[:, None]] = self.input_ids[0]
+        padded.sequences = PackedSequences.from_lengths([longest] * len(lengths), device)
         shift = torch.arange(len(lengths), device=device) * longest - (lengths.cumsum(0) - lengths)
-        return replace(
-            self,
-            input_ids=input_ids,
-            position_ids=positions,
-            sequences=PackedSequences.from_lengths([longest] * len(lengths), device),
-            response_index=self.response_index + shift[self.segments],
-        )
+        padded.response_index = self.response_index + shift[self.segments]
+        return padded
 
     def take(self, column: Tensor) -> Tensor:
         """[R] values of a column [N] of the rollout, on this micro-batch's device."""

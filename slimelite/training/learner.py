@@ -78,7 +78,7 @@ class Learner(Generic[Model]):
             self.model.set_requires_gradient_sync(reduces)
             # FSDP then frees its send buffers too: for embedding and head together these are 4 GB in a 7B model
             self.model.set_is_last_backward(reduces)
-            loss = share(MicroBatch.of(columns, rows, self.world.device, shares=self.model.shares))
+            loss = share(MicroBatch(columns, rows, self.world.device, shares=self.model.shares))
             # FSDP averages over ranks; the weights already divide by the whole step
             (loss * self.world.dp_size).backward()
             total = total + loss.detach()

@@ -136,7 +136,7 @@ class SmallModel:
     def _gap(self, policy: PolicyModel, rows: list[int], packing: Packing) -> float:
         """The largest difference from the right log-probs [nats]."""
         policy.packed, shares = packing >= Packing.PACKED, packing is Packing.SHARED
-        batch = MicroBatch.of(self._columns, np.array(rows, np.int64), self._model.device, shares=shares)
+        batch = MicroBatch(self._columns, np.array(rows, np.int64), self._model.device, shares=shares)
         difference = policy(batch, 1.0)[0] - torch.cat([self._right[row] for row in rows])
         # NaN is not below any tolerance
         return float(difference.abs().nan_to_num(nan=torch.inf).max())

@@ -141,7 +141,7 @@ def table_scores(
     """
     scores = Scores(len(columns.mask), world)
     for rows in dealt[world.dp_rank]:
-        batch = MicroBatch.of(columns, rows, world.device, shares=model.shares)
+        batch = MicroBatch(columns, rows, world.device, shares=model.shares)
         found = model(batch, *options)
         scores.add(batch, *(found if isinstance(found, tuple) else (found,)))
     reshard(model)

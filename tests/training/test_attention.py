@@ -159,7 +159,7 @@ def test_shared_prefixes_give_the_states_of_each_row_alone(family: str, monkeypa
     torch.manual_seed(1)
     shared, masked = twins("mistral" if family in WINDOWS else family)
     table = tree_table(tree_rows())
-    batch = MicroBatch.of(TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"), shares=True)
+    batch = MicroBatch(TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"), shares=True)
     assert batch.input_ids.numel() < 0.45 * sum(batch.lengths)
     assert {int(n) for n in batch.sequences.nodes.levels} == {0, 1, 2, 3}
     mine = PolicyModel(shared).hidden(batch)
@@ -179,7 +179,7 @@ def test_shared_prefixes_give_the_states_of_each_row_alone(family: str, monkeypa
 def test_both_ways_to_attend_to_a_shared_prefix_agree(width: int) -> None:
     """Merged parts, and gathered keys, which GPUs use in fp32; values may be narrower or wider than keys."""
     table = tree_table(tree_rows())
-    sequences = MicroBatch.of(
+    sequences = MicroBatch(
         TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"), shares=True
     ).sequences
     tokens = int(sequences.cu_seqlens[-1])

@@ -61,7 +61,7 @@ def log_probs(hf: PreTrainedModel, model: Path) -> np.ndarray:
     found = PolicyModel(hf)
     found.packed = False
     with torch.no_grad():
-        batch = MicroBatch.of(TokenColumns.from_table(random_table()), np.arange(16), torch.device("cpu"))
+        batch = MicroBatch(TokenColumns.from_table(random_table()), np.arange(16), torch.device("cpu"))
         return np.asarray(found(batch, 1.0)[0])
 
 
@@ -83,7 +83,7 @@ def test_gradients_are_pefts(model: Path, targets: tuple[str, ...], kind: str) -
         with torch.no_grad():
             for name, value in values.items():
                 parameters.get(name, parameters.get(default_name(name))).copy_(value)
-    batch = MicroBatch.of(TokenColumns.from_table(random_table()), np.arange(6), torch.device("cpu"))
+    batch = MicroBatch(TokenColumns.from_table(random_table()), np.arange(6), torch.device("cpu"))
     found = []
     for hf in (ours, theirs):
         policy = PolicyModel(hf)
@@ -115,7 +115,7 @@ def default_name(name: str) -> str:
 def test_what_is_frozen_costs_no_gradient(model: Path) -> None:
     """Counted in multiplications: backward takes the gradient of activations, and of weights that of A and B alone."""
     table = random_table()
-    batch = MicroBatch.of(TokenColumns.from_table(table), np.arange(16), torch.device("cpu"))
+    batch = MicroBatch(TokenColumns.from_table(table), np.arange(16), torch.device("cpu"))
     with one_rank(tiny_args(model, **LORA)) as trainer:
         for _ in range(2):  # the second pass is without FSDP's first preparations
             scores, _ = trainer.model(batch, 1.0)

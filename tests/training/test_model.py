@@ -12,10 +12,14 @@ import pytest
 import torch
 from tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from slimelite.training.batch import MicroBatch
+from slimelite.training.columns import TokenColumns
 from slimelite.training.model import ForwardFlops, PolicyModel, chunked_log_probs
+from slimelite.training.parallel import World
 
 
 def test_a_folder_without_weights_is_a_new_model_of_its_seed(tmp_path: Path) -> None:
@@ -106,6 +110,24 @@ def test_logits_of_bf16_operands_are_not_rounded_to_bf16(temperature: float) -> 
     for leaf, exact in ((hidden, exact_hidden), (weight, exact_weight)):
         assert leaf.grad.dtype == torch.bfloat16
         assert (leaf.grad.double() - exact.grad).norm() < 4e-3 * exact.grad.norm()
+
+
+def test_fsdp_casts_no_column_of_the_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It casts what it finds in a forward pass's arguments: of a long rollout that would be gigabytes, each time."""
+    monkeypatch.setattr(World, "compute_dtype", torch.bfloat16)  # what a GPU's world computes in
+    cast: list[torch.Size] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten._to_copy.default and args[0].dtype in (torch.float32, torch.float64):
+                cast.append(args[0].shape)
+            return function(*args, **kwargs or {})
+
+    with one_rank(tiny_args(save_tiny_model(tmp_path))) as trainer:
+        columns = TokenColumns.from_table(random_table())
+        with Seen(), torch.no_grad():
+            trainer.model(MicroBatch(columns, np.arange(2)), 1.0)
+    assert columns.weights.shape not in cast
 
 
 def test_no_tokens() -> None:

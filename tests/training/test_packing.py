@@ -101,7 +101,7 @@ def test_rows_that_belong_together_are_padded_and_not_packed(family: str, tmp_pa
         for attention in ("eager", ATTENTION)
     )
     policy, device = PolicyModel(ours), torch.device("cpu")
-    batch = MicroBatch.of(TokenColumns.from_table(table), np.arange(len(table)), device)
+    batch = MicroBatch(TokenColumns.from_table(table), np.arange(len(table)), device)
     right = transformers_own(own, table)
     probe = torch.randn_like(right)
     (right * probe).sum().backward()
@@ -113,7 +113,7 @@ def test_rows_that_belong_together_are_padded_and_not_packed(family: str, tmp_pa
     (apart * probe).sum().backward()
     for (name, mine), theirs in zip(ours.named_parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
-    empty = MicroBatch.of(TokenColumns.from_table(table), np.zeros(0, np.int64), device)  # of a rank with less to do
+    empty = MicroBatch(TokenColumns.from_table(table), np.zeros(0, np.int64), device)  # of a rank with less to do
     assert policy(empty, 1.0)[0].shape == (0,)
 
 

@@ -38,7 +38,7 @@ class Known:
     """What the formulas read of a trainer and a table; ``log_probs`` and ``entropy`` have a graph to the weights."""
 
     def __init__(self, trainer: Trainer, table: SampleTable) -> None:
-        batch = MicroBatch.of(TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"))
+        batch = MicroBatch(TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"))
         self.table, self.segments, self.rows = table, batch.segments, len(table)
         self.mask = torch.from_numpy(table.loss_mask & ~np.repeat(table.removed, table.response_lengths))
         self.log_probs, self.entropy = trainer.model(batch, 1.0, entropy_grad=True)
