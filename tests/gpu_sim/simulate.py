@@ -136,8 +136,8 @@ def simulate(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     table = rollout(6 * ranks, *tokens, shared)  # by default two micro-batches of 960 tokens for each rank
     with fake_cuda.simulation() as meter, closing(Trainer(args, rank=rank, world_size=ranks, store=FakeStore())) as t:
-        found: dict[str, Any] = {"parameters": sum(p.numel() for _, p in t.model.named_weights())}
-        found["shard"] = sum(local(p).numel() for _, p in t.model.named_weights())
+        found: dict[str, Any] = {"parameters": sum(lora.frozen(p).numel() for _, p in t.model.named_weights())}
+        found["shard"] = sum(local(lora.frozen(p)).numel() for _, p in t.model.named_weights())
         t.offload()  # as a run begins: weights go to the engines before anything is trained
         found["offloaded_first"] = meter.now
         t.onload()
