@@ -53,8 +53,17 @@ class LrSchedule:
     @classmethod
     def from_args(cls, args: OptimizerArgs) -> LrSchedule:
         """The schedule that the flags describe."""
-        named = {name: flag.removeprefix("--").replace("-", "_") for name, flag in FLAGS.items()}
-        return cls(**{name: getattr(args, field) for name, field in named.items()})
+        return cls(
+            style=args.lr_decay_style,
+            peak=args.lr,
+            warmup_init=args.lr_warmup_init,
+            min_lr=args.min_lr,
+            warmup_iters=args.lr_warmup_iters,
+            warmup_fraction=args.lr_warmup_fraction,
+            decay_iters=args.lr_decay_iters,
+            wsd_style=args.lr_wsd_decay_style,
+            wsd_iters=args.lr_wsd_decay_iters,
+        )
 
     def differences(self, other: LrSchedule, flags: Mapping[str, str] = FLAGS) -> list[str]:
         """The flags that differ from those of ``other``, as "--lr 0.001 (not 0.005)"."""
