@@ -43,15 +43,16 @@ def evaluation_args(
     Raises:
         ValueError: with every problem found, one line each.
     """
-    if chat is None:
-        chat = bool(load_tokenizer(model).chat_template)
     # a task has a length of its own; the flag is for training
     fixed = "--debug-rollout-only --num-rollout 0 --rollout-batch-size 1 --eval-interval 1 --rollout-max-response-len 1"
     # on a GPU an engine that keeps its memory needs a process of its own
     launcher = "local" if ENGINES[engine].releases_memory else "ray"
     words = [*fixed.split(), "--rollout-backend", engine, "--launcher", launcher]
-    words += [*(["--apply-chat-template"] if chat else []), *flags]
-    return make_args([*words, "--hf-checkpoint", model, "--run-dir", str(folder)])
+    words += [*flags, "--hf-checkpoint", model, "--run-dir", str(folder)]
+    args = make_args(words)  # what is wrong with the flags is said before a tokenizer is loaded, which takes a second
+    if chat is None:
+        chat = bool(load_tokenizer(model).chat_template)
+    return make_args(["--apply-chat-template", *words]) if chat else args
 
 
 def check(args: Args, model: str) -> list[str]:

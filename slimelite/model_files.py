@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import logging
 
 from slimelite.arguments.model import ArchitectureArgs
 from slimelite.families import FAMILIES, family_of, is_true, text_config
@@ -156,6 +155,8 @@ def _load(path: str, unread: Iterable[str], load: Loader, *, bar: bool) -> PreTr
 @contextmanager
 def _quiet(*, bar: bool) -> Iterator[None]:
     """Silence transformers: `_load` raises an error for weights that do not fit. ``bar``: progress may be shown."""
+    from transformers.utils import logging
+
     level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     if not bar:

@@ -100,7 +100,7 @@ def _modes(args: Args) -> Iterator[str]:
                 f"--use-pytorch-profiler profiles {which} of the rollouts 0 to {args.num_rollout - 1}: say which, as "
                 "in --profile-rollouts 0"
             )
-    if args.eval_interval is not None and not (args.eval_datasets or args.debug_train_only):
+    if args.eval_interval is not None and not (args.eval_datasets or args.eval_tasks or args.debug_train_only):
         yield "--eval-interval needs --eval-prompt-data, --eval-config or --eval-tasks"
 
 

@@ -143,7 +143,7 @@ def load_task(spec: str) -> Task:
         if spec not in (known := shipped_tasks()):
             near = get_close_matches(spec, known, 1)
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}; others are YAML files"
-            raise ValueError(f"there is no task {spec}; {hint}")
+            raise ValueError(f"{spec}: there is no such task; {hint}")
         path = str(SHIPPED / f"{spec}.yaml")
     settings = Settings()
     content = load_yaml(path, "task", settings)

@@ -20,7 +20,6 @@ from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from slimelite.data.messages import Message, Messages, Tools, render, with_arguments
 from slimelite.data.prompts import PAIR
@@ -265,6 +264,8 @@ def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
 def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
     """The template's own ``{% generation %}`` marks."""
     tokenizer = chat.tokenizer
+    from transformers.utils.chat_template_utils import render_jinja_template
+
     settings = {**tokenizer.special_tokens_map, **chat.template_kwargs}
     template = tokenizer.get_chat_template(None, tools)
     texts, marks = with_arguments(

@@ -118,7 +118,8 @@ def read_rows(
         else:
             yield place, row
     if not bad.rows:
-        raise ValueError(f"{spec!r} selects no rows")
+        first = part.start is None and part.step is None and part.stop is not None and part.stop > 0
+        raise ValueError(f"{name} holds no rows" if first or part == slice(None) else f"{spec!r} selects no rows")
     bad.close(spec)
 
 
@@ -145,6 +146,20 @@ def _parquet_rows(path: str, part: slice, required: Sequence[str], optional: Seq
         chunk = places[start : start + 4096]
         for number, values in zip(chunk, table.take(pa.array(chunk, pa.int64())).to_pylist(), strict=True):
             yield f"row {number}", {k: _without_nulls(v) for k, v in values.items()}
+
+
+def empty_cells(path: str, column: str) -> int:
+    """How many rows of a parquet file have null in ``column``, by the file's metadata: no row is read.
+
+    0 if the metadata does not say it, or if the column is not of plain values.
+    """
+    metadata, count = pq.read_metadata(path), 0
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for number in range(group.num_columns):
+            cells = group.column(number)
+            if cells.path_in_schema == column and cells.statistics is not None and cells.statistics.has_null_count:
+                count += cells.statistics.null_count
+    return count
 
 
 def _without_nulls(value: Any) -> Any:

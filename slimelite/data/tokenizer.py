@@ -1,6 +1,7 @@
 """Loads tokenizers, and finds the token ids that end a response.
 
 One with a ``tokenizer.json`` is loaded without torch, which train.py and the rollout side's process do not import.
+transformers, which takes a second, is imported by the functions that need it: most mistakes are found without it.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import transformers
 from tokenizers import Tokenizer
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
 from slimelite.checkpoints import read_json
 from slimelite.families import text_config
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 # transformers' readers of GGUF files, which import torch, and the module of its fast tokenizers, which imports them
 GGUF, FAST = "transformers.modeling_gguf_pytorch_utils", "transformers.tokenization_utils_tokenizers"
@@ -30,6 +32,28 @@ PROBES = (
 )
 
 
+# files that hold a tokenizer, by the libraries that wrote them
+FILES = ("*token*", "vocab.*", "merges.txt", "*.model", "*.spm", "tekken.json")
+
+
+def check_files(path: str) -> None:
+    """Check that ``path`` may have a tokenizer, as far as the names of files show.
+
+    Raises:
+        ValueError: it is neither a folder with a tokenizer's files nor a hub id.
+    """
+    folder, wrong = Path(path), None
+    if folder.is_dir():
+        if not any(file for name in FILES for file in folder.glob(name)):
+            wrong = "it has none: copy tokenizer.json and tokenizer_config.json from the model that it came from"
+    elif folder.exists():
+        wrong = "it is a file"
+    elif path.startswith((".", "/", "~")) or path.count("/") > 1:
+        wrong = "no such folder"
+    if wrong is not None:
+        raise ValueError(f"no tokenizer at {path!r}, which is to be a folder with tokenizer.json or a hub id ({wrong})")
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub id; its ids are those of the folder's ``tokenizer.json``.
 
@@ -41,6 +65,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: there is no tokenizer at ``path``, or no class reproduces the file's ids.
     """
+    check_files(path)
+    import transformers
+    from transformers.utils import cached_file
+
     try:
         file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
         kind = _named_class(path) if file is not None else None
@@ -65,6 +93,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def _named_class(path: str) -> type[PreTrainedTokenizerBase] | None:
     """The class for a ``tokenizer.json`` that ``tokenizer_config.json`` names; None if it names no such class."""
+    import transformers
+    from transformers.utils import cached_file
+
     file = cached_file(path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
     config = read_json(Path(file)) if file is not None else {}
     name = config.get("tokenizer_class")
@@ -121,6 +152,8 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     Raises:
         ValueError: none of the three has one, or a value is not a token id.
     """
+    from transformers.utils import cached_file
+
     found = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)

@@ -1,6 +1,8 @@
 """Checks before anything expensive starts: files, columns, labels, one reward, lengths, devices.
 
 A real start and ``--dry-run`` run the same checks; the dry run reads all rows and reports too few GPUs as a warning.
+What needs neither torch nor transformers is checked first. If that finds a problem, the rest is left out, because the
+imports alone would keep the answer waiting for seconds.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ from slimelite.plan.report import plan_lines
 from slimelite.preflight.findings import Findings, fill, format_report
 from slimelite.registry import function
 
+UNCHECKED = "the tokenizer, the prompts as the model sees them and the memory are checked once the problems are mended"
+
 
 def preflight(args: Args) -> int:
     """Run all checks of ``args`` and print the dry run's report, or warnings and problems; returns the exit status."""
     machine = this_machine(args.plan_gpu)
     findings = inspect(args, machine)
     if args.dry_run:
-        print(format_report(args, findings, plan_lines(args, machine)))
+        print(format_report(args, findings, plan_lines(args, machine) if findings.complete else []))
     else:
         said = [*(f"warning: {warning}" for warning in findings.warnings), *findings.problems]
         for line in said:
@@ -36,17 +40,21 @@ def preflight(args: Args) -> int:
 
 
 def problems(args: Args) -> list[str]:
-    """The problems that the checks find with ``args`` on this machine."""
+    """The problems of ``args``, which have others already, that the checks without torch find on this machine."""
     try:
         machine = this_machine(args.plan_gpu)
     except ValueError:  # of --plan-gpu, which the parser has said already
         machine = this_machine()
-    return inspect(args, machine).problems
+    return inspect(args, machine, files_only=True).problems
 
 
-def inspect(args: Args, machine: Machine) -> Findings:
-    """Every check that can be made without loading a model; one that fails does not hide the others."""
-    from slimelite.preflight.inputs import InputChecks  # it needs transformers
+def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findings:
+    """Every check that can be made without loading a model.
+
+    Of those that need neither torch nor transformers, one that fails does not hide the others. The rest comes only if
+    none of them failed, and never with ``files_only``.
+    """
+    from slimelite.preflight.inputs import InputChecks  # it needs Arrow, which the parser does without
 
     findings = Findings()
     try:
@@ -55,7 +63,14 @@ def inspect(args: Args, machine: Machine) -> Findings:
         _check_run_folder(args, findings)
         findings.problems += output_problems(args)
         _check_evaluations(args, findings)
-        InputChecks(args, findings).run()
+        checks = InputChecks(args, findings)
+        checks.read_files()
+        if findings.problems or files_only:
+            findings.warnings += [UNCHECKED] * args.dry_run
+            return findings
+        _check_gpu(args, findings)
+        checks.load()
+        findings.complete = True
     except OSError as error:  # such as a folder that cannot be read; the text names it
         findings.problems.append(str(error))
     return findings
@@ -74,15 +89,21 @@ def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
         return
     if needed > machine.gpus:
         what = f"{needed} GPUs are needed ({ranks} for training, {engines} for engines, colocate={args.colocate})"
-        message = f"{what}, and this machine has {machine.gpus}: lower --actor-num-gpus-per-node or --rollout-num-gpus"
+        remedy = "lower --actor-num-gpus-per-node or --rollout-num-gpus" if machine.gpus else "take --device cpu"
+        message = f"{what}, and this machine has {machine.gpus or 'none'}: {remedy}"
         (findings.warnings if args.dry_run else findings.problems).append(message)
-    elif not args.dry_run:
-        import torch
 
-        if not torch.cuda.is_available():
-            findings.problems.append(
-                "--device cuda: torch cannot use the GPU here; install its CUDA build, or --device cpu"
-            )
+
+def _check_gpu(args: Args, findings: Findings) -> None:
+    """Check that torch can use the GPUs, which are on other machines if this one is to join a Ray."""
+    if args.device != "cuda" or args.dry_run or args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        findings.problems.append(
+            "--device cuda: torch cannot use the GPU here; install its CUDA build, or --device cpu"
+        )
 
 
 def _check_packages(args: Args, findings: Findings) -> None:

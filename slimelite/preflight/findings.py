@@ -14,11 +14,12 @@ from slimelite.arguments.secret import masked
 
 @dataclass
 class Findings:
-    """What the checks found: problems stop the run, warnings and facts are shown."""
+    """What the checks found: problems stop the run, warnings and facts are shown; ``complete``: all were made."""
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
+    complete: bool = False
 
     @contextmanager
     def blaming(self, where: str) -> Iterator[None]:

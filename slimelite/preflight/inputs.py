@@ -1,71 +1,32 @@
-"""The pre-flight checks that read the inputs of a run: plugins, models, tokenizers, rows, one reward."""
+"""The pre-flight checks of a run's inputs that need transformers, and some torch: models, tokenizers, what is made of
+the rows. Those of `slimelite.preflight.files` come first.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from transformers.utils import cached_file
-
-from slimelite.arguments import Args, EvalDataset
 from slimelite.arguments.environments import EPISODE
-from slimelite.arguments.user_code import plugin_paths
-from slimelite.checkpoints import STATE_FILE, damage, read_json
 from slimelite.data.conversations import ChatReader
-from slimelite.data.prompts import PAIR, deal, load_prompts
+from slimelite.data.prompts import PAIR, deal
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.families import FAMILIES, text_config
-from slimelite.model_files import check_architecture, has_weights, looks_sound, shape_problems, weight_shapes
-from slimelite.plugins import load_function
-from slimelite.preflight.environments import check_environment, check_program
-from slimelite.preflight.findings import Findings, fill, one_line
-from slimelite.rewards.grader import check_reward
-from slimelite.rewards.rules import RULES
+from slimelite.model_files import has_weights, looks_sound
+from slimelite.preflight.environments import check_environment
+from slimelite.preflight.files import ROWS_AT_START, FileChecks, Rows, read_config
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
-from slimelite.table import SampleTable
-
-if TYPE_CHECKING:
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-
-# a real start checks this many rows of each file; the data source then reads all of them
-ROWS_AT_START = 64
 
 
-class Rows(NamedTuple):
-    """Prompt files of training or of one evaluation ``dataset``; ``name``: how messages refer to them."""
+class InputChecks(FileChecks):
+    """The checks of one run's inputs; later ones in `load` use what earlier ones found."""
 
-    name: str
-    paths: list[str]
-    max_prompt_len: int | None
-    dataset: EvalDataset | None = None
-
-
-class InputChecks:
-    """The checks of one run's inputs; later ones in `run` use what earlier ones found."""
-
-    def __init__(self, args: Args, findings: Findings) -> None:
-        self.args = args
-        self.findings = findings
-        # plugins and rules that failed a check, so that they are not called, and flags of models that did
-        self.broken: set[str] = set()
-        # whether a model may be one that cannot be built, or that the engine does not compute
-        self.doubtful = False
-        # config of the model; empty if it cannot be read
-        self.config: dict[str, Any] = {}
-        self.teacher: dict[str, Any] = {}
-        self.tokenizer: PreTrainedTokenizerBase | None = None
-
-    def run(self) -> None:
-        """Check everything that the arguments name, as far as that is possible without loading a model."""
-        self.load_plugins()
-        self.read_models()
+    def load(self) -> None:
+        """Check what `read_files` could not, as far as that is possible without the weights of a model."""
         args = self.args
-        if args.dry_run or args.debug_rollout_only or args.launcher == "local" or self.doubtful:
+        if args.dry_run or args.debug_rollout_only or args.launcher == "local" or self._doubtful():
             from slimelite.training.inspection import inspect_models  # it needs torch
 
             problems, facts = inspect_models(args, self.broken)
@@ -74,108 +35,24 @@ class InputChecks:
             if any(problem.startswith("--hf-checkpoint ") for problem in problems):
                 self.config = {}  # its tokenizer would be blamed for the same
         # else the first trainer does it, when it starts: this process imports no torch for a model that looks sound
-        if args.agent_command is not None:
-            with self.findings.blaming("--agent-command"):
-                check_program(args.agent_command)
-        self.read_saved_rollout()
         self.read_tokenizer()
         self.ask_teacher()
-        if not (self.args.rollout_function_path or self.args.debug_train_only):  # else no rule is called
-            self.find_rules()
         for rows in self.rows():
             self.check_rows(rows)
 
-    def load_plugins(self) -> None:
-        """Check that every plugin can be loaded."""
-        for flag, path in plugin_paths(self.args):
-            try:
-                if isinstance(load_function(path), type) and flag != "--data-source-path":
-                    raise ValueError(f"{path!r} is a class, not a function")
-            except Exception as error:  # a plugin's module may raise anything when it is imported
-                self.broken.add(path)
-                self.findings.problems.append(f"{flag}: {one_line(error)}")
-
-    def find_rules(self) -> None:
-        """Check that every reward rule exists."""
-        args = self.args
-        named = [(args.rm_type, args.custom_rm_path), *((d.rm_type, d.custom_rm_path) for d in args.eval_datasets)]
-        for rule in dict.fromkeys(rule for rule, plugin in named if rule and not plugin):
-            try:
-                _ = RULES[rule]
-            except ValueError as error:
-                self.broken.add(rule)
-                self.findings.problems.append(one_line(error))
-
-    def read_models(self) -> None:
-        """Check the configs of all models, and the policy's against the architecture flags."""
-        args, findings, path = self.args, self.findings, self.args.hf_checkpoint
-        if args.use_opd and args.opd_type == "trainer" and args.opd_teacher_load:
-            self.teacher = self._read_model("--opd-teacher-load", args.opd_teacher_load)
-        if args.model_config is not None:
-            self.config = args.model_config
-            findings.facts.append(
-                f"a new {self.config['model_type']} model of {args.num_layers} layers, random weights"
-            )
-        if args.model_config is not None or path is None:
-            return
-        self.config = self._read_model("--hf-checkpoint", path)
-        if self.config:
-            findings.problems += check_architecture(args, self.config)
-        if self.config and not has_weights(path) and not args.resume_directory:
-            what = f"training starts from random ones (--seed {args.seed})"
-            if args.debug_rollout_only:
-                what = f"the engines sample from random ones (--rollout-seed {args.rollout_seed})"
-            findings.warnings.append(f"--hf-checkpoint {path} holds no weights: {what}")
-        if self.config and not has_weights(path) and args.sends_adapter:
-            (findings.warnings if args.dry_run else findings.problems).append(
-                f"--lora-sync adapter: engines have the frozen weights from {path}, which holds none; take merged"
-            )
-        critic = args.critic_load if args.use_critic else None
-        if critic and (Path(critic) / STATE_FILE).is_file():
-            if wrong := damage(Path(critic)):
-                findings.problems.append(f"--critic-load: {wrong}")
-        elif critic:
-            self._read_model("--critic-load", critic)
-        reference = args.ref_load if args.use_reference else None
-        if reference and reference != path:
-            self._read_model("--ref-load", reference)
-            if not has_weights(reference):
-                findings.warnings.append(f"--ref-load {reference} holds no weights: the reference is random")
-
-    def _read_model(self, option: str, path: str) -> dict[str, Any]:
-        """The config of the model at ``path`` that ``option`` names; {} and a problem if its files make no model."""
-        with self.findings.blaming(f"{option} {path}"):
-            config = _read_config(path)
-            if problems := list(shape_problems(config)):
-                raise ValueError(f"config.json: {'; '.join(problems)}")
-            folder = Path(path)
-            shapes = weight_shapes(folder) if folder.is_dir() and has_weights(folder) else None
-            self.doubtful |= not looks_sound(config, shapes)
-            if option == "--hf-checkpoint" and self.args.engine_kind.check_config:
-                self.doubtful |= not any(f.embedded and f.name == config.get("model_type") for _, f in FAMILIES.items())
-            return config
-        self.broken.add(option)
-        return {}
-
-    def read_saved_rollout(self) -> None:
-        """Check the first rollout that ``--load-debug-rollout-data`` replays."""
-        option, template = "--load-debug-rollout-data", self.args.load_debug_rollout_data
-        if template is None:
-            return
-        try:
-            path = fill(option, template, self.args.start_rollout_id or 0)
-        except ValueError as error:
-            self.findings.problems.append(str(error))
-            return
-        with self.findings.blaming(option):
-            SampleTable.from_parquet(path)
+    def _doubtful(self) -> bool:
+        """Whether a model may be one that cannot be built, or that the engine does not compute."""
+        own = self.args.engine_kind.check_config is not None and self.args.model_config is None
+        computed = {family.name for _, family in FAMILIES.items() if family.embedded}
+        unknown = own and bool(self.config) and self.config.get("model_type") not in computed
+        return unknown or not all(looks_sound(config, shapes) for config, shapes in self.models)
 
     def read_tokenizer(self) -> None:
         """Check the tokenizer, and that the model's vocabulary has all its tokens and all stop tokens."""
         args, findings = self.args, self.findings
         if args.tokenizer is None or (args.tokenizer == args.hf_checkpoint and not self.config):
             return  # the model's problem is reported already
-        with findings.blaming("--hf-checkpoint" if args.tokenizer == args.hf_checkpoint else "--tokenizer"):
+        with self.blaming_tokenizer():
             tokenizer = load_tokenizer(args.tokenizer)
             ends = [] if args.debug_train_only else stop_token_ids(args.tokenizer, tokenizer)
             self.tokenizer = tokenizer
@@ -184,7 +61,7 @@ class InputChecks:
         known, rows = len(tokenizer), text_config(self.config).get("vocab_size")
         if args.use_reference and args.ref_load and args.ref_load != args.hf_checkpoint:
             with suppress(OSError, ValueError):  # `read_models` reports it
-                theirs = text_config(_read_config(args.ref_load)).get("vocab_size")
+                theirs = text_config(read_config(args.ref_load)).get("vocab_size")
                 if theirs is not None and theirs < known:
                     findings.problems.append(
                         f"--ref-load {args.ref_load}: its vocabulary has {theirs} tokens, the tokenizer {known}: "
@@ -232,24 +109,22 @@ class InputChecks:
         if size is not None and size <= max(ids.values()):
             raise ValueError(f"its vocabulary has {size} tokens, fewer than its tokenizer")
 
-    def rows(self) -> list[Rows]:
-        """The files of training and of every evaluation dataset."""
-        args, found = self.args, list[Rows]()
-        if args.rollout_global_dataset and args.prompt_data and not args.load_debug_rollout_data:
-            found.append(Rows("--prompt-data", args.prompt_data, args.rollout_max_prompt_len))
-        if args.eval_interval is not None and not args.debug_train_only:
-            found += [Rows(f"eval dataset {d.name}", [d.path], d.max_prompt_len, d) for d in args.eval_datasets]
-        return found
-
     def check_rows(self, rows: Rows) -> None:
         """Check prompts, pairs or conversations and one reward; without a tokenizer, lengths are not checked."""
         name, findings = rows.name, self.findings
-        prompts = self._load(rows)
-        if not prompts or not self._are_text(rows, prompts):
+        prompts = self.load_rows(rows, findings.warnings.append)
+        if not prompts or not self.are_text(rows, prompts):
             return
+        asked = [prompt.metadata.get("messages", [{"role": "user"}]) for prompt in prompts]
+        if not self.takes_any(rows) and any(messages[-1]["role"] == "assistant" for messages in asked):
+            column = (rows.dataset or self.args).input_key
+            findings.warnings.append(
+                f"{name}: conversations in column {column!r} end with an answer of the assistant, which the model sees "
+                "before it writes its own: leave it out of the prompts"
+            )
         longest = max(len(prompt.tokens) for prompt in prompts)
         measured = f", the longest of {longest} tokens" if longest else ""
-        findings.facts.append(f"{name}: {len(prompts)} {'pairs' if self._paired(rows) else 'prompts'}{measured}")
+        findings.facts.append(f"{name}: {len(prompts)} {'pairs' if self.paired(rows) else 'prompts'}{measured}")
         if rows.dataset is None and self.args.supervised:
             self._make_samples(rows, prompts)
             return
@@ -257,55 +132,7 @@ class InputChecks:
         if (rows.dataset or self.args).custom_generate_function_path == EPISODE:
             with findings.blaming(f"--environment {self.args.environment}"):
                 findings.facts.append(f"{name}: {check_environment(self.args, self.tokenizer, prompts[0])}")
-        rewarded = rows.dataset or self.args
-        if not self.broken & {rewarded.custom_rm_path, rewarded.rm_type}:
-            self._check_reward(rows, prompts[0])
-
-    def _paired(self, rows: Rows) -> bool:
-        return rows.dataset is None and self.args.loss.paired
-
-    def _load(self, rows: Rows) -> list[Sample]:
-        """The prompts of the rows; none if they cannot be read, which becomes a problem."""
-        args, left_out = self.args, list[str]()
-        paths = [path if args.dry_run or "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in rows.paths]
-        with self.findings.blaming(rows.name):
-            prompts = load_prompts(
-                rows.dataset or args,
-                self.tokenizer,
-                paths,
-                replies=(args.chosen_key, args.rejected_key) if self._paired(rows) else None,
-                max_prompt_len=rows.max_prompt_len,
-                skip_bad_rows=args.skip_bad_rows,
-                keep_messages=True,
-                warn=left_out.append,
-                whole=paths == rows.paths,
-            )
-            self.findings.warnings += [f"{rows.name}: {text}" for text in left_out]
-            return prompts
-        return []
-
-    def _are_text(self, rows: Rows, prompts: list[Sample]) -> bool:
-        """Whether our own loop can send the prompts to an engine; code of the user's may take prompts of any form."""
-        args, dataset = self.args, rows.dataset
-        own = [args.rollout_function_path, args.custom_generate_function_path, args.debug_train_only]
-        if dataset is not None:
-            own = [args.eval_function_path, dataset.custom_generate_function_path]
-        if any(own):
-            return True
-        column = f"column {(dataset or args).input_key!r}"
-        if self.tokenizer and not all(isinstance(prompt.prompt, str) for prompt in prompts):
-            self.findings.problems.append(
-                f"{rows.name}: {column} holds messages: add --apply-chat-template, which makes text of them, or name a "
-                "column of text with --input-key"
-            )
-            return False
-        asked = [prompt.metadata.get("messages", [{"role": "user"}]) for prompt in prompts]
-        if any(messages[-1]["role"] == "assistant" for messages in asked):
-            self.findings.warnings.append(
-                f"{rows.name}: conversations in {column} end with an answer of the assistant, which the model sees "
-                "before it writes its own: leave it out of the prompts"
-            )
-        return True
+        self.check_reward(rows, prompts[0], rendered=True)
 
     def _make_samples(self, rows: Rows, prompts: list[Sample]) -> None:
         """Make the samples of the first pair, or of some conversations, as training will: mistakes in them show now."""
@@ -367,43 +194,3 @@ class InputChecks:
                 f"{name}: a sample may have {whole} tokens, more than --max-tokens-per-gpu {args.max_tokens_per_gpu}; "
                 "such a one is trained in a pass of its own"
             )
-
-    def _check_reward(self, rows: Rows, prompt: Sample) -> None:
-        """Score the first row, with a right answer as the response if the rule can make one from the label."""
-        args, dataset = self.args, rows.dataset
-        settings, group_size, own_rollout = args, args.n_samples_per_prompt, args.rollout_function_path
-        if dataset is not None:
-            group_size, own_rollout = dataset.n_samples_per_eval_prompt, args.eval_function_path
-            rule, path = dataset.rm_type, dataset.custom_rm_path
-            settings = replace(args, rm_type=rule, custom_rm_path=path, reward_key=args.eval_reward_key)
-        scored = settings.custom_rm_path or settings.rm_type or prompt.metadata.get("rm_type")
-        own_generate = (dataset or args).custom_generate_function_path
-        if own_rollout or args.debug_train_only or (own_generate and not scored):
-            return  # the user's code sets the rewards
-        sample = deal(prompt, 0, 0)
-        if settings.reward_model_path is None:
-            sample.metadata.pop("messages", None)
-        sample.status = Sample.Status.COMPLETED
-        log = logging.getLogger("slimelite.rewards")
-        if settings.custom_rm_path is None:  # the author of a reward plugin wants its log lines as well
-            log.setLevel(logging.CRITICAL)
-        try:
-            with self.findings.blaming(rows.name):
-                reward, response = check_reward(settings, sample, group_size)
-                label = f"{prompt.label!r:.60}"
-                self.findings.facts.append(
-                    f"{rows.name}: {response} as the response to the first prompt gets {reward} (label {label})"
-                )
-        finally:
-            log.setLevel(logging.NOTSET)
-
-
-def _read_config(path: str) -> dict[str, Any]:
-    if Path(path).is_dir():
-        return read_json(Path(path) / "config.json")
-    if path.startswith((".", "/", "~")):
-        raise ValueError("no such folder")
-    try:
-        return read_json(Path(cached_file(path, "config.json")))
-    except OSError as error:
-        raise ValueError(f"no such folder, and as a name on the Hugging Face hub: {error}") from error

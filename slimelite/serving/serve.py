@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import shlex
 import signal
@@ -98,14 +99,13 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
         OSError: the address is taken, or is none of this machine.
     """
     from slimelite.arguments.machine import this_machine
-    from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
+    from slimelite.data.tokenizer import check_files, load_tokenizer, stop_token_ids
     from slimelite.engines.sampling import engine_sampler
     from slimelite.model_files import has_weights
     from slimelite.serving.format import ChatFormat
     from slimelite.serving.front import Front
     from slimelite.serving.sessions import Sessions
 
-    quiet_transformers()
     gpus = this_machine().gpus
     if args.context_length is not None and args.context_length < 1:
         raise ValueError(f"--context-length must be at least 1, not {args.context_length}")
@@ -114,7 +114,12 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
     device = args.device or ("cuda" if gpus else "cpu")
     parsers = {"tool_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser}
     async with AsyncExitStack() as stack:
+        # mistakes are answered before transformers is imported and a model is loaded
         (source,) = resolve_models([args.model], args.base)
+        if source.base is None:
+            check_files(source.path)
+        await _try_address(args.host, args.port)
+        quiet_transformers()
         path = stack.enter_context(runnable(source, "bfloat16" if device == "cuda" else "float32"))
         tokenizer = load_tokenizer(path)
         ends = stop_token_ids(path, tokenizer)
@@ -130,6 +135,17 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
         front = Front(sessions, engine, name, key=args.api_key, host=args.host, port=args.port, page=page)
         stack.push_async_callback(front.stop)
         yield Served(source.path, await front.start(), info, bool(tokenizer.chat_template))
+
+
+async def _try_address(host: str, port: int) -> None:
+    try:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ValueError(f"--port {port} is taken on {host}: take another one, or 0 for a free one") from error
+    server.close()
+    await server.wait_closed()
 
 
 def chat_page() -> str:

@@ -201,7 +201,7 @@ def test_a_dataset_of_the_config_may_be_a_task(make: Make, config: Any, sums: st
 
 def test_a_wrong_task_is_a_problem(problems: Problems, sums: str) -> None:
     assert problems("--eval-interval 1 --eval-tasks gsm9k")[0] == (
-        "--eval-tasks there is no task gsm9k; did you mean gsm8k?"
+        "--eval-tasks gsm9k: there is no such task; did you mean gsm8k?"
     )
     assert problems(f"{sums} --n-samples-per-eval-prompt 2") == [
         "eval dataset sums: 2 greedy responses to a prompt are all alike: give --eval-temperature"

@@ -204,7 +204,7 @@ def test_a_template_that_is_none_is_said(tmp_path: Path) -> None:
 
 
 def test_an_unknown_task_has_a_hint() -> None:
-    with pytest.raises(ValueError, match="there is no task gsm9k; did you mean gsm8k"):
+    with pytest.raises(ValueError, match="gsm9k: there is no such task; did you mean gsm8k"):
         load_task("gsm9k")
     with pytest.raises(ValueError, match=r"nothing.yaml: cannot be read: No such file"):
         load_task("nothing.yaml")

@@ -109,14 +109,14 @@ def test_an_interrupted_evaluation_goes_on_and_other_settings_are_asked_anew(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("one", "--tasks", "gsm9k"), "--eval-tasks there is no task gsm9k; did you mean gsm8k?"),
+        (("one", "--tasks", "gsm9k"), "--eval-tasks gsm9k: there is no such task; did you mean gsm8k?"),
         (("gone", "--tasks", "write.yaml"), "gone: no such folder"),
         (("one", "one", "--tasks", "write.yaml"), "two models would have the folder"),
         (("one", "--tasks", "write.yaml", "--samples", "2"), "greedy responses to a prompt are all alike"),
         (("one", "--tasks", "gsm8k", "--data", "none"), "none: no such folder of data"),
         (("one", "--tasks", "write.yaml", "--", "--lr-x", "3"), "--lr-x"),
         (("one", "--tasks", "broken.yaml"), "prompt of the task write: 'qq' is undefined"),
-        (("low", "--tasks", "gsm9k"), "--eval-tasks there is no task gsm9k"),
+        (("low", "--tasks", "gsm9k"), "--eval-tasks gsm9k: there is no such task"),
         (("one", "--base", "two", "--tasks", "write.yaml"), "--base two is for adapters and checkpoints"),
     ],
 )
