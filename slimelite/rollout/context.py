@@ -112,8 +112,6 @@ def flatten(group: list[Any]) -> list[Sample]:
     return flat
 
 
-# called with (done, total, note)
-Progress = Callable[[int, int, str], None]
 # a function that the user provides
 Plugin = Callable[..., Any]
 
@@ -145,7 +143,7 @@ class RolloutContext:
     engines: EnginePool
     grader: Grader
     thread: LoopThread
-    progress: Progress
+    progress: Callable[[int, int, str], None]  # called with (done, total, note)
     # scores training samples (--opd-type sglang); None: there is no teacher server
     teacher: Teacher | None = None
     # session id of a sample that a generate function works on -> the engine of its group, and its clock

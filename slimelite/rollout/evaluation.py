@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from slimelite.arguments import EvalDataset
 from slimelite.data.prompts import deal, load_prompts
@@ -12,8 +12,10 @@ from slimelite.rollout.groups import GroupGenerator, Outcome, check_scored, eval
 from slimelite.sample import Sample
 
 
-async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> RolloutFnEvalOutput:
-    """Evaluate all of ``--eval-prompt-data``: concurrently, or one by one under ``--deterministic-mode``.
+async def evaluate_datasets(
+    context: RolloutContext, datasets: Sequence[EvalDataset], rollout_id: int
+) -> RolloutFnEvalOutput:
+    """Evaluate ``datasets`` of ``--eval-prompt-data``: concurrently, or one by one under ``--deterministic-mode``.
 
     Seeds depend only on dataset, prompt and sample, so that two evaluations differ only because of their weights.
 
@@ -21,7 +23,6 @@ async def evaluate_datasets(context: RolloutContext, rollout_id: int) -> Rollout
         ValueError: a dataset is empty or cannot be read, or none of its prompts got a scored response.
     """
     await context.engines.refresh()
-    datasets = context.args.eval_datasets
     groups = {d.name: _groups(context, d) for d in datasets}
     total, done = sum(len(g) for g in groups.values()), 0
 

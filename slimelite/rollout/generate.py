@@ -55,7 +55,7 @@ def generate_rollout(
     """The default ``--rollout-function-path``; a custom function may call it and change its result."""
     context = args.rollout_context
     if evaluation:
-        return context.thread.run(evaluate_datasets(context, rollout_id))
+        return context.thread.run(evaluate_datasets(context, args.eval_datasets, rollout_id))
     return context.thread.run(Collection(args, rollout_id, data_source).collect())
 
 

@@ -84,7 +84,6 @@ class RolloutManager:
         Raises:
             ValueError: a plugin cannot be loaded, or the prompts cannot be read.
         """
-        self.args = args
         self._done = (0, 0, "")
         self._thread = LoopThread("rollout")
         pool = EnginePool(
@@ -122,10 +121,14 @@ class RolloutManager:
         # imports and models stay: the collector need not walk their million objects again whenever samples are made
         gc.freeze()
 
+    @property
+    def args(self) -> Args:
+        """The arguments of the run."""
+        return self._context.args
+
     def complete_args(self, start_rollout_id: int, num_rollout: int) -> None:
         """Set arguments that are known only after start-up, for plugins that read them."""
-        self.args = replace(self.args, start_rollout_id=start_rollout_id, num_rollout=num_rollout)
-        self._context.args = self.args
+        self._context.args = replace(self.args, start_rollout_id=start_rollout_id, num_rollout=num_rollout)
         self._context.grader.plugin_args = self._plugin_args()
 
     def generate(self, rollout_id: int) -> RolloutOutput:
@@ -185,9 +188,14 @@ class RolloutManager:
         self._note(0, 0, "")
         function = self._eval_function
         datasets = tuple(d for d in self.args.eval_datasets if not names or d.name in names)
-        self._context.args = replace(self.args, eval_datasets=datasets)
+
+        def plugin_args(function: Plugin | None = None) -> PluginArgs:
+            args = self._plugin_args(function)
+            args.eval_datasets = datasets
+            return args
+
         with self._watched():
-            output: Any = function(self._plugin_args(function), rollout_id, self.source, evaluation=True)
+            output: Any = function(plugin_args(function), rollout_id, self.source, evaluation=True)
         if not isinstance(output, RolloutFnEvalOutput):
             output = RolloutFnEvalOutput(output)
         key = self._context.eval_reward_key
@@ -196,7 +204,7 @@ class RolloutManager:
             if results.get("samples"):
                 tables[name] = SampleTable.from_samples([results["samples"]], key)
                 self._save(tables[name], f"eval_{rollout_id}_{name}")
-        if self._eval_log and self._eval_log(rollout_id, self._plugin_args(), output.data, metrics):
+        if self._eval_log and self._eval_log(rollout_id, plugin_args(), output.data, metrics):
             return EvalOutput({}, tables)
         more_k = {dataset.name: dataset.pass_at_k for dataset in self.args.eval_datasets}
         for name, results in output.data.items():

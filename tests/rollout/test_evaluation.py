@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,16 @@ def test_evaluations_repeat_and_leave_training_alone(
     np.testing.assert_array_equal(first.rollout_log_probs, second.rollout_log_probs)
     trained = manager.generate(0).table
     np.testing.assert_array_equal(trained.response_tokens, make_manager(args).generate(0).table.response_tokens)
+
+
+def test_an_evaluation_of_some_datasets_leaves_the_others_to_plugins(
+    make_args: MakeArgs, make_manager: MakeManager, dataset: EvalDataset
+) -> None:
+    both = dataset, replace(dataset, name="again")
+    log = plugin("hooks.py:adds_a_metric")
+    manager = make_manager(make_args(eval_datasets=both, custom_rollout_log_function_path=log))
+    assert manager.evaluate(0, ["again"]).tables.keys() == {"again"}
+    assert manager.generate(0).metrics["eval_datasets"] == 2
 
 
 def test_evaluations_are_saved_one_file_a_dataset(

@@ -27,7 +27,7 @@ def tenfold(args: Any, samples: list[Sample]) -> tuple[list[float], list[float]]
 
 def adds_a_metric(rollout_id: int, args: Any, samples: list[Sample], metrics: dict[str, Any], seconds: float) -> None:
     metrics["mine"] = float(len(samples))
-    metrics["of_run"] = float(args.num_rollout or 0)
+    metrics |= {"of_run": float(args.num_rollout or 0), "eval_datasets": float(len(args.eval_datasets))}
 
 
 def replaces_the_log(rollout_id: int, args: Any, samples: list[Sample], metrics: Any, seconds: float) -> bool:
