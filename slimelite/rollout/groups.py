@@ -259,7 +259,18 @@ class GroupGenerator:
         logger.log(level, "%s: %s", what, own_traceback(error) if plugin else repr(error))
 
     async def _ask_engine(self, samples: list[Sample], engine: int) -> Exception | None:
-        """Add the engine's responses to the unfinished ``samples``; an error that another attempt may not meet."""
+        """Add the engine's responses to the unfinished ``samples``; returns an error that another attempt may not
+        meet.
+        """
+        try:
+            await self._sample(samples, engine)
+        except ValueError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
+    async def _sample(self, samples: list[Sample], engine: int) -> None:
         info = self.context.engines.infos[engine]
         longest = min(info.max_context_len, self.max_context_len or info.max_context_len)
         asked: list[Sample] = []
@@ -273,12 +284,7 @@ class GroupGenerator:
                 continue
             asked.append(sample)
             requests.append(self._request(sample, params))
-        try:
-            results = await self.context.engines.generate(engine, requests)
-        except ValueError:
-            raise
-        except Exception as error:  # another engine may be alive
-            return error
+        results = await self.context.engines.generate(engine, requests)
         self.requests += len(requests)
         self.prompt_tokens += sum(len(r.input_ids) for r in requests)
         self.cached_tokens += sum(r.cached_tokens for r in results)
@@ -286,7 +292,6 @@ class GroupGenerator:
         if self.context.args.partial_rollout or all(r.finish_reason != "abort" for r in results):
             for sample, result in zip(asked, results, strict=True):
                 add_result(sample, result, self.context.tokenizer, self.params.skip_special_tokens)
-        return None
 
     def _request(self, sample: Sample, params: SamplingParams) -> GenerateRequest:
         return GenerateRequest(
