@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def test_an_interrupted_evaluation_goes_on_and_other_settings_are_asked_anew(
     asked: list[str] = []
     real = RolloutManager.evaluate
 
+    @wraps(real)  # a worker is told its name
     def counted(self: RolloutManager, rollout_id: int, names: tuple[str, ...] = ()) -> Any:
         asked.extend(names)
         if asked == ["pick", "write"]:
