@@ -86,6 +86,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the weights in a safetensors file; the library compares its header with the file's size."""
+    file.open("rb").close()  # the library says of a file that may not be read that it is not there
     try:
         with safe_open(file, "np") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118

@@ -129,9 +129,10 @@ def derive_engines(draft: Draft) -> None:
     elif args.debug_rollout_only:
         draft.default("rollout_num_gpus", ranks, "--debug-rollout-only: every GPU")
     elif args.rollout_num_gpus is None:
+        none = "" if draft.machine.gpus else "; no GPU is found here, and --device cpu needs none"
         draft.complain(
             "--rollout-num-gpus",
-            "is missing: give inference GPUs of its own, or share those of training with --colocate",
+            f"is missing: give inference GPUs of its own, or share those of training with --colocate{none}",
         )
         draft.args = replace(draft.args, rollout_num_gpus=ranks)
     total, width = draft.args.rollout_num_gpus, args.rollout_num_gpus_per_engine

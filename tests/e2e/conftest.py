@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402
+from slimelite.stages import run_stages  # noqa: E402
 
 Rows = list[dict[str, Any]]
 FIRST_VERSION = ROOT / "tests" / "fixtures" / "b7a4ee0"
@@ -47,6 +48,21 @@ def run_process(
         out, err = process.communicate(timeout=60)
         pytest.fail(f"{command[:3]} took longer than {timeout} s:\n{out[-2000:]}\n{err[-2000:]}")
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+TrainPy = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def train_py(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> TrainPy:
+    """``train_py(*words)``: the program train.py with a command line in this process, which has its imports."""
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", ["train.py", *words])
+        status = run_stages(train.main)
+        return subprocess.CompletedProcess(words, status, *capfd.readouterr())
+
+    return run
 
 
 Shared = Callable[[str, Callable[[Path], None]], Path]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from .conftest import metrics, run_process
+from .conftest import TrainPy, metrics
 
 pytestmark = pytest.mark.e2e
 
 
-def test_stages_of_adapters_end_with_merged_models(task: Path, tmp_path: Path) -> None:
+def test_stages_of_adapters_end_with_merged_models(task: Path, tmp_path: Path, train_py: TrainPy) -> None:
     """SFT moves the model's touched matrices; DPO starts from them, its margins grow, and its reference is another."""
     common = {"input_key": "messages", "rollout_batch_size": 64, "num_rollout": 2, "lora_rank": 8, "lr": 3e-3}
     stages = {
@@ -31,7 +30,7 @@ def test_stages_of_adapters_end_with_merged_models(task: Path, tmp_path: Path) -
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(common | flags))
     files = [str(tmp_path / f"{name}.yaml") for name in stages]
     flags = ["--launcher", "local", "--run-dir", str(tmp_path / "out")]
-    done = run_process(sys.executable, "train.py", "--stages", *files, *flags)
+    done = train_py("--stages", *files, *flags)
     assert done.returncode == 0, done.stderr
     first, second = (load_file(tmp_path / "out" / name / "model" / "model.safetensors") for name in ("0-sft", "1-dpo"))
     changed = {name for name, weight in second.items() if not torch.equal(weight, first[name])}

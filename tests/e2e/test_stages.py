@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import yaml
 
 from slimelite.stages import read_stages
 
-from .conftest import ROOT, metrics, run_process
+from .conftest import TrainPy, metrics
 
 pytestmark = pytest.mark.e2e
 
@@ -20,7 +19,7 @@ def write(path: Path, **flags: object) -> Path:
     return path
 
 
-def test_a_failed_stage_is_taken_up_again(task: Path, tmp_path: Path) -> None:
+def test_a_failed_stage_is_taken_up_again(task: Path, tmp_path: Path, train_py: TrainPy) -> None:
     """SFT, then GRPO whose reward fails in rollout 1: SFT is not run again, and GRPO goes on from its checkpoint."""
     reward, mended = tmp_path / "reward.py", tmp_path / "mended"
     reward.write_text(
@@ -52,19 +51,19 @@ def test_a_failed_stage_is_taken_up_again(task: Path, tmp_path: Path) -> None:
         save_interval=1,
     )
     flags = ["--launcher", "local", "--input-key", "messages", "--lr", "1e-3", "--run-dir", str(tmp_path / "out")]
-    command = [sys.executable, "train.py", "--stages", str(sft), str(grpo), *flags]
-    checked = run_process(*command, "--dry-run")
+    command = ["--stages", str(sft), str(grpo), *flags]
+    checked = train_py(*command, "--dry-run")
     assert checked.returncode == 0, checked.stderr
     assert checked.stdout.count("ready to start") == 2
     assert not (tmp_path / "out").exists()
 
-    failed = run_process(*command)
+    failed = train_py(*command)
     assert failed.returncode == 1
     assert "not yet" in failed.stderr
     made = (tmp_path / "out" / "0-sft" / "model" / "model.safetensors").stat().st_mtime_ns
 
     mended.touch()
-    done = run_process(*command)
+    done = train_py(*command)
     assert done.returncode == 0, done.stderr
     assert "stage 0 of 0 to 1 is finished" in done.stdout
     assert (tmp_path / "out" / "0-sft" / "model" / "model.safetensors").stat().st_mtime_ns == made
@@ -84,9 +83,12 @@ def test_a_failed_stage_is_taken_up_again(task: Path, tmp_path: Path) -> None:
         ("--stages missing.yaml --run-dir out", "missing.yaml"),
     ],
 )
-def test_mistakes_end_before_a_stage_begins(words: str, said: str, tmp_path: Path) -> None:
+def test_mistakes_end_before_a_stage_begins(
+    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_py: TrainPy
+) -> None:
     write(tmp_path / "a.yaml", num_rollout=1)
-    done = run_process(sys.executable, str(ROOT / "train.py"), *words.split(), cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = train_py(*words.split())
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr

@@ -7,18 +7,20 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import train
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine
+from slimelite.model_files import weight_shapes
 from slimelite.preflight import inspect, preflight
 from slimelite.preflight.findings import Findings, format_report
 from slimelite.tracking.metrics_file import MetricsFile
@@ -274,6 +276,16 @@ def not_root() -> Iterator[None]:
         os.seteuid(was)
 
 
+def test_weights_that_may_not_be_read_are_not_said_to_be_missing() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # in a folder that everybody may enter
+        weights = Path(folder, "model.safetensors")
+        save_file({"lm_head.weight": np.zeros((2, 2), np.float32)}, weights)
+        Path(folder).chmod(0o755)
+        weights.chmod(0)
+        with not_root(), pytest.raises(PermissionError, match=f"Permission denied: '{weights}'"):
+            weight_shapes(Path(folder))
+
+
 def test_what_may_not_be_read_is_a_line_that_names_it(run: str, tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
@@ -516,16 +528,16 @@ def test_flags_without_effect_are_shown_reason_by_reason(run: str) -> None:
     assert "\n  --mis-level: needs --correction mis\n" in shown
 
 
-def test_train_py_dry_run(run: str, tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, str(root / "train.py"), *run.split(), "--dry-run"]
-    good = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert good.returncode == 0, good.stderr
-    assert good.stdout.endswith("ready to start\n")
+def test_train_py_dry_run(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train.main([*run.split(), "--dry-run"]) == 0
+    assert capsys.readouterr().out.endswith("ready to start\n")
     assert not (tmp_path / "runs").exists()
-    bad = subprocess.run([*command[:-1], "--esp-clip", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert bad.returncode == 2
-    assert bad.stderr == "train.py: --esp-clip is not a known flag; did you mean --eps-clip?\n"
+    with pytest.raises(SystemExit, match="2"):
+        train.main([*run.split(), "--esp-clip", "1"])
+    assert capsys.readouterr().err == "train.py: --esp-clip is not a known flag; did you mean --eps-clip?\n"
 
 
 def test_what_sglangs_kernels_need_of_the_machine(run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
