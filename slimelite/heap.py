@@ -1,9 +1,14 @@
-"""What a process keeps of the heap memory that it frees. Without glibc these functions do nothing."""
+"""What a process keeps of the heap memory that it frees, for which glibc is needed, and how often Python looks for
+unreachable objects.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 # larger blocks are mapped one by one, whatever a trainer keeps: the most that glibc allows, and with
@@ -11,6 +16,22 @@ from typing import ClassVar
 LARGEST_IN_HEAP, LARGEST_IN_TIGHT_HEAP = 2**25, 2**20
 # parameters of mallopt, from malloc.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+# while a process loads, Python looks for unreachable objects after this many new ones; otherwise after 700
+SELDOM = 50_000
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """While this lasts, Python seldom looks for unreachable objects, for what is imported stays.
+
+    To look through all modules again and again was a fifth of the CPU time of importing torch and transformers.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(SELDOM, *usual[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 def set_heap(*, mapped_above: int, trimmed_above: int) -> None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster
 from slimelite.cluster.remote import ClusterError, Progress, with_memory
 from slimelite.files import write_text
+from slimelite.heap import loading
 
 __all__ = ["Cluster", "ClusterError", "launch"]
 
@@ -36,17 +37,19 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
         folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / "config.json", json.dumps(args.model_config, indent=2))
         args = replace(args, hf_checkpoint=str(folder))
-    if args.launcher == "local":
-        from slimelite.cluster.local import local_workers as workers
-    else:
-        if "RAY_ADDRESS" not in os.environ:
-            _close_ray_to_others()
-        from slimelite.cluster.ray_cluster import ray_workers as workers
     if args.trace:
         trace.begin(Path(args.run_dir).absolute() / trace.FILE, driver=True)
     try:
-        with workers(args, progress) as started, Cluster(args, *started) as cluster:
-            cluster.complete_args()
+        with ExitStack() as stack:
+            with loading():
+                if args.launcher == "local":
+                    from slimelite.cluster.local import local_workers as workers
+                else:
+                    if "RAY_ADDRESS" not in os.environ:
+                        _close_ray_to_others()
+                    from slimelite.cluster.ray_cluster import ray_workers as workers
+                cluster = stack.enter_context(Cluster(args, *stack.enter_context(workers(args, progress))))
+                cluster.complete_args()
             yield cluster
     except (RuntimeError, MemoryError, OSError) as error:
         raise with_memory(error, args)  # noqa: B904 - it is the error itself, or has it as its cause

@@ -37,7 +37,7 @@ from slimelite.cluster.workers import (
     server_addresses,
 )
 from slimelite.engines.protocol import Engine, ServerProcess
-from slimelite.heap import set_heap
+from slimelite.heap import loading, set_heap
 from slimelite.registry import function
 from slimelite.rollout.manager import RolloutManager
 from slimelite.tracking.noise import redirect_process_output
@@ -88,7 +88,8 @@ class Host:
             os.chdir(folder)
         else:
             print(f"{folder} is not on this node: relative paths are those of {os.getcwd()}")
-        self.target = make and make(*args)
+        with loading():
+            self.target = make and make(*args)
         self.listener: socket.socket | None = None
 
     def rendezvous(self, host: str) -> str:
@@ -103,7 +104,8 @@ class Host:
         environment variables that Ray must not write to logs or command lines.
         """
         os.environ.update(secrets)
-        self.target = function(make)(*args, **({"listener": self.listener} if self.listener else {}))
+        with loading():
+            self.target = function(make)(*args, **({"listener": self.listener} if self.listener else {}))
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the object."""

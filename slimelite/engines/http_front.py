@@ -13,11 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
-from slimelite.engines.protocol import Decode, Engine, GenerateRequest, GenerateResult, SamplingParams
+from slimelite.engines.protocol import Decode, GenerateRequest, GenerateResult, SamplingParams
 from slimelite.engines.sampling import Generating, Sampler, engine_sampler, news
 from slimelite.http_server import Answer, Server, read_json, sse
 from slimelite.text import is_text
-from slimelite.threads import LoopThread
 
 # largest request body: this many bytes per token of the context (text, or ids in decimal), plus BODY_BYTES
 BODY_BYTES_PER_TOKEN = 16
@@ -218,46 +217,6 @@ class GenerateServer(Server):
             meta["output_token_logprobs"] = _entries(result.log_probs, result.output_ids)
         text = self._decode(result.output_ids) if self._decode and result.output_ids else ""
         return {"text": text, "output_ids": result.output_ids, "meta_info": meta}
-
-
-class HttpFront:
-    """A `GenerateServer` that starts on demand. Its own thread and event loop keep it up when a caller's loop ends."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        encode: Callable[[str], list[int]] | None,
-        decode: Decode | None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-    ) -> None:
-        self.url: str | None = None
-        self._engine, self._codec, self._place = engine, (encode, decode), (host, port)
-        self._server: GenerateServer | None = None
-        self._thread: LoopThread | None = None
-
-    async def start(self) -> str:
-        """Start listening, unless the server listens already, and return the base URL.
-
-        Raises:
-            OSError: the host is not an address of this machine, or the port is taken.
-        """
-        self._thread = self._thread or LoopThread("http front")
-        if self._server is None:
-            length = (await self._engine.info()).max_context_len
-            server = GenerateServer(self._engine, *self._codec, length, *self._place)
-            self.url = await self._thread.result(server.start())
-            self._server = server
-        assert self.url is not None
-        return self.url
-
-    async def stop(self) -> None:
-        """Stop the server, if it was started."""
-        if self._thread is not None:
-            if self._server is not None:
-                await self._thread.result(self._server.stop())
-            await asyncio.to_thread(self._thread.close)
-        self._thread = self._server = self.url = None
 
 
 def _entries(log_probs: Sequence[float | None], ids: Sequence[int]) -> list[list[float | int | None]]:

@@ -9,10 +9,9 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from slimelite.engines.checks import WeightUpdate, check_request
-from slimelite.engines.http_front import HttpFront
 from slimelite.engines.protocol import (
     Codec,
     Decode,
@@ -24,7 +23,10 @@ from slimelite.engines.protocol import (
     Scores,
     WeightBucket,
 )
-from slimelite.threads import Gathered
+from slimelite.threads import Gathered, LoopThread
+
+if TYPE_CHECKING:
+    from slimelite.engines.http_front import GenerateServer
 
 T = TypeVar("T")
 # requests decoded at once, by device, unless --sglang-max-running-requests is given
@@ -60,6 +62,48 @@ class _Call:
             result.add_done_callback(count)
         if not results:
             self.whole.set_result([])
+
+
+class HttpFront:
+    """A `GenerateServer` that starts on demand. Its own thread and event loop keep it up when a caller's loop ends."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        encode: Callable[[str], list[int]] | None,
+        decode: Decode | None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        self.url: str | None = None
+        self._engine, self._codec, self._place = engine, (encode, decode), (host, port)
+        self._server: GenerateServer | None = None
+        self._thread: LoopThread | None = None
+
+    async def start(self) -> str:
+        """Start listening, unless the server listens already, and return the base URL.
+
+        Raises:
+            OSError: the host is not an address of this machine, or the port is taken.
+        """
+        self._thread = self._thread or LoopThread("http front")
+        if self._server is None:
+            from slimelite.engines.http_front import GenerateServer  # it needs aiohttp
+
+            length = (await self._engine.info()).max_context_len
+            server = GenerateServer(self._engine, *self._codec, length, *self._place)
+            self.url = await self._thread.result(server.start())
+            self._server = server
+        assert self.url is not None
+        return self.url
+
+    async def stop(self) -> None:
+        """Stop the server, if it was started."""
+        if self._thread is not None:
+            if self._server is not None:
+                await self._thread.result(self._server.stop())
+            await asyncio.to_thread(self._thread.close)
+        self._thread = self._server = self.url = None
 
 
 class InProcessEngine(Engine):

@@ -18,6 +18,7 @@ from slimelite.arguments import Args
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.checkpoints import model_folder
 from slimelite.engines.registry import ENGINES
+from slimelite.heap import loading
 from slimelite.loop import read_evaluations
 from slimelite.plan.report import plan_lines
 from slimelite.preflight.findings import Findings, fill, format_report
@@ -26,6 +27,7 @@ from slimelite.registry import function
 UNCHECKED = "the tokenizer, the prompts as the model sees them and the memory are checked once the problems are mended"
 
 
+@loading()
 def preflight(args: Args) -> int:
     """Run all checks of ``args`` and print the dry run's report, or warnings and problems; returns the exit status."""
     machine = this_machine(args.plan_gpu)

@@ -17,7 +17,7 @@ import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.engines.http_front import HttpFront
+from slimelite.engines.in_process import HttpFront
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from tests.engines.contract import as_buckets
 from tests.engines.tiny_models import build_model, greedy, log_probs

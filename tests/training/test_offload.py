@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -118,3 +119,15 @@ def test_freed_memory_is_kept_for_the_next_rollout_unless_it_is_much(tmp_path: P
     faults, returned = map(int, found.stdout.split())
     assert faults < 2000
     assert returned > 2**26
+
+
+def test_python_seldom_collects_while_a_process_loads_and_then_as_before() -> None:
+    def collections() -> int:
+        before = gc.get_stats()[0]["collections"]
+        _kept = [[] for _ in range(70_000)]
+        return int(gc.get_stats()[0]["collections"]) - before
+
+    assert collections() > 50
+    with heap.loading():
+        assert collections() < 3
+    assert collections() > 50
