@@ -8,8 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -22,6 +24,8 @@ LEFT_OUT = {
     "README.md": re.compile(r"^bash scripts/test\.sh.*\n", re.MULTILINE),
     "docs/tutorial.md": re.compile(r"^bash scripts/quickstart\.sh\n", re.MULTILINE),
 }
+# in the clone's ``python``: README starts processes as a user does, other pages leave the imports out
+WARM = '[ -n "$WARM" ] && [ "$1" = train.py ] && exec PYTHON -I tests/docs/warm.py "$WARM" "$@"'
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,8 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in ("python", "pip", "ray", "pytest", "slimelite"):
         # nothing may be installed from a folder that is removed afterwards
         refused = 'case "$*" in *"pip "*install*) echo "pip install: not here" >&2; exit 1;; esac'
-        (binaries / name).write_text(f'#!/bin/sh\n{refused}\nexec {here / name} "$@"\n')
+        script = f'#!/bin/sh\n{refused}\n{WARM if name == "python" else ""}\nexec {here / name} "$@"\n'
+        (binaries / name).write_text(script.replace("PYTHON", str(here / "python")))
         (binaries / name).chmod(0o755)
     digest = "cat constraints.txt pyproject.toml | cksum | cut -d' ' -f1"
     versions = subprocess.run(["bash", "-c", digest], cwd=folder, check=True, capture_output=True, text=True).stdout
@@ -57,8 +62,23 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def paste(page: str, clone: Path) -> str:
-    """Run the blocks of a page in one shell; returns what they printed."""
+@pytest.fixture(scope="module")
+def warm(clone: Path) -> Iterator[dict[str, str]]:
+    """The variables with which ``python train.py`` in the clone is forked from a process that has its imports."""
+    address, env = str(clone / ".venv" / "warm"), {**os.environ, "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen([sys.executable, "tests/docs/warm.py", address], cwd=clone, env=env)
+    try:
+        while not os.path.exists(address):
+            assert server.poll() is None
+            time.sleep(0.1)
+        yield {"WARM": address}
+    finally:
+        server.kill()
+        server.wait()
+
+
+def paste(page: str, clone: Path, variables: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Run the blocks of a page in one shell with more environment ``variables``; returns what they printed."""
     pasted = "\n".join(block.text for block in blocks(ROOT / page) if block.why is None)
     if page in LEFT_OUT:
         pasted, count = LEFT_OUT[page].subn("", pasted)
@@ -69,6 +89,7 @@ def paste(page: str, clone: Path) -> str:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(clone),  # the console script is installed from elsewhere
         "PATH": f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}",
+        **variables,
     }
     command = ["bash", "-e", "-o", "pipefail", "-c", pasted]
     done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True)
@@ -139,9 +160,9 @@ SHOWN: dict[str, dict[str, tuple[str, int]]] = {
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", SHOWN)
-def test_a_page_runs_as_pasted(page: str, after_readme: tuple[Path, str]) -> None:
+def test_a_page_runs_as_pasted(page: str, after_readme: tuple[Path, str], warm: dict[str, str]) -> None:
     clone, _ = after_readme
-    printed = paste(page, clone)
+    printed = paste(page, clone, warm)
     for run, (metric, count) in SHOWN[page].items():
         assert len(curve(clone / "runs" / run, metric)) == count
     if page == "docs/tutorial.md":
