@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -325,7 +324,8 @@ class GroupGenerator:
     ) -> list[Sample] | Exception:
         session_id = self.session_id(sample)
         home = self.context.homes[session_id] = Home(engine)
-        IS_GONE.set(partial(self.context.engines.is_gone, engine))
+        # the engines live on the rollout's event loop, and the plugin's may be another
+        IS_GONE.set(lambda: self.context.thread.result(self.context.engines.is_gone(engine)))
         try:
             return await self._call(function, args, sample, home)
         except (PluginError, RewardError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
@@ -169,15 +170,18 @@ def test_a_rollout_function_need_not_know_the_weights(make_args: MakeArgs, make_
     assert output.metrics["rollout/weight_staleness/max"] == 0
 
 
+@pytest.mark.parametrize("function", ["generate", "generate_in_a_thread"])
 def test_a_plugin_waits_for_no_engine_that_is_gone(
-    make_args: MakeArgs, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+    make_args: MakeArgs, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     """slime's `post` tries again for a minute, for a server may come back; a dead engine comes back without weights."""
+    loops: set[asyncio.AbstractEventLoop] = set()
 
     class Dying(ScriptedEngine):
         dead = False
 
         async def info(self) -> EngineInfo:
+            loops.add(asyncio.get_running_loop())
             if self.dead:
                 raise ConnectionError("nobody is there")
             return await super().info()
@@ -188,10 +192,11 @@ def test_a_plugin_waits_for_no_engine_that_is_gone(
 
     waits: list[int] = []
     monkeypatch.setattr(Retry, "wait_s", lambda _, attempt: 0.0 * (waits.append(attempt) or 0))
-    args = make_args(custom_generate_function_path=plugin("slime_style.py:generate"))
+    args = make_args(custom_generate_function_path=plugin(f"slime_style.py:{function}"))
     with pytest.raises(ValueError, match="engine 0 is gone: nobody is there"):
         make_manager(args, [Dying()]).generate(0)
     assert waits == []
+    assert len(loops) == 1  # where the engine is started anew, which a plugin's own loop would end with itself
 
 
 def test_only_the_samples_that_failed_are_tried_again(

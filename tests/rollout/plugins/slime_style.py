@@ -66,6 +66,11 @@ async def generate_with_meta_info(args, sample, sampling_params, evaluation=Fals
     return sample
 
 
+async def generate_in_a_thread(args, sample, sampling_params):
+    """On an event loop of its own."""
+    return await asyncio.to_thread(lambda: asyncio.run(generate(args, sample, sampling_params)))
+
+
 async def solver_and_critic(args, sample, sampling_params):
     """Fan-out: two training samples from one prompt, as slime's multi-agent example makes them."""
     args = deepcopy(args)
