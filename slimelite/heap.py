@@ -24,7 +24,7 @@ SELDOM = 50_000
 def loading() -> Iterator[None]:
     """While this lasts, Python seldom looks for unreachable objects, for what is imported stays.
 
-    To look through all modules again and again was a fifth of the CPU time of importing torch and transformers.
+    To look through all modules again and again was a tenth to a fifth of the CPU time of a trainer's imports.
     """
     usual = gc.get_threshold()
     gc.set_threshold(SELDOM, *usual[1:])

@@ -159,8 +159,10 @@ def _transport(draft: Draft) -> None:
     if not args.engine_kind.server:
         synced = not (args.debug_train_only or args.debug_rollout_only)
         if args.device == "cpu" and synced and "update_weight_buffer_size" not in draft.given:
-            # a larger buffer is memory that the kernel has to clear anew for each sync
-            draft.set("update_weight_buffer_size", 64 * 1024**2, "no request is saved by larger buckets on a CPU")
+            # a larger buffer is memory that the kernel has to clear anew for each sync; up to 32 MiB (`slimelite.heap`)
+            # the process that trains keeps it, and a bucket ends with the tensor that fills it
+            size = (16 if args.launcher == "local" else 64) * 1024**2
+            draft.set("update_weight_buffer_size", size, "no request is saved by larger buckets on a CPU")
         return
     shared = args.colocate and args.device == "cuda"
     if args.update_weight_transport == "nccl" and shared:

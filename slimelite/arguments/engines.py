@@ -75,7 +75,7 @@ class WeightSyncArgs:
     update_weight_buffer_size: int = flag(
         512 * 1024**2,
         "weights go to the engines in buckets of this size, rounded up to whole tensors [bytes]; 67108864 is the "
-        "default for embedded engines on a CPU",
+        "default for embedded engines on a CPU, 16777216 with --launcher local",
         SYNC,
         at_least=1,
     )

@@ -46,8 +46,14 @@ ENDED = "Worker unexpectedly exits"
 # Ray's methods that start a process of which a run of its own makes no use: one forwards the output of workers, which
 # ours write to files of the run folder; one adds machines; one is the dashboard's, which starts even without the page
 NEEDLESS = ("start_log_monitor", "start_monitor", "start_api_server")
-# Ray would start a worker for each core and keep it idle; ours are started when they are asked for
-SETTINGS = {"prestart_worker_first_driver": False}
+# Ray would start a worker for each core and keep it idle; ours are started when they are asked for. And every process
+# would count what it does and report it each second, for the dashboard and Prometheus
+SETTINGS = {
+    "prestart_worker_first_driver": False,
+    "enable_metrics_collection": False,
+    "event_stats": False,
+    "task_events_report_interval_ms": 0,
+}
 
 
 @contextmanager

@@ -109,6 +109,7 @@ def test_buckets_of_weights_are_small_on_a_cpu(make: Make) -> None:
         return make(words, machine or Machine(gpus=0)).update_weight_buffer_size
 
     assert size("") == 64 * 1024**2
+    assert size("--launcher local") == 16 * 1024**2
     assert size("--update-weight-buffer-size 4096") == 4096
     assert size("--rollout-backend sglang") == size("--colocate", GPU8) == 512 * 1024**2
 
