@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +18,7 @@ from slimelite.cluster.cluster import Cluster
 from slimelite.cluster.ray_cluster import start_workers
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
+from slimelite.training.parallel import join_world
 from tests.cluster.workers import Noting
 
 TABLE = SampleTable.from_samples([[Sample(0, 0, tokens=[1, 2], response_length=1, reward=0.0)]])
@@ -122,14 +121,12 @@ def test_they_never_load_at_once_on_the_same_gpus(shared: bool, released: bool) 
     assert "trainer TrainerWorker" in calls
 
 
-def test_trainers_meet_with_the_nccl_settings_of_sglangs_servers() -> None:
+def test_trainers_meet_with_the_nccl_settings_of_sglangs_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang sets it in its own process, and a broadcast needs the same on both sides. A value of the user's stays."""
-    program = (
-        "import os; from slimelite.arguments import Args; from slimelite.training.parallel import join_world;"
-        "join_world(Args(device='cpu'), 0, 1, None).close(); print(os.environ['NCCL_CUMEM_ENABLE'])"
-    )
-    clean = {k: v for k, v in os.environ.items() if k != "NCCL_CUMEM_ENABLE"}
-    for given, seen in (({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")):
-        command = [sys.executable, "-c", program]
-        done = subprocess.run(command, env={**clean, **given}, capture_output=True, text=True, check=False)
-        assert done.stdout.strip() == seen, done.stderr
+    name = "NCCL_CUMEM_ENABLE"
+    monkeypatch.setenv(name, "1")
+    join_world(Args(device="cpu"), 0, 1, None).close()
+    assert os.environ[name] == "1"
+    monkeypatch.delenv(name)
+    join_world(Args(device="cpu"), 0, 1, None).close()
+    assert os.environ[name] == "0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import train
 from slimelite.checkpoints import ROLLOUT_STATE, STATE_FILE
 from slimelite.table import SampleTable
 
-from .conftest import ROOT, metrics, run_process
+from .conftest import ROOT, metrics
 
 pytestmark = pytest.mark.e2e
 OWN_LOOP = ROOT / "docs" / "examples" / "own_loop.py"
@@ -99,6 +100,11 @@ def test_overlapped_it_is_async_rollout(own_loop: Callable[[list[str]], int], ru
     assert_equal(mine, theirs)
 
 
-def test_it_runs_as_a_program(grpo_args: list[str]) -> None:
-    done = run_process(sys.executable, str(OWN_LOOP), *grpo_args, "--num-rollout", "1", "--dry-run")
-    assert done.returncode == 0, done.stderr
+def test_it_runs_as_a_program(
+    grpo_args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(OWN_LOOP), *grpo_args, "--num-rollout", "1", "--dry-run"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(OWN_LOOP), run_name="__main__")
+    assert end.value.code == 0
+    assert capsys.readouterr().out.endswith("ready to start\n")
