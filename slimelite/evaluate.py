@@ -51,18 +51,21 @@ def evaluation_args(
     words += [*flags, "--hf-checkpoint", model, "--run-dir", str(folder)]
     args = make_args(words)  # what is wrong with the flags is said before a tokenizer is loaded, which takes a second
     if chat is None:
-        chat = bool(load_tokenizer(model).chat_template)
+        chat = bool(load_tokenizer(str(args.tokenizer)).chat_template)
     return make_args(["--apply-chat-template", *words]) if chat else args
 
 
 def check(args: Args, model: str) -> list[str]:
-    """What keeps an evaluation of ``model`` with ``args`` from starting; warnings are printed."""
+    """What keeps an evaluation of ``model`` with ``args`` from starting; warnings are printed.
+
+    ``args`` may be those of the base of a ``model`` that is merged later: what they warn of is not true of the model.
+    """
     file = Path(args.run_dir) / RESULTS
     known = read_json(file)["model"] if file.is_file() else model
     if known != model:
         return [f"{args.run_dir} has the results of another model, {known}: give --output another folder"]
     findings = inspect(args, this_machine())
-    for warning in findings.warnings:
+    for warning in findings.warnings if args.hf_checkpoint == model else ():
         print(f"slimelite eval: warning: {warning}", file=sys.stderr)
     return findings.problems
 

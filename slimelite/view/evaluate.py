@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from slimelite.arguments import Args
 from slimelite.arguments.machine import this_machine
 from slimelite.arguments.tasks import shipped_tasks
 from slimelite.evaluate import Results, check, evaluate, evaluation_args
@@ -32,17 +33,24 @@ def main(argv: Sequence[str]) -> int:
     folders = [folder for _, folder, _ in asked]
     if twice := [folder for folder in folders if folders.count(folder) > 1]:
         raise ValueError(f"two models would have the folder {twice[0]}: evaluate them apart, each with its --output")
-    plan = partial(evaluation_args, flags=[*_flags(options), *more], engine=options.engine, chat=options.chat)
+    flags = [*_flags(options), *more]
+    plan = partial(evaluation_args, engine=options.engine, chat=options.chat)
     # what is wrong with the tasks is said before an adapter or a checkpoint is merged with its base
-    drafts = [(plan(source.base or source.path, folder), model) for source, folder, model in asked]
-    if problems := list(dict.fromkeys(problem for draft in drafts for problem in check(*draft))):
-        print("\n".join(f"slimelite eval: {problem}" for problem in problems), file=sys.stderr)
-        return 2
+    drafts = [
+        (plan(source.base or source.path, folder, [*_tokenizer(source), *flags]), model)
+        for source, folder, model in asked
+    ]
+    plans = list[Args]()
+    problems = list(dict.fromkeys(problem for draft in drafts for problem in check(*draft)))
     dtype = "bfloat16" if this_machine().gpus else "float32"
-    for source, _, model in asked:
+    for source, folder, model in asked if not problems else ():
         if source.base is not None:
             merged(source, Path(model), dtype)
-    plans = [plan(model, folder) for _, folder, model in asked]
+        plans.append(plan(model, folder, flags))
+        problems += check(plans[-1], model) if source.base is not None else []
+    if problems:
+        print("\n".join(f"slimelite eval: {problem}" for problem in problems), file=sys.stderr)
+        return 2
     with StopSignals() as stop:
         results = [evaluate(args, again=options.again) for args in plans]
         tasks = [dataset.name for dataset in plans[0].eval_datasets]
@@ -60,6 +68,12 @@ def _places(source: Source, output: str) -> tuple[Path, str]:
     """The run folder of what is evaluated, and the model that is run."""
     folder = Path(output, *[part for part in Path(source.path).parts[-2:] if part.strip("./")])
     return folder, source.path if source.base is None else str(folder / "model")
+
+
+def _tokenizer(source: Source) -> list[str]:
+    """The flag for an adapter with a tokenizer of its own, which its base may lack."""
+    own = source.base is not None and (Path(source.path) / "tokenizer.json").is_file()
+    return ["--tokenizer", source.path] if own else []
 
 
 def _parser() -> argparse.ArgumentParser:
