@@ -27,7 +27,7 @@ BATCH = 1024
 # metadata key of a preference pair [chosen, rejected]: two whole conversations, or two texts after a text prompt
 PAIR = "pair"
 # columns that may be missing as long as they have these default names
-DEFAULT_COLUMNS = {"metadata_key": "metadata", "tool_key": "tools"}
+DEFAULT_COLUMNS: dict[str, Any] = {"metadata_key": "metadata", "tool_key": "tools"}
 
 
 def deal(prompt: Sample, group_index: int, index: int) -> Sample:
@@ -82,20 +82,21 @@ def load_prompts(
     measured: list[str] = []
     problems: list[str] = []
     left_out: list[str] = []
+    files = [path for path in paths if not path.startswith(ENVIRONMENT)]
     # rows of a parquet file all have the same columns
-    whole = whole or all(split_path(path)[0].endswith(".parquet") for path in paths)
+    whole = bool(files) and (whole or all(split_path(path)[0].endswith(".parquet") for path in files))
     unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
     for path in paths:
         bad, named = BadRows(skip_bad_rows, left_out.append), columns
-        if path.startswith(ENVIRONMENT):
-            named = replace(columns, input_key="input", label_key="label")
+        if path not in files:
+            named = replace(columns, input_key="input", label_key="label", **DEFAULT_COLUMNS)
         required = dict.fromkeys(c for c in (named.input_key, named.label_key, *(replies or ())) if c is not None)
         try:
             for place, row in _rows(named, path, [*required], bad):
                 unseen = {key: name for key, name in unseen.items() if name not in row} if unseen else unseen
                 try:
                     prompt = _read_prompt(row, named, tokenizer, replies, keep_messages=keep_messages)
-                    measured.append(_measured(prompt, row, columns, None if max_prompt_len is None else tokenizer))
+                    measured.append(_measured(prompt, row, named, None if max_prompt_len is None else tokenizer))
                     prompts.append(prompt)
                 except BadCell as error:
                     bad.add(place, str(error))

@@ -93,6 +93,12 @@ def test_rows_of_an_environment_have_columns_of_their_own(tmp_path: Path) -> Non
         columns = DataArgs(input_key="q", label_key=label_key)
         prompts = load_prompts(columns, TOKENIZER, [a, "environment:calculator@[:1]"])
         assert [(p.prompt, p.label) for p in prompts] == [("x", label), ("59*63=?", "3717")]
+    b = write(tmp_path / "b.jsonl", [{"q": "x", "facts": {"pile": 2}}])
+    columns, games = DataArgs(input_key="q", metadata_key="facts"), "environment:nim:random@[:1]"
+    for paths in ([b, games], [games]):
+        found = load_prompts(columns, TOKENIZER, paths)[-1].metadata
+        assert found.keys() == {"pile", "opponent"}, "without them a game is another one"
+    assert load_prompts(columns, TOKENIZER, [b])[0].metadata == {"pile": 2}
 
 
 def test_several_paths_are_one_dataset_in_order(tmp_path: Path) -> None:
