@@ -172,8 +172,8 @@ def shown_tools(tools: list[dict[str, Any]] | None, choice: Any) -> tuple[list[d
     forced = names if choice == "required" else [n for n in names if isinstance(one, dict) and n == one.get("name")]
     if not forced:
         raise RequestError(
-            f"tool_choice {json.dumps(choice):.200} is not supported: it is none, auto, required, or a function, "
-            f"one of the tools, which are {', '.join(names) or 'missing'}",
+            "tool_choice must be none, auto, required (Anthropic: any), or one of the tools, which are "
+            f"{', '.join(names) or 'missing'}",
             param="tool_choice",
         )
     return tools, forced
