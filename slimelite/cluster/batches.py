@@ -15,10 +15,13 @@ from typing import Any, cast
 
 from slimelite.cluster.remote import Remote
 from slimelite.engines.protocol import Engine, GenerateRequest, GenerateResult
+from slimelite.heap import return_freed_memory
 from slimelite.threads import Gathered
 
 # after the first call of a batch is done, the others have this long to come with the same message [s]
 GATHER_S = 0.02
+# freed memory that an engine's process keeps for its next batch [bytes]
+KEPT_BYTES = 2**26
 Results = list[GenerateResult]
 # (position in the batch, results) of calls that are done; None in place of the results: the call has failed
 Done = list[tuple[int, Results | None]]
@@ -55,6 +58,8 @@ class EngineDesk:
                 done.append((call, None))
         if not tasks:
             self._batches.pop(batch, None)
+            if not self._batches:
+                return_freed_memory(above=KEPT_BYTES)
         return done
 
     async def cancel(self, batch: tuple[int, int], call: int | None = None) -> None:

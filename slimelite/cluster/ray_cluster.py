@@ -68,6 +68,8 @@ class Host:
         make: makes the object from ``args``.
     """
 
+    returns_blocks = True
+
     def __init__(
         self,
         folder: str,
@@ -80,7 +82,8 @@ class Host:
     ) -> None:
         redirect_process_output(log)
         os.environ.update(env)  # torch reads them when it is imported, which `make` does
-        set_heap(mapped_above=BLOCK, trimmed_above=BLOCK)  # glibc reads the variables when a process begins
+        if self.returns_blocks:
+            set_heap(mapped_above=BLOCK, trimmed_above=BLOCK)  # glibc reads the variables when a process begins
         self.name = name
         if trace_file is not None:
             trace.begin(trace_file)
@@ -118,7 +121,12 @@ class Host:
 
 
 class AsyncHost(Host):
-    """An actor around an object whose methods are coroutines; they run on the actor's event loop."""
+    """An actor around an object whose methods are coroutines; they run on the actor's event loop.
+
+    It is an engine: each decoding step uses the same memory again, and `EngineDesk` returns it after a rollout.
+    """
+
+    returns_blocks = False
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the object."""
