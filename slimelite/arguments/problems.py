@@ -100,7 +100,8 @@ def _modes(args: Args) -> Iterator[str]:
                 f"--use-pytorch-profiler profiles {which} of the rollouts 0 to {args.num_rollout - 1}: say which, as "
                 "in --profile-rollouts 0"
             )
-    if args.eval_interval is not None and not (args.eval_datasets or args.eval_tasks or args.debug_train_only):
+    asked = args.eval_datasets or any(task.strip(",") for task in args.eval_tasks)  # a wrong task has been said
+    if args.eval_interval is not None and not (asked or args.debug_train_only):
         yield "--eval-interval needs --eval-prompt-data, --eval-config or --eval-tasks"
 
 

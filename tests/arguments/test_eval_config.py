@@ -200,6 +200,8 @@ def test_a_dataset_of_the_config_may_be_a_task(make: Make, config: Any, sums: st
 
 
 def test_a_wrong_task_is_a_problem(problems: Problems, sums: str) -> None:
+    (none,) = problems("--eval-interval 1 --eval-tasks ,")
+    assert none.startswith("--eval-interval needs")
     assert problems("--eval-interval 1 --eval-tasks gsm9k")[0] == (
         "--eval-tasks gsm9k: there is no such task; did you mean gsm8k?"
     )
