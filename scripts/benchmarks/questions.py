@@ -175,7 +175,7 @@ def grpo_135m(s: Setting, say: Say, name: str, lengths: tuple[int, int], target:
     own = "--input-key messages --label-key label --apply-chat-template --rm-type random --n-samples-per-prompt 8 "
     own += f"--rollout-batch-size {groups} --global-batch-size {groups * 8} --rollout-max-response-len 64 "
     own += "--optimizer adam --lr 1e-5 --lr-warmup-iters 5 --eps-clip 0.2 --eps-clip-high 0.28 "
-    own += "--use-dynamic-batch-size --max-tokens-per-gpu 2048"
+    own += "--use-dynamic-batch-size --max-tokens-per-gpu 1024"
     sides = grpo_plan(s, model, data, own, best, steps, 0, ("local",))
     answers = against_trl(s, f"{steps} steps from the start", "ends_cpu", {"local": target})
     answers += against_trl(s, "a step after the first", "step_cpu", {"local": None})
