@@ -8,6 +8,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -223,31 +224,28 @@ class GroupGenerator:
     async def _answer(self, group: list[Sample], engine: int | None = None) -> Outcome:
         """The group with its responses, after ``ATTEMPTS`` at most; ``engine`` None: of the least loaded engine."""
         path = group[0].generate_function_path or self.generate_path
-        if engine is None or path is None:
-            return await self._attempts(group, path, engine)
-        async with self._turns[engine]:
-            return await self._attempts(group, path, engine)
-
-    async def _attempts(self, group: list[Sample], path: str | None, engine: int | None) -> Outcome:
-        samples, error, used = group, None, None
+        turn = nullcontext() if engine is None or path is None else self._turns[engine]
+        samples, error, used, due = group, None, None, 0.0
         for attempt in range(1, ATTEMPTS + 1):
-            if is_finished(samples):
-                break
-            waiting = sum(s.status not in FINISHED for s in samples)
-            async with self.context.engines.lease(waiting, engine, avoid=used) as used:
-                if self.stopping:
+            async with turn:  # a group that failed comes after the others, so that all of them wait at the same time
+                if attempt > 1:
+                    await asyncio.sleep(due - time.monotonic())
+                if is_finished(samples):
                     break
-                if path is None:
-                    error = await self._ask_engine(samples, used)
-                else:
-                    samples, error = await self._ask_plugin(samples, path, used)
-            if error is None or self.stopping:
-                break
-            await self.context.engines.check(used)
-            self.retries += 1
-            self._tell(error, f"attempt {attempt} at prompt {group[0].group_index} failed", plugin=path is not None)
-            if attempt < ATTEMPTS:
-                await asyncio.sleep(RETRY_SECONDS * attempt)
+                waiting = sum(s.status not in FINISHED for s in samples)
+                async with self.context.engines.lease(waiting, engine, avoid=used) as used:
+                    if self.stopping:
+                        break
+                    if path is None:
+                        error = await self._ask_engine(samples, used)
+                    else:
+                        samples, error = await self._ask_plugin(samples, path, used)
+                if error is None or self.stopping:
+                    break
+                await self.context.engines.check(used)
+                self.retries += 1
+                self._tell(error, f"attempt {attempt} at prompt {group[0].group_index} failed", plugin=path is not None)
+                due = time.monotonic() + RETRY_SECONDS * attempt
         kept = is_finished(samples) or self.context.args.partial_rollout
         return samples if kept else group, error
 

@@ -13,8 +13,8 @@ def advantages(args, table, columns):
     columns.advantages = torch.from_numpy(table.advantage)[rows].float() * share
 
 
-def loss(args, inputs, log_probs, entropy):
+def loss(args, batch, log_probs, entropy):
     """REINFORCE; a metric is a sum and the weight it is divided by, so that packing does not change it."""
-    weights = torch.where(inputs.advantages > 0, inputs.advantages, 0.5 * inputs.advantages)
-    bad = (inputs.advantages < 0) & inputs.mask
-    return -weights * log_probs, {"bad_tokens": (bad.sum(), inputs.mask.sum())}
+    weights = torch.where(batch.advantages > 0, batch.advantages, 0.5 * batch.advantages)
+    bad = (batch.advantages < 0) & batch.mask
+    return -weights * log_probs, {"bad_tokens": (bad.sum(), batch.mask.sum())}
