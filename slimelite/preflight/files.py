@@ -169,7 +169,7 @@ class FileChecks:
         ``shapes``, in fp32 the weight and its two means.
         """
         args = self.args
-        if args.save is None or args.sends_adapter or args.lora_rank or args.optimizer == "muon":
+        if args.save is None or args.debug_rollout_only or args.lora_rank or args.optimizer == "muon":
             return
         size = sum(map(math.prod, shapes.values())) * (4 if args.no_save_optim else 12)
         there = next(place for place in (Path(args.save), *Path(args.save).absolute().parents) if place.is_dir())

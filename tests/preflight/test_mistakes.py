@@ -150,3 +150,4 @@ def test_a_disk_without_room_for_a_checkpoint(
     ]
     assert not any("a checkpoint takes" in problem for problem in problems(f"{words} --no-save-optim"))
     assert not any("a checkpoint takes" in problem for problem in problems(f"{words} --lora-rank 4"))
+    assert not any("a checkpoint takes" in problem for problem in problems(f"{words} --debug-rollout-only"))
