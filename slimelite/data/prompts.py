@@ -71,7 +71,7 @@ def load_prompts(
 
     Raises:
         ValueError: files, columns or the chat template are missing, rows are malformed (unless ``skip_bad_rows``), or
-            no prompt is left.
+            no prompt is left although ``paths`` are ``whole``.
     """
     if tokenizer is not None and columns.apply_chat_template and not tokenizer.chat_template:
         raise ValueError(
@@ -82,7 +82,7 @@ def load_prompts(
     measured: list[str] = []
     problems: list[str] = []
     left_out: list[str] = []
-    files = [path for path in paths if not path.startswith(ENVIRONMENT)]
+    files, part = [path for path in paths if not path.startswith(ENVIRONMENT)], not whole
     # rows of a parquet file all have the same columns
     whole = bool(files) and (whole or all(split_path(path)[0].endswith(".parquet") for path in files))
     unseen = {k: name for k, usual in DEFAULT_COLUMNS.items() if (name := getattr(columns, k)) != usual and whole}
@@ -112,6 +112,8 @@ def load_prompts(
             f"left out {dropped} of {len(prompts)} prompts longer than {max_prompt_len} tokens "
             "(--rollout-max-prompt-len, --eval-max-prompt-len)"
         )
+    if not kept and part:
+        return []
     if not kept:
         raise ValueError(f"no prompts left of {list(paths)}: {'; '.join(left_out)}")
     for what in left_out:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -214,17 +215,18 @@ class FileChecks:
         every = args.dry_run and not trial
         paths = [path if every or "@[" in path else f"{path}@[:{ROWS_AT_START}]" for path in rows.paths]
         with self.findings.blaming(rows.name):
-            prompts = load_prompts(
+            load = partial(
+                load_prompts,
                 rows.dataset or args,
                 self.tokenizer,
-                paths,
                 replies=(args.chosen_key, args.rejected_key) if self.paired(rows) else None,
                 max_prompt_len=rows.max_prompt_len,
                 skip_bad_rows=args.skip_bad_rows,
                 keep_messages=True,
                 warn=lambda text: warn(f"{rows.name}: {text}"),
-                whole=paths == rows.paths and not trial,
             )
+            # where none of the first rows is kept, others decide
+            prompts = load(paths, whole=paths == rows.paths and not trial) or load(rows.paths)
             self._find_empty_cells(rows)
             return prompts
         return []

@@ -130,6 +130,17 @@ def test_a_null_label_below_the_first_rows_is_found(run: str, tmp_path: Path) ->
     assert problems(f"{run} --prompt-data {file}@[:80]") == []
 
 
+def test_the_first_rows_may_all_be_left_out(run: str, tmp_path: Path) -> None:
+    """Such as those of a file that is sorted by length: a start then reads it as a dry run does."""
+    file, short = tmp_path / "sums.parquet", [{"role": "user", "content": "1+1="}]
+    long = [{"role": "user", "content": "1+1=" * 50}]
+    for last, said in ((short, []), (long, [f"--prompt-data: no prompts left of ['{file}']: left out 65 of 65"])):
+        rows = [{"messages": messages, "label": "2"} for messages in [*[long] * 64, last]]
+        pq.write_table(pa.Table.from_pylist(rows), file)
+        found = problems(f"{run} --rollout-max-prompt-len 40")
+        assert [problem.partition(" prompts longer")[0] for problem in found] == said
+
+
 def test_a_file_without_rows_is_named(run: str, tmp_path: Path) -> None:
     file = tmp_path / "sums.parquet"
     pq.write_table(pq.read_table(file).slice(0, 0), file)
