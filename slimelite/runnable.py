@@ -94,7 +94,7 @@ def _resolve_checkpoint(folder: Path, base: str | None) -> Source:
 
 
 def _changes(path: str, base: str) -> Source:
-    if not Path(base).is_dir() and not HUB_ID.fullmatch(base):
+    if not Path(base).is_dir() and "/" in base and not HUB_ID.fullmatch(base):  # old models of the hub have no owner
         raise ValueError(f"{path} changes {base}, which is not there: name its model with --base")
     return Source(path, base)
 

@@ -51,7 +51,11 @@ def open_writers(args: Args, config: Mapping[str, object]) -> list[Writer]:
 
 
 class WandbWriter:
-    """Writes to Weights & Biases. A resumed run folder continues its earlier wandb run."""
+    """Writes to Weights & Biases. A resumed run folder continues its earlier wandb run.
+
+    Raises:
+        ValueError: wandb refuses the run, for want of a key for example.
+    """
 
     name = "wandb"
 
@@ -65,19 +69,23 @@ class WandbWriter:
         directory.mkdir(parents=True, exist_ok=True)
         account = {"base_url": args.wandb_host, "api_key": args.wandb_key}
         given = {name: value for name, value in account.items() if value is not None}
-        with _command_line_masked():
-            self._run = wandb.init(
-                project=args.wandb_project or "slimelite",
-                entity=args.wandb_team,
-                mode=args.wandb_mode,
-                dir=str(directory),
-                config=dict(config),
-                resume="allow",
-                settings=wandb.Settings(silent=True, console="off", **given),
-                id=identity["id"],
-                group=identity["group"],
-                name=identity["name"],
-            )
+        try:
+            with _command_line_masked():
+                self._run = wandb.init(
+                    project=args.wandb_project or "slimelite",
+                    entity=args.wandb_team,
+                    mode=args.wandb_mode,
+                    dir=str(directory),
+                    config=dict(config),
+                    resume="allow",
+                    settings=wandb.Settings(silent=True, console="off", **given),
+                    id=identity["id"],
+                    group=identity["group"],
+                    name=identity["name"],
+                )
+        except wandb.Error as error:  # no key, a wrong one, or a server that does not answer
+            remedy = "log in with `wandb login`, set $WANDB_API_KEY, or keep the run here with --wandb-mode offline"
+            raise ValueError(f"--use-wandb: {str(error).rstrip('.')}: {remedy}") from error
         self.where = self._run.url or f"offline: wandb sync {Path(self._run.dir).parent}"
         for axis in (DEFAULT_AXIS, *AXES.values()):
             self._run.define_metric(axis)

@@ -87,6 +87,14 @@ def test_wandb_of_a_resumed_run_goes_on_under_its_id(tmp_path: Path) -> None:
     assert summary["rollout/step"] == 6, "--wandb-always-use-train-step: three optimizer steps a rollout"
 
 
+def test_wandb_without_a_key_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HOME": tmp_path, "NETRC": tmp_path / "netrc", "WANDB_CONFIG_DIR": tmp_path / "wandb"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(ValueError, match=r"^--use-wandb: .*\n?.*`wandb login`.*--wandb-mode offline"):
+        WandbWriter(make_args(tmp_path, use_wandb=True, wandb_mode="online"), {})
+
+
 def test_wandb_disabled_is_not_even_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)  # importing it would fail
     writers = open_writers(make_args(tmp_path, use_wandb=True, wandb_mode="disabled"), {})
