@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 import pytest
-from conftest import QWEN
 
 from slimelite.arguments import ArchitectureArgs, model_config_from_flags
 from slimelite.model_files import check_architecture
+from tests.arguments.conftest import QWEN
 
 RIGHT = ArchitectureArgs(
     num_layers=2,

@@ -8,12 +8,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from conftest import COMPLETE, Make, Problems
 
 from slimelite.arguments import Args, parse_args
 from slimelite.arguments.flags import all_flags
 from slimelite.arguments.help import meaning
 from slimelite.arguments.vocabulary import Settings, Vocabulary, known_flags, known_tables, recorded
+from tests.arguments.conftest import COMPLETE, Make, Problems
 
 ROOT = Path(__file__).parents[2]
 

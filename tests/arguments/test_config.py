@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import COMPLETE, CPU, Make, Problems
 
 from slimelite.arguments import Args, make_args
 from slimelite.arguments.flags import all_flags
 from slimelite.arguments.sources import load_yaml
 from slimelite.arguments.vocabulary import Settings
+from tests.arguments.conftest import COMPLETE, CPU, Make, Problems
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Make, Problems
+
+from tests.arguments.conftest import Make, Problems
 
 MIS_FILE = "examples/train_infer_mismatch_helper/mis.py:compute_mis_weights_with_cp"
 MIS = "examples.train_infer_mismatch_helper.mis.compute_mis_weights_with_cp"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import QWEN, Make
 
 from slimelite.arguments.machine import Machine
 from slimelite.preflight import inspect
+from tests.arguments.conftest import QWEN, Make
 
 TEACHER = "--use-opd --opd-teacher-load owner/teacher --opd-type"
 

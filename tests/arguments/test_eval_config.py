@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Make, Problems
 
 from slimelite.arguments.evaluation import EvalDataset
 from slimelite.arguments.flags import group_flags
+from tests.arguments.conftest import Make, Problems
 
 FLAGS = (
     "--eval-interval 1 --eval-temperature 0.5 --eval-max-response-len 32 --rollout-stop X --input-key q --label-key a "

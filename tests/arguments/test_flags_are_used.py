@@ -6,10 +6,10 @@ import ast
 from pathlib import Path
 
 import pytest
-from conftest import COMPLETE, CPU
 
 from slimelite.arguments import ArchitectureArgs, Args, EvalDataset, make_args
 from slimelite.arguments.flags import all_flags, group_flags, groups_of
+from tests.arguments.conftest import COMPLETE, CPU
 
 ROOT = Path(__file__).parents[2]
 DECLARING = {"conditions.py", "problems.py", "megatron.py", "refused.py"}

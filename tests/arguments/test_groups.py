@@ -7,11 +7,11 @@ from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, Literal
 
 import pytest
-from conftest import COMPLETE, CPU
 
 from slimelite.arguments import Args, ArgumentError, flag, make_args, parse_args
 from slimelite.arguments.flags import Condition, Needs, all_flags, group_flags, group_title, groups_of
 from slimelite.registry import Registry
+from tests.arguments.conftest import COMPLETE, CPU
 
 
 @dataclass(frozen=True)

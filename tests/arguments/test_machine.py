@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Make, Problems
 
 from slimelite.arguments.machine import Machine
 from slimelite.cluster.workers import engine_setup
 from slimelite.engines.sglang.client import server_fields
+from tests.arguments.conftest import Make, Problems
 
 NODE = Machine(gpus=8, sglang=True)
 WORDS = "--actor-num-gpus-per-node 8 --colocate --sglang-config {}"

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import Make
 
 from slimelite.arguments import Args, machine
 from slimelite.arguments.machine import Machine, this_machine
+from tests.arguments.conftest import Make
 
 # vocabulary, width, width of the MLP, layers, heads, key/value heads, tied
 QWEN2_5 = {

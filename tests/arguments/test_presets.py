@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import Make, Problems
 
 from slimelite.arguments import Args
 from slimelite.arguments.sources import PRESETS, read_command_line
 from slimelite.arguments.vocabulary import Vocabulary
+from tests.arguments.conftest import Make, Problems
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 

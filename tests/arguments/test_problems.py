@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from conftest import COMPLETE, Problems
 
 from slimelite.arguments import make_args
 from slimelite.arguments.machine import Machine
+from tests.arguments.conftest import COMPLETE, Problems
 
 EVAL = "--eval-prompt-data sums a.jsonl"
 RULES = [

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import COMPLETE, CPU
 
 from slimelite.arguments import ArgumentError, make_args, parse_args
 from slimelite.arguments.user_code import plugin_paths
+from tests.arguments.conftest import COMPLETE, CPU
 
 ROOT = Path(__file__).parents[2]
 OWN = """
