@@ -18,8 +18,10 @@ SEPARATOR = "\n\n"
 
 
 class TaskRows:
-    """Makes rows with the columns ``prompt`` (text, or messages if there are examples and a chat template), ``label``
-    and ``metadata`` of a task's rows.
+    """Turns the rows of an evaluation task's data into rows that a dataset of prompts has.
+
+    Each has ``prompt``, ``label`` and ``metadata``. The prompt is text, or messages if there are examples and a chat
+    template.
 
     ``metadata`` has the row's place in its file, so that two models' answers to it can be paired whatever
     their chat templates are. Of a task with choices it has ``choices`` and ``right``, the index of the right one.

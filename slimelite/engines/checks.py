@@ -144,11 +144,12 @@ def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
 
 
 class WeightUpdate:
-    """Records which weights of a model an update has delivered so far.
+    """Checks that the weights of an update have the model's names and shapes, and that none is missing at its end.
 
-    ``shapes``: name -> shape of each weight of the model. ``aliases``: second name of a tied weight -> its first name.
-    ``version``: the version of the update under way, or None. ``received``: names of the weights delivered so far.
-    ``complete``: whether an update has brought every weight, so that a later one may bring only what changed.
+    ``shapes`` has the shape of each weight by name. ``aliases`` maps the second name of a tied weight to its first,
+    such as ``lm_head.weight`` to ``model.embed_tokens.weight``. ``version`` is that of the update under way, or None;
+    ``received`` are the names that it has brought so far. ``complete`` is true once an update has brought every weight:
+    a later one may then bring only those that changed.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], aliases: Mapping[str, str] | None = None) -> None:

@@ -79,7 +79,13 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
 
 
 def rows(text: str) -> Iterator[dict[str, Any]]:
-    """The rows of a spec: each task in turn, at each level."""
+    """Yields a row for each puzzle that ``text``, such as ``chain_sum,gcd``, asks for.
+
+    First comes the first puzzle of each task, level by level, then the second ones, up to ``size`` of each.
+
+    Raises:
+        ValueError: reasoning-gym has no such prompt, or none of the tasks has one of the settings.
+    """
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     spec = _read(text)

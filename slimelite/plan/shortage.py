@@ -29,7 +29,9 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def shortage(error: BaseException, args: Args) -> str:
-    """The message for the user: the error's first sentence, and `needs_and_remedies`."""
+    """What a user is told when memory runs out: the first sentence of ``error``, then what the run needs and which
+    flags would make it fit (`needs_and_remedies`).
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else "there is no memory"
     first = (first.partition("DefaultCPUAllocator: ")[2] or first).partition(". ")[0]

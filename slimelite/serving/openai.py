@@ -109,7 +109,9 @@ async def complete(model: Model, session: Session, body: Mapping[str, Any]) -> A
 
 
 async def models(model: Model) -> dict[str, Any]:
-    """``/v1/models``; with the length of the context, as vLLM says it."""
+    """Answers ``/v1/models``: the one model that is served. ``max_model_len``, a name of vLLM's, is the length of its
+    context in tokens.
+    """
     info = await model.engine.info()
     own = {"id": model.name, "object": "model", "created": model.created, "owned_by": "slimelite"}
     return {"object": "list", "data": [{**own, "max_model_len": info.max_context_len}]}

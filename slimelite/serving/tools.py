@@ -128,14 +128,16 @@ def _short(text: str) -> str:
 
 
 def after(mark: str, text: str) -> Iterator[Piece]:
-    """From each ``mark`` to the next one or the end."""
+    """Yields the parts of ``text`` that begin with ``mark``; each ends where the next one begins, or with the text."""
     starts = [found.start() for found in re.finditer(re.escape(mark), text)]
     for start, end in pairwise([*starts, len(text)]):
         yield Piece(start, end, text[start + len(mark) : end])
 
 
 def between(begin: str, close: str, text: str) -> Iterator[Piece]:
-    """From each ``begin`` to the ``close`` after it."""
+    """Yields the parts of ``text`` that stand between the marks ``begin`` and ``close``, such as ``<tool_call>`` and
+    ``</tool_call>``. A part that nothing closes ends where the next one begins, or with the text.
+    """
     for piece in after(begin, text):
         inside, closed, rest = piece.inside.partition(close)
         yield Piece(piece.start, piece.end - len(rest), inside, None if closed else close)

@@ -433,6 +433,8 @@ def pair_weights(table: SampleTable, steps: list[np.ndarray]) -> np.ndarray:
 
 
 def pairs_of(table: SampleTable, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index into ``rows`` of the chosen and of the rejected row of each unit, by unit."""
+    """Where the chosen and the rejected row of each of P pairs stand in ``rows``: two arrays [P] int64, in the order of
+    the pairs' ``unit_id``. The row with the higher reward is the chosen one.
+    """
     order = np.lexsort((-table.reward[rows], table.unit_id[rows]))
     return order[0::2], order[1::2]

@@ -108,7 +108,7 @@ Weight = Tensor | Adapter
 
 
 def frozen(weight: Weight) -> Tensor:
-    """The parameter that has a weight's shape, dtype and device."""
+    """The parameter of the model itself, without the adapter: it has the weight's shape, dtype and device."""
     return weight if isinstance(weight, Tensor) else weight.weight
 
 
