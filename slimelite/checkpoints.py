@@ -41,6 +41,11 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 REMEDY = "go on from an earlier checkpoint with --ckpt-step"
 
 
+def may_be_hub_id(path: str) -> bool:
+    """Whether ``path``, which is no folder here, may name a model on the hub: ``owner/name``, or an old ``gpt2``."""
+    return not path.startswith((".", "/", "~")) and path.count("/") <= 1
+
+
 class DamagedCheckpoint(ValueError):
     """A checkpoint cannot be used: ``wrong`` says why, and ``whole`` is the newest whole one before it."""
 

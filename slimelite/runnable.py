@@ -21,6 +21,7 @@ from slimelite.checkpoints import (
     STATE_FILE,
     DamagedCheckpoint,
     find_checkpoint,
+    may_be_hub_id,
     read_json,
     whats_wrong,
 )
@@ -94,7 +95,7 @@ def _resolve_checkpoint(folder: Path, base: str | None) -> Source:
 
 
 def _changes(path: str, base: str) -> Source:
-    if not Path(base).is_dir() and "/" in base and not HUB_ID.fullmatch(base):  # old models of the hub have no owner
+    if not Path(base).is_dir() and not may_be_hub_id(base):
         raise ValueError(f"{path} changes {base}, which is not there: name its model with --base")
     return Source(path, base)
 

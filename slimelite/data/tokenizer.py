@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from slimelite.checkpoints import read_json
+from slimelite.checkpoints import may_be_hub_id, read_json
 from slimelite.families import text_config
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def check_files(path: str) -> None:
             wrong = "it has none: copy tokenizer.json and tokenizer_config.json from the model that it came from"
     elif folder.exists():
         wrong = "it is a file"
-    elif path.startswith((".", "/", "~")) or path.count("/") > 1:
+    elif not may_be_hub_id(path):
         wrong = "no such folder"
     if wrong is not None:
         raise ValueError(f"no tokenizer at {path!r}, which is to be a folder with tokenizer.json or a hub id ({wrong})")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slimelite.arguments import Args, EvalDataset
 from slimelite.arguments.user_code import plugin_paths
-from slimelite.checkpoints import STATE_FILE, damage, read_json
+from slimelite.checkpoints import STATE_FILE, damage, may_be_hub_id, read_json
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.reader import empty_cells
 from slimelite.data.tokenizer import check_files
@@ -309,7 +309,7 @@ def read_config(path: str) -> dict[str, Any]:
         return read_json(folder / "config.json")
     if folder.exists():
         raise ValueError("is a file; name the folder that holds it")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if not may_be_hub_id(path):
         raise ValueError("no such folder")
     from transformers.utils import cached_file
 
