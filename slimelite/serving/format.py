@@ -184,8 +184,8 @@ class ChatFormat:
         for one tool of Qwen's all up to the arguments, for several ones up to the name.
 
         Raises:
-            ValueError: nobody knows how the model writes calls, or the prompt opens its thinking and the template shows
-                calls without any.
+            ValueError: nobody knows how the model writes calls, the prompt opens its thinking and the template shows
+                calls without any, or the calls have no first token in common.
         """
         calls = []
         for arguments in ({}, {PROBE * 2: ""}):
@@ -200,7 +200,10 @@ class ChatFormat:
                     calls.append(self.encode(text.replace(PROBE * 2, parameter).replace(PROBE, name)))
         unknown = self.tokenizer.unk_token_id  # a vocabulary may lack what no call has
         columns = takewhile(lambda column: {*column} == {column[0]} - {unknown}, zip(*calls, strict=False))
-        return [column[0] for column in columns]
+        if not (given := [column[0] for column in columns]):
+            named = " and ".join(names)
+            raise ValueError(f"tool_choice: calls of {named} begin with different tokens: take one function")
+        return given
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

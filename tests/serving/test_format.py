@@ -246,6 +246,16 @@ def test_a_full_context_and_a_template_without_tools_are_said() -> None:
         ChatFormat(bare).prompt([ASK], [TOOL])
     with pytest.raises(ValueError, match="shows no call that goes on from the prompt"):
         ChatFormat(bare).opening([ASK], "abc?", ["search"])
+    whole = tokenizer()
+    whole.add_tokens(["@search", "@find"])
+    whole.chat_template = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or () %}@{{ c.function.name }}{% endfor %}{% endfor %}"
+    )
+    calls = ChatFormat(whole, tool_parser="hermes")
+    assert calls.opening([ASK], "abc?", ["search"]) == whole.convert_tokens_to_ids(["@search"])
+    with pytest.raises(ValueError, match="calls of search and find begin with different tokens"):
+        calls.opening([ASK], "abc?", ["search", "find"])
     with pytest.raises(ValueError, match=r"refuses these messages .one call a turn"):
         FORMATS["llama3"].prompt([ASK, {"role": "assistant", "tool_calls": [CALL, CALL]}])
     with pytest.raises(ValueError, match="content must be text"):
