@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import string
 import sys
-import time
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -244,14 +244,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("piece", HOSTILE)
-def test_the_checks_are_linear_in_whatever_a_model_writes(piece: str) -> None:
+def test_the_checks_are_linear_in_whatever_a_model_writes(piece: str, alone: Callable[[], float]) -> None:
     """They run without a time limit: a quadratic one would take many seconds."""
     for instruction, arguments, _, _ in IFEVAL + IFBENCH:
         text = piece * (15_000 // len(piece))
-        start = time.process_time()
+        start = alone()
         follows(instruction, text, arguments)
         follows(instruction, f"a{text}a", arguments)
-        assert time.process_time() - start < 1.0, instruction
+        assert alone() - start < 1.0, instruction
 
 
 def test_the_language_is_langdetects_verdict(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import re
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -296,14 +296,14 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", sorted(name for name, rule in RULES.items() if rule.quick))
-def test_the_quick_step_is_linear_in_whatever_a_model_writes(name: str) -> None:
+def test_the_quick_step_is_linear_in_whatever_a_model_writes(name: str, alone: Callable[[], float]) -> None:
     """It runs without a time limit: a quadratic pattern would take a minute on these."""
     row = {"test_list": ["assert x"], "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     for hostile in HOSTILE:
         for response in (hostile, "</think>" + hostile):
-            start = time.process_time()
+            start = alone()
             quick(RULES[name], Answer(response, "7", row))
-            assert time.process_time() - start < 2.0, response[:20]
+            assert alone() - start < 2.0, response[:20]
 
 
 def test_gsm8k_numbers_are_bounded() -> None:
