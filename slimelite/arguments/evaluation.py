@@ -245,7 +245,7 @@ def _read_eval_config(path: str, settings: Settings) -> tuple[dict[str, Any], li
     if content is None:
         return {}, []
     root = content.get("eval", content) if isinstance(content, dict) else None
-    if not isinstance(root, dict) or not isinstance(root.get("datasets"), list | dict):
+    if not isinstance(root, dict) or not isinstance(root.get("datasets"), list | dict) or not root["datasets"]:
         settings.complain("--eval-config", f"{path}: needs datasets: a list, or a mapping by name")
         return {}, []
     if unknown := sorted(set(root) - {"defaults", "datasets"}):

@@ -100,7 +100,8 @@ def _modes(args: Args) -> Iterator[str]:
                 f"--use-pytorch-profiler profiles {which} of the rollouts 0 to {args.num_rollout - 1}: say which, as "
                 "in --profile-rollouts 0"
             )
-    asked = args.eval_datasets or any(task.strip(",") for task in args.eval_tasks)  # a wrong task has been said
+    # what is wrong in one of them has been said
+    asked = args.eval_config or args.eval_prompt_data or any(task.strip(",") for task in args.eval_tasks)
     if args.eval_interval is not None and not (asked or args.debug_train_only):
         yield "--eval-interval needs --eval-prompt-data, --eval-config or --eval-tasks"
 

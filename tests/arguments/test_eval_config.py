@@ -97,6 +97,7 @@ def test_a_rule_of_its_own_beats_the_custom_reward(make: Make, config: Any) -> N
         ("datasets: {a: {path: p}}\ndefaults: [temperature]", "defaults: is not a mapping of settings"),
         ("datasets: {a: {path: p}, a: {path: q}}", "line 1: a is there a second time"),
         ("", "is empty"),
+        ("datasets: []", "needs datasets: a list, or a mapping by name"),
         ("datasets: 3", "needs datasets: a list, or a mapping by name"),
         ("dataset: {}\ndatasets: {a: {path: p}}", "unknown keys dataset"),
         ("datasets: [{name: a, path: p}, {name: a, path: q}]", "names two datasets 'a'"),
@@ -197,6 +198,17 @@ def test_a_dataset_of_the_config_may_be_a_task(make: Make, config: Any, sums: st
     words = f"{flags} {config(f'datasets: [{{task: {path.strip()}, name: more, max_response_len: 5, fewshot: 1}}]')}"
     (task,) = make(words).eval_datasets
     assert (task.name, task.rm_type, task.max_response_len, task.fewshot) == ("more", "f1", 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--eval-config gone.yaml", "--eval-config gone.yaml: cannot be read: No such file or directory"),
+        ("--eval-prompt-data a b c", "--eval-prompt-data takes pairs of a name and a path, not 3 words: a b c"),
+    ],
+)
+def test_what_was_asked_for_wrongly_is_not_missing_as_well(problems: Problems, words: str, says: str) -> None:
+    assert problems(f"--eval-interval 1 {words}") == [says]
 
 
 def test_a_wrong_task_is_a_problem(problems: Problems, sums: str) -> None:
