@@ -124,10 +124,13 @@ def read_rows(
 
 
 def _environment_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
-    kind, spec = known(path.removeprefix(ENVIRONMENT)) or (None, "")
-    if kind is None or kind.rows is None:
-        raise ValueError(f"{path}: this environment brings no rows; give a file")
-    rows = list(function(kind.rows, ENVIRONMENTS.option, kind.name)(spec))
+    try:
+        kind, spec = known(path.removeprefix(ENVIRONMENT)) or (None, "")
+        if kind is None or kind.rows is None:
+            raise ValueError(f"{path}: this environment brings no rows; give a file")
+        rows = list(function(kind.rows, ENVIRONMENTS.option, kind.name)(spec))
+    except ValueError as error:  # it may name the flag, which is perhaps not given
+        raise ValueError(str(error).replace("--environment ", ENVIRONMENT, 1)) from error
     yield from ((f"row {number}", {"label": "", **rows[number]}) for number in range(len(rows))[part])
 
 

@@ -120,3 +120,15 @@ def test_a_hub_dataset_needs_its_library_or_the_hub(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ValueError, match=r"no file 'owner/no-such-dataset:main:train'.*hub"):
         inputs("owner/no-such-dataset:main:train")
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("environment:zzz", "^environment:zzz: there is no such environment; known are calculator"),
+        ("environment:python", "^environment:python: this environment brings no rows; give a file$"),
+    ],
+)
+def test_the_rows_of_an_environment_are_blamed_by_the_name_that_was_given(spec: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        list(read_rows(spec))
