@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import logging
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -18,6 +21,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = dict[str, Any] | AsyncGenerator[bytes]
 # a stop waits so long for requests that run, and a client that is told to come again waits so long [s]
 LAST_S, RETRY_S = 1.0, 1
+# how a body that gzip packed begins, and no JSON
+GZIP = b"\x1f\x8b"
 
 
 class RequestError(ValueError):
@@ -44,7 +49,7 @@ class Server(ABC):
         Raises:
             OSError: the host is not an address of this machine, or the port is taken.
         """
-        self._runner, url = await listen(self.application(), self._host, self._port)
+        self._runner, url = await listen(self.application(), self._host, self._port, unpacks=False)
         return url
 
     async def stop(self) -> None:
@@ -101,14 +106,19 @@ class Server(ABC):
             return response
 
 
-async def listen(app: web.Application, host: str, port: int) -> tuple[web.AppRunner, str]:
+async def listen(app: web.Application, host: str, port: int, *, unpacks: bool = True) -> tuple[web.AppRunner, str]:
     """Serve ``app`` from the running event loop; returns what stops it, and the base URL. Port 0 takes a free one.
+
+    ``unpacks``: aiohttp unpacks bodies before a handler sees them; one that it cannot unpack never gets there, and is
+    answered in plain text.
 
     Raises:
         OSError: the host is not an address of this machine, or the port is taken.
     """
     # when a client disconnects, its handler is cancelled, which aborts the request
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_S)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_S, auto_decompress=unpacks
+    )
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
     host, port = runner.addresses[0][:2]
@@ -128,17 +138,21 @@ async def read_json(http: web.Request) -> dict[str, Any]:
         RequestError: it is none, or longer than the limit.
     """
     try:
-        body = json.loads(await http.read())
+        data, most = await http.read(), http.client_max_size
+        if data.startswith(GZIP):
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(most + 1)
+        if len(data) > most:
+            raise web.HTTPRequestEntityTooLarge(most, len(data))
+        body = json.loads(data)
     except web.HTTPRequestEntityTooLarge as error:
         message = f"the body is larger than the engine's context can need: {error.text}"
         raise RequestError(message, error.status) from error
     except web.RequestPayloadError as error:
-        encoding = http.headers.get("Content-Encoding", "none")
-        raise RequestError(
-            f"the body does not arrive whole, or is not of its Content-Encoding ({encoding:.20})"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
+        raise RequestError(f"the body does not arrive whole: {error}") from error
+    except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        encoding = http.headers.get("Content-Encoding")
+        packed = f"; its Content-Encoding is {encoding:.20}, and gzip alone is read" if encoding else ""
+        raise RequestError(f"the body is not JSON: {error}{packed}") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, not {body!r:.60}")
     return body
