@@ -1,4 +1,4 @@
-"""``slimelite compare``: a table of runs side by side, for a terminal, as Markdown or as JSON."""
+"""``slimelite compare``: a table of runs side by side, for a terminal or as JSON."""
 
 from __future__ import annotations
 
@@ -30,19 +30,15 @@ def main(argv: Sequence[str]) -> int:
         prog="slimelite compare",
         description="Compare runs: flags that differ, scores with standard errors and a paired test against the first "
         "run, rewards, tokens, seconds and hours.",
-        epilog="example: slimelite compare runs/lr-1e-6 runs/lr-1e-5 --markdown > table.md",
+        epilog="example: slimelite compare runs/lr-1e-6 runs/lr-1e-5",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; the others are tested against the first")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="every number as JSON")
-    form.add_argument("--markdown", action="store_true", help="the table as Markdown")
+    parser.add_argument("--json", action="store_true", help="every number as JSON")
     args = parser.parse_args(argv)
     found = comparison(read_runs(args.runs))
     if args.json:
         # JSON has no NaN and no infinity: they become null
         print(json.dumps(json.loads(json.dumps(found), parse_constant=lambda _: None), indent=1))
-    elif args.markdown:
-        print(markdown(found))
     else:
         show(found)
     return 0
@@ -72,18 +68,6 @@ def print_table(names: Sequence[str], blocks: Iterable[Iterable[Row]], notes: Se
     console.print(table)
     for note in notes:
         console.print(Text(note, "dim"))
-
-
-def markdown(found: Facts) -> str:
-    """The table as Markdown."""
-    head: Row = ("", [run["name"] for run in found["runs"]])
-    lines = [_line(head), "|---" * (len(head[1]) + 1) + "|"]
-    lines += [_line(row) for rows in _blocks(found) for row in rows]
-    return "\n".join([*lines, "", _footnote(found)])
-
-
-def _line(row: Row) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (row[0], *row[1])) + " |"
 
 
 def _footnote(found: Facts) -> str:
