@@ -151,20 +151,6 @@ def _parquet_rows(path: str, part: slice, required: Sequence[str], optional: Seq
             yield f"row {number}", {k: _without_nulls(v) for k, v in values.items()}
 
 
-def empty_cells(path: str, column: str) -> int:
-    """How many rows of a parquet file have null in ``column``, by the file's metadata: no row is read.
-
-    0 if the metadata does not say it, or if the column is not of plain values.
-    """
-    metadata, count = pq.read_metadata(path), 0
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for number in range(group.num_columns):
-            cells = group.column(number)
-            if cells.path_in_schema == column and cells.statistics is not None and cells.statistics.has_null_count:
-                count += cells.statistics.null_count
-    return count
-
-
 def _without_nulls(value: Any) -> Any:
     """``value`` without the null fields of its structs. In parquet all rows share one struct type, so a key that a row
     does not have is read back as null (such as ``tool_calls`` of a plain message, or arguments of other tools)."""
