@@ -7,13 +7,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Set
 from contextlib import suppress
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDictProxy
-from yarl import URL
 
 from slimelite.http_client import CONNECT_S, KEEP_ALIVE_S
 from slimelite.http_server import listen
@@ -26,18 +23,13 @@ ADAPTER = "policy"
 # SGLang's endpoints that take `lora_path`
 SAMPLING = ("/generate", "/v1/completions", "/v1/chat/completions")
 LARGEST_BODY = 1 << 30
-# headers of one connection, not of the request or its answer (RFC 9110, section 7.6.1)
-CONNECTION = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
-# headers of a request that goes on to another address with another body; aiohttp's server has decompressed the body and
-# answered "Expect: 100-continue"
-OWN = {"host", "content-length", "content-encoding", "expect"}
-# headers that aiohttp's client would add where a request has none
-ADDED = ("Accept", "Accept-Encoding", "User-Agent", "Content-Type")
+# headers that the server may read; an answer has its type alone
+PASSED = ("Authorization", "Content-Type")
 
 
 class AdapterFront:
-    """Passes requests on to the server at ``target`` with their headers, adds ``lora_path`` to those that sample
-    without it, and passes answers back piece by piece, so that streams stay streams.
+    """Passes requests on to the server at ``target``, adds ``lora_path`` to those that sample without it, and passes
+    answers back piece by piece, so that streams stay streams.
     """
 
     def __init__(self, target: str, host: str) -> None:
@@ -61,9 +53,6 @@ class AdapterFront:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),  # cookies belong to the client
-            skip_auto_headers=ADDED,
-            auto_decompress=False,
         )
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_route("*", "/{path:.*}", self._pass_on)
@@ -82,12 +71,12 @@ class AdapterFront:
         try:
             async with self._session.request(
                 request.method,
-                URL(self._target + request.raw_path, encoded=True),
-                headers=_passed(request.headers, OWN),
+                self._target + request.path_qs,
+                headers={name: request.headers[name] for name in PASSED if name in request.headers},
                 data=body or None,
-                allow_redirects=False,
             ) as answer:
-                response = web.StreamResponse(status=answer.status, headers=_passed(answer.headers))
+                kind = {"Content-Type": answer.headers.get("Content-Type", answer.content_type)}
+                response = web.StreamResponse(status=answer.status, headers=kind)
                 await response.prepare(request)
                 async for piece in answer.content.iter_any():
                     await response.write(piece)
@@ -102,9 +91,3 @@ class AdapterFront:
                 logger.warning("%s", said)
                 request.transport.abort()
             return response
-
-
-def _passed(headers: CIMultiDictProxy[str], dropped: Set[str] = frozenset()) -> list[tuple[str, str]]:
-    """``headers`` without ``dropped`` ones and those of one connection, which may name more of its own."""
-    named = {name.strip().lower() for line in headers.getall("Connection", []) for name in line.split(",")}
-    return [pair for pair in headers.items() if pair[0].lower() not in CONNECTION | named | dropped]
