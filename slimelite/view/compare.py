@@ -80,8 +80,7 @@ def _footnote(found: Facts) -> str:
 def _blocks(found: Facts) -> Iterator[list[Row]]:
     """The rows in blocks that belong together; rows without any value are left out."""
     runs = found["runs"]
-    for differing in (found["flags"], found["versions"]):
-        yield [(name, [_plain(value) for value in values]) for name, values in differing.items()]
+    yield [(name, [_plain(value) for value in values]) for name, values in found["flags"].items()]
     how = {"status": _status, "rollouts": _rollouts, "alarms": _alarms}
     yield _filled([(title, [text(run) for run in runs]) for title, text in how.items()])
     yield _filled(list(_scores(runs)))

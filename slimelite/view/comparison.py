@@ -32,7 +32,7 @@ Facts = dict[str, Any]
 def comparison(runs: Sequence[Run]) -> Facts:
     """Everything that ``slimelite compare --json`` prints.
 
-    ``flags``, ``versions``: name -> its value in each run, for those that differ. ``test``: what p is. ``runs``: a dict
+    ``flags``: name -> its value in each run, for those that differ. ``test``: what p is. ``runs``: a dict
     for each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals``
     (dataset -> ``best``, ``last`` and, from the second run on, ``against_first``), ``reward``, ``tokens_generated``,
     ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours``, ``gpu_hours``. What a run did not measure is None.
@@ -42,7 +42,7 @@ def comparison(runs: Sequence[Run]) -> Facts:
         for name, scores in facts["evals"].items():
             if name in found[0]["evals"]:
                 scores["against_first"] = against(runs[0], run, name)
-    return {"flags": differing_flags(runs), "versions": _differing_versions(runs), "test": TEST, "runs": found}
+    return {"flags": differing_flags(runs), "test": TEST, "runs": found}
 
 
 def flag_names(runs: Sequence[Run]) -> list[str]:
@@ -180,14 +180,3 @@ def _gpus(config: Mapping[str, Any]) -> int:
     ranks = 0 if config["debug_rollout_only"] else config["actor_num_nodes"] * config["actor_num_gpus_per_node"]
     engines = 0 if config["debug_train_only"] else config["rollout_num_gpus"]
     return max(ranks, engines) if config["colocate"] else ranks + engines
-
-
-def _differing_versions(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Package, ``commit`` or part of the machine -> its value in each run, for those that differ."""
-    flat = [{**run.versions, **run.versions.get("machine", {})} for run in runs if run.versions]
-    names = dict.fromkeys(
-        name for versions in flat for name in versions if name not in ("machine", "memory", "command")
-    )
-    differing = [name for name in names if any(versions.get(name) != flat[0].get(name) for versions in flat)]
-    every = [{**run.versions, **run.versions.get("machine", {})} for run in runs]
-    return {name: [versions.get(name) for versions in every] for name in differing}
