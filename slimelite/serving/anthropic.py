@@ -56,7 +56,8 @@ async def messages(model: Model, session: Session, body: Mapping[str, Any]) -> A
     check_fields(body, FIELDS, NEUTRAL)
     if body.get("max_tokens") is None:
         raise RequestError("max_tokens is required", param="max_tokens")
-    turn = session.turn(*_conversation(body), _template_kwargs(body, session.format))
+    one = bool((body.get("tool_choice") or {}).get("disable_parallel_tool_use"))
+    turn = session.turn(*_conversation(body), _template_kwargs(body, session.format), one_call=one)
     asked = turn, sampling(body, session.defaults)
     head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model.name}
     if body.get("stream"):
@@ -96,9 +97,7 @@ def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str
         function = {"name": tool.get("name"), "description": tool.get("description") or ""}
         function["parameters"] = tool.get("input_schema") or {}
         tools.append({"type": "function", "function": function})
-    choice = dict(body.get("tool_choice") or {"type": "auto"})
-    if choice.pop("disable_parallel_tool_use", False):
-        raise RequestError("tool_choice.disable_parallel_tool_use is not supported", param="tool_choice")
+    choice = body.get("tool_choice") or {"type": "auto"}
     kind = str(choice.get("type"))
     named = {"type": "function", "function": choice} if kind == "tool" else "required" if kind == "any" else kind
     return said, *shown_tools(tools, named)

@@ -205,6 +205,21 @@ class ChatFormat:
             raise ValueError(f"tool_choice: calls of {named} begin with different tokens: take one function")
         return given
 
+    def call_ends(self, tools: Tools) -> tuple[str, ...]:
+        """The text that ends a reply of at most one call; nothing if the reply can have none.
+
+        Raises:
+            ValueError: calls of the model's format do not end with a text of their own.
+        """
+        if self.tools is None or not tools:
+            return ()
+        if self.tools.closes is None:
+            raise ValueError(
+                f"parallel_tool_calls: nothing closes a call of the {self.tools.name} format, and the reply could not "
+                "end there; leave it out"
+            )
+        return (self.tools.closes,)
+
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a reply: the tokenizer's, those given, and what the template puts after a reply."""

@@ -43,6 +43,7 @@ COMMON = {name: kind for name, (kind, _) in SAMPLING.items() if name != "stop_se
 COMMON |= {"model": TEXT, "n": CHOICES, "stream": SWITCH, "stream_options": OBJECT, "return_token_ids": SWITCH}
 CHAT = COMMON | {"messages": OBJECTS, "tools": OBJECTS, "tool_choice": ANYTHING, "response_format": OBJECT}
 CHAT |= {"logprobs": SWITCH, "top_logprobs": ALTERNATIVES, "chat_template_kwargs": OBJECT}
+CHAT |= {"parallel_tool_calls": SWITCH}
 COMPLETION = COMMON | {"prompt": ANYTHING, "echo": SWITCH, "logprobs": ALTERNATIVES, "max_tokens": WHOLE}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -55,7 +56,6 @@ NEUTRAL: dict[str, Any] = {
     "logit_bias": ({},),
     "suffix": ("",),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "skip_special_tokens": (True,),
     **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier"), Anything()),
     **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), Anything()),
@@ -81,8 +81,11 @@ async def chat(model: Model, session: Session, body: Mapping[str, Any]) -> Answe
     kwargs = body.get("chat_template_kwargs") or {}
     if "chat_template" in kwargs:  # a template is a program, which could stop the server, or a run, for everybody
         raise RequestError("a request cannot bring a chat_template of its own", param="chat_template_kwargs")
-    copies = range(body.get("n") or 1)
-    asked = [(session.turn(messages, tools, forced, kwargs), _seeded(params, copy)) for copy in copies]
+    one = body.get("parallel_tool_calls") is False
+    asked = [
+        (session.turn(messages, tools, forced, kwargs, one_call=one), _seeded(params, copy))
+        for copy in range(body.get("n") or 1)
+    ]
     choices = ChatChoices(model.engine, session.format, body, params, top if body.get("logprobs") else None)
     return await _answer(model, session, body, asked, choices)
 

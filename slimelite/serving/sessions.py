@@ -44,6 +44,7 @@ class Turn:
     the session as they were read from their tokens; empty for raw tokens. ``added_text``, ``added_ids``: what its
     prompt has after that of ``before`` and its output; a turn with its whole prompt would make long sessions too large.
     ``given_ids``: the beginning of the reply, if that is not the model's choice: the prompt ends with it.
+    ``ends``: texts that end the reply and are part of what is shown of it, unlike a request's stop strings.
     ``tools``: those that the model is shown. ``sent``: what is `comparable` of the messages as the client sent them;
     ``heard``: of the reply as a client may send it back, with and without its stop string. ``log_probs``,
     ``weight_versions``: one for each of ``output_ids``.
@@ -58,6 +59,7 @@ class Turn:
     sent: tuple[Any, ...] = field(default=(), repr=False)
     tools: Tools = field(default=None, repr=False)
     given_ids: list[int] = field(default_factory=list, repr=False)
+    ends: tuple[str, ...] = ()
     heard: tuple[Any, ...] = field(default=(), repr=False)
     output_ids: list[int] = field(default_factory=list, repr=False)
     log_probs: list[float] = field(default_factory=list, repr=False)
@@ -220,13 +222,16 @@ class Session:
         tools: Tools = None,
         forced: Sequence[str] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        one_call: bool = False,
     ) -> Turn:
         """The turn that answers ``messages``, with its place in the tree and its prompt; `sample` does the rest.
 
-        ``forced``: the reply begins as a call of one of these tools does.
+        ``forced``: the reply begins as a call of one of these tools does. ``one_call``: it ends with its first call.
 
         Raises:
-            ValueError: the chat template refuses the messages, or shows no call that could be forced.
+            ValueError: the chat template refuses the messages, or shows no call that could be forced; or nothing shows
+                where the first call ends.
         """
         template_kwargs = template_kwargs or {}
         sent = tuple(comparable(message) for message in messages)
@@ -243,6 +248,7 @@ class Session:
                 f"{self.max_context_len} tokens"
             )
         given = self.format.opening(whole, rendered, forced, tools, **template_kwargs) if forced else []
+        ends = self.format.call_ends(tools) if one_call else ()
         for parent in before:
             thinking = (parent.reply.reasoning or "").strip()
             if thinking not in rendered:  # a template that takes thinking out does so in all turns: a quick answer
@@ -250,8 +256,8 @@ class Session:
             text, at = parent.rendered, len(parent.messages)
             added = self.format.continuation(text, rendered, parent.reply_ids, whole, at, tools, **template_kwargs)
             if added is not None:
-                return Turn(self._next(), parent, whole, rendered[len(text) :], added, sent, tools, given)
-        return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools, given)
+                return Turn(self._next(), parent, whole, rendered[len(text) :], added, sent, tools, given, ends)
+        return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools, given, ends)
 
     def raw_turn(self, input_ids: Sequence[int]) -> Turn:
         """The turn that goes on after raw tokens: from the longest turn whose prompt and output they begin with."""
@@ -286,7 +292,8 @@ class Session:
         limit = min(room, params.max_new_tokens)
         params = replace(params, max_new_tokens=limit, min_new_tokens=min(params.min_new_tokens, limit), seed=seed)
         try:
-            result = await self._whole(turn, prompt_ids, params, on_tokens)
+            whole = replace(params, stop=(*params.stop, *turn.ends))
+            result = await self._whole(turn, prompt_ids, whole, on_tokens)
         finally:
             self._unfinished.pop(turn.number, None)
         turn.output_ids, turn.log_probs = result.output_ids, result.log_probs

@@ -58,7 +58,8 @@ class ToolFormat:
     ``pieces``: text of a reply -> its `Piece` objects, in order. ``read``: (what is inside a piece, schemas of the
     tools) -> each call as (name, arguments); it raises `Unreadable`, and nothing else whatever the text.
     ``marks``: a chat template that contains one of these texts is of this family; the first record that fits is taken.
-    ``begins``: texts that a call begins with; what follows one is shown when the reply has ended.
+    ``begins``: texts that a call begins with; what follows one is shown when the reply has ended. ``closes``: the text
+    that every call ends with; None: only what follows a call shows where it ends.
     ``sglang``: what SGLang calls its parsers of this format, where that is another name.
     """
 
@@ -67,6 +68,7 @@ class ToolFormat:
     read: Callable[[str, Schemas], list[tuple[str, str]]]
     marks: tuple[str, ...]
     begins: tuple[str, ...] = ("<tool_call>",)
+    closes: str | None = "</tool_call>"
     sglang: tuple[str, ...] = ()
 
 
@@ -248,13 +250,21 @@ TOOL_FORMATS = Registry[ToolFormat](
         ToolFormat("glm", TAGGED, read_glm, ("<arg_key>",), sglang=("glm45", "glm47")),
         ToolFormat("qwen3_coder", TAGGED, read_qwen3_coder, ("<function=",)),
         ToolFormat("hermes", TAGGED, read_hermes, ("<tool_call>",), sglang=("qwen", "qwen25")),
-        ToolFormat("mistral", partial(after, "[TOOL_CALLS]"), read_mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]",)),
+        ToolFormat(
+            "mistral",
+            partial(after, "[TOOL_CALLS]"),
+            read_mistral,
+            marks=("[TOOL_CALLS]",),
+            begins=("[TOOL_CALLS]",),
+            closes=None,
+        ),
         ToolFormat(
             "deepseek",
             deepseek_pieces,
             read_deepseek,
             marks=("<｜tool▁call▁begin｜>",),
             begins=("<｜tool▁call",),
+            closes="<｜tool▁call▁end｜>",
             sglang=("deepseekv3", "deepseekv31"),
         ),
         ToolFormat(
@@ -263,6 +273,7 @@ TOOL_FORMATS = Registry[ToolFormat](
             read_llama3,
             marks=("<|python_tag|>", "ipython", '"parameters": '),
             begins=("<|python_tag|>", "{"),
+            closes=None,
         ),
     ],
 )

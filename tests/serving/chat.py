@@ -10,6 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from slimelite.engines.checks import holds_stop
 from slimelite.engines.embedded.engine import EmbeddedEngine
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
 from slimelite.engines.sampling import Sampler
@@ -161,8 +162,11 @@ class Scripted:
 
     async def __call__(self, request: GenerateRequest, _: OnTokens | None) -> GenerateResult:
         self.requests.append(request)
-        ids = spell(self.format, self.replies.pop(0))
-        reason = "stop" if ids[-1] in self.format.end_ids else "length"
+        ids, stops = spell(self.format, self.replies.pop(0)), request.params.stop
+        ends = (n for n in range(1, len(ids) + 1) if stops and holds_stop(self.format.decode, ids[:n], stops))
+        end = next(ends, None)
+        ids = ids[:end]
+        reason = "stop" if end or ids[-1] in self.format.end_ids else "length"
         return GenerateResult(request.request_id, ids, [-0.5] * len(ids), [3] * len(ids), reason)
 
 

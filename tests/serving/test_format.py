@@ -101,6 +101,35 @@ def test_the_beginning_of_a_forced_call_is_given_and_not_trained_on(family: str)
     assert sample.loss_mask == mask
 
 
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "glm", "deepseek"])
+def test_a_reply_of_at_most_one_call_ends_with_it_and_goes_on(family: str) -> None:
+    two = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}
+    both = written(family, two, END.get(family, "<|im_end|>"))
+    sessions, sampler = scripted(family, both, both, "abc" + END.get(family, "<|im_end|>"))
+    session = sessions.open()
+    free = asyncio.run(session.sample(session.turn([ASK], [TOOL])))
+    one = asyncio.run(session.sample(session.turn([ASK], [TOOL], one_call=True)))
+    assert [len(turn.reply.tool_calls) for turn in (free, one)] == [2, 1]
+    assert (one.reply.content, one.reply.malformed, one.finish_reason) == ("", (), "stop")
+    assert one.reply.tool_calls[0].arguments == free.reply.tool_calls[0].arguments
+    assert one.output_ids == free.output_ids[: len(one.output_ids)]
+    assert session.defaults.stop == ()
+    after = asyncio.run(session.chat([ASK, one.reply.message(), ANSWER], [TOOL]))
+    assert after.parent == one.number
+    assert list(sampler.requests[-1].input_ids) == one.token_ids + after.added_ids
+    assert session.format.decode(after.added_ids).startswith(
+        {**END, "glm": "<|observation|>"}.get(family, "<|im_end|>")
+    )
+
+
+def test_a_reply_of_at_most_one_call_needs_a_mark_where_calls_end() -> None:
+    for family in ("mistral", "llama3"):
+        session = scripted(family, "abc")[0].open()
+        with pytest.raises(ValueError, match=f"parallel_tool_calls: nothing closes a call of the {family} format"):
+            session.turn([ASK], [TOOL], one_call=True)
+        assert session.turn([ASK], one_call=True).ends == ()
+
+
 def test_what_is_given_of_a_call_is_how_every_call_is_encoded() -> None:
     """Also by a vocabulary with a token that only calls with an argument have."""
     spoken = tokenizer()

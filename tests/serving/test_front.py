@@ -218,6 +218,31 @@ def test_a_call_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     run(scenario())
 
 
+def test_a_reply_may_have_one_call_at_most() -> None:
+    tool = {"name": "search", "input_schema": TOOL["function"]["parameters"]}
+    one = {"messages": ASK, "tools": [TOOL], "parallel_tool_calls": False}
+    theirs = {"type": "auto", "disable_parallel_tool_use": True}
+    alone = {"messages": ASK, "tools": [tool], "tool_choice": theirs, "max_tokens": 500}
+
+    async def scenario() -> None:
+        async with scripted_front("qwen2.5", *[f"abc {CALL}\n{CALL}<|im_end|>"] * 5) as (ask, _):
+            (choice,) = (await ask("/v1/chat/completions", one))[1]["choices"]
+            assert (choice["message"]["content"], choice["finish_reason"]) == ("abc", "tool_calls")
+            assert len(choice["message"]["tool_calls"]) == 1
+            said, reason = merged(await ask.stream("/v1/chat/completions", one))
+            assert (said["content"], len(said["tool_calls"]), reason) == ("abc", 1, "tool_calls")
+            _, whole = await ask("/v1/messages", alone)
+            assert [block["type"] for block in whole["content"]] == ["text", "tool_use"]
+            assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
+            _, events = await ask("/v1/messages", {**alone, "stream": True})
+            starts = [data["content_block"]["type"] for name, data in events if name == "content_block_start"]
+            assert starts == ["text", "tool_use"]
+            _, free = await ask("/v1/chat/completions", {**one, "parallel_tool_calls": True})
+            assert len(free["choices"][0]["message"]["tool_calls"]) == 2
+
+    run(scenario())
+
+
 def test_log_probs_and_alternatives_are_those_of_the_sampled_distribution(folder: Path, model: PreTrainedModel) -> None:
     body = {"messages": ASK, "max_tokens": 9, "logprobs": True, "seed": 3, "return_token_ids": True}
 

@@ -144,7 +144,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "frequency": 1, "frequency_penalty": 0.5, "functions": [], "logit_bias": {"5": 1}, "temperature": "hot",
         "max_tokens": "x", "n": 0, "stop": 5, "seed": 0.5, "stream": "yes", "tools": [{"type": "web"}],
         "tool_choice": "required", "top_logprobs": 3, "response_format": {"type": "xml"}, "messages": [],
-        "parallel_tool_calls": False, "stop_token_ids": ["a"], "min_tokens": "x", "top_k": "x",
+        "parallel_tool_calls": 0, "stop_token_ids": ["a"], "min_tokens": "x", "top_k": "x",
     }.items()),
     ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
