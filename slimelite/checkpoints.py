@@ -38,6 +38,7 @@ BLOCK = 1 << 24
 SAID_ABOVE = 10**10
 Checksums = dict[str, "Checksum"]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+OWN_CHECKPOINT = "is a checkpoint of --save"
 REMEDY = "go on from an earlier checkpoint with --ckpt-step"
 
 
@@ -64,6 +65,16 @@ class Checksum(TypedDict):
 def holds_model(folder: str | Path) -> bool:
     """Whether ``folder`` holds a Hugging Face model and is not a folder of checkpoints."""
     return (Path(folder) / "config.json").is_file() and not (Path(folder) / MARKER).is_file()
+
+
+def why_no_model(folder: str | Path) -> str | None:
+    """What the folder is if it is no Hugging Face model, as the predicate of a sentence; None if it is one."""
+    root = Path(folder)
+    if (root / "config.json").is_file():
+        return None
+    if (root / STATE_FILE).is_file() or any(root.glob(f"iter_*/{STATE_FILE}")):
+        return OWN_CHECKPOINT
+    return "is in Megatron format" if (root / MARKER).is_file() else "holds no config.json"
 
 
 def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool = False) -> tuple[Path | None, str]:

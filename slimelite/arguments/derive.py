@@ -17,7 +17,7 @@ from slimelite.arguments.machine import Machine, derive_devices, derive_engine_g
 from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.model import model_config_from_flags
 from slimelite.arguments.vocabulary import Settings
-from slimelite.checkpoints import HUB_ID, find_checkpoint, holds_model
+from slimelite.checkpoints import HUB_ID, OWN_CHECKPOINT, find_checkpoint, holds_model, why_no_model
 from slimelite.environments.registry import TOTAL, known
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
@@ -252,6 +252,8 @@ def _model(draft: Draft) -> None:
         draft.default("ref_load", args.hf_checkpoint, "as --hf-checkpoint")
     elif args.ref_load is not None and (problem := _not_hugging_face(args.ref_load)) is not None:
         what = f"--ref-load {args.ref_load} {problem}"
+        if wanted and problem == OWN_CHECKPOINT:
+            draft.complain("--ref-load", f"{args.ref_load}: {problem}; name a folder that --save-hf wrote")
         draft.set("ref_load", args.hf_checkpoint, f"{what}: --hf-checkpoint is the reference")
         draft.notes.append(f"{what}; the reference is --hf-checkpoint {args.hf_checkpoint}")
 
@@ -260,7 +262,7 @@ def _new_model(draft: Draft) -> None:
     """No config.json: the architecture flags define the model."""
     args = draft.args
     if not args.describes_model:
-        where = f"{args.hf_checkpoint}: holds no config.json; name" if args.hf_checkpoint else "is missing: name"
+        where = f"{path}: {why_no_model(path)}; name" if (path := args.hf_checkpoint) else "is missing: name"
         draft.complain("--hf-checkpoint", f"{where} a model, or define one with --num-layers ... and --tokenizer")
         return
     try:
@@ -273,15 +275,10 @@ def _new_model(draft: Draft) -> None:
 
 def _not_hugging_face(path: str) -> str | None:
     """Why ``path`` is no Hugging Face model, or None."""
-    folder = Path(path)
-    if not folder.is_dir():
-        is_hub_id = HUB_ID.fullmatch(path) and not path.startswith((".", "~")) and "torch_dist" not in path
-        return None if is_hub_id else "is not there"
-    if (folder / "config.json").is_file():
-        return None
-    if (folder / "latest_checkpointed_iteration.txt").is_file():
-        return "is in Megatron format"
-    return "holds no config.json"
+    if Path(path).is_dir():
+        return why_no_model(path)
+    is_hub_id = HUB_ID.fullmatch(path) and not path.startswith((".", "~")) and "torch_dist" not in path
+    return None if is_hub_id else "is not there"
 
 
 def _batches(draft: Draft) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slimelite.arguments import Args, EvalDataset
 from slimelite.arguments.user_code import plugin_paths
-from slimelite.checkpoints import STATE_FILE, damage, may_be_hub_id, read_json
+from slimelite.checkpoints import STATE_FILE, damage, may_be_hub_id, read_json, why_no_model
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.tokenizer import check_files
 from slimelite.model_files import check_architecture, has_weights, shape_problems, weight_shapes
@@ -269,6 +269,8 @@ def read_config(path: str) -> dict[str, Any]:
     """
     folder = Path(path)
     if folder.is_dir():
+        if (why := why_no_model(folder)) is not None:
+            raise ValueError(f"{why}; name the model's Hugging Face folder")
         return read_json(folder / "config.json")
     if folder.exists():
         raise ValueError("is a file; name the folder that holds it")

@@ -231,6 +231,18 @@ def test_ref_load_falls_back(make: Make, tmp_path: Path) -> None:
         assert f"--ref-load {path} {why}; the reference is --hf-checkpoint owner/model" in args.notes
 
 
+def test_a_checkpoint_of_ours_is_no_reference(make: Make, problems: Problems, tmp_path: Path) -> None:
+    """It was called Megatron's, and the policy was compared with --hf-checkpoint instead."""
+    saved = tmp_path / "iter_0000004"
+    saved.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    (saved / "trainer.json").write_text("{}")
+    for path in (tmp_path, saved):
+        (problem,) = problems(f"--log-ref-kl --ref-load {path}")
+        assert problem == f"--ref-load {path}: is a checkpoint of --save; name a folder that --save-hf wrote"
+        assert any("is a checkpoint of --save" in note for note in make(f"--ref-load {path}").notes)
+
+
 def test_algorithm(make: Make) -> None:
     assert make("--eps-clip 0.3").eps_clip_high == 0.3
     assert make("--eps-clip 0.3 --eps-clip-high 0.4").eps_clip_high == 0.4

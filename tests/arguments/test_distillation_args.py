@@ -72,6 +72,12 @@ def test_a_teacher_must_speak_the_students_vocabulary(make: Make, model: Path, d
     assert "no such folder" in problem
 
 
+def test_a_teacher_in_megatrons_format_is_called_that(make: Make, model: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    (problem,) = found(make, model, data, tmp_path)
+    assert problem == f"--opd-teacher-load {tmp_path}: is in Megatron format; name the model's Hugging Face folder"
+
+
 @pytest.mark.parametrize(("size", "says"), [(512, None), (640, "its vocabulary has 640 tokens, the student's 512")])
 def test_without_a_tokenizer_the_sizes_must_agree(
     make: Make, model: Path, data: Path, tmp_path: Path, size: int, says: str | None
