@@ -43,7 +43,7 @@ class Calculator(ToolEnvironment):
         if self.row.label is None:
             return None
         found = re.findall(r"-?\d+(?:\.\d+)?", content)
-        return float(bool(found) and _text(float(found[-1])) == _text(float(self.row.label)))
+        return float(bool(found) and float(found[-1]) == float(self.row.label))
 
     def metrics(self) -> Mapping[str, float]:
         """``rightful_calls``: 1 if a call gave the label."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import os
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -49,11 +49,12 @@ class Ended:
         for line in reversed(self.output.splitlines()):
             try:
                 found = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(found, dict):
                 reward = found.get("reward")
-                number = isinstance(reward, int | float) and math.isfinite(reward)
+                # an integer of 400 digits is no number either
+                number = isinstance(reward, int | float) and abs(reward) <= sys.float_info.max
                 if reward is not None and not number:
                     raise ValueError(f"the program's reward is no finite number: {reward!r:.100}")
                 return None if reward is None else float(reward)

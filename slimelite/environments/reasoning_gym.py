@@ -2,7 +2,7 @@
 
 ``size``: rows of each task at each level. ``levels``: rows have the difficulties 0 … levels - 1 of the library's
 curriculum; 0: its default difficulty. ``prompt``: one of its system prompts, which ask for ``<answer>`` tags, or none:
-the whole reply is the answer. Other keys are settings of the tasks, such as ``max_digits``.
+the whole reply is the answer. Other keys are settings of the tasks, such as ``allow_negation=false``.
 
 The library scores some answers with ``eval``, so scoring takes place in a process that can read Python's own files and
 reach nothing else (`confine`); its program is this file.
@@ -23,6 +23,7 @@ from slimelite.environments.protocol import Row, Start, Step
 from slimelite.rewards.confine import confine
 from slimelite.rewards.rules import GRADER_MEMORY_MB, Answer, Failure, Reward
 from slimelite.rewards.workers import WorkerPool, serve
+from slimelite.serving.tools import PYTHON
 
 # the library makes entry i of a data set from its seed + i: seeds of ours are this far apart, so none share an entry
 APART = 1_000_000
@@ -38,14 +39,22 @@ def _read(text: str) -> dict[str, Any]:
         ValueError: it names no task, or a value is not of its kind.
     """
     names, _, query = text.partition("?")
-    given: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
-    given |= {key: float(value) for key, value in given.items() if value.replace(".", "", 1).isdecimal()}
-    given |= {key: int(value) for key, value in given.items() if isinstance(value, float) and value.is_integer()}
+    given = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
     spec = {key: given.pop(key, usual) for key, usual in OWN.items()}
-    if not names or not (all(isinstance(spec[key], int) for key in ("size", "seed", "levels")) and spec["size"]):
+    whole = all(isinstance(spec[key], int) for key in ("size", "seed", "levels"))
+    if not names or not whole or spec["size"] < 1 or spec["levels"] < 0:
         example = "tasks, and size, seed and levels as whole numbers, as in chain_sum,gcd?size=1000&seed=1"
         raise ValueError(f"--environment reasoning-gym:{text}: write {example}")
     return {"tasks": names.split(","), "settings": json.dumps(given)} | spec
+
+
+def _value(text: str) -> Any:
+    """The value of a setting: a number, true, false or a list as JSON or Python writes them, or else the text."""
+    try:
+        value = PYTHON[text] if text in PYTHON else json.loads(text)
+    except ValueError:
+        return text
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @lru_cache(64)
@@ -64,6 +73,11 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
         raise ValueError("reasoning-gym:list_functions makes other questions of the same seed each time: not usable")
     config = DATASETS[task][1]()
     given = {key: value for key, value in json.loads(settings).items() if hasattr(config, key)}
+    for key, value in given.items():
+        usual = getattr(config, key)
+        # the library takes any text for true, and one for a list of its letters
+        if value not in (True, False) if isinstance(usual, bool) else isinstance(value, str) != isinstance(usual, str):
+            raise ValueError(f"reasoning-gym: {key} of {task} is a value like {usual!r}, not {value!r}")
     if level is not None:
         if (curriculum := CURRICULA.get(task, lambda: None)()) is None:
             raise ValueError(f"reasoning-gym has no curriculum for {task}; leave levels out")

@@ -64,6 +64,15 @@ class TestReasoningGym:
         hard = [row["input"][0]["content"].count("+") + row["input"][0]["content"].count(" - ") for row in rows[2::4]]
         assert max(hard) >= 1
 
+    def test_settings_are_truth_values_negative_numbers_and_lists_too(self) -> None:
+        for false in ("false", "False", "0"):
+            texts = [row["input"][0]["content"] for row in self.rows(f"chain_sum?prompt=none&allow_negation={false}")]
+            assert not [text for text in texts if "-" in text.replace(" - ", "")]
+        (row,) = self.rows('basic_arithmetic?size=1&prompt=none&min_terms=3&operators=["*"]&allow_parentheses=false')
+        assert row["input"][0]["content"].count("*") >= 2
+        (row,) = self.rows("products?size=1&prompt=none&min_digits=2&seed=-3")
+        assert row["metadata"]["seed"] == -3
+
     def test_no_two_seeds_share_a_question(self) -> None:
         # the library makes entry i from seed + i, so that its own seeds 0 and 1 share all but one
         first, second = (
@@ -110,6 +119,9 @@ class TestReasoningGym:
             ("graph_color?size=1", "gives its own answer no reward"),
             ("list_functions?size=1", "other questions of the same seed"),
             ("chain_sum?size=many", "whole numbers"),
+            ("chain_sum?size=-1", "whole numbers"),
+            ("chain_sum?size=1&allow_negation=no", "allow_negation of chain_sum is a value like False, not 'no'"),
+            ("basic_arithmetic?size=1&operators=*", "operators of basic_arithmetic is a value like .*, not '\\*'"),
             ("chain_sum?size=1&colour=red", "has a setting colour"),
             ("chain_sum?size=1&min_terms=9&max_terms=2", "refuses the settings of chain_sum: max_terms"),
             ("gsm_symbolic?size=1&levels=2", "no curriculum for gsm_symbolic"),

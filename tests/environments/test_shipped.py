@@ -50,6 +50,7 @@ def test_the_calculator_scores_its_own_rows() -> None:
             end = Step([], 1.0, done=True, metrics={"rightful_calls": 1.0})
             assert await environment.step({**ASKED, "content": f"It is {row['label']}."}) == end
             assert (await environment.step({**ASKED, "content": f"It is {row['label']}1."})).reward == 0.0
+            assert (await environment.step({**ASKED, "content": "9" * 400})).reward == 0.0
             environment.reset(Row([], row["label"]))
             guessed = await environment.step({**ASKED, "content": row["label"]})
             assert (guessed.reward, guessed.metrics) == (1.0, {"rightful_calls": 0.0})
@@ -124,7 +125,7 @@ def test_nim_by_its_rules() -> None:
     assert play(7, "3", "1").metrics == {"illegal_moves": 0.0}  # 4 cannot be won
     last = play(7, "3", "1", " 3\n")
     assert (last.done, last.reward, last.rewards) == (True, 1.0, {"second": -1.0})
-    for wrong in ("4", "0", "three", "", "1 1", "-1"):
+    for wrong in ("4", "0", "three", "", "1 1", "-1", "1" * 5000):
         step = play(5, "3", wrong)
         assert (step.done, step.reward, step.rewards, step.metrics["illegal_moves"]) == (
             True,

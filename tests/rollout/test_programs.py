@@ -34,7 +34,7 @@ def make(make_args: MakeArgs, make_manager: MakeManager, tmp_path: Path) -> Make
     """A manager whose programs end in these ways, one after the other."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
-        "".join(json.dumps({"messages": "1+1=?", "label": "2", "metadata": {"number": n}}) + "\n" for n in range(8))
+        "".join(json.dumps({"messages": "1+1=?", "label": "2", "metadata": {"number": n}}) + "\n" for n in range(9))
     )
 
     def make(*ways: str, engine: ScriptedEngine | None = None, **given: Any) -> RolloutManager:
@@ -71,7 +71,7 @@ def ended(tmp_path: Path) -> bool:
 
 
 def test_programs_make_samples_and_failures_are_counted(make: Make, tmp_path: Path) -> None:
-    ways = ["reward", "grade", "fail", "silent", "strange", "loud", "child"]
+    ways = ["reward", "grade", "fail", "silent", "strange", "loud", "child", "deep", "huge"]
     output = make(*ways, agent_timeout=60.0).generate(0)
     samples: list[Sample] = [sample for group in output.table.to_samples() for sample in group]
     found = {ways[sample.metadata["number"]]: sample for sample in samples}
@@ -80,6 +80,8 @@ def test_programs_make_samples_and_failures_are_counted(make: Make, tmp_path: Pa
         "reward": 0.5,
         "loud": 0.5,
         "child": 0.5,
+        "deep": 0.5,
+        "huge": 0.0,
         "fail": 0.0,
         "silent": 0.0,
         "strange": 0.0,
@@ -89,6 +91,7 @@ def test_programs_make_samples_and_failures_are_counted(make: Make, tmp_path: Pa
     assert "exit status 1: no idea" in errors.pop("fail")
     assert "never asked the model" in errors.pop("silent")
     assert "no finite number: 'much'" in errors.pop("strange")
+    assert "no finite number: 1000" in errors.pop("huge")
     assert errors == {}
     assert found["silent"].remove_sample
     assert ended(tmp_path)  # the child with its program
@@ -96,8 +99,8 @@ def test_programs_make_samples_and_failures_are_counted(make: Make, tmp_path: Pa
         assert str(found[way].status) == "completed"
         assert int(np.sum(found[way].loss_mask)) == 10  # two replies of five tokens
     metrics = {name.rpartition("/")[2]: v for name, v in output.metrics.items() if "/environment/" in name}
-    assert (metrics["turns"], metrics["errors"], metrics["timeouts"]) == (pytest.approx(12 / 7), 3, 0)
-    assert metrics["silent_programs"] == pytest.approx(1 / 7)
+    assert (metrics["turns"], metrics["errors"], metrics["timeouts"]) == (pytest.approx(16 / 9), 4, 0)
+    assert metrics["silent_programs"] == pytest.approx(1 / 9)
     log = (tmp_path / "run" / "agents" / "programs.log").read_text()
     assert "2 replies, reward 0.5" in log
     assert "--- stderr\nno idea" in log

@@ -38,5 +38,9 @@ if way == "loud":
     print("x" * 3_000_000)
 if way == "strange":
     print(json.dumps({"reward": "much"}))
-if way in ("reward", "loud", "child"):
+if way == "huge":
+    print('{"reward": 1' + "0" * 400 + "}")
+if way in ("reward", "loud", "child", "deep"):
     print(json.dumps({"reward": 0.5}))
+if way == "deep":
+    print("[" * 60_000)
