@@ -17,7 +17,6 @@ import numpy as np
 import slimelite
 from slimelite.files import write_text
 from slimelite.html import document
-from slimelite.lifecycle import read_status
 from slimelite.tracking.metrics_file import DEFAULT_AXIS
 from slimelite.tracking.panels import GROUPS, unit
 from slimelite.view.comparison import differing_flags, flag_names, wall_seconds
@@ -60,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     out = Path(args.out or Path(args.runs[0]) / "view.html")
     with suppress(KeyboardInterrupt):
-        runs = _first(args.runs, args.follow)
+        runs = read_runs(args.runs)
         began = time.monotonic()
         write_page(runs, out, live=args.follow)
         print(out)
@@ -74,21 +73,6 @@ def main(argv: Sequence[str]) -> int:
                 write_page(fresh, out, live=not ended)
             runs = fresh
     return 0
-
-
-def _first(folders: Sequence[str], follow: bool) -> list[Run]:
-    """The runs; with ``--follow`` once a run that goes on has its first numbers."""
-    said = False
-    while True:
-        try:
-            return read_runs(folders)
-        except ValueError as error:
-            if not follow or all(read_status(folder).get("status") != "running" for folder in folders):
-                raise
-            if not said:
-                print(f"waiting: {error}", flush=True)
-            said = True
-        time.sleep(FOLLOW_EVERY)
 
 
 def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:

@@ -353,26 +353,3 @@ def test_a_run_that_goes_on_is_written_again_until_it_ends(
     assert seen[0][0] == seen[1][0] != seen[2][0]  # written again only with something new, as a new file
     assert "0.123" in out.read_text()
     assert '"live":0' in out.read_text()
-
-
-def test_a_run_that_has_just_begun_is_waited_for(
-    tmp_path: Path, folders: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, out = tmp_path / "run", tmp_path / "view.html"
-    run.mkdir()
-    status = this_process() | {"status": "running"}
-    (run / "status.json").write_text(json.dumps(status))
-    MetricsFile(run).write("start", {"rollout/step": 0, "eval/step": -1})
-    waits = []
-
-    def wait(_seconds: float) -> None:
-        waits.append(out.is_file())
-        if len(waits) == 2:
-            shutil.copytree(folders[0], run, dirs_exist_ok=True)  # finished meanwhile
-
-    monkeypatch.setattr("slimelite.view.page.time.sleep", wait)
-    assert main(["view", str(run), "-o", str(out)]) == 1
-    assert main(["view", str(run), "-o", str(out), "--follow"]) == 0
-    assert waits == [False, False]
-    assert out.is_file()
-    assert capsys.readouterr().out.count("waiting: ") == 1
