@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -78,11 +77,7 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
         if keys.count(name) > 1:
             settings.complain(f"--{name}", "is there twice, with - and with _")
         elif own_keys and not vocabulary.knows(name):
-            try:
-                json.dumps(value, default=str, skipkeys=True)  # the run writes it into config.json
-                settings.custom[name.replace("-", "_")] = value
-            except (ValueError, RecursionError) as error:
-                settings.complain(f"--{name}", f"cannot be written as JSON: {error}")
+            settings.custom[name.replace("-", "_")] = value
         elif value is not None:  # null is "not given"
             _read_key(name, value, vocabulary, settings)
     settings.problems[before:] = [f"{path}: {problem}" for problem in settings.problems[before:]]
