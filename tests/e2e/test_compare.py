@@ -11,7 +11,7 @@ import pytest
 
 from slimelite.table import SampleTable
 from slimelite.view.command import main
-from slimelite.view.statistics import paired_test
+from slimelite.view.comparison import paired_test
 
 from .conftest import metrics
 

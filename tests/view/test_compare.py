@@ -16,9 +16,8 @@ from slimelite.sample import Sample
 from slimelite.table import SampleTable
 from slimelite.tracking.metrics_file import MetricsFile
 from slimelite.view.command import main
-from slimelite.view.comparison import comparison
+from slimelite.view.comparison import comparison, paired_test
 from slimelite.view.run import Run, read_runs
-from slimelite.view.statistics import paired_test
 from tests.tracking.fake_run import make_args, play
 from tests.tracking.terminal import terminal
 
