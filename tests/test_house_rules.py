@@ -149,6 +149,12 @@ def test_files_and_functions_are_short() -> None:
     assert len(functions) > 1000
 
 
+def test_what_came_after_the_first_version_is_where_the_list_says() -> None:
+    first, *later = house_counts.first_version(ROOT).values()
+    counts = [[int(word.replace(",", "")) for word in row.split()[::2] if word[0].isdigit()] for row in (first, *later)]
+    assert sum(lines for _, lines, *_ in counts) == sum(len(source.text.splitlines()) for source in SOURCES)
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert house_counts.import_circles(SOURCES) == []
 
