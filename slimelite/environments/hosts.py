@@ -167,12 +167,16 @@ def _sound(found: Any, method: str, wanted: type[Start] | type[Step]) -> Any:
     try:
         if len(found.messages):
             sound(read_messages(list(found.messages)), "messages")
+        if not isinstance(found.role, str | None):
+            raise TypeError(f"the role is {found.role!r:.60}, not text")
         if isinstance(found, Start):
             if not len(found.messages):
                 raise ValueError("there is no message that the model could answer")
             if wrong := [tool for tool in found.tools if not isinstance(tool, dict)]:
                 raise TypeError(f"{wrong[0]!r:.60} is no tool")
             return found
+        if isinstance(found.done, str):  # which would be true
+            raise TypeError(f"done is {found.done!r:.60}, not True or False")
         parts = found.reward if isinstance(found.reward, Mapping) else {"": found.reward or 0.0}
         for number in (*parts.values(), *found.rewards.values()):
             if not math.isfinite(number):

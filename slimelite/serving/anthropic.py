@@ -90,6 +90,8 @@ def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str
         raise RequestError("send messages: a list of at least one", param="messages")
     for index, message in enumerate(body["messages"]):
         said += checked_messages(_messages(message, f"messages[{index}]"), index)
+    if said[-1]["role"] == "assistant":  # as newer models of theirs do; it would be a message of its own here
+        raise RequestError(f"messages[{index}]: the assistant's reply cannot be begun for it", param="messages")
     tools = []
     for index, tool in enumerate(body.get("tools") or ()):
         if tool.get("type", "custom") != "custom":

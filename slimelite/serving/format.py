@@ -290,9 +290,12 @@ def content_text(content: Any, name: str = "content") -> str:
         ValueError: it has something else, such as an image.
     """
     if isinstance(content, list):
-        if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            return "".join(part["text"] for part in content)
-    elif content is None or isinstance(content, str):
+        for place, part in enumerate(content):
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else part
+                raise ValueError(f"{name}[{place}] is of type {kind!r:.60}, and only parts of type text are read")
+        return "".join(part["text"] for part in content)
+    if content is None or isinstance(content, str):
         return content or ""
     raise ValueError(f"{name} must be text or parts of type text, not {content!r:.60}")
 

@@ -37,6 +37,10 @@ class Echo:
             return Step(reward="much", done=True)  # type: ignore[arg-type]
         if said == "text":
             return Step("text")  # type: ignore[arg-type]
+        if said == "over":
+            return Step(done="false")  # type: ignore[arg-type]
+        if said == "whose":
+            return Step(role=["b"])  # type: ignore[arg-type]
         if said == "wrong":
             return {"done": True}  # type: ignore[return-value]
         return Step([{"role": "user", "content": said}], {"a": 1.0, "b": 0.5}, done=said == "end", metrics={"n": 1})

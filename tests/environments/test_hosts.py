@@ -79,6 +79,8 @@ def test_behind_an_address() -> None:
         ("hang", "timeout", r"step took longer than 2 s \(--environment-call-timeout\)"),
         ("wrong", "invalid", "step returned a dict, not a Step"),
         ("much", "invalid", "step returned what cannot be used: must be real number, not str"),
+        ("over", "invalid", "step returned what cannot be used: done is 'false', not True or False"),
+        ("whose", "invalid", r"step returned what cannot be used: the role is \['b'\], not text"),
         ("text", "invalid", "step returned what cannot be used: message 0 needs a role and a content, got 't'"),
     ],
 )

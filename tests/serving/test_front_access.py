@@ -152,8 +152,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      "one of the tools, which are search"),
     ("/v1/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "schema"),
     ("/v1/chat/completions", {"messages": [{"role": "robot", "content": "a"}]}, "messages[0]"),
-    ("/v1/chat/completions", {"messages": [*ASK, {"role": "user", "content": [{"type": "image_url"}]}]},
-     "messages[1].content must be text"),
+    ("/v1/chat/completions", {"messages": [*ASK, {"role": "user", "content": [{"type": "text", "text": "a" * 99}, {
+        "type": "image_url", "image_url": {"url": "data:"}}]}]}, "messages[1].content[1] is of type 'image_url'"),
     ("/v1/chat/completions", {"messages": [*ASK, {"role": "user"}]}, "messages[1] (user) says nothing"),
     ("/v1/chat/completions", {"messages": [*ASK, {"role": "assistant", "tool_calls": [
         {"function": {"name": "f", "arguments": "{"}}]}]}, "messages[1] tool_calls[0] (f): arguments are not JSON"),
@@ -176,6 +176,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
      "messages[1].content[0] is of type 'image'"),
     ("/v1/messages", {**CHAT, "messages": [{"role": "user", "content": 5}]}, "messages[0].content must be text"),
     ("/v1/messages", {**CHAT, "system": 5}, "system must be text"),
+    ("/v1/messages", {**CHAT, "messages": [*ASK, {"role": "assistant", "content": "It is"}]}, "messages[1]"),
     ("/v1/messages", {**CHAT, "stop": ["a"]}, "stop"),
     *(("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: "x"}}, "template") for name in
       ("chat_template", "conversation", "messages", "tools", "self")),
