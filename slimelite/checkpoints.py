@@ -77,10 +77,13 @@ def why_no_model(folder: str | Path) -> str | None:
     return "is in Megatron format" if (root / MARKER).is_file() else "holds no config.json"
 
 
-def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool = False) -> tuple[Path | None, str]:
+def find_checkpoint(
+    load: str | Path, step: int | None = None, *, fallback: bool = False, own: bool = False
+) -> tuple[Path | None, str]:
     """The checkpoint under ``load`` to resume from: that of rollout ``step``, or the newest; its files are verified.
 
-    ``fallback``: if it is damaged, take the newest undamaged checkpoint before it.
+    ``fallback``: if it is damaged, take the newest undamaged checkpoint before it. ``own``: the run saves to ``load``,
+    so that other files there may be its own, from before its first checkpoint.
 
     Returns:
         its folder, or None if ``load`` is absent or empty (the first run of a script that resumes); and a note for the
@@ -93,10 +96,11 @@ def find_checkpoint(load: str | Path, step: int | None = None, *, fallback: bool
     root = Path(load)
     marker = root / MARKER
     if not marker.is_file():
-        _refuse_what_is_no_checkpoint(root)
+        if holds_model(root) or not own:
+            _refuse_what_is_no_checkpoint(root)
         if step is not None:
             raise ValueError(f"{load}: holds no complete checkpoint, so not that of rollout {step} (--ckpt-step)")
-        return None, "holds no checkpoint yet: this is a fresh start"
+        return None, "holds no checkpoint yet"
     word = str(step) if step is not None else marker.read_text(errors="replace").strip()
     if not any(root.glob(f"iter_*/{ROLLOUT_STATE}")):
         raise ValueError(

@@ -368,10 +368,13 @@ def _checkpoints(draft: Draft) -> None:
     if args.load is None or (holds_model(args.load) and args.ckpt_step is None):
         return
     try:
-        found, note = find_checkpoint(args.load, args.ckpt_step, fallback=args.load_fallback)
+        own = args.save is not None and Path(args.load).resolve() == Path(args.save).resolve()
+        found, note = find_checkpoint(args.load, args.ckpt_step, fallback=args.load_fallback, own=own)
     except ValueError as error:
         draft.complain("--load", str(error))
         return
+    if found is None:
+        note += ": a new run begins" + " from --hf-checkpoint" * (args.hf_checkpoint is not None)
     if note:
         draft.notes.append(f"--load {args.load}: {note}")
     newest = "the newest under --load" if args.ckpt_step is None else "--ckpt-step"

@@ -414,7 +414,12 @@ def test_load(make: Make, problems: Problems, tmp_path: Path) -> None:
     root = tmp_path / "ckpt"
     fresh = make(f"--load {root}")
     assert fresh.resume_directory is None
-    assert any("fresh start" in note for note in fresh.notes)
+    begins = f"--load {root}: holds no checkpoint yet: a new run begins from --hf-checkpoint"
+    assert begins in fresh.notes
+    root.mkdir()
+    (root / "log.txt").touch()  # of a script whose first start and every later one are the same
+    assert begins in make(f"--load {root} --save {root}/../ckpt --save-interval 1").notes
+    assert "not a checkpoint" in problems(f"--load {root} --save {tmp_path} --save-interval 1")[0]
     (root / "iter_0000003").mkdir(parents=True)  # the first save was cut short
     assert make(f"--load {root}").resume_directory is None
     for absent in (root, tmp_path / "nowhere"):
