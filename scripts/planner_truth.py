@@ -89,7 +89,7 @@ def host(only: str = "", setting: str = "") -> None:
     for model in [only] if only else SMALL:
         for name in [setting] if setting else ON_CPU:
             device = measured_cpu(1, 1.0)
-            load = load_of(small(model), ROWS // 2 * (HERE + HERE), ON_CPU[name], width=4)
+            load = load_of(small(model), ROWS // 2 * (HERE + HERE), ON_CPU[name], width=4, plain=True)
             seconds = train(load, Work(ROWS, 1, HERE, HERE, 1, shares=False), 1, device).seconds(device)
             command = [sys.executable, __file__, "one", model, name]
             spent, resident = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-2:]

@@ -69,6 +69,7 @@ def training_load(args: Args) -> Load | str:
         shapes,
         tokens,
         shards=max(1, ranks // args.dp_replicate_size),
+        plain=ranks == 1 and args.device == "cpu",
         checkpointing=bool(args.gradient_checkpointing),
         selective=args.recomputes_selectively,
         whole_grads=args.reduce_once_a_step and ranks > 1,

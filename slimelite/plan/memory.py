@@ -34,6 +34,7 @@ class Load:
         shapes: of the model.
         tokens: of a micro-batch.
         shards: number of ranks that share one copy of the model.
+        plain: the model is not given to FSDP, which copies weights and gradients: it has one rank, on a CPU.
         checkpointing: layers keep only their input and are recomputed in backward.
         selective: with ``checkpointing``, layers also keep what matrix products and attention return.
         whole_grads: gradients stay whole on every rank until the step's last micro-batch.
@@ -50,6 +51,7 @@ class Load:
     shapes: Shapes
     tokens: int
     shards: int = 1
+    plain: bool = False
     checkpointing: bool = False
     selective: bool = False
     whole_grads: bool = False
@@ -107,10 +109,10 @@ class Load:
 
     def log_probs(self) -> Parts:
         """The peak of a pass without gradients; a frozen model's weights are then beside the trainer's."""
-        s, w = self.shapes, self.width
+        s, w, g = self.shapes, self.width, self._copied
         states = w * self.tokens * s.hidden
-        in_head: Parts = {"activations": 2 * states, "logits": 12 * self._logits, "gathered": w * (s.outer + s.layer)}
-        in_layers: Parts = {"activations": self.tokens * self.layer_bytes(), "gathered": w * (s.outer + 2 * s.layer)}
+        in_head: Parts = {"activations": 2 * states, "logits": 12 * self._logits, "gathered": g * (s.outer + s.layer)}
+        in_layers: Parts = {"activations": self.tokens * self.layer_bytes(), "gathered": g * (s.outer + 2 * s.layer)}
         moment = max(in_head, in_layers, self._gather(), key=total)
         frozen = w * s.parameters / self.shards if self.others else 0
         return self.state() | moment | {"reference": frozen}
@@ -138,9 +140,14 @@ class Load:
         """The memory at the beginning of a pass. Several ranks hold embedding and head twice then: in the buffer in
         which they were gathered, and in the copy that the pass computes with.
         """
-        s, w = self.shapes, self.width
-        buffers = 2 if self.shards > 1 else 1
-        return {"activations": w * self.tokens * s.hidden, "gathered": buffers * w * (s.outer + s.layer)}
+        s, buffers = self.shapes, 2 if self.shards > 1 else 1
+        states = self.width * self.tokens * s.hidden
+        return {"activations": states, "gathered": buffers * self._copied * (s.outer + s.layer)}
+
+    @property
+    def _copied(self) -> int:
+        """Bytes of a number in the copies of weights that a pass computes with."""
+        return 0 if self.plain else self.width
 
     @property
     def _logits(self) -> int:
@@ -153,7 +160,7 @@ class Load:
         return 4 * w * s.inner + (4 * w + 8) * s.hidden + 2 * w * (s.query + s.key) + normed
 
     def _moments(self) -> list[Parts]:
-        s, w, tokens = self.shapes, self.width, self.tokens
+        s, w, g, tokens = self.shapes, self.width, self._copied, self.tokens
         states, kept = w * tokens * s.hidden, tokens * self.layer_bytes()
         if self.checkpointing:
             # the states before each layer, and one layer's activations with their gradients
@@ -169,13 +176,13 @@ class Load:
         # of earlier micro-batches, and of the layers above
         held = 0 if self.single else 4 * self.trained if self.whole_grads else sharded
         so_far = sharded * (1 - full * s.outer / s.parameters)
-        work = w * (s.outer + 2 * s.layer)  # gathered, and the next layer with it
+        work = g * (s.outer + 2 * s.layer)  # gathered, and the next layer with it
         of_layer = full * ((4 + w) * s.layer + w * head)
         in_head = {
             "activations": s.layers * kept + 5 * states,
             # as many in the forward pass as in one for log-probs; in the backward pass a frozen head needs fewer
             "logits": (4 + w if full else 12) * self._logits,
-            "gathered": w * (s.outer + s.layer),
+            "gathered": g * (s.outer + s.layer),
             "gradients": held + full * 4 * (head + min(CHUNK[w], head)),
         }
         first_layers = {

@@ -68,16 +68,16 @@ class Learner(Generic[Model]):
         Returns:
             0-d, this rank's share of the step's loss.
         """
-        assert isinstance(self.model, FSDPModule)
         total = torch.zeros((), device=self.world.device)
         batches = step.micro_batches[self.world.dp_rank]
         for i, rows in enumerate(batches):
-            # reduce once a step: ranks sum gradients after the last micro-batch and hold unsharded ones until then;
-            # otherwise they sum after each micro-batch, so that a rank keeps only its shard
-            reduces = i + 1 == len(batches) or not self.args.reduce_once_a_step
-            self.model.set_requires_gradient_sync(reduces)
-            # FSDP then frees its send buffers too: for embedding and head together these are 4 GB in a 7B model
-            self.model.set_is_last_backward(reduces)
+            if isinstance(self.model, FSDPModule):
+                # reduce once a step: ranks sum gradients after the last micro-batch and hold unsharded ones until then;
+                # otherwise they sum after each micro-batch, so that a rank keeps only its shard
+                reduces = i + 1 == len(batches) or not self.args.reduce_once_a_step
+                self.model.set_requires_gradient_sync(reduces)
+                # FSDP then frees its send buffers too: for embedding and head together these are 4 GB in a 7B model
+                self.model.set_is_last_backward(reduces)
             loss = share(MicroBatch(columns, rows, self.world.device, shares=self.model.shares))
             # FSDP averages over ranks; the weights already divide by the whole step
             (loss * self.world.dp_size).backward()

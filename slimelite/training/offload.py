@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from slimelite.training.parallel import local
 
 # a power of two: torch rounds other sizes of pinned memory up to the next
 BLOCK_BYTES = 2**26
@@ -46,7 +47,7 @@ class HostMemory:
         copied = unchanged and bool(self._blocks)
         end = 0
         for tensor in self._tensors():
-            storage = _local(tensor).untyped_storage()
+            storage = local(tensor).untyped_storage()
             if not storage.nbytes() or storage._cdata in self._away:
                 continue
             self._away[storage._cdata] = (storage, end, storage.nbytes())
@@ -70,7 +71,7 @@ class HostMemory:
     @contextmanager
     def present(self, tensor: Tensor) -> Iterator[None]:
         """A context in which ``tensor`` can be read on the device, whether offloaded or not."""
-        storage = _local(tensor).untyped_storage()
+        storage = local(tensor).untyped_storage()
         if storage._cdata not in self._away:
             yield
             return
@@ -102,7 +103,3 @@ class HostMemory:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

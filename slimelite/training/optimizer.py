@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 
 from slimelite.arguments import OptimizerArgs
 from slimelite.training.model import LanguageModel
-from slimelite.training.parallel import whole
+from slimelite.training.parallel import local, whole
 
 # field of a schedule -> flag
 FLAGS = {
@@ -236,11 +236,11 @@ class Muon(torch.optim.Optimizer):
                 scale = max(1.0, shape[0] / shape[1]) ** 0.5
                 for first in range(0, len(parameters), together):
                     part = parameters[first : first + together]
-                    directions = [_local(self._momentum(parameter, group["momentum"])) for parameter in part]
+                    directions = [local(self._momentum(parameter, group["momentum"])) for parameter in part]
                     for parameter, update in zip(part, ranks.orthogonalize(directions), strict=True):
-                        local = _local(parameter)
-                        local.mul_(1 - group["lr"] * group["weight_decay"])
-                        local.add_(update, alpha=-group["lr"] * scale)
+                        mine = local(parameter)
+                        mine.mul_(1 - group["lr"] * group["weight_decay"])
+                        mine.add_(update, alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: nn.Parameter, momentum: float) -> Tensor:
         """The Nesterov average of past and current gradients, sharded like them."""
@@ -299,7 +299,3 @@ def orthogonalize(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -18,6 +18,7 @@ from slimelite.cluster.workers import RemoteSink
 from slimelite.engines.checks import WeightUpdate
 from slimelite.engines.embedded.engine import EmbeddedEngine
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.training.parallel import local
 from slimelite.training.trainer import Trainer
 from tests.training.tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
 
@@ -69,7 +70,7 @@ def test_later_updates_bring_what_adapters_change(model: Path, engine: EmbeddedE
         assert gap(trainer, other) < 1e-4
         asyncio.run(other.close())
         # 1,000 updates of adapters that change with each: to the bit what one merge of the frozen weights gives
-        parts = [p.detach().to_local() for p in trainer.model.trained().values()]
+        parts = [local(p.detach()) for p in trainer.model.trained().values()]
         for step in range(1000):
             for part in parts:
                 part.mul_(1.01 if step % 2 else 0.991).add_(1e-5)

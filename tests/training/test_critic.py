@@ -22,7 +22,7 @@ from slimelite.table import SampleTable
 from slimelite.training import trainer as trainer_module
 from slimelite.training.columns import TokenColumns
 from slimelite.training.critic import Critic, ValueModel
-from slimelite.training.parallel import World
+from slimelite.training.parallel import World, local, whole
 from slimelite.training.planning import Step, split_steps
 from slimelite.training.sums import MetricSums, table_scores
 from slimelite.training.trainer import Trainer
@@ -61,12 +61,12 @@ def make_exact(trainer: Trainer) -> None:
         exact_norms(model)
     for name, weight in critic.model.named_weights():
         if name.startswith("lm_head"):  # its one row is on the first rank
-            local = weight.detach().to_local()
-            local.copy_(0.1 * torch.arange(1, local.numel() + 1).double().sin().view_as(local))
+            part = local(weight.detach())
+            part.copy_(0.1 * torch.arange(1, part.numel() + 1).double().sin().view_as(part))
 
 
 def critic_weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {n: p.detach().full_tensor().clone() for n, p in critic_of(trainer).model.named_weights()}
+    return {n: whole(p.detach()).clone() for n, p in critic_of(trainer).model.named_weights()}
 
 
 def critic_gradient(trainer: Trainer, table: SampleTable) -> tuple[dict[str, Tensor], dict[str, float], TokenColumns]:
@@ -80,7 +80,7 @@ def critic_gradient(trainer: Trainer, table: SampleTable) -> tuple[dict[str, Ten
     sums = MetricSums(trainer.world)
     step = Step(rows, trainer._deal(table, rows[table.mask_sums[rows] > 0]))
     critic.gradient(columns, step, sums)
-    found = {n: p.grad.full_tensor().clone() for n, p in critic.model.named_weights()}
+    found = {n: whole(p.grad).clone() for n, p in critic.model.named_weights()}
     critic.model.zero_grad()
     return found, sums.means()[0], columns
 

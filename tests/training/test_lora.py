@@ -23,7 +23,7 @@ from slimelite.training.columns import TokenColumns
 from slimelite.training.loading import inspect_model
 from slimelite.training.lora import add_adapters, peft_weights
 from slimelite.training.model import ForwardFlops, PolicyModel
-from slimelite.training.parallel import World
+from slimelite.training.parallel import World, whole
 from slimelite.training.trainer import Trainer
 from tests.training.test_oracle import CASES, pairs
 from tests.training.tiny import (
@@ -45,7 +45,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def trained(trainer: Trainer) -> dict[str, Tensor]:
-    return {n: p.detach().full_tensor().clone() for n, p in trainer.model.trained().items()}
+    return {n: whole(p.detach()).clone() for n, p in trainer.model.trained().items()}
 
 
 def saved_run(model: Path, folder: Path, **flags: Any) -> tuple[Path, np.ndarray]:
@@ -436,12 +436,10 @@ def test_a_wrong_adapter_is_refused(model: Path, tmp_path: Path) -> None:
 
 def test_an_adapter_is_all_that_training_changes(model: Path) -> None:
     with one_rank(tiny_args(model, **LORA, weight_decay=0.1)) as trainer:
-        before = {n: p.detach().full_tensor().clone() for n, p in trainer.model.named_parameters()}
+        before = {n: whole(p.detach()).clone() for n, p in trainer.model.named_parameters()}
         metrics = trainer.train(0, random_table())
         assert metrics["train/grad_norm"] > 0
-        changed = {
-            n for n, p in trainer.model.named_parameters() if not torch.equal(p.detach().full_tensor(), before[n])
-        }
+        changed = {n for n, p in trainer.model.named_parameters() if not torch.equal(whole(p.detach()), before[n])}
         # B starts at 0, so that A has no gradient yet, but weight decay
         assert changed == {f"hf.{name}" for name in trainer.model.trained()}
         assert {id(p) for o in trainer.optimizers.all for p in o.state} == {
@@ -464,7 +462,7 @@ def test_every_loss_trains_adapters(model: Path, tmp_path: Path, name: str) -> N
             step = trainer.optimizers.step
 
             def watched(*given: Any, step: Any = step, trainer: Trainer = trainer) -> tuple[float, bool]:
-                found.append({n: p.grad.full_tensor().clone() for n, p in trainer.model.trained().items()})
+                found.append({n: whole(p.grad).clone() for n, p in trainer.model.trained().items()})
                 found[-1] |= {f"{n} itself": p for n, p in trained(trainer).items()}
                 return step(*given)
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from tiny import Recorder, one_rank, random_table, save_tiny_model, tiny_args, weights_of
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from slimelite import heap
 from slimelite.training import offload
 from slimelite.training.offload import HostMemory
+from slimelite.training.parallel import local
 from slimelite.training.trainer import Trainer
 
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bytes_held(trainer: Trainer) -> int:
     tensors = (tensor for learner in trainer.learners for tensor in learner.tensors())
-    return sum((t.to_local() if isinstance(t, DTensor) else t).untyped_storage().nbytes() for t in tensors)
+    return sum(local(t).untyped_storage().nbytes() for t in tensors)
 
 
 def train(model: Path, rank: int, between: Callable[[Trainer, int], None]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from tiny import exact_norms, one_rank, random_table, save_tiny_model, tiny_args
 from slimelite.table import SampleTable
 from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import Optimizers
+from slimelite.training.parallel import local, whole
 
 # a few steps a rollout, each of several micro-batches, the last one smaller; Adam and clipping that matter
 RUN = {"global_batch_size": 6, "max_tokens_per_gpu": 60, "lr": 3e-3, "adam_beta1": 0.8, "adam_beta2": 0.9}
@@ -92,7 +93,7 @@ def watch(optimizers: Optimizers, model: LanguageModel) -> tuple[list[Tensors], 
     gradients, losses, step = list[Tensors](), list[float](), optimizers.step
 
     def watched(lr: float, peak: float, loss: torch.Tensor) -> tuple[float, bool]:
-        gradients.append({n: p.grad.full_tensor().clone() for n, p in model.named_weights() if p.grad is not None})
+        gradients.append({n: whole(p.grad).clone() for n, p in model.named_weights() if p.grad is not None})
         losses.append(float(loss))
         return step(lr, peak, loss)
 
@@ -129,7 +130,7 @@ def test_a_run_is_the_plain_loop(models: tuple[Path, Path], name: str) -> None:
             model.double()
             exact_norms(model)
         if critic is not None:  # one that has something to say
-            head = [w.detach().to_local() for n, w in critic.model.named_weights() if n.startswith("lm_head")]
+            head = [local(w.detach()) for n, w in critic.model.named_weights() if n.startswith("lm_head")]
             for part in head:
                 part.copy_(0.1 * torch.arange(1, part.numel() + 1).double().sin().view_as(part))
         oracle = Oracle(args, head)
@@ -142,7 +143,7 @@ def test_a_run_is_the_plain_loop(models: tuple[Path, Path], name: str) -> None:
             assert_saved(trainer.trained_columns.get("advantages"), oracle, table)
             for metric in ACTS.get(name, ()):
                 assert 0 < metrics[f"train/{metric}"] < 1, f"{metric} does nothing, or everything"
-        ends = [{n: weight.detach().full_tensor() for n, weight in model.named_weights()} for model, _ in learners]
+        ends = [{n: whole(weight.detach()) for n, weight in model.named_weights()} for model, _ in learners]
     for adam, (gradients, losses), start, end in zip(oracle.learners, watched, starts, ends, strict=True):
         for mine, theirs in zip(gradients, adam.gradients, strict=True):
             assert_equal(mine, theirs)

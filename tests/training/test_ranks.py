@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slimelite.table import SampleTable
 from slimelite.training import optimizer as optimizers
 from slimelite.training.lora import gathered
+from slimelite.training.parallel import whole
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import buckets
 
@@ -105,7 +106,7 @@ def muon_steps(trainer: Trainer | None) -> tuple[list[torch.Tensor], list[tuple[
         return [p.detach() for p in parameters], stacks
     everyones: list[Any] = [None] * trainer.world.ranks
     dist.all_gather_object(everyones, stacks)
-    return [p.detach().full_tensor() for p in parameters], [stack for part in everyones for stack in part]
+    return [whole(p.detach()) for p in parameters], [stack for part in everyones for stack in part]
 
 
 def everything_on_ranks(trainer: Trainer, table: SampleTable, folder: str) -> dict[str, Any]:

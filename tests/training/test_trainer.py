@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from slimelite.sample import Sample
 from slimelite.table import SampleTable
 from slimelite.training.columns import TokenColumns
+from slimelite.training.parallel import whole
 from slimelite.training.trainer import Trainer
 
 
@@ -164,6 +165,20 @@ def test_the_reference_is_the_initial_policy_until_it_is_updated(model: Path) ->
     assert abs(kl[0]) < 1e-8
     assert kl[2] > kl[1] > 1e-5
     assert abs(kl[3]) < 1e-8
+
+
+def test_weights_are_not_those_of_a_file_that_is_written_to_meanwhile(tmp_path: Path) -> None:
+    file = save_tiny_model(tmp_path / "model") / "model.safetensors"
+    given = {"use_kl_loss": True, "kl_loss_coef": 0.1, "use_reference": True}
+    with one_rank(tiny_args(file.parent, **given)) as trainer:
+        assert trainer.reference is not None
+        models = trainer.model, trainer.reference.model
+        before = [{name: weight.clone() for name, weight in model.state_dict().items()} for model in models]
+        with file.open("r+b") as written:
+            written.seek(file.stat().st_size // 2)
+            written.write(bytes(file.stat().st_size // 2))
+        for model, weights in zip(models, before, strict=True):
+            assert all(torch.equal(whole(weight), weights[name]) for name, weight in model.state_dict().items())
 
 
 def test_a_step_without_finite_gradient_is_left_out_or_fatal(model: Path) -> None:

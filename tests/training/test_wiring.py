@@ -26,6 +26,7 @@ from slimelite.arguments import Args
 from slimelite.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
+from slimelite.training.parallel import local
 from slimelite.training.trainer import Trainer
 
 TRAINING = Path(__file__).parents[2] / "slimelite" / "training"
@@ -278,7 +279,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
         assert trainer.critic is not None
         for name, weight in trainer.critic.model.named_weights():
             if name.startswith("lm_head"):
-                weight.detach().to_local().fill_(0.05)
+                local(weight.detach()).fill_(0.05)
         yield trainer
 
 

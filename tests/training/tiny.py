@@ -22,6 +22,7 @@ from slimelite.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.lora import frozen, gathered
+from slimelite.training.parallel import whole
 from slimelite.training.planning import split_steps
 from slimelite.training.trainer import Trainer
 from tests.ranks import start_ranks
@@ -128,7 +129,7 @@ def one_rank(args: Args) -> Iterator[Trainer]:
 
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     """The whole gradient of every weight."""
-    return {n: p.grad.full_tensor().clone() for n, p in trainer.model.named_weights() if p.grad is not None}
+    return {n: whole(p.grad).clone() for n, p in trainer.model.named_weights() if p.grad is not None}
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
