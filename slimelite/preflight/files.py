@@ -7,6 +7,8 @@ They look at plugins, the files of models, the columns of data, and the reward o
 from __future__ import annotations
 
 import logging
+import math
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -19,6 +21,7 @@ from slimelite.arguments.user_code import plugin_paths
 from slimelite.checkpoints import STATE_FILE, damage, may_be_hub_id, read_json, why_no_model
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.tokenizer import check_files
+from slimelite.files import in_units
 from slimelite.model_files import check_architecture, has_weights, shape_problems, weight_shapes
 from slimelite.plugins import load_function
 from slimelite.preflight.environments import check_program
@@ -153,10 +156,28 @@ class FileChecks:
                 raise ValueError(f"config.json: {'; '.join(problems)}")
             folder = Path(path)
             shapes = weight_shapes(folder) if folder.is_dir() and has_weights(folder) else None
+            if option == "--hf-checkpoint":
+                self._find_room(shapes or {})
             self.models.append((config, shapes))
             return config
         self.broken.add(option)
         return {}
+
+    def _find_room(self, shapes: Shapes) -> None:
+        """Check that a checkpoint fits the disk of ``--save``: with Adam it takes 12 bytes for each number in
+        ``shapes``, in fp32 the weight and its two means.
+        """
+        args = self.args
+        if args.save is None or args.debug_rollout_only or args.lora_rank or args.optimizer == "muon":
+            return
+        size = sum(map(math.prod, shapes.values())) * (4 if args.no_save_optim else 12)
+        there = next(place for place in (Path(args.save), *Path(args.save).absolute().parents) if place.is_dir())
+        disk = shutil.disk_usage(there)
+        if disk.total and size > disk.free:  # /proc has no size
+            self.findings.problems.append(
+                f"--save {args.save}: a checkpoint takes about {in_units(size)}, and {in_units(disk.free)} are free "
+                "there: make room, or name another folder"
+            )
 
     def read_saved_rollout(self) -> None:
         """Check the first rollout that ``--load-debug-rollout-data`` replays."""

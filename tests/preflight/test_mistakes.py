@@ -7,11 +7,14 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.numpy import save_file
 
 from preflight.test_preflight import CPU, RUN, parse, problems
 from slimelite.preflight import inspect
@@ -128,3 +131,20 @@ def test_a_file_without_rows_is_named(run: str, tmp_path: Path) -> None:
     file = tmp_path / "sums.parquet"
     pq.write_table(pq.read_table(file).slice(0, 0), file)
     assert problems(run) == [f"--prompt-data: {file} holds no rows"]
+
+
+def test_a_disk_without_room_for_a_checkpoint(
+    run: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {"model.embed_tokens.weight": np.zeros((512, 16), np.float16)}
+    save_file(weights, model / "model.safetensors")  # the shapes alone are looked at
+    disk = namedtuple("disk", "total used free")(10**9, 0, 512 * 16 * 12 - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: disk)
+    words = f"{run} --save {tmp_path}/saved/here --save-interval 1"
+    assert problems(words) == [
+        f"--save {tmp_path}/saved/here: a checkpoint takes about 98.3 kB, and 98.3 kB are free there: make room, or "
+        "name another folder"
+    ]
+    assert not any("a checkpoint takes" in problem for problem in problems(f"{words} --no-save-optim"))
+    assert not any("a checkpoint takes" in problem for problem in problems(f"{words} --lora-rank 4"))
+    assert not any("a checkpoint takes" in problem for problem in problems(f"{words} --debug-rollout-only"))
