@@ -65,7 +65,7 @@ class Host:
 
     def __init__(self, environment: str, *, processes: int = 0, call_seconds: float, seconds: float) -> None:
         self.call_seconds, self.seconds = call_seconds, seconds
-        self._client = Client()
+        self._client = Client(texts=True)
         self._make: Callable[[], Environment] | None = None
         self._workers: list[_Worker] = []
         self._url = environment.rstrip("/")
@@ -149,6 +149,8 @@ class Live:
             await self._environment.suspect()
         if not done:
             raise EnvironmentFailure("timeout", f"{method.__name__} took longer than {limit:.3g} s ({flag})")
+        if isinstance(error, EnvironmentFailure):
+            raise error
         if isinstance(error, HttpError):
             raise EnvironmentFailure("crash" if gone else "exception", str(error)) from error
         if error is not None:
@@ -192,6 +194,16 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{raised_at(error)}"
 
 
+def _fields(answer: Any, wanted: type[Start] | type[Step]) -> Any:
+    """What a server answered, as a ``wanted``."""
+    try:
+        return wanted(**answer)
+    except TypeError as error:
+        raise EnvironmentFailure(
+            "invalid", f"it answered {answer!r:.80}, which is no {wanted.__name__} ({error})"
+        ) from error
+
+
 class _Remote:
     """An environment behind an address: JSON by POST to ``/reset``, ``/step`` and ``/close``; see docs/agents.md."""
 
@@ -201,11 +213,15 @@ class _Remote:
 
     async def reset(self, row: Row) -> Start:
         answer = await self._client.post(f"{self.url}/reset", {"row": asdict(row)})
-        self._id = answer.pop("id")
-        return Start(**answer)
+        if isinstance(answer, dict) and (name := answer.pop("id", None)) is None:
+            raise EnvironmentFailure("invalid", f"{self.url}/reset answered without an id")
+        start: Start = _fields(answer, Start)
+        self._id = name
+        return start
 
     async def step(self, reply: Mapping[str, Any]) -> Step:
-        return Step(**await self._client.post(f"{self.url}/step", {"id": self._id, "reply": dict(reply)}))
+        step: Step = _fields(await self._client.post(f"{self.url}/step", {"id": self._id, "reply": dict(reply)}), Step)
+        return step
 
     async def close(self) -> None:
         if self._id is not None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
+from aiohttp import web
 
 from slimelite.environments.hosts import EnvironmentFailure, Host, load
 from slimelite.environments.protocol import Row, Step
 from slimelite.environments.serve import serve
 from slimelite.environments.tools import Tool
+from slimelite.http_server import listen
 from tests.environments.acted import ASKED, Echo, Weather, called
 
 ECHO = f"{Path(__file__).with_name('acted.py')}:Echo"
 ROW = Row([{"role": "user", "content": "hello"}], "7", {"x": [1]}, 5)
+STARTED = '{"id": "1", "messages": [{"role": "user", "content": "a"}]}'
 
 
 def played(environment: str, play: Callable[[Host], Awaitable[None]], processes: int = 0) -> None:
@@ -67,6 +72,35 @@ def test_behind_an_address() -> None:
             await (await gone.open()).reset(ROW)
         assert raised.value.kind == "crash"
         await gone.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("reset", "step", "message"),
+    [
+        ('{"messages": []}', "", "answered without an id"),
+        ("[1]", "", r"answered \[1\], which is no Start"),
+        ("hello", "", "answered 'hello', which is no Start"),
+        (STARTED, '{"reword": 1}', "answered {'reword': 1}, which is no Step .*'reword'"),
+        (STARTED, '{"reward": 1, "done": true}', None),
+    ],
+)
+def test_a_server_may_say_anything(reset: str, step: str, message: str | None) -> None:
+    async def run() -> None:
+        app = web.Application()
+        for path, text in (("/reset", reset), ("/step", step), ("/close", "bye")):
+            app.router.add_post(path, AsyncMock(side_effect=lambda _, text=text: web.Response(text=text)))
+        runner, url = await listen(app, "127.0.0.1", 0)
+        host = Host(url, call_seconds=2.0, seconds=3.0)
+        live = await host.open()
+        with pytest.raises(EnvironmentFailure, match=message) if message else nullcontext() as raised:
+            await live.reset(ROW)
+            assert await live.step({"content": "x"}) == Step(reward=1, done=True)
+        assert raised is None or raised.value.kind == "invalid"
+        await live.close()
+        await host.close()
+        await runner.cleanup()
 
     asyncio.run(run())
 
