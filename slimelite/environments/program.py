@@ -111,7 +111,9 @@ class Programs:
                 _signal(process, signal.SIGKILL)
                 for task in talk:
                     task.cancel()
-                await asyncio.wait([asyncio.ensure_future(process.wait())], timeout=GRACE_SECONDS)
+                with suppress(TimeoutError):  # not in a task of its own, which the end of a run would cancel
+                    async with asyncio.timeout(GRACE_SECONDS):
+                        await process.wait()
             said = [bytes(end).decode("utf-8", "replace") for end in ends]
             return Ended(status, said[0], said[1], time.monotonic() - held() - begin)
 

@@ -260,7 +260,8 @@ class RolloutManager:
         async def cancel() -> None:
             tasks = asyncio.all_tasks() - {asyncio.current_task()}
             for task in tasks:
-                task.cancel()
+                if not task.cancelling():  # it may be waiting for what it started to end
+                    task.cancel()
             if tasks:  # with a timeout, since a task of a plugin may ignore the cancellation
                 await asyncio.wait(tasks, timeout=CANCEL_S)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
 import threading
 import time
+from asyncio.base_subprocess import BaseSubprocessTransport
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,6 +136,16 @@ def test_the_end_of_a_run_ends_its_programs(make: Make, tmp_path: Path) -> None:
     rollout.join()
     assert [type(error).__name__ for error in found] == ["CancelledError"]
     assert ended(tmp_path)
+
+
+def test_a_run_that_fails_waits_for_the_ends_of_its_programs(make: Make) -> None:
+    """A loop that closes before says so for each of them, and the garbage collector with a traceback."""
+    manager = make("late", *["hang"] * 7, agent_timeout=60.0, rm_type=None, custom_rm_path=None)
+    with pytest.raises(ValueError, match="nothing says how to score"):
+        manager.generate(0)
+    manager.cancel()  # the first thing that the end of a run does
+    transports = [t for t in gc.get_objects() if isinstance(t, BaseSubprocessTransport) and t.get_pid()]
+    assert [t for t in transports if not t.is_closing()] == []
 
 
 class Ordered(ScriptedEngine):

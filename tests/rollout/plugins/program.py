@@ -32,6 +32,9 @@ if way == "hang":
     time.sleep(600)
 if way == "child":  # it holds stdout open
     (FOLDER / "pids").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+if way == "late":  # after the one that hangs
+    while not (FOLDER / "pids").exists():
+        time.sleep(0.05)
 if way == "fail":
     sys.exit("no idea")
 if way == "loud":
