@@ -88,7 +88,7 @@ def _resolve_checkpoint(folder: Path, base: str | None) -> Source:
     elif wrong := whats_wrong(folder):
         raise ValueError(f"{wrong}: name the folder of another checkpoint")
     state = read_json(directory / STATE_FILE)
-    named = base or state.get(BASE) or (state.get("lora") or {}).get(BASE)  # older versions kept it with the adapters
+    named = base or state.get(BASE)
     if named is None:
         raise ValueError(f"{directory} is an older checkpoint, which does not name its model: give it with --base")
     return _changes(str(directory), str(named))

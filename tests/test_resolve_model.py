@@ -55,8 +55,6 @@ def test_an_adapter_and_a_checkpoint_have_a_base(tmp_path: Path) -> None:
     run = write(tmp_path / "run" / "config.json", hf_checkpoint="its/base", save_hf=str(adapter), save=None)
     assert resolve_model(str(run)) == Source(str(adapter), "its/base")
     folder = saved(tmp_path / "saved", 3, base="some/base")
-    older = saved(tmp_path / "older", 3, lora={"rank": 4, "scaling": 2.0, "base": "older/base"})
-    assert resolve_model(str(older)).base == "older/base"
     place = folder.absolute() / "iter_0000003"
     assert resolve_model(str(folder)) == resolve_model(str(place)) == Source(str(place), "some/base")
     assert resolve_model(str(place), "my/base") == Source(str(place), "my/base")

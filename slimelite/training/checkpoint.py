@@ -143,13 +143,12 @@ def _check_adapter(directory: Path, args: Args) -> None:
     if saved is None or own is None:
         lora = f"--lora-rank {(saved or own or {}).get('rank')}"
         raise ValueError(f"{directory} was saved {'without' if saved is None else 'with'} {lora}; resume it like that")
-    base = saved.pop(BASE, state.get(BASE))  # older versions kept it here
     if saved != own:
         raise ValueError(
             f"{directory} was saved with adapters of rank {saved['rank']} scaled by {saved['scaling']}, and this run's "
             f"have rank {own['rank']} and {own['scaling']}; give the same --lora-rank, --lora-alpha and --lora-type"
         )
-    if base != args.hf_checkpoint:
+    if (base := state.get(BASE)) != args.hf_checkpoint:
         warning = "the adapters in %s were trained on %s, and this run's model is %s"
         logger.warning(warning, directory, base, args.hf_checkpoint)
 
