@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from slimelite.data.conversations import PROBE
 from slimelite.data.messages import Message, Messages, read_messages, render
-from slimelite.serving.tools import ToolCall, read_reasoning, read_tools, reasoning_format, tool_format
+from slimelite.serving.tools import ToolCall, ToolFormat, read_reasoning, read_tools, reasoning_format, tool_format
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -78,6 +78,7 @@ class ChatFormat:
         self._kwargs = dict(template_kwargs or {})
         template = str(tokenizer.chat_template or "")
         self.tools = tool_format(template, tool_parser)
+        self._reads_always = tool_parser is not None
         self.reasoning = reasoning_format(template, reasoning_parser)
         self._given_ends = frozenset(end_ids)
 
@@ -136,6 +137,13 @@ class ChatFormat:
     def opens_thinking(self, rendered: str) -> bool:
         """Whether a prompt ends with the start of the thinking, as those of DeepSeek R1 do."""
         return self.reasoning is not None and rendered.rstrip().endswith(self.reasoning.start)
+
+    def calls(self, tools: Tools) -> ToolFormat | None:
+        """How a reply writes calls; None: it has none. A model that is shown no tools may well be asked for JSON.
+
+        A parser that was named reads every reply: a system prompt may describe the tools.
+        """
+        return self.tools if tools or self._reads_always else None
 
     def continuation(
         self,
@@ -246,7 +254,7 @@ class ChatFormat:
 
     def _read(self, text: str, tools: Tools, opened: bool, salt: str = "") -> Reply:
         reasoning, text = read_reasoning(text, self.reasoning, opened=opened)
-        content, calls, malformed = read_tools(text, self.tools, schemas(tools), salt)
+        content, calls, malformed = read_tools(text, self.calls(tools), schemas(tools), salt)
         return Reply(content, reasoning, calls, malformed)
 
     def _says(self, shown: str, output_ids: Sequence[int], tools: Tools, opened: bool) -> bool:

@@ -86,7 +86,7 @@ class TextStream:
         self._raw = not turn.messages
         self._thinking = None if self._raw else chat_format.reasoning
         self._opened = chat_format.opens_thinking(turn.rendered)
-        tools = None if self._raw else chat_format.tools
+        tools = None if self._raw else chat_format.calls(turn.tools)
         self._marks = (*stops, *(tools.begins if tools else ()))
         # tokens [0, _known) have text; those from _context on are decoded with the next ones, which may change it
         self.ids: list[int] = []

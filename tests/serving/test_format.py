@@ -215,11 +215,11 @@ def test_a_client_may_forget_the_thinking_and_rename_the_calls() -> None:
 
     async def run(**changes: Any) -> Turn:
         session = sessions.open()
-        first = await session.chat([ASK])
+        first = await session.chat([ASK], [TOOL])
         reply = {"role": "assistant", "content": [{"type": "text", "text": "abc "}], "refusal": None, **changes}
         called = first.reply.message()["tool_calls"][0]["function"]
         reply["tool_calls"] = [{"id": "x", "function": {"name": called["name"], "arguments": '{ "top" : 1 }'}}]
-        return await session.chat([ASK, reply, ANSWER])
+        return await session.chat([ASK, reply, ANSWER], [TOOL])
 
     turn = asyncio.run(run())
     assert turn.parent == 0

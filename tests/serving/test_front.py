@@ -97,6 +97,29 @@ def test_a_stream_adds_up_to_the_whole_answer(family: str, reply: str, extra: di
     run(scenario())
 
 
+@pytest.mark.parametrize(("family", "said"), [("llama3", '{"name": "Bob", "age": 3}'), ("qwen2.5", CALL)])
+def test_without_tools_nothing_is_a_call(family: str, said: str) -> None:
+    """A model that is asked for JSON may well write an object with a name."""
+    body = {"messages": ASK, "max_tokens": 99}
+
+    async def scenario() -> None:
+        async with scripted_front(family, *[said + tokenizer(family).eos_token] * 5) as (ask, _):
+            for more in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+                _, whole = await ask("/v1/chat/completions", {**body, **more})
+                choice = whole["choices"][0]
+                assert (choice["message"]["content"], choice["finish_reason"]) == (said, "stop")
+                assert "tool_calls" not in choice["message"]
+            chunks = await ask.stream("/v1/chat/completions", body)
+            assert merged(chunks) == ({"content": said}, "stop")
+            assert len(chunks) > 3, "it came in one piece"
+            _, theirs = await ask("/v1/messages", body)
+            assert (theirs["content"], theirs["stop_reason"]) == ([{"type": "text", "text": said}], "end_turn")
+            _, raw = await ask("/v1/completions", {"prompt": "a", "max_tokens": 99})
+            assert raw["choices"][0]["finish_reason"] == "stop"
+
+    run(scenario())
+
+
 def test_thinking_that_nothing_opened_is_streamed_once() -> None:
     """Its end comes when it has been shown as content, and neither that nor what follows is repeated."""
     text = "Let me see.\n</think>\n\nIt is 42."

@@ -89,7 +89,7 @@ def test_what_a_template_writes_is_read_back(family: str, called: list[tuple[str
     text = chat_format.render([*asked, reply], add_generation_prompt=False)
     assert text.startswith(prompt) or family == "mistral"
     text = text.removeprefix(prompt)
-    read = chat_format.reply(chat_format.encode(text.removesuffix("\n")), schemas)
+    read = chat_format.reply(chat_format.encode(text.removesuffix("\n")), [TOOL, *schemas])
     assert read.malformed == ()
     assert [(call.name, json.loads(call.arguments)) for call in read.tool_calls] == called
     assert read.content == content
@@ -143,7 +143,7 @@ def test_a_call_that_cannot_be_read_says_why(family: str, text: str, why: str) -
 def test_forms_of_older_and_newer_models_of_a_family() -> None:
     newer = FORMATS["mistral"]
     text = '[TOOL_CALLS]search[ARGS]{"query": "a"}[TOOL_CALLS]search[CALL_ID]x1[ARGS]{"query": "b"}'
-    reply = newer.reply(newer.encode(text))
+    reply = newer.reply(newer.encode(text), [TOOL])
     assert [json.loads(call.arguments)["query"] for call in reply.tool_calls] == ["a", "b"]
     older = FORMATS["deepseek"]
     begin, sep, end = (
@@ -152,14 +152,17 @@ def test_forms_of_older_and_newer_models_of_a_family() -> None:
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     )
     text = f'Let me look.{begin}function{sep}search\n```json\n{{"query": "a"}}\n```{end}'
-    reply = older.reply(older.encode(text))
+    reply = older.reply(older.encode(text), [TOOL])
     assert reply.content == "Let me look."
     assert [(call.name, call.arguments) for call in reply.tool_calls] == [("search", '{"query": "a"}')]
     tagged = FORMATS["llama3"]
     text = '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}'
-    assert [call.name for call in tagged.reply(tagged.encode(text)).tool_calls] == ["f", "g"]
+    assert [call.name for call in tagged.reply(tagged.encode(text), [TOOL]).tool_calls] == ["f", "g"]
     # an answer in JSON that names nothing is no call
-    assert tagged.reply(tagged.encode('{"answer": 5}')).content == '{"answer": 5}'
+    assert tagged.reply(tagged.encode('{"answer": 5}'), [TOOL]).content == '{"answer": 5}'
+    # without tools only a parser that was named reads calls, of a system prompt's for example
+    named = ChatFormat(tokenizer("llama3"), tool_parser="llama3")
+    assert [len(form.reply(form.encode(text)).tool_calls) for form in (tagged, named)] == [0, 2]
 
 
 def test_thinking_is_apart_from_what_is_said() -> None:
