@@ -137,6 +137,19 @@ def test_there_is_one_http_client() -> None:
     assert {o.split()[0] for o in found} == {"slimelite/http_client.py", *fronts}
 
 
+def test_workers_methods_are_passed_not_named() -> None:
+    """A type checker sees nothing of ``start("fetch", batch)``."""
+    calls = [
+        f"{source.name}:{node.lineno}"
+        for source in SOURCES
+        if source.name.startswith("slimelite/cluster/")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+        if node.func.attr in ("start", "submit", "ask", "_ask") and isinstance(node.args[0], ast.Constant)
+    ]
+    assert calls == []
+
+
 def test_the_loop_fits_on_a_screen() -> None:
     assert len((ROOT / "train.py").read_text().splitlines()) <= 120
 

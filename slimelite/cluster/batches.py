@@ -8,16 +8,20 @@ a few messages.
 from __future__ import annotations
 
 import asyncio
+from asyncio import wrap_future
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from slimelite.cluster.remote import Remote
 from slimelite.engines.protocol import Engine, GenerateRequest, GenerateResult
 from slimelite.heap import return_freed_memory
 from slimelite.threads import Gathered
 
+P = ParamSpec("P")
+R = TypeVar("R")
 # after the first call of a batch is done, the others have this long to come with the same message [s]
 GATHER_S = 0.02
 # freed memory that an engine's process keeps for its next batch [bytes]
@@ -93,12 +97,13 @@ class _RemoteEngine:
         self._leaving = Gathered(self._send)
         self._sending: set[asyncio.Task[None]] = set()
 
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
-        if name.startswith("_") or not hasattr(Engine, name):
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, object]]:
+        if name.startswith("_"):
             raise AttributeError(name)
+        method = getattr(Engine, name)
 
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            return await self._ask(name, *args, **kwargs)
+        async def call(*args: object, **kwargs: object) -> object:
+            return await wrap_future(self._engine.submit(method, *args, **kwargs))
 
         return call
 
@@ -110,7 +115,7 @@ class _RemoteEngine:
             return await call.answer
         except asyncio.CancelledError:
             if call.place is not None:
-                self._engine.start("cancel", *call.place)
+                self._submit(EngineDesk.cancel, *call.place)
             raise
 
     def _send(self, calls: list[_Call]) -> None:
@@ -128,18 +133,18 @@ class _RemoteEngine:
             call.place = batch, number
         answers = [call.answer for call in calls]
         try:
-            done: Done = await self._ask("generate_batch", batch, [call.requests for call in calls])
+            done = await wrap_future(self._submit(EngineDesk.generate_batch, batch, [call.requests for call in calls]))
             while True:
                 for number, results in done:
                     await self._hand_over(answers[number], batch, number, results)
                 left -= len(done)
                 if not left:
                     return
-                done = await self._ask("fetch", batch)
+                done = await wrap_future(self._submit(EngineDesk.fetch, batch))
         except asyncio.CancelledError:
             for answer in answers:
                 answer.cancel()
-            self._engine.start("cancel", batch)
+            self._submit(EngineDesk.cancel, batch)
             raise
         except Exception as error:  # of the process, or of the way there: no call of the batch will be answered
             for answer in answers:
@@ -151,15 +156,18 @@ class _RemoteEngine:
     ) -> None:
         if results is None:
             try:
-                await self._ask("error", batch, call)
+                await wrap_future(self._submit(EngineDesk.error, batch, call))
             except Exception as error:
                 if not answer.done():
                     answer.set_exception(error)
         elif not answer.done():  # its caller may have been cancelled
             answer.set_result(results)
 
-    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return await asyncio.wrap_future(self._engine.start(method, *args, **kwargs))
+    def _submit(
+        self, method: Callable[Concatenate[EngineDesk, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]:
+        """Call a method of the desk that the engine lies on."""
+        return self._engine.start(method.__name__, *args, **kwargs)
 
 
 def remote_engine(engine: Remote[Engine]) -> Engine:

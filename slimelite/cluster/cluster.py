@@ -73,7 +73,7 @@ class Cluster:
         rollout: Remote[RolloutManager],
         trainers: Sequence[Remote[TrainerWorker]],
         engines: Sequence[Target],
-        others: Sequence[Remote[Any]] = (),
+        others: Sequence[Remote[object]] = (),
     ) -> None:
         self.args = args
         self._rollout, self._trainers, self._engines, self._others = rollout, trainers, engines, others
@@ -252,7 +252,7 @@ class Cluster:
         """
 
         def work() -> dict[str, float]:
-            workers: list[Remote[Any]] = [self._rollout, *self._trainers, *self._others]
+            workers: list[Remote[object]] = [self._rollout, *self._trainers, *self._others]
             used = [worker.cpu_seconds() for worker in workers]
             memory = {name: future.result() for name, future in list(self._memory.items())}
             return {"perf/cpu_seconds": time.process_time() + sum(future.result() for future in used), **memory}

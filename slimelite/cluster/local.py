@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slimelite.arguments import Args
 from slimelite.cluster.remote import LocalRemote, Progress, Remote
@@ -35,7 +35,7 @@ class Workers(NamedTuple):
     rollout: Remote[RolloutManager]
     trainers: Sequence[Remote[TrainerWorker]]
     engines: Sequence[Target]
-    others: Sequence[Remote[Any]] = ()
+    others: Sequence[Remote[object]] = ()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from slimelite.arguments import Args
 from slimelite.arguments.secret import public_part
 from slimelite.cluster.local import Workers
 from slimelite.cluster.ray_session import connected, explained, last_line
-from slimelite.cluster.remote import ClusterError, Progress, Remote
+from slimelite.cluster.remote import Closing, ClusterError, Progress, Remote
 from slimelite.cluster.workers import (
     LOCAL_HOST,
     Target,
@@ -314,9 +314,9 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
             rollout = actors.rollout(targets, processes)
             start_workers(args, rollout, trainers, engines, progress)
             yield Workers(rollout, trainers, targets, engines)
-            closing: list[Remote[Any]] = [*trainers, rollout, *processes]
+            closing: list[Remote[Closing]] = [*trainers, rollout, *processes]
             for each in closing:
-                each.start("close").result()
+                each.submit(Closing.close).result()
         finally:
             for actor in actors.started:
                 ray.kill(actor.handle)

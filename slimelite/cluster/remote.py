@@ -18,12 +18,12 @@ from functools import partial
 from queue import SimpleQueue
 from threading import Thread
 from types import SimpleNamespace
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from slimelite import trace
 from slimelite.arguments import Args
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 R = TypeVar("R")
 V = TypeVar("V")
 P = ParamSpec("P")
@@ -64,17 +64,25 @@ class Names:
         return SimpleNamespace(__name__=name)
 
 
-class Remote(ABC, Generic[T]):
-    """An object of class ``T`` in this or another process; ``name``: how messages refer to it."""
+class Closing(Protocol):
+    """What a worker does at the end of a run."""
+
+    def close(self) -> None:
+        """End what it has started."""
+        ...
+
+
+class Remote(ABC, Generic[T_co]):
+    """An object of class ``T_co`` in this or another process; ``name``: how messages refer to it."""
 
     name: str
 
     @overload
     def submit(
-        self, method: Callable[Concatenate[T, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[T_co, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> Future[R]: ...
     @overload
-    def submit(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    def submit(self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Start ``method``, such as ``Trainer.save``; the future has its result or its error.
 
@@ -82,7 +90,7 @@ class Remote(ABC, Generic[T]):
         """
         return self.start(method.__name__, *args, **kwargs)
 
-    def ask(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def ask(self, method: Callable[Concatenate[T_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call ``method`` and wait for its result."""
         return self.submit(method, *args, **kwargs).result()
 
@@ -101,10 +109,10 @@ class Remote(ABC, Generic[T]):
         return value
 
 
-class LocalRemote(Remote[T]):
+class LocalRemote(Remote[T_co]):
     """An object of this process: its methods run at once, in the caller's thread."""
 
-    def __init__(self, target: T, name: str) -> None:
+    def __init__(self, target: T_co, name: str) -> None:
         self.target, self.name = target, name
 
     def start(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
