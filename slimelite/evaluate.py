@@ -116,7 +116,7 @@ def known_results(args: Args) -> Results:
     return {name: known for name, known in found.items() if known.get("files") == _files(args, known["dataset"])}
 
 
-def _files(args: Args, dataset: Mapping[str, Any]) -> dict[str, list[int]]:
+def _files(args: Args, dataset: Mapping[str, object]) -> dict[str, list[int]]:
     """Size and time of change [ns] of the files that a score comes from: the model's, the task's, its rows and scorer.
 
     Any other time counts as a change: a model that is moved to this place may be older than the results.
@@ -133,7 +133,7 @@ def _run_settings(args: Args) -> dict[str, Any]:
     return _plain({name: value for name, value in config_dict(args).items() if name not in apart})
 
 
-def _plain(values: Mapping[str, Any] | EvalDataset) -> dict[str, Any]:
+def _plain(values: Mapping[str, object] | EvalDataset) -> dict[str, Any]:
     """``values`` as JSON gives them back."""
     found: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return found

@@ -105,11 +105,11 @@ class Client:
         """The answer to a GET; see `ask`."""
         return await self.ask("GET", url)
 
-    async def post(self, url: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
+    async def post(self, url: str, body: object, headers: Mapping[str, str] | None = None) -> Any:
         """The answer to a POST of ``body``; see `ask`."""
         return await self.ask("POST", url, body, headers)
 
-    async def ask(self, method: str, url: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
+    async def ask(self, method: str, url: str, body: object = None, headers: Mapping[str, str] | None = None) -> Any:
         """Send a request and return the parsed answer, None if it is empty.
 
         Args:
@@ -173,7 +173,7 @@ class Client:
 
     async def _attempt(
         self, method: str, url: str, data: bytes | None, headers: Mapping[str, str], attempt: int
-    ) -> Any:
+    ) -> object:
         import aiohttp
 
         # a file object, so that a large body is sent in pieces
@@ -187,10 +187,10 @@ class Client:
         return _read(text, status, shown(url), self._texts)
 
 
-def ask(method: str, url: str, body: Any = None, retry: Retry | None = None, timeout_s: float | None = None) -> Any:
+def ask(method: str, url: str, body: object = None, retry: Retry | None = None, timeout_s: float | None = None) -> Any:
     """Send one request from code without an event loop, and wait for the answer, JSON or text; see `Client.ask`."""
 
-    async def once() -> Any:
+    async def once() -> object:
         async with Client(retry, timeout_s, texts=True) as client:
             return await client.ask(method, url, body)
 
@@ -203,7 +203,7 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def _read(text: str, status: int, url: str, texts: bool) -> Any:
+def _read(text: str, status: int, url: str, texts: bool) -> object:
     try:
         parsed = json.loads(text) if text else None
     except ValueError:

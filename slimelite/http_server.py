@@ -125,7 +125,7 @@ async def listen(app: web.Application, host: str, port: int, *, unpacks: bool = 
     return runner, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def sse(data: Any, event: str | None = None) -> bytes:
+def sse(data: object, event: str | None = None) -> bytes:
     """A server-sent event."""
     body = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
     return (f"event: {event}\n" if event else "").encode() + f"data: {body}\n\n".encode(errors="replace")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 # what an attribute holds: an engine gives arrays, and plugins and JSON give lists
-PerToken = Sequence[Any] | np.ndarray
+PerToken = Sequence[object] | np.ndarray
 
 
 class Listed:
@@ -21,7 +21,7 @@ class Listed:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, owner: object | None, kind: type) -> Any:
+    def __get__(self, owner: object | None, kind: type) -> object:
         if owner is None:
             return None
         values = vars(owner)
@@ -30,7 +30,7 @@ class Listed:
             found = values[self._name] = found.tolist()
         return found
 
-    def __set__(self, owner: object, value: Any) -> None:
+    def __set__(self, owner: object, value: object) -> None:
         vars(owner)[self._name] = value
 
 
@@ -53,5 +53,5 @@ def joined(before: PerToken | None, added: PerToken) -> Any:
     return [*_plain([] if before is None else before), *_plain(added)]
 
 
-def _plain(values: PerToken) -> Sequence[Any]:
+def _plain(values: PerToken) -> Sequence[object]:
     return values.tolist() if isinstance(values, np.ndarray) else values

@@ -262,8 +262,8 @@ class Column:
     name: str
     dtype: str  # numpy's, or "str"
     per: Literal["sample", "prompt", "token"] = "sample"  # one value for each sample, prompt token or response token
-    of: Callable[[Sample], Any] | None = None  # reads it from a sample; None: the attribute ``name``
-    absent: Any = math.nan  # value for a sample without it; per-token: also for an empty list
+    of: Callable[[Sample], object] | None = None  # reads it from a sample; None: the attribute ``name``
+    absent: object = math.nan  # value for a sample without it; per-token: also for an empty list
     required: bool = False  # every table and file has this column
 
     def read(self, sample: Sample) -> Any:
@@ -349,7 +349,7 @@ def _refuse(values: dict[str, object]) -> None:
             raise ValueError(f"Sample.{name} carries something, and {NOT_HERE[name]} are not supported here")
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """``value`` as JSON values: numpy values become numbers and lists, other objects become text."""
     if isinstance(value, dict):
         return {str(plain(key)): plain(entry) for key, entry in value.items()}

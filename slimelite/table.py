@@ -61,7 +61,7 @@ class SampleTable:
     metadata: list[str]
     reward_components: list[str]
 
-    def __init__(self, **columns: Any) -> None:
+    def __init__(self, **columns: object) -> None:
         """``columns``: values by column name, and the offsets."""
         vars(self).update(columns)
 
@@ -176,7 +176,7 @@ class SampleTable:
             groups.setdefault(int(self.group_id[row]), []).append(sample)
         return list(groups.values())
 
-    def _value(self, column: Column, row: int) -> Any:
+    def _value(self, column: Column, row: int) -> object:
         """The value of ``column`` for the sample of ``row``; None if it is NaN for any token."""
         if column.per == "sample":
             value = getattr(self, column.name)[row]

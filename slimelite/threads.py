@@ -79,7 +79,7 @@ class Gathered(Generic[T]):
             loop.call_soon(lambda: self._take(self._waiting.pop(loop)))
 
 
-async def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+async def call(function: Callable[..., Any], *args: object, **named: object) -> Any:
     """The result of an async function, or of a plain one in a daemon thread (a hung one does not stop the exit).
 
     Raises:
@@ -88,7 +88,7 @@ async def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     try:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await function(*args, **named)
-        future: Future[Any] = Future()
+        future: Future[object] = Future()
         threading.Thread(target=_fill, args=(future, partial(function, *args, **named)), daemon=True).start()
         result = await asyncio.wrap_future(future)
         return await result if isinstance(result, Awaitable) else result
@@ -101,7 +101,7 @@ async def call(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
         raise RuntimeError(repr(error)) from error
 
 
-def _fill(future: Future[Any], work: Callable[[], Any]) -> None:
+def _fill(future: Future[object], work: Callable[[], object]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

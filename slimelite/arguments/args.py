@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
 from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
@@ -70,7 +70,7 @@ class Args(
 
     if not TYPE_CHECKING:  # hidden, because with it a type checker accepts every misspelt field
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             """``args.key`` for a key of ``--custom-config-path`` or of ``PLUGIN_CONSTANTS``."""
             try:
                 return {**PLUGIN_CONSTANTS, **self.__dict__["custom_config"]}[name]

@@ -47,7 +47,7 @@ class Draft:
         self.args = replace(self.args, **{name: value})
         self.derivations.append(Derivation(name, value, reason))
 
-    def default(self, name: str, value: Any, reason: str) -> None:
+    def default(self, name: str, value: object, reason: str) -> None:
         """As `set`, unless the field has a value."""
         if getattr(self.args, name) is None:
             self.set(name, value, reason)

@@ -194,7 +194,7 @@ def resolve_eval_datasets(args: Args, settings: Settings) -> tuple[EvalDataset, 
 def _flag_values(args: Args) -> dict[str, Any]:
     """Settings of every dataset, from the ``--eval-*`` flags, or ``--rollout-*`` where those are not given."""
 
-    def first(value: Any, fallback: Any) -> Any:
+    def first(value: object, fallback: object) -> object:
         return fallback if value is None else value
 
     return {
@@ -251,7 +251,7 @@ def _read_eval_config(path: str, settings: Settings) -> tuple[dict[str, Any], li
         settings.complain("--eval-config", f"{path}: every dataset is a mapping with a name and a path")
         return {}, []
 
-    def read(entry: Any, what: str) -> dict[str, Any]:
+    def read(entry: object, what: str) -> dict[str, Any]:
         refused = known_tables()["eval_config"]
         return read_entry(EvalDataset, entry, "--eval-config", f"{path}: {what}", settings, refused)
 

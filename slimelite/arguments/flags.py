@@ -104,7 +104,7 @@ ALWAYS = Needs(())
 
 
 def flag(
-    default: Any,
+    default: object,
     help: Words,  # the word argparse uses; nothing here needs the builtin
     needs: Needs | None = None,
     *,
@@ -152,12 +152,12 @@ def plugin(help: str, needs: Needs | None = None, **options: Any) -> Any:
     return flag(None, f"this plugin {help}", needs, metavar="PLUGIN", **options)
 
 
-def resolved(default: Any) -> Any:
+def resolved(default: object) -> Any:
     """A field without a flag: `derive` sets it."""
     return _field(default)
 
 
-def _field(default: Any, **metadata: Any) -> Any:
+def _field(default: object, **metadata: object) -> object:
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -171,7 +171,7 @@ class Flag:
     kind: type  # of one value: bool, int, float, str or dict
     many: bool
     optional: bool
-    default: Any
+    default: object
     text: Words
     known: Collection[str | Collection[str]]
     needs: Needs | None
@@ -265,7 +265,7 @@ def group_title(group: type) -> tuple[str, str]:
     return title.rstrip("."), " ".join(rest.split())
 
 
-def _read_field(f: dataclasses.Field[Any], hint: Any) -> Flag:
+def _read_field(f: dataclasses.Field[object], hint: object) -> Flag:
     """The flag that a dataclass field with type ``hint`` stands for."""
     members = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     optional = type(None) in members

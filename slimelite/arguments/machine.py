@@ -176,7 +176,7 @@ def derive_engine_groups(draft: Draft) -> None:
     draft.set("num_engines", 0 if args.debug_train_only else len(places), OPTION)
 
 
-def _places(draft: Draft, content: Any) -> Iterator[EnginePlace]:
+def _places(draft: Draft, content: object) -> Iterator[EnginePlace]:
     args = draft.args
     models = content.get("sglang") if isinstance(content, dict) else None
     if not isinstance(models, list) or not models or not all(isinstance(model, dict) for model in models):

@@ -19,7 +19,7 @@ _COLUMN = re.compile(r"(^|_)(input|label|tool|metadata|reward|chosen|rejected)_k
 _IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 
 
-def masked(name: str, value: Any) -> Any:
+def masked(name: str, value: object) -> Any:
     """``value`` of the argument ``name`` as it may be shown; in an address only user and password are hidden."""
     if name in WHOLE and value is not None:
         return HIDDEN
@@ -40,7 +40,7 @@ def public_part(variables: dict[str, Any]) -> tuple[dict[str, str], dict[str, st
     return public, {name: str(value) for name, value in variables.items() if name not in public}
 
 
-def is_masked(value: Any) -> bool:
+def is_masked(value: object) -> bool:
     """Whether ``value`` contains the ``***`` of `masked`, and so is not the real value."""
     return any(leaf == HIDDEN or f"://{HIDDEN}@" in leaf for leaf in _texts(value))
 
@@ -76,7 +76,7 @@ def _is_telling(name: str) -> bool:
     return bool(_TELLING.search(name)) and not _COLUMN.search(name)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _texts(item)

@@ -84,7 +84,7 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
     return settings
 
 
-def load_yaml(path: str, option: str, settings: Settings) -> Any:
+def load_yaml(path: str, option: str, settings: Settings) -> object:
     """The content of a YAML file; a file that cannot be read becomes a problem of ``option``, and gives None."""
     import yaml  # here, so that --help needs the standard library only
 
@@ -107,7 +107,7 @@ def load_yaml(path: str, option: str, settings: Settings) -> Any:
 
 
 def read_entry(
-    group: type, entry: Any, option: str, where: str, settings: Settings, refused: Mapping[str, str] | None = None
+    group: type, entry: object, option: str, where: str, settings: Settings, refused: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """The values of a mapping in a YAML file whose keys are the flags of ``group``; null is "not given".
 
@@ -153,7 +153,7 @@ def _check_keys(root: Any) -> None:
             keys.add(str(key.value))
 
 
-def _read_key(name: str, value: Any, vocabulary: Vocabulary, settings: Settings) -> None:
+def _read_key(name: str, value: object, vocabulary: Vocabulary, settings: Settings) -> None:
     if f"--{name}" in FILES:
         settings.complain(f"--{name}", "is for the command line; a file of arguments names no other")
         return

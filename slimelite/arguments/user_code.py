@@ -72,7 +72,7 @@ def load_groups(paths: Sequence[str]) -> list[type]:
     groups, problems = [], []
     for path in dict.fromkeys(paths):
         try:
-            group: Any = load_function(path)
+            group: object = load_function(path)
         except Exception as error:  # a user's file may raise anything when it is imported
             problems.append(import_failure(GROUP, path.partition(":")[0], error))
             continue

@@ -185,7 +185,7 @@ def read_flag(flag: Flag, words: Sequence[str]) -> Any:
     return values
 
 
-def read_yaml(flag: Flag, value: object) -> Any:
+def read_yaml(flag: Flag, value: object) -> object:
     """The value that a YAML file gives to a flag.
 
     Raises:
@@ -251,7 +251,7 @@ def _expect(words: Sequence[str], count: int) -> None:
         raise ValueError(f"takes {what}, not {len(words)}: {' '.join(words)}")
 
 
-def _read_words(kind: type, words: Sequence[str], choices: Collection[str], *, many: bool) -> Any:
+def _read_words(kind: type, words: Sequence[str], choices: Collection[str], *, many: bool) -> object:
     """``words`` as one value of ``kind``, or as a list of them; ``dict`` stands for any JSON."""
     _expect(words, -1 if many else 1)
     values = [_read_word(kind, word) for word in words]
@@ -261,7 +261,7 @@ def _read_words(kind: type, words: Sequence[str], choices: Collection[str], *, m
     return values if many else values[0]
 
 
-def _read_word(kind: type, word: str) -> Any:
+def _read_word(kind: type, word: str) -> object:
     if kind is str:
         return word
     if kind is dict:

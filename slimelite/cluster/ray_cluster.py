@@ -78,7 +78,7 @@ class Host:
         trace_file: Path | None,
         env: dict[str, str],
         make: Callable[..., Any] | None = None,
-        *args: Any,
+        *args: object,
     ) -> None:
         redirect_process_output(log)
         os.environ.update(env)  # torch reads them when it is imported, which `make` does
@@ -102,7 +102,7 @@ class Host:
         self.listener = socket.create_server((host, 0))
         return f"{host}:{self.listener.getsockname()[1]}"
 
-    def make(self, make: str, secrets: dict[str, str], *args: Any) -> None:
+    def make(self, make: str, secrets: dict[str, str], *args: object) -> None:
         """Make the object by ``make``, "package.module:function", whose module the driver need not import; ``secrets``:
         environment variables that Ray must not write to logs or command lines.
         """
@@ -110,7 +110,7 @@ class Host:
         with loading():
             self.target = function(make)(*args, **({"listener": self.listener} if self.listener else {}))
 
-    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    def call(self, method: str, /, *args: object, **kwargs: object) -> object:
         """Call a method of the object."""
         with trace.call(self.name, method, args):
             return getattr(self.target, method)(*args, **kwargs)
@@ -128,7 +128,7 @@ class AsyncHost(Host):
 
     returns_blocks = False
 
-    async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, method: str, /, *args: object, **kwargs: object) -> object:
         """Call a method of the object."""
         with trace.call(self.name, method, args):
             return await getattr(self.target, method)(*args, **kwargs)
@@ -140,7 +140,7 @@ class RayRemote(Remote[T]):
     def __init__(self, handle: Any, name: str, log: Path, host: str) -> None:
         self.handle, self.name, self.log, self.host = handle, name, log, host
 
-    def make(self, make: str, secrets: dict[str, str], *args: Any) -> Future[None]:
+    def make(self, make: str, secrets: dict[str, str], *args: object) -> Future[None]:
         """Make the object in an actor that was started without one; see `Host.make`."""
         return self.future(self.handle.make.remote(make, secrets, *args))
 
@@ -148,7 +148,7 @@ class RayRemote(Remote[T]):
         """See `Host.rendezvous`."""
         return self.future(self.handle.rendezvous.remote(self.host))
 
-    def start(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def start(self, method: str, /, *args: object, **kwargs: object) -> Future[object]:
         """See `Remote.start`."""
         return self.future(self.handle.call.remote(method, *args, **kwargs))
 
@@ -158,7 +158,7 @@ class RayRemote(Remote[T]):
 
     def share(self, value: V) -> V:
         """See `Remote.share`."""
-        shared: Any = ray.put(value)
+        shared: object = ray.put(value)
         return cast(V, shared)
 
     def future(self, ref: Any) -> Future[Any]:
@@ -168,7 +168,7 @@ class RayRemote(Remote[T]):
         ref.future().add_done_callback(lambda done: self._hand_over(done, outer))
         return outer
 
-    def _hand_over(self, done: Future[Any], outer: Future[Any]) -> None:
+    def _hand_over(self, done: Future[object], outer: Future[object]) -> None:
         error = done.exception()
         if error is None:
             outer.set_result(done.result())
@@ -206,7 +206,7 @@ class Actors:
 
     def __init__(self, args: Args, group: PlacementGroup, world: int) -> None:
         self.args, self.group, self.world = args, group, world
-        self.started: list[RayRemote[Any]] = []
+        self.started: list[RayRemote[object]] = []
         self._nodes = placement_group_table(group)["bundles_to_node_id"]
         self._bundles = bundles_by_node(self._nodes, str(ray.get_runtime_context().get_node_id()))
         self._hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
@@ -354,7 +354,7 @@ def start_workers(
     _wait_until_up(loading, progress)
 
 
-def _wait_until_up(starting: dict[Future[Any], str], progress: Progress) -> None:
+def _wait_until_up(starting: dict[Future[object], str], progress: Progress) -> None:
     """Wait for all workers. ``starting``: a future that is done when a worker is up -> the worker's name."""
     waiting = set(starting)
     while waiting:

@@ -146,7 +146,7 @@ def _start_nothing(node: Any, **_options: Any) -> None:
     node._webui_url = ""  # `Node.start_api_server` sets it, and `Node.start_raylet` reads it
 
 
-def _init(**options: Any) -> None:
+def _init(**options: object) -> None:
     """`ray.init`; it replaces the SIGTERM handler, so ours is set again afterwards."""
     # Ray would print its own message about a dead worker besides ours
     ray._private.worker._worker_logs_enabled = False

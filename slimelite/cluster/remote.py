@@ -95,7 +95,7 @@ class Remote(ABC, Generic[T_co]):
         return self.submit(method, *args, **kwargs).result()
 
     @abstractmethod
-    def start(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def start(self, method: str, /, *args: object, **kwargs: object) -> Future[Any]:
         """Same as `submit`, with the method's name."""
         ...
 
@@ -115,7 +115,7 @@ class LocalRemote(Remote[T_co]):
     def __init__(self, target: T_co, name: str) -> None:
         self.target, self.name = target, name
 
-    def start(self, method: str, /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def start(self, method: str, /, *args: object, **kwargs: object) -> Future[Any]:
         """See `Remote.start`."""
         future: Future[Any] = Future()
         try:

@@ -73,7 +73,7 @@ def read_messages(content: object, column: str = "messages") -> Messages:
     return messages
 
 
-def sound(value: Any, column: str, depth: int = 0) -> Any:
+def sound(value: object, column: str, depth: int = 0) -> object:
     """``value`` if all its text can be encoded as UTF-8 and it is not nested too deep; `BadCell` otherwise."""
     if depth > DEPTH:
         raise BadCell(column, f"is nested more than {DEPTH} deep")

@@ -249,7 +249,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools
         raise BadCell(columns.input_key, f"the chat template refuses these messages ({what})") from error
 
 
-def _label(value: Any, column: str) -> Any:
+def _label(value: object, column: str) -> object:
     """The label with its type; values that JSON cannot hold (dates, decimals) become text."""
     sound(value, column)
     if value is None:

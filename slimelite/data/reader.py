@@ -151,7 +151,7 @@ def _parquet_rows(path: str, part: slice, required: Sequence[str], optional: Seq
             yield f"row {number}", {k: _without_nulls(v) for k, v in values.items()}
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> object:
     """``value`` without the null fields of its structs. In parquet all rows share one struct type, so a key that a row
     does not have is read back as null (such as ``tool_calls`` of a plain message, or arguments of other tools)."""
     if isinstance(value, dict):
@@ -189,7 +189,7 @@ def _json_rows(path: str, part: slice, *_: object) -> Iterator[Found]:
         yield f"row {index}", _checked(rows[index])
 
 
-def _object(pairs: list[tuple[str, Any]]) -> Row:
+def _object(pairs: list[tuple[str, object]]) -> Row:
     """A JSON object; refuses a repeated key, because json would silently keep only the last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
@@ -198,7 +198,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     return values
 
 
-def _checked(row: Any) -> Row | str:
+def _checked(row: object) -> Row | str:
     return row if isinstance(row, dict) else f"a row is an object with named columns, not {type(row).__name__}"
 
 

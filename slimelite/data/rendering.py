@@ -122,7 +122,7 @@ class TaskRows:
         except TemplateError as error:
             raise ValueError(f"task {self.task.name}: {name} is no expression: {error}") from error
 
-        def evaluated(row: Row) -> Any:
+        def evaluated(row: Row) -> object:
             found = expression(row, chat=self._chat)
             if isinstance(found, Undefined):
                 str(found)  # raises the error that names what is not there

@@ -168,14 +168,14 @@ class GenerateResult:
             setattr(self, name, np.array(held(self, name), dtype))
         return self
 
-    def __reduce__(self) -> tuple[Callable[..., GenerateResult], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., GenerateResult], tuple[object, ...]]:
         # Ray would send each array as a buffer of its own, 768 of them for 256 responses: that took it twice the time
         columns = [held(self, name) for name in RESULT_TOKENS]
         tokens = [(c.tobytes(), c.dtype.char) if isinstance(c, np.ndarray) else c for c in columns]
         return _unpickled, (self.request_id, *tokens, self.finish_reason, self.cached_tokens)
 
 
-def _unpickled(request_id: str, *rest: Any) -> GenerateResult:
+def _unpickled(request_id: str, *rest: object) -> GenerateResult:
     fields: list[Any] = [np.frombuffer(*value) if isinstance(value, tuple) else value for value in rest]
     return GenerateResult(request_id, *fields)
 
@@ -210,7 +210,7 @@ class WeightBucket:
         parts = self.flat.split(sizes)
         return [(n, p.view(s)) for n, p, s in zip(self.names, parts, self.shapes, strict=True)]
 
-    def __reduce__(self) -> tuple[Callable[..., WeightBucket], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., WeightBucket], tuple[object, ...]]:
         # between processes pickle 5 sends numpy bytes out of band; a torch tensor would be copied into the pickle
         import torch
 
@@ -218,7 +218,7 @@ class WeightBucket:
         return _received, (self.names, self.shapes, dtype, self.flat.cpu().view(torch.uint8).numpy())
 
 
-def _received(names: list[str], shapes: list[tuple[int, ...]], dtype: str, raw: Any) -> WeightBucket:
+def _received(names: list[str], shapes: list[tuple[int, ...]], dtype: str, raw: object) -> WeightBucket:
     import torch
 
     # torch.tensor copies, because an array from shared memory is read-only

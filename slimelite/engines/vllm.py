@@ -65,14 +65,16 @@ class TemperedLogProbs(Sampler):
         super().__init__("raw_logprobs")
         draw = self.topk_topp_sampler.forward
 
-        def cut_and_draw(logits: torch.Tensor, generators: Any, k: torch.Tensor | None, p: torch.Tensor | None) -> Any:
+        def cut_and_draw(
+            logits: torch.Tensor, generators: object, k: torch.Tensor | None, p: torch.Tensor | None
+        ) -> object:
             if k is not None and p is not None:
                 logits, p = apply_top_k_top_p(logits, None, p), None
             return draw(logits, generators, k, p)
 
         self.topk_topp_sampler.forward = cut_and_draw
 
-    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> object:
         """Sample from logits [requests, vocab]; the log-probs of greedy requests use temperature 1 in place of 0."""
         temperature = sampling_metadata.temperature
         self.temperature = None if sampling_metadata.all_greedy else temperature.where(temperature > 0, 1.0)[:, None]

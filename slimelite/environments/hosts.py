@@ -132,12 +132,12 @@ class Live:
             self.spent = 0.0  # what is over has no limit left to keep, but it may need a moment
             await self._within(end)
 
-    async def _within(self, method: Callable[..., Any], *args: Any) -> Any:
+    async def _within(self, method: Callable[..., Any], *args: object) -> object:
         """What ``method`` returns; a coroutine that ignores its cancellation, or a thread, may go on by itself."""
         whole = self._host.seconds - self.spent
         limit, flag = min((self._host.call_seconds, "--environment-call-timeout"), (whole, "--environment-timeout"))
         begin = time.monotonic()
-        task: asyncio.Future[Any] = asyncio.ensure_future(call(method, *args))
+        task: asyncio.Future[object] = asyncio.ensure_future(call(method, *args))
         try:
             done, _ = await asyncio.wait([task], timeout=max(limit, 0.0))
         finally:
@@ -158,7 +158,7 @@ class Live:
         return task.result()
 
 
-def _sound(found: Any, method: str, wanted: type[Start] | type[Step]) -> Any:
+def _sound(found: object, method: str, wanted: type[Start] | type[Step]) -> Any:
     """``found``, which ``method`` returned, if it is a ``wanted`` with readable messages and numbers that are finite.
 
     Raises:

@@ -52,7 +52,7 @@ class ServerTool(Tool):
 class McpEnvironment(ToolEnvironment):
     """An episode with the tools of one server; the run's reward scores it."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: object) -> None:
         self._server = server
 
     async def reset(self, row: Row) -> Start:  # type: ignore[override]  # the driver takes both
@@ -83,7 +83,7 @@ class McpEnvironment(ToolEnvironment):
             self._over.set()
             await asyncio.wait([self._connection])
 
-    async def _connect(self, ready: asyncio.Future[Any]) -> None:
+    async def _connect(self, ready: asyncio.Future[object]) -> None:
         from mcp import Client
 
         try:

@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
 
 # what is kept of stdout and of stderr: the end, and of that what goes into the log [bytes]
 KEPT, LOGGED = 1 << 16, 4000
@@ -77,7 +76,7 @@ class Programs:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = RotatingFileHandler(folder / "programs.log", maxBytes=LOG_BYTES, backupCount=1, delay=True)
 
-    async def run(self, row: Mapping[str, Any], variables: Mapping[str, str], held: Callable[[], float]) -> Ended:
+    async def run(self, row: Mapping[str, object], variables: Mapping[str, str], held: Callable[[], float]) -> Ended:
         """Run the program with ``row`` as a line of JSON on stdin; when this returns, its process group is gone.
 
         ``held``: seconds for which the program was held so far.

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Any
 
 from aiohttp import web
 
@@ -97,7 +96,7 @@ async def _errors_as_json(
         return web.json_response({"error": {"message": message}}, status=500)
 
 
-async def serve(make: Callable[[], Environment], host: str, port: int, ready: Callable[[str], Any]) -> None:
+async def serve(make: Callable[[], Environment], host: str, port: int, ready: Callable[[str], object]) -> None:
     """Serve until cancelled; ``ready`` gets the address. Port 0: any free one."""
     runner = web.AppRunner(Server(make).app(), access_log=None)
     await runner.setup()

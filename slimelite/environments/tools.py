@@ -58,7 +58,7 @@ class Tool:
         return (result if isinstance(result, str) else json.dumps(result, default=str))[:MOST_CHARACTERS]
 
 
-def _kind(hint: Any) -> str:
+def _kind(hint: object) -> str:
     """The JSON type of an annotation; a text where nothing is known."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(member for member in typing.get_args(hint) if member is not type(None))

@@ -34,7 +34,7 @@ class RewardLoop:
     def __init__(self) -> None:
         self._thread: LoopThread | None = None
 
-    async def call(self, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
+    async def call(self, function: Callable[..., Any], *args: object, timeout: float) -> Any:
         """What ``function`` returns, or a `Failure` if it raises or takes longer than ``timeout`` seconds.
 
         A function that takes longer is cancelled; if it never awaits, it keeps running in its abandoned loop.

@@ -69,7 +69,7 @@ class RolloutFnEvalOutput:
     metrics: dict[str, Any] = field(default_factory=dict)
 
 
-def train_output(value: Any) -> RolloutFnTrainOutput:
+def train_output(value: object) -> RolloutFnTrainOutput:
     """Convert the return value of a rollout function: an object with ``samples`` and ``metrics``, groups, or samples.
 
     Raises:

@@ -356,7 +356,7 @@ class GroupGenerator:
             return made if self.context.args.partial_rollout and isinstance(returned, Sample) else [sample]
         return made
 
-    async def _within(self, seconds: float, answer: Awaitable[Any], home: Home) -> Any:
+    async def _within(self, seconds: float, answer: Awaitable[object], home: Home) -> object:
         """The answer, or TimeoutError; unlike `asyncio.wait_for` it returns even if the coroutine ignores cancellation.
 
         Time for which the agent is held does not count.

@@ -66,7 +66,7 @@ async def messages(model: Model, session: Session, body: Mapping[str, Any]) -> A
     return {**head, "content": _blocks(part), **_end(*asked), "usage": _usage(turn)}
 
 
-async def count_tokens(model: Model, session: Session, body: Mapping[str, Any]) -> Answer:  # noqa: ARG001
+async def count_tokens(model: Model, session: Session, body: Mapping[str, object]) -> Answer:  # noqa: ARG001
     """``/v1/messages/count_tokens``."""
     check_fields(body, CONVERSATION, NEUTRAL)
     messages, tools, _ = _conversation(body)
@@ -181,7 +181,7 @@ async def _stream(head: dict[str, Any], session: Session, asked: Asked) -> Async
     fresh = {"input_tokens": len(asked[0].prompt_ids), "output_tokens": 0}
     start = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": fresh}
 
-    def event(name: str, **rest: Any) -> bytes:
+    def event(name: str, **rest: object) -> bytes:
         return sse({"type": name, **rest}, name)
 
     async with aclosing(parts(session, [asked], stream=True)) as coming:

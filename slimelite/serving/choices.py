@@ -32,7 +32,7 @@ class Choices(ABC):
         self,
         engine: Generating,
         chat_format: ChatFormat,
-        body: Mapping[str, Any],
+        body: Mapping[str, object],
         params: SamplingParams,
         alternatives: int | None,
     ) -> None:

@@ -69,7 +69,7 @@ class ChatFormat:
         self,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
         end_ids: Iterable[int] = (),
@@ -82,7 +82,7 @@ class ChatFormat:
         self.reasoning = reasoning_format(template, reasoning_parser)
         self._given_ends = frozenset(end_ids)
 
-    def prompt(self, messages: Sequence[Message], tools: Tools = None, /, **template_kwargs: Any) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools = None, /, **template_kwargs: object) -> list[int]:
         """Token ids of the conversation with the generation prompt.
 
         Raises:
@@ -90,7 +90,7 @@ class ChatFormat:
         """
         return self.encode(self.render(messages, tools, **template_kwargs))
 
-    def render(self, messages: Sequence[Message], tools: Tools = None, /, **template_kwargs: Any) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools = None, /, **template_kwargs: object) -> str:
         """The text of the conversation with the generation prompt.
 
         Raises:
@@ -154,7 +154,7 @@ class ChatFormat:
         at: int,
         tools: Tools = None,
         /,
-        **template_kwargs: Any,
+        **template_kwargs: object,
     ) -> list[int] | None:
         """The tokens that come after the sampled reply ``messages[at]``; None: the template rewrites what was before.
 
@@ -184,7 +184,7 @@ class ChatFormat:
         return ids[1:] if ended else ids
 
     def opening(
-        self, messages: Sequence[Message], rendered: str, names: Sequence[str], tools: Tools = None, /, **kwargs: Any
+        self, messages: Sequence[Message], rendered: str, names: Sequence[str], tools: Tools = None, /, **kwargs: object
     ) -> list[int]:
         """The tokens that a call of any of the tools ``names`` begins with, after the prompt ``rendered``.
 
@@ -266,14 +266,14 @@ class ChatFormat:
         reasoning = [(r.reasoning or "").strip() for r in (one, other)]
         return reasoning[0] == reasoning[1] and comparable(one.message()) == comparable(other.message())
 
-    def _apply(self, messages: Sequence[Message], tools: Tools, template_kwargs: Mapping[str, Any]) -> str:
+    def _apply(self, messages: Sequence[Message], tools: Tools, template_kwargs: Mapping[str, object]) -> str:
         plain = read_messages(list(messages))
         for message in plain:
             message["content"] = self._content(content_text(message["content"]))
             message["role"] = "system" if message["role"] == "developer" else message["role"]
         return self._rendered(plain, tools, template_kwargs)
 
-    def _rendered(self, messages: Messages, tools: Tools, template_kwargs: Mapping[str, Any]) -> str:
+    def _rendered(self, messages: Messages, tools: Tools, template_kwargs: Mapping[str, object]) -> str:
         settings = {"add_generation_prompt": True, **self._kwargs, **template_kwargs}
         try:
             return render(self.tokenizer, messages, [dict(tool) for tool in tools or ()] or None, settings)
@@ -282,7 +282,7 @@ class ChatFormat:
             raise ValueError(f"the chat template refuses these messages ({what})") from error
 
     @cached_property
-    def _content(self) -> Callable[[str], Any]:
+    def _content(self) -> Callable[[str], object]:
         """Text as the template shows it: most want the text itself, some a list of parts."""
         try:
             shown = PROBE in self._rendered([{"role": "user", "content": PROBE}], None, {})
@@ -291,7 +291,7 @@ class ChatFormat:
         return (lambda text: text) if shown else (lambda text: [{"type": "text", "text": text}])
 
 
-def content_text(content: Any, name: str = "content") -> str:
+def content_text(content: object, name: str = "content") -> str:
     """The content of a message as one text: null is empty, parts of text are joined. ``name``: for the message.
 
     Raises:
@@ -314,7 +314,7 @@ def before_stop(text: str, stops: Sequence[str]) -> str:
     return text[: min(found, default=len(text))]
 
 
-def comparable(message: Message) -> tuple[Any, ...]:
+def comparable(message: Message) -> tuple[object, ...]:
     """What two messages that mean the same have in common: role, name, text, calls with their arguments as values.
 
     Clients send a reply back with other ids, white space in its JSON, or null for nothing.
@@ -325,7 +325,7 @@ def comparable(message: Message) -> tuple[Any, ...]:
     return message.get("role"), message.get("name"), content.strip() if reply else content, written
 
 
-def _value(arguments: Any) -> Any:
+def _value(arguments: object) -> object:
     try:
         return json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):

@@ -159,7 +159,7 @@ def checked_messages(messages: Any, index: int | None = None) -> list[Message]:
     return list(messages)
 
 
-def shown_tools(tools: list[dict[str, Any]] | None, choice: Any) -> tuple[list[dict[str, Any]] | None, list[str]]:
+def shown_tools(tools: list[dict[str, Any]] | None, choice: object) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """The tools that the model is shown, none with ``tool_choice`` "none", and of which it must call one.
 
     Raises:
@@ -184,7 +184,7 @@ def shown_tools(tools: list[dict[str, Any]] | None, choice: Any) -> tuple[list[d
     return tools, forced
 
 
-def _is_call(call: Any) -> bool:
+def _is_call(call: object) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
@@ -206,7 +206,7 @@ def _seeded(params: SamplingParams, copy: int) -> SamplingParams:
     return params if params.seed is None else replace(params, seed=params.seed + copy)
 
 
-def _prompts(prompt: Any, chat_format: ChatFormat) -> list[list[int]]:
+def _prompts(prompt: object, chat_format: ChatFormat) -> list[list[int]]:
     """Each prompt of ``/v1/completions`` as token ids: a text, several, token ids, or several lists of them."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
         prompt = [prompt]
@@ -219,7 +219,7 @@ def _prompts(prompt: Any, chat_format: ChatFormat) -> list[list[int]]:
 
 
 async def _answer(
-    model: Model, session: Session, body: Mapping[str, Any], asked: Sequence[Asked], choices: Choices
+    model: Model, session: Session, body: Mapping[str, object], asked: Sequence[Asked], choices: Choices
 ) -> Answer:
     """Sample what is asked, and answer with one choice each, whole or as a stream."""
     head = {"id": f"{choices.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}

@@ -31,7 +31,7 @@ class Kind:
     """A type of field in a request: what it is called in messages, and the test for it."""
 
     name: str
-    holds: Callable[[Any], bool]
+    holds: Callable[[object], bool]
 
 
 NUMBER = Kind("a number", is_number)
@@ -63,7 +63,9 @@ SAMPLING: dict[str, tuple[Kind, str]] = {
 }
 
 
-def check_fields(body: Mapping[str, Any], known: Mapping[str, Kind], neutral: Mapping[str, Container[Any]]) -> None:
+def check_fields(
+    body: Mapping[str, object], known: Mapping[str, Kind], neutral: Mapping[str, Container[object]]
+) -> None:
     """Refuse fields that nobody reads, since the answer would not be what was asked for; null is no value.
 
     ``neutral``: fields that are read by nobody, and the values that ask for nothing.
@@ -83,7 +85,7 @@ def check_fields(body: Mapping[str, Any], known: Mapping[str, Kind], neutral: Ma
             raise RequestError(f"{name}={value!r:.60} is not supported", param=name, code="unsupported_parameter")
 
 
-def sampling(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+def sampling(body: Mapping[str, object], defaults: SamplingParams) -> SamplingParams:
     """``defaults`` with the sampling parameters of a checked ``body``."""
     values: dict[str, Any] = {}
     for name, (_, field) in SAMPLING.items():
@@ -103,5 +105,5 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _all(values: Any, holds: Callable[[Any], bool]) -> bool:
+def _all(values: object, holds: Callable[[object], bool]) -> bool:
     return isinstance(values, list) and all(holds(value) for value in values)

@@ -60,7 +60,7 @@ class Turn:
     tools: Tools = field(default=None, repr=False)
     given_ids: list[int] = field(default_factory=list, repr=False)
     ends: tuple[str, ...] = ()
-    heard: tuple[Any, ...] = field(default=(), repr=False)
+    heard: tuple[object, ...] = field(default=(), repr=False)
     output_ids: list[int] = field(default_factory=list, repr=False)
     log_probs: list[float] = field(default_factory=list, repr=False)
     weight_versions: list[int] = field(default_factory=list, repr=False)
@@ -221,7 +221,7 @@ class Session:
         messages: Sequence[Message],
         tools: Tools = None,
         forced: Sequence[str] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, object] | None = None,
         *,
         one_call: bool = False,
     ) -> Turn:
@@ -422,7 +422,7 @@ class Sessions:
         return Session(uuid.uuid4().hex, self.format, self.sampler, self.max_context_len, None, seed)
 
 
-def _begins(messages: Sequence[Message], sent: Sequence[tuple[Any, ...]], turn: Turn) -> bool:
+def _begins(messages: Sequence[Message], sent: Sequence[tuple[object, ...]], turn: Turn) -> bool:
     """Whether ``messages`` begin with the history of ``turn``, as far as clients keep messages; ``sent``: what is
     `comparable` of them.
 

@@ -86,7 +86,7 @@ class Unreadable(ValueError):
     """Why a tool call cannot be read."""
 
 
-def _call(value: Any) -> tuple[str, str]:
+def _call(value: object) -> tuple[str, str]:
     """(name, arguments) of a call in JSON; `Unreadable` if it is none."""
     if not isinstance(value, dict) or not is_text(value.get("name")) or not value["name"]:
         raise Unreadable('it is not an object with a "name" and "arguments"')
@@ -96,7 +96,7 @@ def _call(value: Any) -> tuple[str, str]:
     return value["name"], _object(arguments)
 
 
-def _object(arguments: Any) -> str:
+def _object(arguments: object) -> str:
     if not isinstance(arguments, dict):
         raise Unreadable("its arguments are not a JSON object")
     try:
@@ -113,7 +113,7 @@ def _json(text: str) -> Any:
     return value
 
 
-def _first_json(text: str, start: int) -> tuple[Any, int]:
+def _first_json(text: str, start: int) -> tuple[object, int]:
     """The JSON value that begins at ``start``, and where it ends."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slimelite.tracking.tracker import Tracker
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["Tracker"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """`Tracker`, imported when it is first used: drawing curves and reading metrics do without it."""
     if name != "Tracker":
         raise AttributeError(f"module {__name__} has no attribute {name}")

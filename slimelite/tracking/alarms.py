@@ -101,7 +101,7 @@ class Alarms:
         return [self.all[index]]
 
 
-def replay(records: Iterable[Mapping[str, Any]]) -> list[Alarm]:
+def replay(records: Iterable[Mapping[str, object]]) -> list[Alarm]:
     """The alarms of a run, from its valid records (`read_metrics`), in the order they began."""
     alarms = Alarms()
     for record in records:

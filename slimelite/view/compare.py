@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -154,6 +153,6 @@ def _shown(values: Facts, key: str, text: Callable[[float], str]) -> str:
     return "" if values[key] is None else text(values[key])
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     """A flag's value as one writes it; "-" for none."""
     return "-" if value is None else one_line(value) if isinstance(value, str) else json.dumps(value)

@@ -156,7 +156,7 @@ def _find(run: Run, name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        cached: Any = try_to_load_from_cache(name, FILE)
+        cached: object = try_to_load_from_cache(name, FILE)
     except ValueError:  # no name that the hub would give
         return None
     return Path(cached) if isinstance(cached, str) else None

@@ -111,7 +111,7 @@ def samples(run: Run, budget: int = BUDGET) -> dict[str, Any]:
     }
 
 
-def pack(header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> str:
+def pack(header: Mapping[str, object], columns: Mapping[str, np.ndarray]) -> str:
     """Base64 of the deflated: length of the header (uint32), JSON header, columns.
 
     ``header["columns"]`` becomes a list of [name, dtype, entries]. A column is little-endian, its bytes ordered by

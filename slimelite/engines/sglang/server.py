@@ -72,7 +72,7 @@ class Server(ServerAddress):
         """The server at ``address``."""
         return cls(address.url, address.tp_size, address.first_gpu)
 
-    def post(self, path: str, body: object = None, retry: Retry = RETRY, timeout_s: float = TIMEOUT_S) -> Any:
+    def post(self, path: str, body: object = None, retry: Retry = RETRY, timeout_s: float = TIMEOUT_S) -> object:
         """The answer to a POST of ``body`` as JSON (bytes are sent as they are).
 
         The request is sent again after a lost connection; use ``retry`` `ONCE` if it must not arrive twice.
