@@ -237,7 +237,7 @@ def _model(draft: Draft) -> None:
     }
     wanted = [option for option, on in compared.items() if on and not args.supervised]
     if wanted:
-        draft.set("use_reference", True, f"{' and '.join(wanted)} compare with it")
+        draft.set("use_reference", True, f"{' and '.join(wanted)} compare{'s' * (len(wanted) == 1)} with it")
     elif args.loss.paired:
         draft.set("use_reference", True, f"--loss-type {args.loss_type} compares with it")
     else:

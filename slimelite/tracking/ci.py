@@ -10,6 +10,7 @@ from pathlib import Path
 from slimelite.arguments import DebugArgs
 from slimelite.checkpoints import read_json
 from slimelite.files import write_text
+from slimelite.plugins import nearest
 
 # slime's tolerance: runs with another parallel layout must reproduce the recorded gradient norms
 GRAD_NORM_TOLERANCE = 0.03
@@ -24,6 +25,7 @@ class RunChecks:
     def __init__(self, args: DebugArgs) -> None:
         self._key, self._threshold = args.ci_metric_checker_key, args.ci_metric_checker_threshold
         self._best: float | None = None
+        self._logged: set[str] = set()
         self._save = args.ci_save_grad_norm
         self._norms: dict[str, float] = {}
         self._expected: dict[str, float] | None = None
@@ -31,7 +33,8 @@ class RunChecks:
             self._expected = read_json(Path(args.ci_load_grad_norm))
 
     def note(self, metrics: Mapping[str, float]) -> None:
-        """Remember the best value of the checked metric, if it is among ``metrics``."""
+        """Remember the best value of the checked metric, if it is among ``metrics``, and the names of all."""
+        self._logged.update(metrics)
         if self._key is not None and self._key in metrics:
             self._best = max(metrics[self._key], -math.inf if self._best is None else self._best)
 
@@ -59,8 +62,15 @@ class RunChecks:
         """Check the metric after the last rollout.
 
         Raises:
-            AssertionError: the checked metric never reached its threshold.
+            AssertionError: the checked metric was never logged, or never reached its threshold.
         """
-        if self._key is not None and (self._best is None or self._best < (self._threshold or 0.0)):
-            reached = "was never logged" if self._best is None else f"reached {self._best:g} at most"
-            raise AssertionError(f"--ci-metric-checker-key {self._key} {reached}, not {self._threshold}")
+        if self._key is None:
+            return
+        if self._best is None:
+            raise AssertionError(
+                f"--ci-metric-checker-key {self._key} was never logged{nearest(self._key, self._logged)}"
+            )
+        if self._best < (self._threshold or 0.0):
+            raise AssertionError(
+                f"--ci-metric-checker-key {self._key} reached {self._best:g} at most, not {self._threshold}"
+            )

@@ -20,7 +20,7 @@ def test_a_metric_that_must_be_reached(tmp_path: Path) -> None:
     run(tmp_path / "a", ci_metric_checker_key="eval/sums", ci_metric_checker_threshold=0.6)
     with pytest.raises(AssertionError, match=r"eval/sums reached 0\.65 at most, not 0\.7"):
         run(tmp_path / "b", ci_metric_checker_key="eval/sums", ci_metric_checker_threshold=0.7)
-    with pytest.raises(AssertionError, match="eval/sum was never logged"):
+    with pytest.raises(AssertionError, match=r"eval/sum was never logged; did you mean eval/sums\?$"):
         run(tmp_path / "c", ci_metric_checker_key="eval/sum", ci_metric_checker_threshold=0.1)
     assert json.loads((tmp_path / "b" / "status.json").read_text())["status"] == "failed"
 
