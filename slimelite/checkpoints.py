@@ -77,6 +77,30 @@ def why_no_model(folder: str | Path) -> str | None:
     return "is in Megatron format" if (root / MARKER).is_file() else "holds no config.json"
 
 
+def read_config(path: str) -> dict[str, Any]:
+    """The content of config.json at ``path``, a folder or a hub id.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if (why := why_no_model(folder)) is not None:
+            raise ValueError(f"{why}; name the model's Hugging Face folder")
+        return read_json(folder / "config.json")
+    if folder.exists():
+        raise ValueError("is a file; name the folder that holds it")
+    if not may_be_hub_id(path):
+        raise ValueError("no such folder")
+    from transformers.utils import cached_file
+
+    try:
+        return read_json(Path(cached_file(path, "config.json")))
+    except OSError as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"no such folder, and as a name on the Hugging Face hub: {said}") from error
+
+
 def find_checkpoint(
     load: str | Path, step: int | None = None, *, fallback: bool = False, own: bool = False
 ) -> tuple[Path | None, str]:

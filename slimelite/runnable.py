@@ -22,6 +22,7 @@ from slimelite.checkpoints import (
     DamagedCheckpoint,
     find_checkpoint,
     may_be_hub_id,
+    read_config,
     read_json,
     whats_wrong,
 )
@@ -63,6 +64,10 @@ def resolve_model(path: str, base: str | None = None) -> Source:
     """
     folder = Path(path)
     if not folder.exists() and HUB_ID.fullmatch(path):
+        try:  # without the hub each file of it that is asked for takes half a minute
+            read_config(path)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         return Source(path)
     if not folder.is_dir():
         raise ValueError(f"{path}: no such folder; a model is a Hugging Face folder, a hub id or a run folder")

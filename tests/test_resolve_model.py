@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from slimelite.checkpoints import MARKER, ROLLOUT_STATE, STATE_FILE
@@ -19,10 +20,17 @@ def write(file: Path, age: int = 0, **content: object) -> Path:
     return file.parent
 
 
-def test_a_model_and_a_hub_id_are_themselves(tmp_path: Path) -> None:
+def test_a_model_and_a_hub_id_are_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write(tmp_path / "config.json", model_type="qwen2")
     assert resolve_model(str(model)) == Source(str(model))
-    assert resolve_model("Qwen/Qwen2.5-0.5B") == Source("Qwen/Qwen2.5-0.5B")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match="no/model: no such folder, and as a name on the Hugging Face hub: "):
+        resolve_model("no/model")
+    downloaded = tmp_path / "models--no--model"
+    write(downloaded / "snapshots" / "abc" / "config.json", model_type="qwen2")
+    (downloaded / "refs").mkdir()
+    (downloaded / "refs" / "main").write_text("abc")
+    assert resolve_model("no/model") == Source("no/model")
 
 
 def test_a_run_means_the_newest_model_that_it_wrote(tmp_path: Path) -> None:
@@ -81,9 +89,10 @@ def test_what_is_no_model_is_said_with_the_remedy(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="moved/base, which is not there: name its model with --base"):
             resolve_model(str(folder))
         assert [resolve_model(str(folder), base).base for base in ("my/base", "gpt2")] == ["my/base", "gpt2"]
-    with pytest.raises(ValueError, match="--base my/base is for adapters and checkpoints, and some/model is a whole"):
-        resolve_models(["some/model"], "my/base")
-    assert [source.base for source in resolve_models(["some/model", str(folder)], "my/base")] == [None, "my/base"]
+    whole = str(write(tmp_path / "whole model" / "config.json", model_type="qwen2"))
+    with pytest.raises(ValueError, match="--base my/base is for adapters and checkpoints, and"):
+        resolve_models([whole], "my/base")
+    assert [source.base for source in resolve_models([whole, str(folder)], "my/base")] == [None, "my/base"]
     with pytest.raises(ValueError, match="no such folder"):
         resolve_model(str(tmp_path / "gone"))
     with pytest.raises(ValueError, match="is missing"):

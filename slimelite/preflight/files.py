@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slimelite.arguments import Args, EvalDataset
 from slimelite.arguments.user_code import plugin_paths
-from slimelite.checkpoints import STATE_FILE, damage, may_be_hub_id, read_json, why_no_model
+from slimelite.checkpoints import STATE_FILE, damage, read_config
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.tokenizer import check_files
 from slimelite.files import in_units
@@ -280,26 +280,3 @@ class FileChecks:
                 )
         finally:
             log.setLevel(logging.NOTSET)
-
-
-def read_config(path: str) -> dict[str, Any]:
-    """The content of config.json at ``path``, a folder or a hub id.
-
-    Raises:
-        ValueError: there is none, or it is damaged.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        if (why := why_no_model(folder)) is not None:
-            raise ValueError(f"{why}; name the model's Hugging Face folder")
-        return read_json(folder / "config.json")
-    if folder.exists():
-        raise ValueError("is a file; name the folder that holds it")
-    if not may_be_hub_id(path):
-        raise ValueError("no such folder")
-    from transformers.utils import cached_file
-
-    try:
-        return read_json(Path(cached_file(path, "config.json")))
-    except OSError as error:
-        raise ValueError(f"no such folder, and as a name on the Hugging Face hub: {error}") from error

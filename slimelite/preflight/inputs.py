@@ -9,13 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from slimelite.arguments.environments import EPISODE
+from slimelite.checkpoints import read_config
 from slimelite.data.conversations import ChatReader
 from slimelite.data.prompts import PAIR, deal
 from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.families import FAMILIES, text_config
 from slimelite.model_files import has_weights, looks_sound
 from slimelite.preflight.environments import check_environment
-from slimelite.preflight.files import ROWS_AT_START, FileChecks, Rows, read_config
+from slimelite.preflight.files import ROWS_AT_START, FileChecks, Rows
 from slimelite.rollout.teacher import Teacher
 from slimelite.sample import Sample
 
