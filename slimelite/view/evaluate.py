@@ -29,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = _parser().parse_args(own)
+    if not options.tasks.strip(" ,"):
+        raise ValueError(f"--tasks names no task: take some of {', '.join(shipped_tasks())}, or YAML files")
     asked = [(source, *_places(source, options.output)) for source in resolve_models(options.models, options.base)]
     folders = [folder for _, folder, _ in asked]
     if twice := [folder for folder in folders if folders.count(folder) > 1]:

@@ -113,6 +113,7 @@ def test_an_interrupted_evaluation_goes_on_and_other_settings_are_asked_anew(
     [
         (("one", "--tasks", "gsm9k"), "--eval-tasks gsm9k: there is no such task; did you mean gsm8k?"),
         (("gone", "--tasks", "write.yaml"), "gone: no such folder"),
+        (("one", "--tasks", " ,"), "--tasks names no task: take some of arc, gsm8k"),
         (("one", "one", "--tasks", "write.yaml"), "two models would have the folder"),
         (("one", "--tasks", "write.yaml", "--samples", "2"), "greedy responses to a prompt are all alike"),
         (("one", "--tasks", "gsm8k", "--data", "none"), "none: no such folder of data"),
