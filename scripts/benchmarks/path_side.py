@@ -4,8 +4,9 @@
     python scripts/benchmarks/path_side.py carry --samples 2048 --tokens 512 --model M --data D --marks F
 
 *plan* splits a rollout into steps and packs its rows into micro-batches. *carry* sends samples through the rollout
-worker with an engine that answers at once, then through pickle 5 as Ray does and into every micro-batch; its peak
-memory above the beginning is shown beside the bytes of the table's own columns.
+worker with an engine that answers at once, then through pickle 5 as Ray does and into every micro-batch. Peak memory
+above the beginning, of the manager and of all together, is shown beside the bytes of the table's own columns. What a
+run has in two processes, such as the table and the trainer's columns, is in one here.
 """
 
 from __future__ import annotations
@@ -61,7 +62,12 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     from slimelite.training.columns import TokenColumns
 
     rng = np.random.default_rng(0)
-    tokens, log_probs = rng.integers(6, 110, given.tokens).tolist(), (-rng.random(given.tokens)).tolist()
+    # arrays, as the embedded engine has them; `packed` copies them, for each answer has its own
+    answer: dict[str, Any] = {
+        "output_ids": rng.integers(6, 110, given.tokens, np.int32),
+        "log_probs": -rng.random(given.tokens, np.float32),
+        "weight_versions": np.zeros(given.tokens, np.int32),
+    }
 
     class Ready:
         """An engine whose answers are there already."""
@@ -71,8 +77,7 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
 
         async def generate(self, asked: Sequence[GenerateRequest]) -> list[GenerateResult]:
             await asyncio.sleep(0)
-            done = [GenerateResult(r.request_id, tokens, log_probs, [0] * len(tokens), "length") for r in asked]
-            return [result.packed() for result in done]  # arrays, as the engines give them
+            return [GenerateResult(r.request_id, **answer, finish_reason="length").packed() for r in asked]
 
         async def abort(self, _: Any = None) -> None:
             return
@@ -88,10 +93,10 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     engines: list[Any] = [Ready()]
     args = parse_args(flags.split())
     manager = RolloutManager(args, engines, load_tokenizer(args.tokenizer))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.process_time()
     table: SampleTable = manager.generate(0).table
-    managed = time.process_time()
+    managed, at_manager = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     buffers: list[Any] = []
     head = pickle.dumps(table.without_text(), 5, buffer_callback=buffers.append)
     sent = pickle.loads(head, buffers=[bytes(buffer) for buffer in buffers])
@@ -100,7 +105,7 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     for row in range(0, len(sent), 4):
         MicroBatch(columns, np.arange(row, min(row + 4, len(sent))), shares=True)
     batched = time.process_time()
-    used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
+    at_end = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     parts = vars(table).values()
     own = sum(c.nbytes if isinstance(c, np.ndarray) else sum(map(len, filter(None, c))) for c in parts)
     manager.close()
@@ -110,7 +115,8 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
         "micro_batches_cpu": batched - wired,
         "carry_cpu": batched - start,
         "us_per_token": 1e6 * (batched - start) / (given.samples * given.tokens),
-        "peak_over_table": used / own,
+        "manager_over_table": 1024 * (at_manager - before) / own,
+        "peak_over_table": 1024 * (at_end - before) / own,
     }
 
 
