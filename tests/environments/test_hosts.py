@@ -36,7 +36,8 @@ def played(environment: str, play: Callable[[Host], Awaitable[None]], processes:
     asyncio.run(run())
 
 
-async def echoes(host: Host) -> None:
+async def check_echo(host: Host) -> None:
+    """Assert that an episode of `Echo` at ``host`` sees its row, answers, scores and ends, within its time."""
     live = await host.open()
     start = await live.reset(ROW)
     assert list(start.messages) == [{"role": "user", "content": "hello"}, {"role": "user", "content": "seed 5"}]
@@ -48,8 +49,8 @@ async def echoes(host: Host) -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_here_and_in_a_process_of_its_own(processes: int) -> None:
-    played(ECHO, echoes, processes)
+def test_an_episode_is_the_same_here_and_in_a_process_of_its_own(processes: int) -> None:
+    played(ECHO, check_echo, processes)
 
 
 def test_behind_an_address() -> None:
@@ -57,7 +58,7 @@ def test_behind_an_address() -> None:
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         server = asyncio.create_task(serve(Echo, "127.0.0.1", 0, ready.set_result))
         host = Host(await ready, call_seconds=2.0, seconds=3.0)
-        await echoes(host)
+        await check_echo(host)
         live = await host.open()
         await live.reset(ROW)
         with pytest.raises(EnvironmentFailure, match=r"LookupError: no such thing \(.*acted.py, line \d+, in step\)"):
@@ -161,7 +162,7 @@ def test_a_worker_that_dies_is_replaced() -> None:
         with pytest.raises(EnvironmentFailure) as raised:
             await live.step({"content": "die"})
         assert raised.value.kind == "crash"
-        await echoes(host)
+        await check_echo(host)
 
     played(ECHO, play, processes=1)
 
