@@ -84,8 +84,14 @@ def _text(value: float) -> str:
     return str(int(value)) if value == int(value) else str(value)
 
 
-def make(_spec: str) -> type[Calculator]:
-    """The calculator has no spec."""
+def make(spec: str) -> type[Calculator]:
+    """The calculator has no spec.
+
+    Raises:
+        ValueError: one is given.
+    """
+    if spec:
+        raise ValueError(f"--environment calculator:{spec}: nothing may follow the name")
     return Calculator
 
 

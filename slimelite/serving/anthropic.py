@@ -165,7 +165,8 @@ def _end(turn: Turn, params: SamplingParams) -> dict[str, Any]:
         return {"stop_reason": STOP_REASONS[turn.finish_reason], "stop_sequence": None}
     if turn.reply.tool_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    hit = next((stop for stop in params.stop if stop in turn.reply.content), None)
+    said = f"{turn.reply.reasoning or ''}{turn.reply.content}"
+    hit = next((stop for stop in params.stop if stop in said), None)
     return {"stop_reason": "stop_sequence" if hit else "end_turn", "stop_sequence": hit}
 
 

@@ -137,12 +137,13 @@ class Chat:
         return True
 
     def _set(self, name: str, text: str) -> None:
-        self.settings.pop(name, None)
-        if text:
-            try:
-                self.settings[name] = SETTINGS[name](text)
-            except ValueError:
-                raise ValueError(f"/{name} takes a number, not {text!r}") from None
+        if not text:
+            self.settings.pop(name, None)
+            return
+        try:
+            self.settings[name] = SETTINGS[name](text)
+        except ValueError:
+            raise ValueError(f"/{name} takes a number, not {text!r}") from None
 
     def _regenerate(self) -> None:
         if not self.messages:

@@ -65,6 +65,7 @@ REPLIES = [
     ("qwen2.5", "one two three<|im_end|>", {"stop": ["x", " thr"]}, "stop"),
     ("qwen3", "<think>\nLet me see.\n\n</think>\n\nIt is 42.<|im_end|>", {}, "stop"),
     ("qwen3", "<think>\nendless", {}, "length"),
+    ("qwen3", "<think>\none two thr", {"stop": ["x", " thr"]}, "stop"),
     ("qwen3", f"<think>\nLet me see\n</think>\n\nAh.{CALL}<|im_end|>", {}, "tool_calls"),
     ("qwen3", "<thin is no thought<|im_end|>", {}, "stop"),
     ("qwen3.5", "Let me see.\n</think>\n\nIt is 42.<|im_end|>", {}, "stop"),

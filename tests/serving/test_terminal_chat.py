@@ -114,6 +114,8 @@ def test_a_conversation_with_commands(served: Server, terminal: Terminal) -> Non
     for wrong, says in (("/temprature 1", "there is no command /temprature"), ("/seed x", "/seed takes a number")):
         terminal.type(f"{wrong}\n")
         assert f"slimelite chat: {says}" in terminal.until("\n> ")
+    terminal.type("/settings\n")
+    assert '"seed": 7' in terminal.until("\n> ")  # the wrong one has changed nothing
     terminal.type("\x04")
     assert terminal.process.wait(SECONDS) == 0
 
