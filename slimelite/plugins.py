@@ -47,6 +47,8 @@ def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not module_name or not name:
         raise ValueError(f"{path!r} is not a plugin path; write package.module.function or path/to/file.py:function")
+    if name == "py" and Path(path).is_file():
+        raise ValueError(f"{path!r} names a file and nothing in it; write {path}:name")
     if path in compat.SLIME_NAMES:
         return compat.resolve(path)
     compat.install_finder()

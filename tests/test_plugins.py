@@ -59,6 +59,7 @@ def test_functions_of_packages_and_of_files(plugin_file: Path) -> None:
         ("{dir}/my_plugin.py:rewad", "no 'rewad'; did you mean reward?"),
         ("{dir}/my_plugn.py:reward", "no plugin file .*my_plugn.py; did you mean my_plugin.py?"),
         ("{dir}/my_plugin.py:NUMBER", "is a int, not a function"),
+        ("{dir}/my_plugin.py", "names a file and nothing in it; write .*/my_plugin.py:name"),
         ("{dir}/lacks_module.py:fn", "No module named 'no_such_dependency'"),
         ("slimelite.rollout.filterz.check_all", "did you mean filters?"),
         ("slimelite.rollout.filters.check_al", "did you mean check_all?"),
