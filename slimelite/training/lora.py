@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from slimelite.arguments.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ALL_LINEAR, GROUPS, LoraArgs
 from slimelite.engines.protocol import AdapterFormat
+from slimelite.files import whole as written_whole
 from slimelite.files import write_text
 from slimelite.model_files import write_weights
 from slimelite.training.parallel import whole
@@ -245,9 +246,8 @@ def adapter_format(hf: nn.Module, args: LoraArgs, base: str | None) -> AdapterFo
 
 def save_adapter(directory: Path, weights: Mapping[str, Tensor], config: Mapping[str, object]) -> None:
     """Write an adapter that peft opens; ``weights``: by peft's names, see `peft_weights`."""
-    partial = directory / f"{ADAPTER_WEIGHTS}.partial"
-    write_weights(weights, partial)
-    partial.replace(directory / ADAPTER_WEIGHTS)
+    with written_whole(directory / ADAPTER_WEIGHTS) as partial:
+        write_weights(weights, partial)
     write_text(directory / ADAPTER_CONFIG, json.dumps(config, indent=2) + "\n")
 
 
