@@ -127,13 +127,13 @@ def _files(args: Args, dataset: Mapping[str, object]) -> dict[str, list[int]]:
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(found) if file.is_file()}
 
 
-def _run_settings(args: Args) -> dict[str, Any]:
+def _run_settings(args: Args) -> dict[str, object]:
     """The arguments that are no dataset's: results are those of the same ones."""
     apart = {*SOURCES, "derivations", "notes", "no_effect", "eval_datasets", *(f.name for f in group_flags(EvalArgs))}
     return _plain({name: value for name, value in config_dict(args).items() if name not in apart})
 
 
-def _plain(values: Mapping[str, object] | EvalDataset) -> dict[str, Any]:
+def _plain(values: Mapping[str, object] | EvalDataset) -> dict[str, object]:
     """``values`` as JSON gives them back."""
-    found: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    found: dict[str, object] = json.loads(json.dumps(values, default=str))
     return found

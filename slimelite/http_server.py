@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # what a request is answered with: an object, or server-sent events
-Answer = dict[str, Any] | AsyncGenerator[bytes]
+Answer = dict[str, object] | AsyncGenerator[bytes]
 # a stop waits so long for requests that run, and a client that is told to come again waits so long [s]
 LAST_S, RETRY_S = 1.0, 1
 # how a body that gzip packed begins, and no JSON

@@ -131,7 +131,7 @@ class Watchdog:
         self._process.wait()
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> dict[str, object]:
     """A unique description of this process: host, process id, and start time in ticks since boot."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 

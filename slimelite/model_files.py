@@ -258,7 +258,7 @@ def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[s
     return [f"--{name.replace('_', '-')} is {said} but the model's config.json says {has}" for name, said, has in wrong]
 
 
-def _switches(args: ArchitectureArgs, config: dict[str, Any], rope: dict[str, Any]) -> list[tuple[str, bool]]:
+def _switches(args: ArchitectureArgs, config: dict[str, object], rope: dict[str, object]) -> list[tuple[str, bool]]:
     """(switch, its value by the config), of given switches; of some others too if flags describe a whole model."""
     family = family_of(str(config.get("model_type")))
     truth = {
@@ -275,5 +275,5 @@ def _switches(args: ArchitectureArgs, config: dict[str, Any], rope: dict[str, An
     return [(n, has) for n, has in truth.items() if getattr(args, n) or (args.describes_model and n in strict)]
 
 
-def _rotates(config: dict[str, Any], rope: dict[str, Any]) -> bool:
+def _rotates(config: dict[str, object], rope: dict[str, object]) -> bool:
     return "rope_theta" in rope or config.get("model_type") in FAMILIES

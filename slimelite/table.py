@@ -134,7 +134,7 @@ class SampleTable:
             "prompt": np.array([s.prompt_length for s in samples], np.int64),
             "token": np.array([s.response_length for s in samples], np.int64),
         }
-        values: dict[str, Any] = {name: _offsets(lengths[per]) for per, name in OFFSETS.items()}
+        values: dict[str, object] = {name: _offsets(lengths[per]) for per, name in OFFSETS.items()}
         values["reward"] = np.array([s.reward_value(reward_key) for s in samples], np.float64)
         for column in [column for column in COLUMNS.values() if column.name not in values]:
             found = [column.read(s) for s in samples]
@@ -190,7 +190,7 @@ class SampleTable:
     def select(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
         """The given rows, in the given order."""
         rows = np.asarray(rows, np.int64)
-        values: dict[str, Any] = {name: _offsets(np.diff(getattr(self, name))[rows]) for name in OFFSETS.values()}
+        values: dict[str, object] = {name: _offsets(np.diff(getattr(self, name))[rows]) for name in OFFSETS.values()}
         for column in self.columns():
             whole_column = getattr(self, column.name)
             if column.per != "sample":

@@ -33,7 +33,7 @@ def masked(name: str, value: object) -> Any:
     return _IN_URL.sub(HIDDEN, value) if isinstance(value, str) else value
 
 
-def public_part(variables: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+def public_part(variables: dict[str, object]) -> tuple[dict[str, str], dict[str, str]]:
     """(environment variables that may be shown, secret ones), with values as text."""
     shown = masked("", variables)
     public = {name: str(value) for name, value in variables.items() if shown[name] == value}

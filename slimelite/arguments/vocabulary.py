@@ -27,7 +27,7 @@ class Settings:
     """The arguments that one source gives."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    sglang: dict[str, Any] = field(default_factory=dict)
+    sglang: dict[str, object] = field(default_factory=dict)
     no_effect: dict[str, str] = field(default_factory=dict)
     # keys of --custom-config-path that are no flags: for the user's plugins
     custom: dict[str, object] = field(default_factory=dict)

@@ -267,7 +267,7 @@ class Actors:
     def _host(self, bundle: int) -> str:
         return str(self._hosts[self._nodes[bundle]])
 
-    def _place(self, bundle: int, share: float) -> dict[str, Any]:
+    def _place(self, bundle: int, share: float) -> dict[str, object]:
         """Options of an actor that has ``share`` of the device of ``bundle``."""
         strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
         gpus = share if self.args.device == "cuda" else 0

@@ -58,7 +58,7 @@ class ChatReader:
 
     tokenizer: PreTrainedTokenizerBase
     loss_mask_type: str = "auto"
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: dict[str, object] = field(default_factory=dict)
     max_context_len: int | None = None
 
     def render(self, messages: Messages, tools: Tools = None, *, generation_prompt: bool = False) -> str:

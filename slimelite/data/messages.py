@@ -19,7 +19,7 @@ Kind = TypeVar("Kind", list[Any], dict[str, Any])
 Message = dict[str, Any]
 Messages = list[Message]
 # descriptions of functions, in OpenAI's form
-Tools = list[dict[str, Any]] | None
+Tools = list[dict[str, object]] | None
 # deepest nesting of a value: deeper ones may exceed the recursion limit when they are copied or written
 DEPTH = 100
 
@@ -93,7 +93,7 @@ def sound(value: object, column: str, depth: int = 0) -> object:
     return value
 
 
-def _call(given: object, where: str, column: str) -> dict[str, Any]:
+def _call(given: object, where: str, column: str) -> dict[str, object]:
     """A tool call in OpenAI's form, but for its arguments, which are an object."""
     call = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
     function = call.get("function", call)

@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +20,7 @@ from slimelite.registry import function
 logger = logging.getLogger(__name__)
 
 # a row of a file: column -> value
-Row = dict[str, Any]
+Row = dict[str, object]
 # the place in the file ("row 3 (line 4)", rows counted from 0), and the row or the reason why it cannot be read
 Found = tuple[str, Row | str]
 

@@ -129,7 +129,9 @@ class GenerateServer(Server):
             return self._stream(body, request, sample)
         return self._reply(body, request, await sample(request, None), (await self._engine.info()).weight_version)
 
-    async def _stream(self, body: dict[str, Any], request: GenerateRequest, sample: Sampler) -> AsyncGenerator[bytes]:
+    async def _stream(
+        self, body: dict[str, object], request: GenerateRequest, sample: Sampler
+    ) -> AsyncGenerator[bytes]:
         """SGLang's events: each has all tokens so far, and the last one the reason of the end."""
         version = (await self._engine.info()).weight_version
         ids: list[int] = []
@@ -230,7 +232,7 @@ def _spans(versions: Sequence[int]) -> list[dict[str, object]]:
     return [{"version": str(versions[start]), "start": start} for start in starts]
 
 
-def check_types(body: dict[str, Any], kinds: dict[str, type]) -> None:
+def check_types(body: dict[str, object], kinds: dict[str, type]) -> None:
     """``kinds``: field name -> type, for fields that may also be absent or null.
 
     Raises:

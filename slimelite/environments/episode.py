@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from slimelite.engines.protocol import SamplingParams
 from slimelite.environments.hosts import EnvironmentFailure, Host, Live
@@ -146,7 +145,7 @@ class Episode:
                 return
             name, messages = name if step.role is None else step.role, step.messages
 
-    def _heard(self, turn: Turn) -> dict[str, Any]:
+    def _heard(self, turn: Turn) -> dict[str, object]:
         """The reply as the environment gets it."""
         self._tokens += len(turn.output_ids)
         self.counts["turns"] += 1

@@ -24,7 +24,7 @@ from slimelite.environments.tools import MOST_CHARACTERS, Tool, ToolEnvironment
 class ServerTool(Tool):
     """A tool of the server; ``about``: its name, description and schema, as OpenAI's form has them."""
 
-    about: dict[str, Any]
+    about: dict[str, object]
 
     @property
     def name(self) -> str:
@@ -32,7 +32,7 @@ class ServerTool(Tool):
         return str(self.about["name"])
 
     @property
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> dict[str, object]:
         """The JSON schema in OpenAI's form."""
         return {"type": "function", "function": self.about}
 

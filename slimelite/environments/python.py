@@ -64,7 +64,7 @@ def make(spec: str) -> Callable[[], Python]:
     return partial(Python, pool, seconds)
 
 
-def _results(tasks: Iterable[tuple[str, float]]) -> Iterator[dict[str, Any]]:
+def _results(tasks: Iterable[tuple[str, float]]) -> Iterator[dict[str, object]]:
     for code, seconds in tasks:
         run = run_code(PROGRAM.format(code=code), None, "", seconds=seconds, memory_mb=MEMORY_MB)
         yield {"finished": run.finished, "output": run.output}

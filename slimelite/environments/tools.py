@@ -37,7 +37,7 @@ class Tool:
         return self.function.__name__
 
     @property
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> dict[str, object]:
         """The JSON schema in OpenAI's form."""
         hints = typing.get_type_hints(self.function)
         parameters = inspect.signature(self.function).parameters.values()

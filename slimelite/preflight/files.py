@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from slimelite.arguments import Args, EvalDataset
 from slimelite.arguments.user_code import plugin_paths
@@ -61,10 +61,10 @@ class FileChecks:
         # plugins and rules that failed a check, so that they are not called, and flags of models that did
         self.broken: set[str] = set()
         # config of each model whose files are sound, and the shapes of its weights if they are known
-        self.models: list[tuple[dict[str, Any], Shapes | None]] = []
+        self.models: list[tuple[dict[str, object], Shapes | None]] = []
         # config of the model; empty if it cannot be read
-        self.config: dict[str, Any] = {}
-        self.teacher: dict[str, Any] = {}
+        self.config: dict[str, object] = {}
+        self.teacher: dict[str, object] = {}
         self.tokenizer: PreTrainedTokenizerBase | None = None
 
     def read_files(self) -> None:
@@ -148,7 +148,7 @@ class FileChecks:
             if not has_weights(reference):
                 findings.warnings.append(f"--ref-load {reference} holds no weights: the reference is random")
 
-    def _read_model(self, option: str, path: str) -> dict[str, Any]:
+    def _read_model(self, option: str, path: str) -> dict[str, object]:
         """The config of the model at ``path`` that ``option`` names; {} and a problem if its files make no model."""
         with self.findings.blaming(f"{option} {path}"):
             config = read_config(path)

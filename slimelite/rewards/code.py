@@ -25,7 +25,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from slimelite.rewards.confine import FILE_BYTES, confine, gaps, hide
 from slimelite.rewards.rules import Answer
@@ -147,7 +147,7 @@ def lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
-def _label(label: str) -> dict[str, Any]:
+def _label(label: str) -> dict[str, object]:
     try:
         value = json.loads(label)
     except ValueError:

@@ -110,7 +110,7 @@ def _letters(metadata: dict[str, Any], choices: list[str]) -> list[str]:
     return list(string.ascii_uppercase[: len(choices)] if choices else LETTERS)
 
 
-def _correct_letter(metadata: dict[str, Any], label: str, choices: list[str], letters: list[str]) -> str | None:
+def _correct_letter(metadata: dict[str, object], label: str, choices: list[str], letters: list[str]) -> str | None:
     """The right option's letter: from the metadata, or from the label as an option's letter, number or text."""
     if isinstance(given := metadata.get("correct_letter"), str) and given.strip():
         return given.strip().upper()

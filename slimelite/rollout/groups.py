@@ -64,7 +64,7 @@ def eval_params(dataset: EvalDataset) -> SamplingParams:
     )
 
 
-def slime_params(params: SamplingParams, seed: int | None) -> dict[str, Any]:
+def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
     """The sampling parameters as the dict that custom generate functions get, under SGLang's names."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
     for unknown in ("seed", "ignore_eos"):  # slime names the seed sampling_seed and passes no ignore_eos

@@ -73,7 +73,7 @@ async def count_tokens(model: Model, session: Session, body: Mapping[str, object
     return {"input_tokens": len(session.format.prompt(messages, tools, **_template_kwargs(body, session.format)))}
 
 
-def error_body(error: Exception, status: int) -> dict[str, Any]:
+def error_body(error: Exception, status: int) -> dict[str, object]:
     """Anthropic's JSON for an error."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kinds |= {429: "rate_limit_error", 529: "overloaded_error"}
@@ -159,7 +159,7 @@ def _blocks(part: Part) -> list[dict[str, Any]]:
     return blocks
 
 
-def _end(turn: Turn, params: SamplingParams) -> dict[str, Any]:
+def _end(turn: Turn, params: SamplingParams) -> dict[str, object]:
     """Why the turn ended; a stop sequence is named."""
     if turn.finish_reason != "stop":
         return {"stop_reason": STOP_REASONS[turn.finish_reason], "stop_sequence": None}

@@ -156,7 +156,7 @@ class Chat:
             raise
 
 
-async def _choices(client: Client, url: str, body: dict[str, Any], headers: dict[str, str]) -> AsyncGenerator[Any]:
+async def _choices(client: Client, url: str, body: dict[str, object], headers: dict[str, str]) -> AsyncGenerator[Any]:
     async with aclosing(client.events(url, body, headers)) as events:
         async for event in events:
             if "error" in event:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from slimelite.engines.protocol import SamplingParams, Scores
 from slimelite.engines.sampling import Generating
@@ -48,14 +47,14 @@ class Choices(ABC):
         return bool(self._alternatives) or (self._alternatives is not None and self._echo)
 
     @abstractmethod
-    async def whole(self, part: Part) -> dict[str, Any]:
+    async def whole(self, part: Part) -> dict[str, object]:
         """The choice of a response that comes whole."""
 
     @abstractmethod
-    async def chunks(self, part: Part) -> list[dict[str, Any]]:
+    async def chunks(self, part: Part) -> list[dict[str, object]]:
         """The choices of the next chunks of a stream."""
 
-    def _end(self, part: Part) -> dict[str, Any]:
+    def _end(self, part: Part) -> dict[str, object]:
         """The last fields of a response: why it ended, and its token ids if they are wanted."""
         ids = {"token_ids": part.turn.output_ids, "prompt_token_ids": part.turn.prompt_ids}
         return {"finish_reason": finish_reason(part.turn), **(ids if self._body.get("return_token_ids") else {})}
@@ -77,16 +76,16 @@ class Choices(ABC):
 class ChatChoices(Choices):
     kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    async def whole(self, part: Part) -> dict[str, Any]:
+    async def whole(self, part: Part) -> dict[str, object]:
         """See `Choices.whole`."""
         message = {"refusal": None, **part.turn.reply.message()}
         if message["content"]:
             message["content"] = part.content  # without its stop string
         return {"index": part.index, "message": message, "logprobs": await self._log_probs(part), **self._end(part)}
 
-    async def chunks(self, part: Part) -> list[dict[str, Any]]:
+    async def chunks(self, part: Part) -> list[dict[str, object]]:
         """See `Choices.chunks`."""
-        found: list[dict[str, Any]] = []
+        found: list[dict[str, object]] = []
         if part.first:
             found.append({"delta": {"role": "assistant", "content": ""}})
         text = {"reasoning_content": part.thinking, "content": part.content}
@@ -101,7 +100,7 @@ class ChatChoices(Choices):
             found.append({"delta": {}, "logprobs": None, **self._end(part)})
         return [{"index": part.index, "finish_reason": None, **chunk} for chunk in found]
 
-    async def _log_probs(self, part: Part) -> dict[str, Any] | None:
+    async def _log_probs(self, part: Part) -> dict[str, object] | None:
         """Those of all tokens of the part, also of those that are no content."""
         if self._alternatives is None:
             return None
@@ -113,7 +112,7 @@ class ChatChoices(Choices):
         ]
         return {"content": entries, "refusal": None}
 
-    def _named(self, token: int, log_prob: float) -> dict[str, Any]:
+    def _named(self, token: int, log_prob: float) -> dict[str, object]:
         text = self._format.decode([token])
         # a token may be part of a character, and then it is no text
         return {"token": text, "logprob": log_prob, "bytes": None if "�" in text else list(text.encode())}
@@ -122,18 +121,18 @@ class ChatChoices(Choices):
 class TextChoices(Choices):
     kind, chunk, prefix = "text_completion", "text_completion", "cmpl"
 
-    async def whole(self, part: Part) -> dict[str, Any]:
+    async def whole(self, part: Part) -> dict[str, object]:
         """See `Choices.whole`; a part of a response has the same form."""
         text = self._format.decode(part.turn.prompt_ids) + part.content if self._echo and part.first else part.content
         log_probs = await self._log_probs(part) if self._alternatives is not None and (part.ids or part.first) else None
         end = self._end(part) if part.ended else {"finish_reason": None}
         return {"index": part.index, "text": text, "logprobs": log_probs, **end}
 
-    async def chunks(self, part: Part) -> list[dict[str, Any]]:
+    async def chunks(self, part: Part) -> list[dict[str, object]]:
         """See `Choices.chunks`."""
         return [await self.whole(part)]
 
-    async def _log_probs(self, part: Part) -> dict[str, Any]:
+    async def _log_probs(self, part: Part) -> dict[str, object]:
         """Of the prompt at temperature 1 (``echo``), and of the output as it was sampled."""
         tops: list[Top | None] = []
         if not self._echo:
@@ -148,7 +147,7 @@ class TextChoices(Choices):
 
     def _columns(
         self, index: int, ids: Sequence[int], log_probs: Sequence[float | None], tops: Sequence[Top | None]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         texts = [self._format.decode([token]) for token in ids]
         offsets = [self._told.get(index, 0)]
         for text in texts:
@@ -169,7 +168,7 @@ def finish_reason(turn: Turn) -> str:
     return "tool_calls" if turn.reply.tool_calls and turn.finish_reason == "stop" else turn.finish_reason
 
 
-def usage(turns: Sequence[Turn]) -> dict[str, Any]:
+def usage(turns: Sequence[Turn]) -> dict[str, object]:
     """OpenAI's count of tokens; the prompt of several responses counts once."""
     cached: dict[tuple[int, ...], int] = {}
     for turn in turns:

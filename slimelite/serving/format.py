@@ -342,9 +342,9 @@ def _probes(reply: Message) -> Iterator[Message]:
         yield {"role": "assistant", "content": "", "tool_calls": [first, *calls[1:]]}
 
 
-def schemas(tools: Tools) -> dict[str, dict[str, Any]]:
+def schemas(tools: Tools) -> dict[str, dict[str, object]]:
     """Function name -> parameter -> its schema; tools that say nothing about it are left out."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for tool in tools or ():
         called = tool.get("function", tool)
         parameters = called.get("parameters") if isinstance(called, Mapping) else None

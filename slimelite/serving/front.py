@@ -11,7 +11,6 @@ import hmac
 import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -31,7 +30,7 @@ MOST_SESSIONS = 16384
 # a session that a client opened and did not use for so long is closed when another is opened [s]
 IDLE_S = 24 * 3600.0
 # the endpoints that sample, with and without a session
-SAMPLING_ROUTES: dict[str, Callable[[Model, Session, dict[str, Any]], Awaitable[Answer]]] = {
+SAMPLING_ROUTES: dict[str, Callable[[Model, Session, dict[str, object]], Awaitable[Answer]]] = {
     "/v1/chat/completions": openai.chat,
     "/v1/completions": openai.complete,
     "/v1/messages": anthropic.messages,
@@ -99,7 +98,7 @@ class Front(GenerateServer):
         finally:
             self._running -= 1
 
-    def _described(self, http: web.Request, error: Exception, status: int) -> dict[str, Any]:
+    def _described(self, http: web.Request, error: Exception, status: int) -> dict[str, object]:
         """As the dialect describes errors."""
         return (anthropic if "/v1/messages" in http.path else openai).error_body(error, status)
 
@@ -179,5 +178,5 @@ class Front(GenerateServer):
         return web.Response(text=self._html, content_type="text/html")
 
 
-def _recorded(turn: Turn) -> dict[str, Any]:
+def _recorded(turn: Turn) -> dict[str, object]:
     return {**{name: getattr(turn, name) for name in RECORD}, "message": turn.reply.message()}

@@ -120,7 +120,7 @@ async def models(model: Model) -> dict[str, Any]:
     return {"object": "list", "data": [{**own, "max_model_len": info.max_context_len}]}
 
 
-def error_body(error: Exception, status: int) -> dict[str, Any]:
+def error_body(error: Exception, status: int) -> dict[str, object]:
     """OpenAI's JSON for an error."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -189,7 +189,7 @@ def _is_call(call: object) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def _schema(response_format: dict[str, Any] | None) -> str | None:
+def _schema(response_format: dict[str, object] | None) -> str | None:
     kind = (response_format or {}).get("type", "text")
     if kind == "text":
         return None

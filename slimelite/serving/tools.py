@@ -175,7 +175,7 @@ def _typed(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Schemas)
         raise Unreadable("it has no name")
     if rest.strip():
         raise Unreadable(f"it has something else than parameters: {_short(rest)}")
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     for key, value in pairs:
         arguments[key.strip()] = value
         if schemas.get(name, {}).get(key.strip(), {}).get("type") != "string":

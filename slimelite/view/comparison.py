@@ -55,7 +55,7 @@ def flag_names(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.config if name not in inner))
 
 
-def differing_flags(runs: Sequence[Run]) -> dict[str, list[Any]]:
+def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
     """Flag -> its value in each run (None also where an older version lacks the flag), for flags that differ.
 
     Flags that only say where arguments come from and where the run folder is are left out; so is a value that every

@@ -10,7 +10,6 @@ from contextlib import suppress
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -100,7 +99,7 @@ def _color(i: int) -> str:
     return f"var(--run-{i})" if i < COLORS else f"light-dark(oklch(0.68 0.15 {hue:.0f}), oklch(0.88 0.1 {hue:.0f}))"
 
 
-def _run(run: Run, color: str, budget: int) -> dict[str, Any]:
+def _run(run: Run, color: str, budget: int) -> dict[str, object]:
     """What the page knows about a run; ``series``: metric -> [index into ``axes``, values]; ``budget``: for samples."""
     axes: dict[tuple[float, ...], int] = {}
     placed = _in_rollouts(run)

@@ -54,7 +54,7 @@ class Run:
         return run
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """Field name -> value of every argument of the run, defaults and derived ones too; secrets are ``***``."""
         return {name: value for name, value in self._json("config.json").items() if name != "derivations"}
 
@@ -65,12 +65,12 @@ class Run:
         return found
 
     @cached_property
-    def versions(self) -> dict[str, Any]:
+    def versions(self) -> dict[str, object]:
         """versions.json: packages, ``commit``, ``machine``."""
         return self._json("versions.json")
 
     @cached_property
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """status.json: ``status``, ``rollouts_done``, ``num_rollout``, ``message``, …; see `read_status`."""
         return read_status(self.folder)
 
@@ -113,7 +113,7 @@ class Run:
         return {dataset: dict(sorted(files.items())) for dataset, files in found.items()}
 
     @cached_property
-    def alarms(self) -> list[dict[str, Any]]:
+    def alarms(self) -> list[dict[str, object]]:
         """What went wrong in the run: each `Alarm` as a dict, in the order they began.
 
         They are the lines of alarms.jsonl. A run that is over and has none is judged by its metrics, for it may be of

@@ -12,7 +12,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -66,7 +66,7 @@ class Part:
         return rank[inverse], first[order]
 
 
-def samples(run: Run, budget: int = BUDGET) -> dict[str, Any]:
+def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
     """The samples of ``run`` for the page, in at most about ``budget`` bytes.
 
     ``index``, ``prompts``, ``vocabulary`` and ``chunks`` are what `pack` makes; ``sources`` says what each chunk is;

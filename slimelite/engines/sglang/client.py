@@ -298,7 +298,7 @@ class SglangEngine(Engine):
             await asyncio.sleep(POLL_S)
         return result.packed()
 
-    async def _answers(self, body: dict[str, Any], *, streams: bool) -> AsyncGenerator[dict[str, Any]]:
+    async def _answers(self, body: dict[str, object], *, streams: bool) -> AsyncGenerator[dict[str, object]]:
         """The answer to a request; if it ``streams``, also each shorter one that the server sends before.
 
         Raises: see `_ask`.
@@ -325,7 +325,7 @@ class SglangEngine(Engine):
         finally:
             reading.cancel()
 
-    def _longer(self, request: GenerateRequest, before: GenerateResult, answer: dict[str, Any]) -> GenerateResult:
+    def _longer(self, request: GenerateRequest, before: GenerateResult, answer: dict[str, object]) -> GenerateResult:
         """``before`` with the tokens of an answer, cut where the response ends."""
         result = copy.deepcopy(before)
         extend(result, answer)
