@@ -99,7 +99,6 @@ class KVMemory:
     def __init__(self, shape: DecoderShape, tokens: int, device: torch.device, dtype: torch.dtype) -> None:
         self.tokens, self.device, self.dtype = tokens, device, dtype
         self.num_layers, self.kv_heads, self.head_dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
-        self.heads_per_kv = shape.num_heads // shape.num_kv_heads
         self.slabs: dict[int, Slab] = {}
         self.slab_tokens = self.segment_tokens = 0
 
