@@ -99,8 +99,10 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
         OSError: the address is taken, or is none of this machine.
     """
     from slimelite.arguments.machine import this_machine
+    from slimelite.checkpoints import read_config
     from slimelite.data.tokenizer import check_files, load_tokenizer, stop_token_ids
     from slimelite.engines.sampling import engine_sampler
+    from slimelite.families import text_config
     from slimelite.model_files import has_weights
     from slimelite.serving.format import ChatFormat
     from slimelite.serving.front import Front
@@ -126,6 +128,10 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
         chat_format = ChatFormat(tokenizer, end_ids=ends, **parsers)
         if not has_weights(path):
             print(f"warning: {path} holds no weights: random ones answer", file=sys.stderr)
+        known = text_config(read_config(path)).get("max_position_embeddings")
+        if known is not None and (args.context_length or 0) > known:
+            what = f"--context-length {args.context_length} is more than the model's {known} tokens"
+            print(f"warning: {what}; it has not learned to go on beyond them", file=sys.stderr)
         codec = Codec(chat_format.decode, chat_format.encode, ends)
         engine = await stack.enter_async_context(_engine(args, path, device, codec))
         info = await engine.info()
