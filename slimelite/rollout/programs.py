@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +70,7 @@ def _failure(ended: Ended, session: Session) -> Failure | None:
 
 def _samples(sample: Sample, session: Session, ended: Ended, failure: Failure | None) -> list[Sample]:
     """The samples of the session, with the program's reward, or none, so that the run's reward scores them."""
-    turns: Sequence[Any] = session.turns
+    turns = session.turns
     facts = {
         "turns": len(turns),
         "tool_calls": sum(len(turn.reply.tool_calls) for turn in turns),
