@@ -103,7 +103,10 @@ def _object(arguments: object) -> str:
         sound(arguments, "arguments")
     except BadCell:  # the next prompt could not show them
         raise Unreadable("its arguments are nested too deep, or have half of a character") from None
-    return json.dumps(arguments, ensure_ascii=False)
+    try:
+        return json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # Python would write Infinity, which other languages cannot read
+        raise Unreadable("its arguments have a number that is too large") from None
 
 
 def _json(text: str) -> Any:
@@ -117,11 +120,18 @@ def _first_json(text: str, start: int) -> tuple[object, int]:
     """The JSON value that begins at ``start``, and where it ends."""
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
-        return json.JSONDecoder(strict=False).raw_decode(text, start)
+        return json.JSONDecoder(strict=False, parse_constant=_constant).raw_decode(text, start)
+    except Unreadable:
+        raise
     except json.JSONDecodeError as error:
         raise Unreadable(f"it is not JSON ({error.msg} at character {error.pos - start})") from None
     except (RecursionError, ValueError):  # ValueError: a number of thousands of digits
         raise Unreadable("its JSON is nested too deep or has too long a number") from None
+
+
+def _constant(name: str) -> None:
+    """Refuse NaN and Infinity, which Python reads and writes as JSON and others do not."""
+    raise Unreadable(f"{name} is not JSON")
 
 
 def _short(text: str) -> str:

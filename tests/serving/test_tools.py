@@ -118,6 +118,8 @@ def test_any_text_is_read(name: str, text: str, opened: bool) -> None:
         ("qwen2.5", '<tool_call>{"name": "f", "arguments": {}}', "it is not closed by </tool_call>"),
         ("qwen2.5", '<tool_call>{"name": "f"} and so on</tool_call>', "text follows its JSON: 'and so on'"),
         ("qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": "\\ud83d"}}</tool_call>', "half of a character"),
+        ("qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not JSON"),
+        ("qwen2.5", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', "a number that is too large"),
         ("qwen2.5", '<tool_call>{"name": "\\ud83d"}</tool_call>', 'an object with a "name"'),
         (
             "qwen2.5",
@@ -155,6 +157,9 @@ def test_forms_of_older_and_newer_models_of_a_family() -> None:
     reply = older.reply(older.encode(text), [TOOL])
     assert reply.content == "Let me look."
     assert [(call.name, call.arguments) for call in reply.tool_calls] == [("search", '{"query": "a"}')]
+    text = "<tool_call>search<arg_key>top</arg_key><arg_value>NaN</arg_value></tool_call>"
+    (call,) = FORMATS["glm"].reply(FORMATS["glm"].encode(text), [TOOL]).tool_calls
+    assert json.loads(call.arguments) == {"top": "NaN"}, "what is no JSON stays text"
     tagged = FORMATS["llama3"]
     text = '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}'
     assert [call.name for call in tagged.reply(tagged.encode(text), [TOOL]).tool_calls] == ["f", "g"]
