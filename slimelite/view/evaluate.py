@@ -19,6 +19,19 @@ from slimelite.view.compare import Row, print_table, score_text, test_text
 from slimelite.view.comparison import TEST, Facts, against
 from slimelite.view.run import read_runs
 
+# flag of train.py -> the option that means it
+OPTIONS = {
+    "--eval-tasks": "tasks",
+    "--eval-task-data": "data",
+    "--eval-fewshot": "fewshot",
+    "--eval-limit": "limit",
+    "--n-samples-per-eval-prompt": "samples",
+    "--eval-temperature": "temperature",
+    "--eval-max-response-len": "max_tokens",
+    "--rollout-seed": "seed",
+    "--rollout-backend": "engine",
+}
+
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status, 2 if something is wrong before the first model is loaded.
@@ -26,7 +39,20 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         ValueError: a model or a task is not there, or an evaluation failed.
     """
-    words = list(argv)
+    try:
+        return _main(list(argv))
+    except ValueError as error:
+        raise ValueError(_as_given(str(error))) from error
+
+
+def _as_given(problem: str) -> str:
+    """``problem`` with the options of this command in place of train.py's flags."""
+    for flag, name in OPTIONS.items():
+        problem = problem.replace(flag, f"--{name.replace('_', '-')}")
+    return problem
+
+
+def _main(words: list[str]) -> int:
     own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
     options = _parser().parse_args(own)
     if not options.tasks.strip(" ,"):
@@ -51,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         plans.append(plan(model, folder, flags))
         problems += check(plans[-1], model) if source.base is not None else []
     if problems:
-        print("\n".join(f"slimelite eval: {problem}" for problem in problems), file=sys.stderr)
+        print("\n".join(f"slimelite eval: {_as_given(problem)}" for problem in problems), file=sys.stderr)
         return 2
     with StopSignals() as stop:
         results = [evaluate(args, again=options.again) for args in plans]
@@ -116,16 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _flags(options: argparse.Namespace) -> list[str]:
     """The flags of train.py that the options mean."""
-    values = {
-        "--eval-tasks": options.tasks,
-        "--eval-task-data": options.data,
-        "--eval-fewshot": options.fewshot,
-        "--eval-limit": options.limit,
-        "--n-samples-per-eval-prompt": options.samples,
-        "--eval-temperature": options.temperature,
-        "--eval-max-response-len": options.max_tokens,
-        "--rollout-seed": options.seed,
-    }
+    values = {flag: getattr(options, name) for flag, name in OPTIONS.items() if name != "engine"}
     return [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
 
 

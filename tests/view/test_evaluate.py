@@ -111,15 +111,17 @@ def test_an_interrupted_evaluation_goes_on_and_other_settings_are_asked_anew(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("one", "--tasks", "gsm9k"), "--eval-tasks gsm9k: there is no such task; did you mean gsm8k?"),
+        (("one", "--tasks", "gsm9k"), "slimelite eval: --tasks gsm9k: there is no such task; did you mean gsm8k?"),
         (("gone", "--tasks", "write.yaml"), "gone: no such folder"),
         (("one", "--tasks", " ,"), "--tasks names no task: take some of arc, gsm8k"),
         (("one", "one", "--tasks", "write.yaml"), "two models would have the folder"),
         (("one", "--tasks", "write.yaml", "--samples", "2"), "greedy responses to a prompt are all alike"),
         (("one", "--tasks", "gsm8k", "--data", "none"), "none: no such folder of data"),
+        (("one", "--tasks", "write.yaml", "--limit", "0"), "slimelite eval: --limit 0: must be at least 1"),
+        (("one", "--tasks", "write.yaml", "--engine", "x"), "slimelite eval: --engine x: there is no such engine"),
         (("one", "--tasks", "write.yaml", "--", "--lr-x", "3"), "--lr-x"),
         (("one", "--tasks", "broken.yaml"), "prompt of the task write: 'qq' is undefined"),
-        (("low", "--tasks", "gsm9k"), "--eval-tasks gsm9k: there is no such task"),
+        (("low", "--tasks", "gsm9k"), "slimelite eval: --tasks gsm9k: there is no such task"),
         (("one", "--base", "two", "--tasks", "write.yaml"), "--base two is for adapters and checkpoints"),
     ],
 )

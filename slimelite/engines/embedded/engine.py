@@ -101,7 +101,8 @@ class EmbeddedEngine(InProcessEngine):
         if wanted > tokens and max_context_len:
             raise ValueError(
                 f"a context of {wanted} tokens does not fit a KV cache of {tokens} tokens; raise "
-                "--kv-cache-tokens or give the engine more memory, or lower --rollout-max-context-len"
+                "--kv-cache-tokens or give the engine more memory, or lower --rollout-max-context-len "
+                "(slimelite serve: --context-length)"
             )
         self._max_context_len = min(wanted, tokens)
         self._max_running, self._repeatable = max_running_requests, repeatable
