@@ -18,8 +18,10 @@ def whole(path: Path) -> Iterator[Path]:
     """A temporary path to write to, renamed to ``path`` when the block ends; after an error it is removed.
 
     Raises:
-        OSError: the disk is full; the message has path and free space.
+        OSError: the disk is full, and the message has path and free space; or ``path`` is a folder.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "is a folder; name a file", str(path))
     partial = path.with_name(path.name + ".partial")
     try:
         with named(path):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from slimelite.files import in_units, whole
+from slimelite.files import in_units, whole, write_text
 from slimelite.tracking.run_folder import RunFolder
 
 
@@ -27,6 +28,11 @@ def test_a_file_is_whole_or_what_it_was(tmp_path: Path) -> None:
         partial.write_text("new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_does_not_take_the_place_of_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError, match=re.escape(f"is a folder; name a file: '{tmp_path}'")):
+        write_text(tmp_path, "new")
 
 
 def test_a_full_disk_is_named_and_the_status_is_written_all_the_same(tmp_path: Path) -> None:
