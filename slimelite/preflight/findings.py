@@ -23,11 +23,12 @@ class Findings:
 
     @contextmanager
     def blaming(self, where: str) -> Iterator[None]:
-        """Turn an OSError or ValueError of the block into a problem of ``where``."""
+        """Turn an OSError or ValueError of the block into a problem of ``where``, which the error may name itself."""
         try:
             yield
         except (OSError, ValueError) as error:
-            self.problems.append(f"{where}: {one_line(error)}")
+            said = f"{where}: {one_line(error).removeprefix(f'{where}: ')}"
+            self.problems += [said] if said not in self.problems else []
 
 
 def one_line(error: BaseException) -> str:

@@ -128,6 +128,11 @@ def test_an_environment_that_is_not_there_is_one_line_of_a_dry_run(
     assert says in line
 
 
+def test_a_flag_is_named_once_in_the_message_about_it(run: str) -> None:
+    said = "--environment python:abc: what follows is the seconds of a call, as in python:5"
+    assert problems(f"{run} --environment python:abc") == [said]
+
+
 def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
     assert any("--prompt-data: 64 prompts" in fact for fact in inspect(parse(run), CPU).facts)
 
@@ -580,5 +585,5 @@ def test_an_environment_begins_one_episode(run: str, tmp_path: Path) -> None:
         assert re.search(r"does not begin: KeyError: 'there is none' \(.*own.py, line 7, in reset\)", found)
     assert "no 'Brok'; did you mean Broken?" in problems(f"{run} --environment {file}:Brok")[0]
     # the quickstart's template has no place for tools
-    (no_tools, _) = problems(f"{run} --environment calculator")
+    (no_tools,) = problems(f"{run} --environment calculator")
     assert no_tools.startswith("--environment calculator: the chat template shows the model no tools")
