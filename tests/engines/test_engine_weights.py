@@ -71,3 +71,18 @@ def test_a_packed_copy_follows_its_weight() -> None:
             for rows in (1, 9):
                 error = (product(x[:rows]) - (x[:rows] @ weight.T + bias)).abs()
                 assert (error / (x[:rows].abs() @ weight.abs().T + bias.abs())).max() < 1e-6
+
+
+@pytest.mark.parametrize("outputs", [8, PACK_ELEMENTS // 32])  # the second has a packed copy
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_is_added_to_what_was_there(outputs: int, has_bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, x, before = (torch.randn(*size, dtype=dtype) for size in ((outputs, 32), (9, 32), (9, outputs)))
+    bias = torch.randn(outputs, dtype=dtype) if has_bias else None
+    rounded = before + torch.nn.functional.linear(x, weight, bias)
+    found = Linear(weight, bias).added_to(before.clone(), x)
+    if dtype == torch.bfloat16:
+        assert torch.equal(found, rounded), "the product is rounded before it is added, as a trainer's model does"
+    else:
+        torch.testing.assert_close(found, rounded, rtol=0, atol=2e-5)

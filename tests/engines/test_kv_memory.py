@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from slimelite.engines.embedded import EmbeddedEngine
+from slimelite.engines.embedded.attention import causal_attention
 from slimelite.engines.embedded.memory import KVMemory, class_length
 from slimelite.engines.embedded.model import Decoder, DecoderShape
 from slimelite.engines.embedded.prefixes import Node, PrefixTree
@@ -98,6 +99,17 @@ def test_the_tree_finds_the_longest_prefix_and_forgets_the_oldest() -> None:
         pass
     assert kv.segment_tokens == tree.idle_tokens == 0
     assert not tree.root.children
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 200])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_causal_attention_is_that_of_pytorch(tokens: int, groups: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, tokens, 16, dtype=torch.float64) for heads in (2 * groups, 2, 2))
+    plain = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    # prefill hands views over, whose tokens are not next to each other
+    apart = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
+    torch.testing.assert_close(causal_attention(*apart), plain, rtol=0, atol=1e-12)
 
 
 @pytest.fixture

@@ -114,11 +114,28 @@ class Linear:
         """[T, in] -> [T, out]."""
         if not self._packs:
             return F.linear(x, self.weight, self.bias)
+        self._repack()
+        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return found
+
+    def added_to(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``before`` [T, out], which may be overwritten, plus the product with ``x`` [T, in].
+
+        In fp32 the product itself adds, which saves a pass over its result. Lower precisions round the product first,
+        as a trainer's model does.
+        """
+        if self._packs:
+            self._repack()
+            added: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, before, self._packed, self.bias, "add")
+            return added
+        if self.bias is None and self.weight.dtype == torch.float32:
+            return before.addmm_(x, self.weight.t())
+        return before.add_(self(x))
+
+    def _repack(self) -> None:
         if self._version != self.weight._version:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS)
             self._version = self.weight._version
-        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return found
 
 
 @dataclass(slots=True)
@@ -289,10 +306,10 @@ class Decoder:
             plan.write(index, key_value)
             if cache_only and index == shape.num_layers - 1:
                 break
-            x += layer.out(plan.attend(index, query))
+            x = layer.out.added_to(x, plan.attend(index, query))
             normed = F.rms_norm(x, hidden, layer.mlp_norm, shape.norm_eps)
             gate, up = layer.gate_up(normed).chunk(2, dim=-1)
-            x += layer.down(F.silu(gate) * up)
+            x = layer.down.added_to(x, F.silu(gate).mul_(up))
         return F.rms_norm(x, hidden, w.norm, shape.norm_eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
