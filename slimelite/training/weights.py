@@ -59,6 +59,9 @@ def _fill(
     weights: Sequence[tuple[str, Weight]], dtype: torch.dtype, device: torch.device, memory: HostMemory | None
 ) -> WeightBucket:
     shapes = [tuple(frozen(weight).shape) for _, weight in weights]
+    if len(weights) == 1 and device.type == "cpu" and not (memory and memory.nbytes):
+        # no copy: an engine in this process reads the weight itself, and for others it is copied into the message
+        return WeightBucket([weights[0][0]], shapes, gathered(weights[0][1], dtype, device).reshape(-1))
     flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device)
     bucket = WeightBucket([name for name, _ in weights], shapes, flat)
     # beside the bucket only one gathered tensor is in memory

@@ -64,6 +64,15 @@ def test_a_tensor_larger_than_the_buffer_travels_alone(model: Path) -> None:
     assert len(sink.bucket_bytes) == len(sink.tensors) == 26
 
 
+def test_a_tensor_that_travels_alone_is_not_copied() -> None:
+    large, small = torch.randn(64, 8), torch.randn(3)
+    alone, both = buckets([("large", large), ("small", small), ("other", small)], large.nbytes)
+    assert alone.flat.data_ptr() == large.data_ptr()
+    assert both.flat.data_ptr() != small.data_ptr()
+    (cast,) = buckets([("large", large)], 1, torch.bfloat16)
+    assert torch.equal(cast.tensors()[0][1], large.bfloat16())
+
+
 def test_an_untied_head_is_sent(tmp_path: Path) -> None:
     sink = Recorder()
     with one_rank(tiny_args(save_tiny_model(tmp_path, tie_word_embeddings=False))) as trainer:
