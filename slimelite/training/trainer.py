@@ -397,7 +397,7 @@ class Trainer(Learner[PolicyModel]):
         if seconds := metrics.get("perf/actor_train_time"):
             metrics["perf/actor_train_tok_per_s"] = int(columns.table.total_lengths[computed].sum()) / seconds
             metrics["perf/computed_rows_ratio"] = float(computed.mean())
-        if self.world.device.type == "cpu":
+        if self.world.device.type == "cpu" and self.args.launcher == "ray":  # in one process the engine uses it next
             return_freed_memory()
         return metrics
 

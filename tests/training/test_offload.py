@@ -121,6 +121,17 @@ def test_freed_memory_is_kept_for_the_next_rollout_unless_it_is_much(tmp_path: P
     assert returned > 2**26
 
 
+@pytest.mark.parametrize(("launcher", "times"), [("ray", 1), ("local", 0)])
+def test_the_engine_of_the_same_process_has_what_training_freed(
+    model: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, times: int
+) -> None:
+    returned: list[None] = []
+    monkeypatch.setattr("slimelite.training.trainer.return_freed_memory", lambda: returned.append(None))
+    with one_rank(tiny_args(model, launcher=launcher)) as trainer:
+        trainer.train(0, random_table())
+    assert len(returned) == times
+
+
 def test_python_seldom_collects_while_a_process_loads_and_then_as_before() -> None:
     def collections() -> int:
         before = gc.get_stats()[0]["collections"]
