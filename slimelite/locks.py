@@ -45,6 +45,8 @@ def _held(folder: Path, flag: str) -> Iterator[None]:
             # the run that had it before may have removed the file since it was opened
             if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 continue
+            # a child that this process forks, as a plugin's pool does, would hold the lock too, and may outlive it
+            os.register_at_fork(after_in_child=file.close)
             try:
                 with named(path):
                     file.truncate(0)
@@ -60,9 +62,9 @@ def _lock(file: int, path: Path, flag: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        run = os.pread(file, 1000, 0).decode().strip()  # by now that run may have ended and removed the file
         raise ValueError(
-            f"{flag} {path.parent}: another run writes there: {path.read_text(encoding='utf-8').strip()}. Name another "
-            "folder, or end that run"
+            f"{flag} {path.parent}: another run writes there: {run}. Name another folder, or end that run"
         ) from None
     except OSError as error:
         logger.warning("%s cannot be locked (%s): take care that no other run writes there", path, error.strerror)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,16 @@ try:
         time.sleep(float(sys.argv[2]))
 except ValueError:
     print("refused", flush=True)
+"""
+
+FORKER = """
+import os, sys, time
+from slimelite.locks import hold
+with hold({"--save": sys.argv[1]}):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(60)
 """
 
 
@@ -64,6 +75,32 @@ def test_a_second_run_is_refused_until_the_first_is_over(
     with hold({"--save": str(tmp_path / "out")}):
         assert (tmp_path / "out" / LOCK).read_text().startswith(f"process {os.getpid()} on ")
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_forked_child_that_outlives_its_run_holds_no_lock(tmp_path: Path) -> None:
+    """Such as a worker of a pool that a user's plugin starts, after a kill -9 of the run."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", FORKER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    child = int(said(started))
+    try:
+        started.kill()
+        started.wait()
+        with hold({"--save": str(tmp_path)}):
+            os.kill(child, 0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_run_that_ends_while_it_is_named_is_still_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_file: int, _operation: int) -> None:
+        (tmp_path / LOCK).unlink()
+        raise BlockingIOError
+
+    (tmp_path / LOCK).write_text("process 7 on here, since then\n")
+    monkeypatch.setattr("slimelite.locks.fcntl.flock", refuse)
+    with pytest.raises(ValueError, match=r"writes there: process 7 on here, since then\. Name"):
+        hold({"--save": str(tmp_path)}).__enter__()
 
 
 def test_of_many_that_find_a_dead_runs_lock_one_goes_on(
