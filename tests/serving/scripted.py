@@ -75,9 +75,9 @@ class Scripted:
 class Server:
     """The front with the page over an engine, on a thread of its own."""
 
-    def __init__(self, engine: Any, key: str | None) -> None:
+    def __init__(self, engine: Any, key: str | None, tool_parser: str | None = None) -> None:
         self.engine, self._thread = engine, LoopThread("served")
-        sessions = Sessions(ChatFormat(TOKENIZER), engine_sampler(engine), 4096)
+        sessions = Sessions(ChatFormat(TOKENIZER, tool_parser=tool_parser), engine_sampler(engine), 4096)
         self._front = Front(sessions, engine, "tiny", key=key, page=chat_page())
         self.url = self._thread.run(self._front.start())
         self.stopped = False

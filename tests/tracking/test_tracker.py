@@ -270,7 +270,7 @@ def test_the_curves_are_drawn_by_another_process_and_not_all_the_time(
 def test_curves_that_cannot_be_drawn_are_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "curves.png").mkdir()
     play(replace(make_args(tmp_path), num_rollout=2), range(2), draws=True)
-    assert "the curves are not drawn: [Errno 21] Is a directory" in capsys.readouterr().out
+    assert "the curves are not drawn: [Errno 21] is a folder" in capsys.readouterr().out
     assert status(tmp_path)["status"] == "finished"
 
 

@@ -50,11 +50,15 @@ class Chat:
 
 @pytest.fixture
 def chats(browser: Browser) -> Iterator[Any]:
-    """``chats(engine, key=None, **options of the browser's context)``: an open page of a server with this engine."""
+    """``chats(engine, key=None, parser=None, **options of the browser's context)``: an open page of a server with this
+    engine.
+    """
     opened, wrong = [], []
 
-    def start(engine: Any, key: str | None = None, quiet: bool = True, **options: Any) -> Chat:
-        server = Server(engine, key)
+    def start(
+        engine: Any, key: str | None = None, quiet: bool = True, parser: str | None = None, **options: Any
+    ) -> Chat:
+        server = Server(engine, key, parser)
         page = browser.new_context(**options).new_page()
         page.on("pageerror", lambda error: wrong.append(str(error)))
         if quiet:
@@ -175,7 +179,11 @@ def test_what_the_model_says_is_text(chats: Any) -> None:
 
 def test_a_call_is_shown_as_the_model_wrote_it(chats: Any) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    chat = chats(Scripted([f"Let me.\n{call}"]))
+    text = f"Let me.\n{call}"
+    chat = chats(Scripted([text]))
+    chat.ask("1+1?")
+    chat.says(text, 1)  # without tools nothing is a call, unless a parser is named
+    chat = chats(Scripted([text]), parser="hermes")
     chat.ask("1+1?")
     chat.done()
     assert chat.turns.nth(1).locator(".calls").inner_text().strip() == call
