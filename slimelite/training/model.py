@@ -216,6 +216,11 @@ class LanguageModel(nn.Module):
             if name.rpartition(".")[2] not in PARTS:
                 yield name.removeprefix("hf."), merged.get(id(parameter), parameter)
 
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """What a Hugging Face folder holds beside weights, by name, such as the biases of DeepSeek-V3's routers."""
+        saved = self.hf.state_dict().keys()
+        return {name: buffer for name, buffer in self.hf.named_buffers() if name in saved}
+
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters, by name, that training changes and a checkpoint keeps: all weights, or the adapters."""
         found = self.named_parameters()

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -219,9 +220,11 @@ def _write_weights(
 ) -> None:
     """Write safetensors files of at most 5 GB, each as soon as its weights are gathered, to save memory."""
     sizes = {name: torch.empty(frozen(w).shape, dtype=dtype, device="meta") for name, w in model.named_weights()}
+    buffers = model.saved_buffers()
+    sizes |= {name: buffer.to("meta") for name, buffer in buffers.items()}
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)
     pending: dict[str, dict[str, Tensor]] = {file: {} for file in plan.filename_to_tensors}
-    for name, tensor in weights:
+    for name, tensor in chain(weights, buffers.items()):
         file = plan.tensor_to_filename[name]
         pending[file][name] = tensor.cpu().clone(memory_format=torch.contiguous_format)
         if len(pending[file]) == len(plan.filename_to_tensors[file]):

@@ -7,14 +7,16 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import Recorder, one_rank, random_table, save_tiny_model, tiny_args
-from transformers import AutoModelForCausalLM
+from tiny import VOCAB, Recorder, on_ranks, one_rank, random_table, save_tiny_model, tiny_args
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.training import weights
 from slimelite.training.parallel import whole
+from slimelite.training.trainer import Trainer
 from slimelite.training.weights import buckets
 
 
@@ -118,3 +120,38 @@ def test_a_saved_model_opens_in_transformers(
     log_p = torch.log_softmax(hf(ids[None]).logits[0, :-1], -1).gather(1, ids[1:, None])[:, 0]
     n = len(table.row_slice("response_tokens", 0))
     torch.testing.assert_close(log_p[-n:], torch.from_numpy(expected[:n]), rtol=1e-5, atol=1e-5)
+
+
+def scored_and_saved(trainer: Trainer, folder: str) -> np.ndarray:
+    trainer.save_hf(folder)
+    return trainer.log_probs(random_table())
+
+
+def test_a_routers_biases_are_on_every_rank_and_in_the_saved_model(tmp_path: Path) -> None:
+    """DeepSeek-V3 has them as buffers: the file has them, and no gradient changes them."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+    dims = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1}
+    config = AutoConfig.for_model("deepseek_v3", **sizes, **experts, **heads, **dims, initializer_range=0.2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    for bias in biases.values():
+        bias.copy_(torch.arange(4.0))
+    model.save_pretrained(tmp_path / "model")
+    args = tiny_args(tmp_path / "model")
+    with one_rank(args) as trainer:
+        file = tmp_path / "model" / "model.safetensors"
+        held = file.read_bytes()
+        with file.open("r+b") as written:  # by another program, meanwhile
+            written.seek(len(held) // 2)
+            written.write(bytes(len(held) // 2))
+        alone = scored_and_saved(trainer, str(tmp_path / "saved"))
+    file.write_bytes(held)
+    found = on_ranks(2, scored_and_saved, args, str(tmp_path / "of-two"))
+    np.testing.assert_allclose(found, alone, atol=1e-5)
+    for folder in ("saved", "of-two"):
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
+        assert biases
+        assert all(torch.equal(saved[name], bias) for name, bias in biases.items())
