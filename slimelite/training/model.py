@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from slimelite.families import EXPERTS
 from slimelite.training.attention import ATTENTION, varlen_attention
@@ -220,6 +221,16 @@ class LanguageModel(nn.Module):
         """What a Hugging Face folder holds beside weights, by name, such as the biases of DeepSeek-V3's routers."""
         saved = self.hf.state_dict().keys()
         return {name: buffer for name, buffer in self.hf.named_buffers() if name in saved}
+
+    def as_filed(self, name: str, weight: Tensor) -> dict[str, Tensor]:
+        """A whole weight by the names that it has in a model's files, which engines read too; views, where it can be.
+
+        transformers holds all experts of a layer as one weight; files have a matrix for each.
+        """
+        config = self.hf.config.get_text_config()
+        if not any(getattr(config, field, None) for field in EXPERTS):
+            return {name: weight}
+        return dict(revert_weight_conversion(self.hf, {name: weight}))
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters, by name, that training changes and a checkpoint keeps: all weights, or the adapters."""

@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
@@ -28,6 +28,13 @@ from slimelite.training.model import PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import World
 
+# a whole weight -> that by the names of a model's files, such as `LanguageModel.as_filed`
+Filed = Callable[[str, Tensor], Mapping[str, Tensor]]
+
+
+def _as_it_is(name: str, weight: Tensor) -> Mapping[str, Tensor]:
+    return {name: weight}
+
 
 @torch.no_grad()
 def buckets(
@@ -36,10 +43,11 @@ def buckets(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     memory: HostMemory | None = None,
+    filed: Filed = _as_it_is,
 ) -> Iterator[WeightBucket]:
     """Whole weights, sharded or not, flattened together (collective); a bucket ends with the tensor that brings it to
     ``size`` bytes. ``dtype``, ``device``: of the buckets; None: those of the weights. ``memory``: the `HostMemory` that
-    holds offloaded weights.
+    holds offloaded weights. ``filed``: gives a weight the names that a bucket has.
 
     A tensor is never cut: the loaders of SGLang and vLLM take whole ones. One that does not fit is added anyway and
     ends its bucket. If it started a new bucket, the larger matrices of a 32B model, just over half of 512 MiB each,
@@ -53,24 +61,31 @@ def buckets(
     for part in filter(None, layout):
         # no local name refers to the bucket, so that it can be freed before the next one is filled
         like = frozen(part[0][1])
-        yield _fill(part, dtype or like.dtype, device or like.device, memory)
+        yield _fill(part, dtype or like.dtype, device or like.device, memory, filed)
 
 
 def _fill(
-    weights: Sequence[tuple[str, Weight]], dtype: torch.dtype, device: torch.device, memory: HostMemory | None
+    weights: Sequence[tuple[str, Weight]],
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: HostMemory | None,
+    filed: Filed,
 ) -> WeightBucket:
-    shapes = [tuple(frozen(weight).shape) for _, weight in weights]
-    if len(weights) == 1 and device.type == "cpu" and not (memory and memory.nbytes):
+    outlines = [filed(name, torch.empty(frozen(weight).shape, device="meta")) for name, weight in weights]
+    shapes = {name: tuple(outline.shape) for part in outlines for name, outline in part.items()}
+    if len(shapes) == 1 and device.type == "cpu" and not (memory and memory.nbytes):
         # no copy: an engine in this process reads the weight itself, and for others it is copied into the message
-        return WeightBucket([weights[0][0]], shapes, gathered(weights[0][1], dtype, device).reshape(-1))
-    flat = torch.empty(sum(map(math.prod, shapes)), dtype=dtype, device=device)
-    bucket = WeightBucket([name for name, _ in weights], shapes, flat)
-    # beside the bucket only one gathered tensor is in memory
-    for (_, place), (_, tensor) in zip(bucket.tensors(), weights, strict=True):
+        return WeightBucket([*shapes], [*shapes.values()], gathered(weights[0][1], dtype, device).reshape(-1))
+    flat = torch.empty(sum(map(math.prod, shapes.values())), dtype=dtype, device=device)
+    bucket = WeightBucket([*shapes], [*shapes.values()], flat)
+    places = dict(bucket.tensors())
+    for name, tensor in weights:
         with ExitStack() as stack:
             for part in parts(tensor):
                 stack.enter_context(memory.present(part) if memory else nullcontext())
-            place.copy_(gathered(tensor, dtype, device))
+            for piece, found in filed(name, gathered(tensor, dtype, device)).items():
+                places[piece].copy_(found)
+            del found  # beside the bucket only one gathered tensor is in memory
     return bucket
 
 
@@ -106,12 +121,13 @@ def push(
     except Exception as error:
         failure = error
     weights, dtype = model.named_weights(), world.compute_dtype
+    filed: Filed = model.as_filed
     if adapter_alone:
-        weights, dtype, bucket_bytes = peft_weights(model.hf), torch.float32, sys.maxsize
+        weights, dtype, bucket_bytes, filed = peft_weights(model.hf), torch.float32, sys.maxsize, _as_it_is
     elif merged and world.all_reduce(torch.tensor(float(partial and world.rank == 0))):  # rank 0's answer, everywhere
         weights = ((name, weight) for name, weight in weights if name in merged)
     sent = count = 0
-    for bucket in buckets(weights, bucket_bytes, dtype, world.device, memory):
+    for bucket in buckets(weights, bucket_bytes, dtype, world.device, memory, filed):
         if sink is not None and failure is None:
             try:
                 sink.send(bucket)
@@ -159,7 +175,8 @@ def save_hf(
     """
     named: Iterable[tuple[str, Weight]] = model.named_weights() if adapter is None else peft_weights(model.hf)
     dtype = world.compute_dtype if adapter is None else torch.float32
-    weights = ((name, gathered(weight, dtype, world.device)) for name, weight in named)
+    filed = model.as_filed if adapter is None else _as_it_is
+    weights = chain.from_iterable(filed(name, gathered(weight, dtype, world.device)).items() for name, weight in named)
     if world.rank > 0:
         for _ in weights:
             pass
@@ -219,7 +236,9 @@ def _write_weights(
     directory: Path, model: PolicyModel, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype
 ) -> None:
     """Write safetensors files of at most 5 GB, each as soon as its weights are gathered, to save memory."""
-    sizes = {name: torch.empty(frozen(w).shape, dtype=dtype, device="meta") for name, w in model.named_weights()}
+    sizes = dict[str, Tensor]()
+    for name, weight in model.named_weights():
+        sizes |= model.as_filed(name, torch.empty(frozen(weight).shape, dtype=dtype, device="meta"))
     buffers = model.saved_buffers()
     sizes |= {name: buffer.to("meta") for name, buffer in buffers.items()}
     plan = split_torch_state_dict_into_shards(sizes, max_shard_size=SHARD_BYTES)

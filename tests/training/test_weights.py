@@ -127,6 +127,26 @@ def scored_and_saved(trainer: Trainer, folder: str) -> np.ndarray:
     return trainer.log_probs(random_table())
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
+def test_experts_have_the_names_of_a_models_files(kind: str, tmp_path: Path) -> None:
+    """transformers holds them as one weight a layer; an engine would pass over its name, and keep the old experts."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "eos_token_id": 1}
+    experts = {"num_local_experts" if kind == "mixtral" else "num_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **sizes, **heads, **experts, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    expected, sink = load_file(tmp_path / "model" / "model.safetensors"), Recorder()
+    assert any(".experts.3." in name for name in expected)
+    with one_rank(tiny_args(tmp_path / "model", update_weight_buffer_size=5000)) as trainer:
+        trainer.push_weights(sink, 1)
+        trainer.save_hf(str(tmp_path / "saved"))
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    for found in (saved, sink.tensors):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
 def test_a_routers_biases_are_on_every_rank_and_in_the_saved_model(tmp_path: Path) -> None:
     """DeepSeek-V3 has them as buffers: the file has them, and no gradient changes them."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}
@@ -152,6 +172,7 @@ def test_a_routers_biases_are_on_every_rank_and_in_the_saved_model(tmp_path: Pat
     found = on_ranks(2, scored_and_saved, args, str(tmp_path / "of-two"))
     np.testing.assert_allclose(found, alone, atol=1e-5)
     for folder in ("saved", "of-two"):
+        assert load_file(tmp_path / folder / "model.safetensors").keys() == load_file(file).keys()
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
         assert biases
         assert all(torch.equal(saved[name], bias) for name, bias in biases.items())
