@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
@@ -77,7 +78,11 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
         if keys.count(name) > 1:
             settings.complain(f"--{name}", "is there twice, with - and with _")
         elif own_keys and not vocabulary.knows(name):
-            settings.custom[name.replace("-", "_")] = value
+            try:
+                json.dumps(value, default=str, skipkeys=True)  # the run writes it into config.json
+                settings.custom[name.replace("-", "_")] = value
+            except (ValueError, RecursionError) as error:
+                settings.complain(f"--{name}", f"cannot be written as JSON: {error}")
         elif value is not None:  # null is "not given"
             _read_key(name, value, vocabulary, settings)
     settings.problems[before:] = [f"{path}: {problem}" for problem in settings.problems[before:]]
