@@ -24,6 +24,8 @@ from slimelite.cluster.remote import (
     Progress,
     Remote,
     Turns,
+    check_number,
+    check_table,
 )
 from slimelite.cluster.workers import Target, TrainOutput
 from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
@@ -110,6 +112,7 @@ class Cluster:
         """Begin a rollout, which gives its scored table of samples and its metrics. If the rollout has begun, and
         its result has not been taken yet, the same future is returned.
         """
+        check_number("generate", "rollout_id", rollout_id)
         begun = self._rollouts.get(rollout_id)
         if begun is not None and not begun.taken:
             return begun
@@ -128,11 +131,15 @@ class Cluster:
 
     def evaluate(self, rollout_id: int, names: Sequence[str] = ()) -> Pending[EvalOutput]:
         """Evaluate all eval datasets with the engines' weights."""
+        if rollout_id != -1:  # before the first
+            check_number("evaluate", "rollout_id", rollout_id)
         self._need_memory("evaluate")
         return self._begin(lambda: self._rollout.ask(RolloutManager.evaluate, rollout_id, names))
 
     def train(self, rollout_id: int, table: SampleTable) -> Pending[TrainOutput]:
         """Train on a whole rollout, one optimizer step for every ``--global-batch-size`` of it; see `Trainer.train`."""
+        check_number("train", "rollout_id", rollout_id)
+        check_table("train", table)
 
         def work() -> TrainOutput:
             with self._memory_of("train"):
@@ -143,6 +150,7 @@ class Cluster:
 
     def forward_backward(self, table: SampleTable) -> Pending[dict[str, float]]:
         """Add the gradient of ``table``, one optimizer step, to that of earlier calls; returns the metrics."""
+        check_table("forward_backward", table)
         return self._take(lambda: self._all(TrainerWorker.forward_backward, self._shared(table))[0])
 
     def optim_step(self) -> Pending[dict[str, float]]:
@@ -151,6 +159,7 @@ class Cluster:
 
     def sync(self, version: int) -> Pending[dict[str, float]]:
         """Send the trainers' weights to every engine as weight version ``version``; returns the transport's metrics."""
+        check_number("sync", "version", version)
 
         def work() -> dict[str, float]:
             if not self._engines:
@@ -167,6 +176,7 @@ class Cluster:
         """Save a checkpoint after ``rollout_id`` in `checkpoints.folder_of` ``--save``: the state of trainers and of
         the rollout side, and the rollout that was generated ahead, if there is one.
         """
+        check_number("save", "rollout_id", rollout_id)
         # read here, since a rollout that begins later must wait for this save
         begun = {
             later: r for later, r in self._rollouts.items() if later > rollout_id and not (r.taken and r.exception())
@@ -210,6 +220,8 @@ class Cluster:
 
     def save_hf(self, rollout_id: int | Literal["best"]) -> Pending[Path]:
         """Save the model as a Hugging Face folder, in `checkpoints.model_folder` of ``--save-hf``."""
+        if rollout_id != "best":
+            check_number("save_hf", "rollout_id", rollout_id)
 
         def work() -> Path:
             if self.args.save_hf is None:

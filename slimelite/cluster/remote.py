@@ -22,6 +22,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, over
 
 from slimelite import trace
 from slimelite.arguments import Args
+from slimelite.table import SampleTable
 
 T_co = TypeVar("T_co", covariant=True)
 R = TypeVar("R")
@@ -134,6 +135,20 @@ class LocalRemote(Remote[T_co]):
         future: Future[float] = Future()
         future.set_result(0.0)
         return future
+
+
+def check_number(verb: str, name: str, given: object) -> None:
+    """Raise ValueError unless the argument ``name`` that ``verb`` was given is a whole number from 0."""
+    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
+        raise ValueError(f"{verb}: {name} is {given!r}, and must be a whole number from 0")
+
+
+def check_table(verb: str, given: object) -> None:
+    """Raise ValueError unless what ``verb`` was given to train on is a table of samples."""
+    if not isinstance(given, SampleTable):
+        has = isinstance(given, Pending) and ": take the .table of its result()"
+        has = has or (hasattr(given, "table") and ": take its .table") or ""
+        raise ValueError(f"{verb}: the table is a {type(given).__name__}, and must be a SampleTable{has}")
 
 
 class Pending(Future[R]):

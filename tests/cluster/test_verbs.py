@@ -117,11 +117,26 @@ def test_engines_without_memory_are_asked_for_nothing(side: Side) -> None:
         assert cluster.generate(0).result().table is TABLE
 
 
-def test_a_result_may_be_waited_for_a_while(side: Side) -> None:
+def test_what_a_verb_cannot_use_is_said_before_it_runs(side: Side) -> None:
     with handle(side) as cluster:
+        rollout = cluster.generate(0)
+        verbs = (cluster.generate, cluster.evaluate, cluster.sync, cluster.save, cluster.save_hf)
+        for verb in (*verbs, lambda number: cluster.train(number, TABLE)):
+            for wrong in ("1", None, -2, 1.0, True):
+                with pytest.raises(ValueError, match=rf"(rollout_id|version) is {wrong!r}, and must be a whole number"):
+                    verb(wrong)
+        for wrong, says in (
+            (rollout, r"is a Pending, and must be a SampleTable: take the \.table of its result\(\)"),
+            (rollout.result(), r"is a RolloutOutput, and must be a SampleTable: take its \.table"),
+            ([1, 2], r"is a list, and must be a SampleTable$"),
+        ):
+            for verb in (cluster.forward_backward, lambda table: cluster.train(0, table)):
+                with pytest.raises(ValueError, match=says):
+                    verb(wrong)
         with pytest.raises(TimeoutError):
             cluster.generate(1).result(0.05)
         side.let("generate 1")
+    assert side.begun.count("train 0") == 0
 
 
 def test_a_rollout_that_has_begun_is_not_begun_again_before_somebody_has_it(side: Side) -> None:
