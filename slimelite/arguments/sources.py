@@ -79,9 +79,9 @@ def read_config(path: str, option: str, vocabulary: Vocabulary, *, own_keys: boo
             settings.complain(f"--{name}", "is there twice, with - and with _")
         elif own_keys and not vocabulary.knows(name):
             try:
-                json.dumps(value, default=str, skipkeys=True)  # the run writes it into config.json
+                json.dumps(value, default=str)  # the run writes it into config.json
                 settings.custom[name.replace("-", "_")] = value
-            except (ValueError, RecursionError) as error:
+            except (TypeError, ValueError, RecursionError) as error:
                 settings.complain(f"--{name}", f"cannot be written as JSON: {error}")
         elif value is not None:  # null is "not given"
             _read_key(name, value, vocabulary, settings)

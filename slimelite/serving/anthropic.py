@@ -56,7 +56,9 @@ async def messages(model: Model, session: Session, body: Mapping[str, Any]) -> A
     check_fields(body, FIELDS, NEUTRAL)
     if body.get("max_tokens") is None:
         raise RequestError("max_tokens is required", param="max_tokens")
-    one = bool((body.get("tool_choice") or {}).get("disable_parallel_tool_use"))
+    one = (body.get("tool_choice") or {}).get("disable_parallel_tool_use") or False
+    if not isinstance(one, bool):
+        raise RequestError(f"disable_parallel_tool_use is true or false, not {one!r:.60}", param="tool_choice")
     turn = session.turn(*_conversation(body), _template_kwargs(body, session.format), one_call=one)
     asked = turn, sampling(body, session.defaults)
     head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model.name}

@@ -97,6 +97,7 @@ def test_derivations_see_the_file(make: Make, config: Any) -> None:
         ("custom_config_path: other.yaml", "--custom-config-path is for the command line"),
         ("lr: &a [*a]", "--lr maximum recursion depth"),
         ("# of your own\nmine: &a [*a]", "--mine"),
+        ("# of your own\nmine: {2020-01-01: b}", "--mine"),
         ("lr: " + "[" * 1000, "maximum recursion depth"),
         ("apply_chat_template_kwargs: {day: 2020-01-01}\nlr: fast", "--lr takes a number, not 'fast'"),
     ],

@@ -261,6 +261,8 @@ def test_a_reply_may_have_one_call_at_most() -> None:
             _, events = await ask("/v1/messages", {**alone, "stream": True})
             starts = [data["content_block"]["type"] for name, data in events if name == "content_block_start"]
             assert starts == ["text", "tool_use"]
+            text = {**alone, "tool_choice": {**theirs, "disable_parallel_tool_use": "false"}}
+            assert (await ask("/v1/messages", text))[0] == 400
             _, free = await ask("/v1/chat/completions", {**one, "parallel_tool_calls": True})
             assert len(free["choices"][0]["message"]["tool_calls"]) == 2
 
