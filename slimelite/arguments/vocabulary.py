@@ -132,7 +132,10 @@ class Vocabulary:
         )
 
     def read(self, option: str, words: Sequence[str], into: Settings) -> None:
-        """Read ``option`` with the values ``words`` into ``into``; what cannot be read becomes a problem there."""
+        """Read one option of a command line, such as ``--lr`` with ``words`` ["1e-6"], and note its value in ``into``.
+
+        What cannot be read becomes one of the problems of ``into``.
+        """
         name = option.removeprefix("--")
         try:
             if name in self.switches_on:

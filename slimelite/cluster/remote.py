@@ -230,7 +230,7 @@ class Turns:
             raise ValueError("the run has ended with its `with launch(...)`: call verbs inside the block")
 
     def told(self, pending: Future[Any]) -> None:
-        """The caller has seen the error of ``pending``: jobs may run again."""
+        """Note that the caller has seen the error of ``pending``. After a failed job no other runs until then."""
         if pending.done() and not pending.cancelled() and pending.exception() is self.failed:
             self.failed = None
 

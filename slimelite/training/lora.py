@@ -207,7 +207,7 @@ def last_name(module: str) -> str:
 
 
 def peft_weights(hf: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(peft's name, parameter) of all parts of the adapters."""
+    """The parameters A and B of every adapter, each with the name that peft gives it in an adapter's file."""
     for name, module in adapters(hf):
         for part, suffix in zip(PARTS, module.peft_parts, strict=True):
             yield f"{PEFT_PREFIX}{name}.{suffix}", getattr(module, part)

@@ -222,13 +222,18 @@ class LanguageModel(nn.Module):
         saved = self.hf.state_dict().keys()
         return {name: buffer for name, buffer in self.hf.named_buffers() if name in saved}
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts, of which a token uses only some weights."""
+        config = self.hf.config.get_text_config()
+        return any(getattr(config, field, None) for field in EXPERTS)
+
     def as_filed(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """A whole weight by the names that it has in a model's files, which engines read too; views, where it can be.
 
         transformers holds all experts of a layer as one weight; files have a matrix for each.
         """
-        config = self.hf.config.get_text_config()
-        if not any(getattr(config, field, None) for field in EXPERTS):
+        if not self.has_experts:
             return {name: weight}
         return dict(revert_weight_conversion(self.hf, {name: weight}))
 
@@ -283,9 +288,9 @@ class ForwardFlops:
     @classmethod
     def of(cls, model: LanguageModel) -> ForwardFlops | None:
         """The operations of a dense model; None for a mixture of experts, where a token uses only some weights."""
-        config = model.hf.config.get_text_config()
-        if any(getattr(config, name, None) for name in EXPERTS):
+        if model.has_experts:
             return None
+        config = model.hf.config.get_text_config()
         head = model.hf.get_output_embeddings().weight
         outer = {id(head), id(model.hf.get_input_embeddings().weight)}
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outer]

@@ -251,7 +251,7 @@ class Trainer(Learner[PolicyModel]):
         *,
         checked: bool = False,
     ) -> Tensor:
-        """Gradients of one optimizer step; see `Learner.accumulate`.
+        """Add up the gradients of one optimizer step, as `Learner.accumulate` does, and return what it returns.
 
         Results are added to ``sums`` and ``scores``. ``checked``: run `check_first_step`, which raises AssertionError,
         on each micro-batch.
@@ -300,7 +300,7 @@ class Trainer(Learner[PolicyModel]):
         return written if self.critic is None else written | self.critic.save(directory, rollout_id)
 
     def checkpoint_size(self) -> int:
-        """About how many bytes `save` writes on all ranks together."""
+        """About how many bytes a checkpoint takes that `save` writes: the parts of all ranks together."""
         with self._reference_weights() as reference:
             size = checkpoint.size(self, reference)
         return size + (checkpoint.size(self.critic) if self.critic else 0)
