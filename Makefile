@@ -22,6 +22,7 @@ docs: ## pages that are generated
 	$(BIN)/python scripts/generate_argument_docs.py
 
 site: ## docs/ as a site in build/site
+	@[[ -x $(BIN)/mkdocs ]] || { echo "mkdocs is not installed: bash scripts/setup.sh --dev installs it"; exit 1; }
 	$(BIN)/mkdocs build --strict
 
 .PHONY: help setup test quick lint docs site

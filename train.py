@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from slimelite.arguments import parse_args
 from slimelite.lifecycle import StopSignals, Watchdog
 from slimelite.loop import Evaluations, due, evaluate, sync
-from slimelite.preflight import preflight, problems
+from slimelite.preflight import preflight, problems, problems_of
 from slimelite.stages import run_stages
 
 if TYPE_CHECKING:
@@ -97,4 +97,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_stages(main))
+    sys.exit(run_stages(main, problems_of))

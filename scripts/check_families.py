@@ -10,7 +10,9 @@ import contextlib
 import re
 import signal
 import sys
+import textwrap
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from slimelite.training.attention import ATTENTION
-from slimelite.training.packing import NoSmallModel, may_pack
+from slimelite.training.packing import NoSmallModel, NotTrainable, may_pack, why_alone
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- families: written by scripts/check_families.py -->\n", "<!-- end of families -->\n"
-SECONDS = 60  # for one family
+SECONDS = 240  # for one family
 
-PACKED, ALONE = "right packed", "right alone, trained on one sequence a forward pass"
-EAGER_PACKED, EAGER_ALONE = (f"refused; {what} with `--attn-implementation eager`" for what in ("packed", "alone"))
-REFUSED, UNSEEN = "refused", "no small config; not packed, with a warning"
+PACKED, ALONE, REFUSED, UNSEEN = "packed", "alone", "refused", "alone, not compared"
+EAGER_PACKED, EAGER_ALONE = (f"refused; with `--attn-implementation eager` {how}" for how in (PACKED, ALONE))
 VERDICTS = (PACKED, ALONE, EAGER_PACKED, EAGER_ALONE, REFUSED, UNSEEN)
 
 # where the defaults of a config have not every kind of layer, or make no model
@@ -46,26 +47,25 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def verdict(family: str) -> str:
-    """Which of `VERDICTS` holds for ``family`` with the defaults of its config."""
+def verdict(family: str) -> tuple[str, str]:
+    """Which of `VERDICTS` holds for ``family`` with the defaults of its config, and the reason if it is not packed."""
     fields = FIELDS.get(family, {})
     if "layer_types" in fields or "attn_layer_indices" in fields:
         fields = fields | {"num_hidden_layers": LAYERS}
     try:
         config = AutoConfig.for_model(family, **fields)
-    except Exception as error:  # a config that its own defaults do not make
-        print(f"{family}: {error!r:.200}", file=sys.stderr)
-        return UNSEEN
-    try:
-        return PACKED if may_pack(config, ATTENTION) else ALONE
+        return (PACKED, "") if may_pack(config, ATTENTION) else (ALONE, why_alone(config, ATTENTION))
+    except NotTrainable as error:
+        reason = error.reason.partition(": its log-probs differ by")[0]  # by how much is rounding's affair
+        if not error.eager:
+            return REFUSED, reason
+        if may_pack(config, "eager"):
+            return EAGER_PACKED, reason
+        return EAGER_ALONE, f"{reason}; {why_alone(config, 'eager')}"
     except NoSmallModel as error:
-        print(error, file=sys.stderr)
-        return UNSEEN
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        if "--attn-implementation eager" not in str(error):
-            return REFUSED
-        return EAGER_PACKED if may_pack(config, "eager") else EAGER_ALONE
+        return UNSEEN, str(error.__cause__)
+    except Exception as error:  # a config that its own defaults do not make
+        return UNSEEN, str(error)
 
 
 @contextlib.contextmanager
@@ -87,21 +87,25 @@ def main(names: list[str]) -> None:
     """Look at ``names``, or at all families and write the table."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    found: dict[str, list[str]] = {which: [] for which in VERDICTS}
+    found: dict[str, tuple[str, str]] = {}
     for family in names or FAMILIES:
         try:
             with at_most(SECONDS):
-                which = verdict(family)
+                which, reason = verdict(family)
         except TimeoutError as error:
-            print(f"{family}: {error}", file=sys.stderr)
-            which = UNSEEN
-        print(f"{family}: {which}")
-        found[which].append(family)
+            which, reason = UNSEEN, str(error)
+        # a table's cell: one line of a few words
+        found[family] = which, textwrap.shorten(re.sub(r"[|<>`*\[\]]", " ", reason), 220)
+        print(f"{family}: {': '.join(filter(None, found[family]))}")
     if names:
         return
-    rows = "".join(f"| {which} | {len(found[which])} | {', '.join(found[which])} |\n" for which in VERDICTS)
-    head = "| of the defaults of a config | families | which |\n|---|---|---|\n"
-    table = f"transformers {transformers.__version__}:\n\n{head}{rows}"
+    counts = Counter(which for which, _ in found.values())
+    rows = [f"| {', '.join(name for name in found if found[name][0] == PACKED)} | {PACKED} | |\n"]
+    for which in VERDICTS[1:]:
+        rows += [f"| {name} | {which} | {reason} |\n" for name, (other, reason) in found.items() if other == which]
+    head = "| family | trained | why |\n|---|---|---|\n"
+    total = "; ".join(f"{counts[which]} {which}" for which in VERDICTS)
+    table = f"transformers {transformers.__version__}: {total}.\n\n{head}{''.join(rows)}"
     text = PAGE.read_text()
     PAGE.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}{table}{END}", text, flags=re.DOTALL))
 

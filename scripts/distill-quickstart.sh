@@ -8,7 +8,7 @@
 #   2. the student: the SFT model again. It sees no reward; the teacher judges every token it samples
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [[ -z "${VIRTUAL_ENV:-}" && -x "${VENV:-.venv}/bin/python" ]]; then export PATH="$PWD/${VENV:-.venv}/bin:$PATH"; fi
+if [[ -z "${VIRTUAL_ENV:-}" && -x "${VENV:-.venv}/bin/python" ]]; then source scripts/lib/programs.sh; fi
 export HF_HUB_OFFLINE=1
 
 SEED=${SEED:-0}

@@ -20,7 +20,8 @@ if [[ -z "${MODEL:-}" ]]; then
     [[ -f "$MODEL/config.json" ]] || MODEL="" bash scripts/quickstart.sh --num-rollout 0
 fi
 bash scripts/setup.sh
-export PATH="$PWD/${VENV:-.venv}/bin:$PATH" HF_HUB_OFFLINE=1
+source scripts/lib/programs.sh
+export HF_HUB_OFFLINE=1
 [[ -f "$DATA/pairs.parquet" ]] || python scripts/prepare_data.py quickstart --out "$DATA"
 rm -rf "$OUT/dpo"
 

@@ -33,6 +33,6 @@ for SEED in ${SEEDS:-0 1 2}; do
         cp "runs/estimators/$name/seed-$SEED/grpo/metrics.jsonl" "$RESULTS/$name/seed-$SEED/"
     done
 done
-export PATH="$PWD/${VENV:-.venv}/bin:$PATH"
+source scripts/lib/programs.sh
 python scripts/estimators_table.py "$RESULTS" docs/estimators/curves.png
 python scripts/figures.py "$RESULTS"/*/seed-* >docs/estimators/figures.csv

@@ -92,7 +92,7 @@ def document() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     for group in groups_of(Args):
-        said = description(group)
+        said = _text(description(group))
         text = f"## {group_title(group)[0]}\n\n" + (f"{said}\n\n" if said else "")
         parts.append(text + _table(("flag", "default", "meaning"), _flag_rows(group)))
     parts.append(
@@ -155,7 +155,17 @@ def _known_rows(*, refused: bool) -> Iterator[tuple[str, str]]:
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in lines)
+    return "".join("| " + " | ".join(map(_cell, row)) + " |\n" for row in lines)
+
+
+def _cell(text: str) -> str:
+    return _text(text.replace("|", "\\|"))
+
+
+def _text(words: str) -> str:
+    """``words`` in Markdown: outside code, what stands in angle brackets is no tag of HTML."""
+    parts = words.split("`")
+    return "`".join(part.replace("<", "&lt;") if i % 2 == 0 else part for i, part in enumerate(parts))
 
 
 def main() -> int:

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 # group of checks -> seconds it may take
-GROUPS = {"engine": 80, "kernels": 60, "trainer": 110, "loop": 130, "sglang": 140, "speed": 80}
+GROUPS = {"kernels": 80, "trainer": 110, "grpo": 220, "engine": 80, "loop": 130, "sglang": 140, "speed": 100}
+GROUPS |= {"machine": 120, "table": 560}
+# the groups of a call; each call is at most ten minutes
+CALLS = (["kernels", "trainer", "grpo", "engine"], ["loop", "sglang", "speed", "machine"], ["table"])
 
 
 def run_groups(options: argparse.Namespace, work: Path, groups: list[str]) -> dict[str, Any]:
@@ -49,7 +52,10 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try the checks themselves")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder for results.json and the logs")
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS), help="only these checks")
+    parser.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="only the checks of one call")
     options = parser.parse_args()
+    if options.call:
+        options.groups = CALLS[options.call - 1]
     options.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     machine: dict[str, str] = {}

@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
-# Prove the GPU paths on a machine with a GPU: correctness, learning, colocation, speed. Offline, at most 10 minutes.
+# Prove the GPU paths on a machine with a GPU, offline, in three calls of at most ten minutes each:
 #
-#   bash scripts/gpu_check.sh [--out runs/gpu_check]     (PYTHON=... names the interpreter)
+#   bash scripts/gpu_check.sh --call 1     kernels, an optimizer step, what GRPO is made of, the engine
+#   bash scripts/gpu_check.sh --call 2     learning, colocation, SGLang, speed, the machine
+#   bash scripts/gpu_check.sh --call 3     seconds and memory of models of 0.5B to 32B, predicted beside measured
 #   bash scripts/gpu_check.sh --device cpu --tiny        (tries the checks themselves, without a GPU)
+#
+# Without --call it makes all three. --out names the folder of the results, PYTHON=... the interpreter.
 #
 # Needs the packages of pyproject.toml, without Ray, and no downloads: weights are random; with SGLang where it is
 # installed. A line for each check and a

@@ -20,9 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from gpu_lab import Lab, Number, Numbers, relative, scores
+from gpu_grpo import (
+    adapters_reach_the_engine,
+    critic_learns,
+    muon_speed,
+    prompts_are_shared,
+    recomputes_what_it_compiles,
+    repeats,
+    tree_attends,
+)
+from gpu_lab import Lab, NotRun, Number, Numbers, relative, scores, step
+from gpu_machine import profiled, saver_keeps, shells_do_not_matter
 from gpu_memory import another_process_reads, fits_a_small_card, reference_is_policy
-from torch import Tensor
+from gpu_table import predicted_beside_measured
 
 import train
 from slimelite.arguments import make_args
@@ -30,7 +40,6 @@ from slimelite.cluster import Cluster, launch
 from slimelite.cluster.remote import LocalRemote
 from slimelite.cluster.workers import RemoteSink
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
-from slimelite.table import SampleTable
 from slimelite.tracking import Tracker
 from slimelite.tracking.metrics_file import read_metrics
 from slimelite.training.attention import varlen_attention
@@ -116,19 +125,9 @@ def head_agrees(lab: Lab) -> Numbers:
     }
 
 
-def step(lab: Lab, table: SampleTable, **changes: Any) -> tuple[Tensor, float, Tensor, float]:
-    """Log-probs, gradient norm, log-probs after one optimizer step, and the step's peak GB."""
-    with closing(lab.trainer(**changes)) as trainer:
-        before = torch.from_numpy(trainer.log_probs(table))
-        lab.gigabytes()
-        norm = trainer.train(0, table)["train/grad_norm"]
-        peak = lab.gigabytes(peak=True)
-        return before, norm, torch.from_numpy(trainer.log_probs(table)), peak
-
-
 def step_agrees(lab: Lab) -> Numbers:
-    """An optimizer step of the trainer against the same one in fp32 by transformers, row by row."""
-    table = lab.table(lab.size(16, 6), lab.size(64, 8), lab.size(64, 4), lab.size(512, 16))
+    """A step of the trainer, pairs of rows with one prompt, against one by transformers in fp32, row by row."""
+    table = lab.table(lab.size(16, 6), lab.size(64, 20), lab.size(64, 4), lab.size(512, 16), group=2)
     rows = [[table.row_slice(f"{part}_tokens", row) for part in ("prompt", "response")] for row in range(len(table))]
     model = lab.transformers(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
@@ -142,15 +141,17 @@ def step_agrees(lab: Lab) -> Numbers:
     with torch.no_grad():
         end = torch.cat([scores(model, *row)[0].cpu() for row in rows])
     del model, optimizer
-    before, my_norm, after, peak = step(lab, table, max_tokens_per_gpu=lab.size(2048, 40))  # several micro-batches
-    moves = torch.stack([after - before, end - torch.cat(start)])
+    mine = step(lab, table, max_tokens_per_gpu=lab.size(2048, 40))  # several micro-batches
+    moves = torch.stack([mine.after - mine.before, end - torch.cat(start)])
     tolerance, norm_tolerance, least = (0.05, 0.02, 0.95) if lab.cuda else (1e-4, 1e-4, 0.99)
+    if lab.mixture and lab.cuda:  # rounding sends a token to another expert now and then
+        tolerance, norm_tolerance, least = 0.1, 0.05, 0.9
     return {
-        "mean log-prob gap": Number(float((before - torch.cat(start)).abs().mean()), tolerance),
-        "relative gap of the gradient norm": Number(abs(my_norm / norm - 1), norm_tolerance),
+        "mean log-prob gap": Number(float((mine.before - torch.cat(start)).abs().mean()), tolerance),
+        "relative gap of the gradient norm": Number(abs(mine.norm / norm - 1), norm_tolerance),
         "correlation of what the step moved": Number(float(torch.corrcoef(moves)[0, 1]), low=least),
         "mean move": Number(float(moves[0].abs().mean())),
-        "peak GB": Number(peak),
+        "peak GB": Number(mine.peak),
     }
 
 
@@ -158,12 +159,12 @@ def variant_agrees(lab: Lab, memory: float, **changes: Any) -> Numbers:
     """A step that saves memory against the plain one; ``memory``: the most of the plain one's peak it may take."""
     table = lab.table(lab.size(16, 6), lab.size(512, 8), lab.size(1536, 4), lab.size(1536, 16))
     plain, saving = step(lab, table), step(lab, table, **changes)
-    gap, move = (float((plain[2] - x).abs().mean()) for x in (saving[2], plain[0]))
+    gap, move = (float((plain.after - x).abs().mean()) for x in (saving.after, plain.before))
     return {
-        "relative gap of the gradient norm": Number(abs(saving[1] / plain[1] - 1), 0.01 if lab.cuda else 1e-5),
+        "relative gap of the gradient norm": Number(abs(saving.norm / plain.norm - 1), 0.01 if lab.cuda else 1e-5),
         "log-prob gap after it, of its move": Number(gap / move, 0.03 if lab.cuda else 1e-4),
-        "peak GB": Number(saving[3], memory * plain[3]),
-        "peak GB of the plain step": Number(plain[3]),
+        "peak GB": Number(saving.peak, memory * plain.peak),
+        "peak GB of the plain step": Number(plain.peak),
     }
 
 
@@ -231,8 +232,7 @@ def takes_turns(lab: Lab) -> Numbers:
     with Tracker(args) as tracker, launch(args) as cluster:
         watched = Watched(lab, cluster)
         train.train(watched, tracker)  # type: ignore[arg-type]
-    weights = sum(file.stat().st_size for file in Path(lab.folder()).glob("*.safetensors")) / 1e9
-    left = {"release_engines": 0.3, "offload_trainers": weights + 0.3}
+    left = {"release_engines": 0.3, "offload_trainers": lab.weights_gb() + 0.3}
     assert not lab.cuda or left.keys() <= watched.memory.keys(), f"no memory was given back: {watched.memory}"
     return {f"GB after {verb}": Number(used, left.get(verb, math.inf)) for verb, used in watched.memory.items()}
 
@@ -338,6 +338,9 @@ CHECKS: list[tuple[str, str, bool, Callable[[Lab], Numbers]]] = [
     ("engine", "engine = transformers, bf16", False, partial(engine_agrees, dtype=torch.bfloat16)),
     ("kernels", "varlen_attn = SDPA", True, partial(attention_agrees, window=None)),
     ("kernels", "varlen_attn = SDPA, sliding window", True, partial(attention_agrees, window=20)),
+    ("kernels", "tree of shared prompts = its rows, heads of 64", True, partial(tree_attends, width=64)),
+    ("kernels", "tree of shared prompts = its rows, heads of 128", True, partial(tree_attends, width=128)),
+    ("kernels", "tree of shared prompts = its rows, heads of 256", True, partial(tree_attends, width=256)),
     ("kernels", "chunked LM head = full logits", False, head_agrees),
     ("trainer", "optimizer step = transformers in fp32", False, step_agrees),
     ("trainer", "gradient checkpointing", False, partial(variant_agrees, memory=0.8, gradient_checkpointing=True)),
@@ -345,6 +348,12 @@ CHECKS: list[tuple[str, str, bool, Callable[[Lab], Numbers]]] = [
     ("trainer", "CUDA IPC into another process", True, another_process_reads),
     ("trainer", "a step on a card of 24 GB", True, fits_a_small_card),
     ("trainer", "fsdp cpu offload", True, partial(variant_agrees, memory=0.95, fsdp_cpu_offload=True)),
+    ("grpo", "prompts that rows share = row by row", False, prompts_are_shared),
+    ("grpo", "LoRA: step, release, push, engine", False, adapters_reach_the_engine),
+    ("grpo", "compile x gradient checkpointing", False, recomputes_what_it_compiles),
+    ("grpo", "mixture: optimizer step = transformers in fp32", False, lambda lab: step_agrees(lab.with_experts())),
+    ("grpo", "critic", False, critic_learns),
+    ("grpo", "--deterministic-mode repeats", True, repeats),
     ("loop", "quickstart learns, and resumes", False, learns),
     ("loop", "colocate with --offload", True, takes_turns),
     ("sglang", SGLANG, True, sglang_takes_turns),
@@ -352,7 +361,12 @@ CHECKS: list[tuple[str, str, bool, Callable[[Lab], Numbers]]] = [
     ("speed", "decoding, 64 sequences", True, partial(decoding_speed, rows=64)),
     ("speed", "decoding, 256 sequences", True, partial(decoding_speed, rows=256)),
     ("speed", "weight sync", True, sync_speed),
+    ("speed", "Muon", True, muon_speed),
     ("speed", "offload", True, offload_speed),
+    ("machine", "memory saver: contents after pause and resume", True, saver_keeps),
+    ("machine", "CUDA IPC with expandable segments in the shell", True, shells_do_not_matter),
+    ("machine", "profile of a step", True, profiled),
+    ("table", "predicted beside measured", True, predicted_beside_measured),
 ]
 
 
@@ -364,6 +378,8 @@ def run_check(lab: Lab, name: str, needs_gpu: bool, check: Callable[[Lab], Numbe
         return {"name": name, "status": "not run: no SGLang", "shown": shown, "seconds": 0.0, "numbers": {}}
     try:
         numbers = check(lab)
+    except NotRun as reason:
+        return {"name": name, "status": "not run", "shown": str(reason), "seconds": 0.0, "numbers": {}}
     except (Exception, SystemExit) as problem:
         traceback.print_exc()
         error = f"{type(problem).__name__}: {problem}".replace("\n", " ")[:300]

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,11 @@ from slimelite.training.trainer import Trainer
 
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 QWEN2_5_0_5B, TINY = (151936, 896, 4864, 24, 14), (151, 64, 96, 2, 4)
+# a mixture of the same vocabulary: 1.1B parameters, of which 0.2B work on a token
+MIXTURE: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16, "head_dim": 64}
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
+TINY_MIXTURE: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,18 @@ class Number:
 Numbers = dict[str, Number]
 
 
+class NotRun(Exception):
+    """A check needs something that is not there."""
+
+
 @dataclass(frozen=True)
 class Lab:
-    """Where the checks run, and the model they share."""
+    """Where the checks run, and the model they share; ``mixture``: one with experts."""
 
     device: Literal["cpu", "cuda"]
     tiny: bool
     work: Path
+    mixture: bool = False
 
     @property
     def cuda(self) -> bool:
@@ -67,7 +77,11 @@ class Lab:
         return tiny if self.tiny else full
 
     def config(self) -> PretrainedConfig:
-        """Qwen2.5-0.5B, or the same in small."""
+        """Qwen2.5-0.5B, or the same in small; or a Qwen3 with experts."""
+        if self.mixture:
+            sizes = TINY_MIXTURE | TINY_EXPERTS if self.tiny else MIXTURE | EXPERTS
+            sizes |= {"vocab_size": (TINY if self.tiny else QWEN2_5_0_5B)[0], "num_key_value_heads": 2}
+            return AutoConfig.for_model("qwen3_moe", tie_word_embeddings=True, eos_token_id=2, **sizes)
         shape = zip(SHAPE, TINY if self.tiny else QWEN2_5_0_5B, strict=True)
         return AutoConfig.for_model(
             "qwen2", num_key_value_heads=2, tie_word_embeddings=True, eos_token_id=2, **dict(shape)
@@ -76,7 +90,7 @@ class Lab:
     @torch.no_grad()
     def folder(self) -> str:
         """The model with random weights that bf16 holds exactly, and the quickstart's tokenizer."""
-        path = self.work / "model"
+        path = self.work / ("mixture" if self.mixture else "model")
         if not path.exists():
             torch.manual_seed(0)
             with torch.device(self.device):
@@ -88,6 +102,19 @@ class Lab:
             write_model_folder(path)
             model.save_pretrained(path)
         return str(path)
+
+    def weights_gb(self) -> float:
+        """Of that folder."""
+        return sum(file.stat().st_size for file in Path(self.folder()).glob("*.safetensors")) / 1e9
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        """That of an engine which agrees with the trainer."""
+        return torch.bfloat16 if self.cuda else torch.float32
+
+    def with_experts(self) -> Lab:
+        """The same with a mixture."""
+        return replace(self, mixture=True)
 
     def task(self) -> Path:
         """The quickstart's data."""
@@ -116,12 +143,13 @@ class Lab:
         given |= {"lr": 3e-4, "num_rollout": 9, "num_steps_per_rollout": 1} | changes
         return Trainer(Args(hf_checkpoint=self.folder(), device=self.device, **given))
 
-    def table(self, rows: int, prompt: int, shortest: int, longest: int) -> SampleTable:
-        """Random tokens with random advantages."""
+    def table(self, rows: int, prompt: int, shortest: int, longest: int, group: int = 1) -> SampleTable:
+        """Random tokens with random advantages; so many rows of a ``group`` have the same prompt."""
         rng, vocabulary = np.random.default_rng(0), self.config().vocab_size
-        samples = [Sample(group_index=i, index=i, reward=0.0) for i in range(rows)]
-        for sample in samples:
-            sample.tokens = rng.integers(0, vocabulary, prompt).tolist()
+        samples = [Sample(group_index=i // group, index=i, reward=0.0) for i in range(rows)]
+        prompts = rng.integers(0, vocabulary, (rows, prompt)).tolist()
+        for i, sample in enumerate(samples):
+            sample.tokens = list(prompts[i // group])
             response = rng.integers(0, vocabulary, rng.integers(shortest, longest + 1)).tolist()
             sample.append_response_tokens(response, log_probs=[-1.0] * len(response))
         table = SampleTable.from_samples([[sample] for sample in samples])
@@ -137,16 +165,47 @@ class Lab:
         torch.cuda.reset_peak_memory_stats()
         return used / 1e9
 
-    def seconds(self, work: Callable[[], object]) -> float:
-        """Wall clock of one call with all it started on the device, the best of three after a warm-up."""
+    def empty(self) -> None:
+        """Give back what the allocator holds unused."""
+        if self.cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def seconds(self, work: Callable[[], object], times: int = 3) -> float:
+        """Wall clock of one call with all it started on the device, the best of some after a warm-up."""
         took = []
-        for _ in range(4):
+        for _ in range(times + 1):
             start = time.perf_counter()
             work()
             if self.cuda:
                 torch.cuda.synchronize()
             took.append(time.perf_counter() - start)
         return min(took[1:])
+
+
+class Step(NamedTuple):
+    """Log-probs ``before`` and ``after`` an optimizer step, its gradient ``norm`` and ``peak`` GB."""
+
+    before: Tensor
+    norm: float
+    after: Tensor
+    peak: float
+
+
+def step(lab: Lab, table: SampleTable, **changes: Any) -> Step:
+    """An optimizer step of a trainer with these flags."""
+    with closing(lab.trainer(**changes)) as trainer:
+        before = torch.from_numpy(trainer.log_probs(table))
+        lab.gigabytes()
+        norm = trainer.train(0, table)["train/grad_norm"]
+        peak = lab.gigabytes(peak=True)
+        return Step(before, norm, torch.from_numpy(trainer.log_probs(table)), peak)
+
+
+def within(lab: Lab, cuda: float, cpu: float) -> float:
+    """A bound, by the precision of the device."""
+    return cuda if lab.cuda else cpu
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from gpu_lab import Lab, Number, Numbers
 
-from slimelite.engines.protocol import WeightBucket
 from slimelite.engines.sglang.sync import pickled
+from slimelite.training.weights import buckets
 
 CARD_GB = 24.0
 # what the driver and the CUDA context keep of a card [GB]
@@ -51,9 +51,9 @@ def another_process_reads(lab: Lab) -> Numbers:
     rng = np.random.default_rng(0)
     shapes = [(lab.size(4096, 8), 896), (896,), (lab.size(151936, 16), 64)]
     tensors = [torch.from_numpy(rng.normal(size=shape)).to(lab.device, torch.bfloat16) for shape in shapes]
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
     names = [f"weight.{i}" for i in range(len(shapes))]
-    blob = pickled(WeightBucket(names, shapes, flat))
+    (bucket,) = buckets(zip(names, map(torch.nn.Parameter, tensors), strict=True), 1 << 40)
+    blob = pickled(bucket)
     child = subprocess.run([sys.executable, "-c", CHILD], input=blob, capture_output=True, check=False)
     if child.returncode:
         raise RuntimeError(child.stderr.decode().strip().splitlines()[-1])

@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
-export PATH="$PWD/${VENV:-.venv}/bin:$PATH"
+source scripts/lib/programs.sh
 DATA=${DATA:-data/quickstart}
 RESULTS=${RESULTS:-runs/planted-faults}
 export MODEL=${MODEL:-runs/quickstart/seed-0/sft-model}

@@ -13,7 +13,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh
-export PATH="$PWD/${VENV:-.venv}/bin:$PATH" HF_HUB_OFFLINE=1
+source scripts/lib/programs.sh
+export HF_HUB_OFFLINE=1
 
 SEED=${SEED:-0}
 DATA=${DATA:-data/quickstart}

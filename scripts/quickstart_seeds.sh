@@ -12,6 +12,6 @@ for SEED in ${SEEDS:-0 1 2 3 4 5 6 7 8 9}; do
         cp "runs/quickstart/seed-$SEED/$part/metrics.jsonl" "$RESULTS/$part/seed-$SEED/"
     done
 done
-export PATH="$PWD/${VENV:-.venv}/bin:$PATH"
+source scripts/lib/programs.sh
 python scripts/quickstart_table.py "$RESULTS" docs/quickstart/curves.png
 python scripts/figures.py "$RESULTS"/grpo/seed-* "$RESULTS"/sft/seed-* >docs/quickstart/figures.csv

@@ -9,6 +9,9 @@
 # For that script alone these commands are ours: `pkill`, `killall` and `ray stop` end nothing, `ray start` starts
 # nothing (train.py starts a Ray of its own, or uses that of RAY_ADDRESS), `ray job submit -- python3 train.py ...` and
 # `python3 train.py ...` run train.py here. Every other `python3` is the real one. What is replaced is printed.
+#
+# A Python launcher of miles's (run_qwen3_4b.py, with its own options behind it) is not run: the command of train.py that
+# it stands for is printed.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ -z "${VIRTUAL_ENV:-}" && -x "$here/.venv/bin/python" ]]; then export PATH="$here/.venv/bin:$PATH"; fi
@@ -24,6 +27,11 @@ if (($# == 0)) || [[ "$1" == -* ]]; then sed -n '2,5p' "${BASH_SOURCE[0]}" >&2; 
 script=$1
 shift
 [[ -f "$script" ]] || { echo "$script: no such script" >&2; exit 2; }
+
+if [[ "$script" == *.py ]]; then # one of miles's Python launchers
+    export SLIME_MAP SLIME_SHIMS="" SLIME_ROOT="$here"
+    exec python "$here/scripts/lib/miles_launcher.py" "$script" "$@"
+fi
 
 shims=$(mktemp -d)
 trap 'rm -rf "$shims"' EXIT

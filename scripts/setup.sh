@@ -30,4 +30,5 @@ fi
 echo "installing slimelite and its dependencies ..."
 EXTRAS=""; $GPU && EXTRAS+=,sglang; $DEV && EXTRAS+=,dev
 pip install -c constraints.txt -e ".${EXTRAS:+[${EXTRAS#,}]}"
+$DEV && pip install --no-deps -c constraints.txt trl # tests read the chat templates in it; nothing imports it
 touch "$VENV/.slimelite-$versions-dev-false" "$VENV/.slimelite-$versions-dev-$DEV"

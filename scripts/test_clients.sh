@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the official clients of OpenAI and Anthropic, and openai-agents, against the HTTP front, each in an environment of
-# its own, since their requirements exclude SGLang's. With --record it also writes down the requests that they send, which
+# Runs the official clients of OpenAI and Anthropic, openai-agents, and Claude Code (if npm is there) against the HTTP
+# front, each in an environment of its own, since their requirements exclude SGLang's. With --record it also writes down the requests that they send, which
 # continuous integration repeats without them (tests/serving/test_recorded_clients.py).
 #
 #   bash scripts/test_clients.sh [--record]
@@ -9,6 +9,12 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 [ -x "$python" ] || python=python
 record=${1:-}
+run() {  # name, command…: beside the servers, which may record what they are asked
+  local options=()
+  [ "$record" = --record ] && options=(--record "tests/serving/recorded/$1.json")
+  # the client's environment must not see this package's
+  "$python" -m tests.serving.clients.server "${options[@]}" env -u PYTHONPATH "${@:2}"
+}
 for pin in openai==3.54.0 anthropic==2.12.0 openai-agents==0.24.0; do
   name=${pin%%==*} module=with_$(tr - _ <<<"${pin%%==*}")
   home=.venv-clients/${pin/==/-}
@@ -17,9 +23,13 @@ for pin in openai==3.54.0 anthropic==2.12.0 openai-agents==0.24.0; do
     "$home/bin/pip" install --quiet "$pin"
     touch "$home/done"
   fi
-  options=()
-  [ "$record" = --record ] && options=(--record "tests/serving/recorded/$name.json")
-  # the client's environment must not see this package's
-  "$python" -m tests.serving.clients.server "${options[@]}" \
-    env -u PYTHONPATH "$home/bin/python" "tests/serving/clients/$module.py"
+  run "$name" "$home/bin/python" "tests/serving/clients/$module.py"
 done
+if command -v npm > /dev/null; then
+  home=.venv-clients/claude-code-2.1.197
+  if [ ! -e "$home/done" ]; then
+    npm install --silent --prefix "$home" @anthropic-ai/claude-code@2.1.197
+    touch "$home/done"
+  fi
+  run claude-code "$python" tests/serving/clients/with_claude_code.py "$home/node_modules/.bin/claude"
+fi

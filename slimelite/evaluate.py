@@ -20,7 +20,7 @@ from slimelite.arguments.machine import this_machine
 from slimelite.arguments.tasks import SHIPPED
 from slimelite.checkpoints import read_json
 from slimelite.data.reader import split_path
-from slimelite.data.tokenizer import load_tokenizer
+from slimelite.data.tokenizer import beginning, load_tokenizer
 from slimelite.engines.registry import ENGINES
 from slimelite.files import write_text
 from slimelite.locks import hold
@@ -94,11 +94,12 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
             tracker.banner(cluster.args)
             for name in [name for name in results if name not in todo]:
                 tracker.log_eval(-1, results[name]["metrics"], {})  # the banner began the metrics anew
+            made_of = _made_of(args, {name: asked[name] for name in todo})
             for name in todo:
                 with tracker.phase("eval") as phase:
                     found = cluster.evaluate(-1, [name]).result(progress=phase.update)
                 tracker.log_eval(-1, found.metrics, found.tables)
-                results[name] = {"dataset": asked[name], "files": _files(args, asked[name]), "metrics": found.metrics}
+                results[name] = {"dataset": asked[name], **made_of[name], "metrics": found.metrics}
                 content = {"model": args.hf_checkpoint, "run": _run_settings(args), "tasks": results}
                 write_text(Path(args.run_dir) / RESULTS, json.dumps(content, indent=1))
     except ClusterError as error:
@@ -113,7 +114,20 @@ def known_results(args: Args) -> Results:
     if content["run"] != _run_settings(args):
         return {}
     found: Results = content["tasks"]
-    return {name: known for name, known in found.items() if known.get("files") == _files(args, known["dataset"])}
+    # older ones do not say what texts begin with
+    known = {name: {"begins": [], **result} for name, result in found.items()}
+    now = _made_of(args, {name: result["dataset"] for name, result in found.items()})
+    return {name: result for name, result in known.items() if result == result | now[name]}
+
+
+def _made_of(args: Args, datasets: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the score of each dataset comes from, beside settings: ``files``, and the ids that its texts begin with."""
+    plain = [name for name, dataset in datasets.items() if not dataset["apply_chat_template"]]
+    begins = beginning(load_tokenizer(str(args.tokenizer))) if plain else []
+    return {
+        name: {"files": _files(args, dataset), "begins": begins if name in plain else []}
+        for name, dataset in datasets.items()
+    }
 
 
 def _files(args: Args, dataset: Mapping[str, object]) -> dict[str, list[int]]:

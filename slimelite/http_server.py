@@ -1,18 +1,28 @@
-"""The HTTP server of what we serve: JSON and server-sent events out, errors as JSON."""
+"""The HTTP server of what we serve: who may use it, JSON and server-sent events out, errors as JSON.
+
+A key comes as a bearer token, as ``x-api-key``, or as the password of an address: ``http://:KEY@host:port``. A server
+without one answers this machine alone, and no page of another site that a browser of this machine shows.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import binascii
 import gzip
+import hmac
 import io
+import ipaddress
 import json
 import logging
+import time
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
-from aiohttp import web
+from aiohttp import BasicAuth, web
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +31,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = dict[str, object] | AsyncGenerator[bytes]
 # a stop waits so long for requests that run, and a client that is told to come again waits so long [s]
 LAST_S, RETRY_S = 1.0, 1
+# a connection has so long to send the head of its first request, and a request to send its body [s]
+HEAD_S, BODY_S = 20.0, 120.0
+# and so long after a request to send the head of the next one [s]
+KEEP_ALIVE_S = 75.0
 # how a body that gzip packed begins, and no JSON
 GZIP = b"\x1f\x8b"
 
@@ -36,10 +50,12 @@ class RequestError(ValueError):
 class Server(ABC):
     """A server in the event loop of whoever starts it; a subclass has `_routes`.
 
-    ``most_bytes``: longer bodies are refused unread.
+    ``most_bytes``: longer bodies are refused unread. ``key``: what a request must bring, unless its answer is
+    `_public`; None: nothing, see the top of this file.
     """
 
-    def __init__(self, most_bytes: int, host: str, port: int) -> None:
+    def __init__(self, most_bytes: int, host: str, port: int, key: str | None = None) -> None:
+        self.key = key
         self._most_bytes, self._host, self._port = most_bytes, host, port
         self._runner: web.AppRunner | None = None
 
@@ -68,9 +84,30 @@ class Server(ABC):
     def _routes(self) -> list[web.RouteDef]:
         """The endpoints and what answers them."""
 
+    def _public(self) -> list[Handler]:
+        """The handlers that answer anybody."""
+        return [self._health]
+
+    def _opens(self, http: web.Request, given: str) -> bool:  # noqa: ARG002
+        """Whether the key ``given`` opens what ``http`` asks for; a subclass may have other keys."""
+        return self.key is None or hmac.compare_digest(given.encode(errors="replace"), self.key.encode())
+
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """The answer of a request's handler; a subclass may refuse the request."""
+        """The answer of a request's handler.
+
+        Raises:
+            RequestError: the key is wrong, or a page of another site asks a server without one.
+        """
+        if http.match_info.handler not in self._public():
+            # what has no key listens to this machine alone, whose browser may be showing somebody's page
+            if self.key is None and not _is_asked_from_here(http):
+                raise RequestError("a page of another site may not use a server without an API key", 403)
+            if not self._opens(http, given_key(http)):
+                raise RequestError("this needs the server's API key", 401, code="invalid_api_key")
         return await handler(http)
+
+    async def _health(self, _: web.Request) -> web.StreamResponse:
+        return web.Response()
 
     def _described(self, http: web.Request, error: Exception, status: int) -> dict[str, Any]:  # noqa: ARG002
         """The JSON about an error."""
@@ -106,6 +143,37 @@ class Server(ABC):
             return response
 
 
+def is_loopback(host: str) -> bool:
+    """Whether ``host``, a name or an address, is this machine to itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_asked_from_here(http: web.Request) -> bool:
+    """Whether a request names this machine, and so does the page that sends it, if it is one."""
+    try:
+        names = [http.url.host, *(urlsplit(origin).hostname for origin in http.headers.getall("Origin", []))]
+    except ValueError:  # no address at all
+        return False
+    return all(is_loopback(name or "") for name in names)
+
+
+def with_key(url: str, key: str | None) -> str:
+    """The address with the key as its password; HTTP clients send that with every request."""
+    return url if key is None else url.replace("://", f"://:{key}@", 1)
+
+
+def given_key(http: web.Request) -> str:
+    """The key that a request brings, "" without one."""
+    bearer = http.headers.get("Authorization", "")
+    if bearer.startswith("Basic ") and "x-api-key" not in http.headers:
+        with suppress(ValueError, binascii.Error):
+            return BasicAuth.decode(bearer).password
+    return http.headers.get("x-api-key") or bearer.removeprefix("Bearer ")
+
+
 async def listen(app: web.Application, host: str, port: int, *, unpacks: bool = True) -> tuple[web.AppRunner, str]:
     """Serve ``app`` from the running event loop; returns what stops it, and the base URL. Port 0 takes a free one.
 
@@ -117,12 +185,48 @@ async def listen(app: web.Application, host: str, port: int, *, unpacks: bool = 
     """
     # when a client disconnects, its handler is cancelled, which aborts the request
     runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_S, auto_decompress=unpacks
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=LAST_S,
+        keepalive_timeout=KEEP_ALIVE_S,
+        auto_decompress=unpacks,
     )
+    served: set[object] = set()
+
+    @web.middleware
+    async def noting(request: web.Request, handler: Handler) -> web.StreamResponse:
+        served.add(request.protocol)
+        return await handler(request)
+
+    async def closing(_: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(_close_silent(runner, served))
+        yield
+        task.cancel()
+
+    app.middlewares.insert(0, noting)
+    app.cleanup_ctx.append(closing)
     await runner.setup()
     await web.TCPSite(runner, host, port).start()
     host, port = runner.addresses[0][:2]
     return runner, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def _close_silent(runner: web.AppRunner, served: set[object]) -> None:
+    """Close connections that have not sent the head of a first request in `HEAD_S` seconds; it runs until cancelled.
+
+    ``served``: those that have. For the next head aiohttp waits `KEEP_ALIVE_S`.
+    """
+    since: dict[object, float] = {}
+    while True:
+        await asyncio.sleep(HEAD_S / 10)
+        connections, now = runner.server.connections if runner.server is not None else [], time.monotonic()
+        since = {connection: since.get(connection, now) for connection in connections}
+        served.intersection_update(since)
+        for connection in connections:
+            late = now - since[connection] > HEAD_S
+            if late and connection not in served and connection.transport is not None:
+                connection.transport.close()
 
 
 def sse(data: object, event: str | None = None) -> bytes:
@@ -138,7 +242,7 @@ async def read_json(http: web.Request) -> dict[str, Any]:
         RequestError: it is none, or longer than the limit.
     """
     try:
-        data, most = await http.read(), http.client_max_size
+        data, most = await asyncio.wait_for(http.read(), BODY_S), http.client_max_size
         if data.startswith(GZIP):
             data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(most + 1)
         if len(data) > most:
@@ -147,6 +251,8 @@ async def read_json(http: web.Request) -> dict[str, Any]:
     except web.HTTPRequestEntityTooLarge as error:
         message = f"the body is larger than the engine's context can need: {error.text}"
         raise RequestError(message, error.status) from error
+    except TimeoutError as error:
+        raise RequestError(f"the body did not arrive within {BODY_S:g} s", 408) from error
     except web.RequestPayloadError as error:
         raise RequestError(f"the body does not arrive whole: {error}") from error
     except (ValueError, RecursionError, gzip.BadGzipFile, EOFError, zlib.error) as error:

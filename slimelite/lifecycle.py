@@ -157,10 +157,12 @@ def read_status(folder: str | Path) -> dict[str, Any]:
     the run, because a scheduler killed the whole job or the machine went down.
     """
     try:
-        status: dict[str, Any] = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        status: Any = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
-    if status.get("status") == "running" and "started" in status and is_gone(status):
+    if not isinstance(status, dict):
+        return {}
+    if status.get("status") == "running" and {"started", "pid"} <= status.keys() and is_gone(status):
         status |= {"status": WITHOUT_A_WORD, "message": KILLED}
     return status
 

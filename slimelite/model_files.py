@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from slimelite.arguments.model import ArchitectureArgs
-from slimelite.families import FAMILIES, family_of, is_true, text_config
+from slimelite.families import EXPERTS, FAMILIES, family_of, is_true, text_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,24 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 Loader = Callable[..., "tuple[PreTrainedModel, Any]"]
 
 
+def load_config(path: str) -> PretrainedConfig:
+    """The config of the model at ``path`` as transformers reads it, but for what computes attention and experts.
+
+    That is for the run to choose. A file may name anything there, such as a kernel on the hub, which is code.
+
+    Raises:
+        OSError: there is no model.
+        ValueError: it needs code of its own, or is damaged.
+    """
+    from transformers import AutoConfig
+
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if hasattr(config, name):
+            setattr(config, name, None)
+    return config
+
+
 def has_weights(path: str | Path) -> bool:
     """Whether there are weights at ``path``, a folder or hub id; a folder with a config alone makes a new model."""
     folder = Path(path)
@@ -55,6 +73,29 @@ def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
     mode = file.stat().st_mode
     save_file(dict(weights), file, metadata={"format": "pt"})
     file.chmod(mode)
+
+
+def has_experts(hf: PreTrainedModel) -> bool:
+    """Whether it is a mixture of experts, of which a token uses only some weights."""
+    config = hf.config.get_text_config()
+    return any(getattr(config, field, None) for field in EXPERTS)
+
+
+def saved_buffers(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """What a model's files hold beside its parameters, by transformers' names, such as the biases of routers."""
+    saved = hf.state_dict().keys()
+    return {name: buffer for name, buffer in hf.named_buffers() if name in saved}
+
+
+def as_filed(hf: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole ``weights`` of ``hf`` by the names that they have in a model's files, which engines read too; views, where
+    it can be.
+
+    transformers holds all experts of a layer as one weight; files have a matrix for each.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(hf, weights)) if has_experts(hf) else weights
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
@@ -179,6 +220,10 @@ def shape_problems(config: dict[str, Any]) -> Iterator[str]:
     """Problems of sizes with which a model can be built but not run."""
     config = text_config(config)
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    counts = (*sizes, "head_dim", "max_position_embeddings")
+    if wrong := [f"{name} {config[name]!r:.60}" for name in counts if isinstance(config.get(name), str | float | bool)]:
+        yield f"{', '.join(wrong)}: must be a whole number"
+        return
     if wrong := [f"{name} {config[name]}" for name in sizes if isinstance(config.get(name), int) and config[name] < 1]:
         yield f"{', '.join(wrong)}: must be at least 1"
         return

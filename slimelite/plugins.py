@@ -160,7 +160,7 @@ def import_failure(option: str, path: str, error: BaseException) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean …?"``, or "" if no known name is similar."""
-    close = get_close_matches(name, [k for k in known if not k.startswith("__")], n=1)
+    close = get_close_matches(name, [k for k in known if not k.startswith("__")], n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -192,6 +192,7 @@ def _nearest_module(name: str, error: ImportError) -> str:
     if not isinstance(error, ModuleNotFoundError) or not name.startswith(missing):
         return ""  # something that the plugin imports is missing, not the plugin
     parent, _, leaf = missing.rpartition(".")
-    package = sys.modules.get(parent)
-    paths = getattr(package, "__path__", None) if parent else sys.path
+    if not parent:  # of all that is installed hardly anything is meant
+        return "; write path/to/file.py:function, or put the folder that holds it into PYTHONPATH"
+    paths = getattr(sys.modules.get(parent), "__path__", None)
     return nearest(leaf, [m.name for m in pkgutil.iter_modules(paths)]) if paths is not None else ""

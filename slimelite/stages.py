@@ -2,106 +2,239 @@
 
 A stage is a YAML file of flags, as ``--config`` reads it; the other flags of the command line hold for every stage,
 and win. Stage 0 of ``--run-dir out`` with the file ``sft.yaml`` has the run folder ``out/0-sft``, with its checkpoints
-and its model inside. The same command goes on after a crash: finished stages are left out, and the one that was
-interrupted resumes from its newest checkpoint, if it has a ``save_interval``, or begins again.
+and its model inside, unless the file names other places. The same command goes on after a crash: finished stages are
+left out, and the one that was interrupted resumes from its newest checkpoint, if it has a ``save_interval``, or begins
+again. Every stage that is left is checked before the first of them begins.
 """
 
 from __future__ import annotations
 
+import json
+import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import yaml
-
+from slimelite.arguments.args import Args
+from slimelite.arguments.flags import ArgumentError, all_flags, group_flags
 from slimelite.arguments.help import is_asked
+from slimelite.arguments.parse import args_type, merge_sources
+from slimelite.arguments.secret import masked
+from slimelite.arguments.sources import PATHS, read_config, split_words
+from slimelite.arguments.tracking import TrackingArgs
+from slimelite.arguments.vocabulary import Settings, Vocabulary
+from slimelite.files import write_text
 from slimelite.lifecycle import read_status
+
+# file in the folder of a finished stage: its flags, an id, and the id of the stage before, whose model it began with
+RECORD = "stage.json"
+# flags that do not change what a stage computes
+ASIDE = {*(flag.name for flag in group_flags(TrackingArgs)), "config", "stages", "dry_run", "plan_gpu"}
+# flags that name a folder of one run, for which no other stage may have it
+OF_ONE = ("save_hf", "save", "load")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of several; ``argv``: its command line, without the flags that follow from the stage before."""
+    """One run of several; ``argv``: its command line, but for the model that it starts from."""
 
+    number: int
+    file: str
     folder: Path
+    settings: Settings
     argv: list[str]
+    # the template of --save-hf: the folder that the stage ends with, where another follows
+    model: str
+    # its file names the model of an earlier stage, which need not be the one before
+    chooses: bool
+
+    def __str__(self) -> str:
+        return f"stage {self.number} ({self.file})"
 
     @property
-    def model(self) -> Path:
-        """The Hugging Face folder that the stage ends with."""
-        return self.folder / "model"
+    def dry(self) -> bool:
+        """Whether it is only to be checked."""
+        return bool(self.settings.values.get("dry_run"))
+
+    @property
+    def made(self) -> bool:
+        """Whether the model is there."""
+        return Path(self.model).is_dir()
 
     @property
     def finished(self) -> bool:
         """Whether an earlier start ran the stage to its end."""
-        return read_status(self.folder).get("status") == "finished" and self.model.is_dir()
+        return read_status(self.folder).get("status") == "finished" and (self.made or "{" in self.model)
+
+    def write_record(self, after: object) -> None:
+        """Note what the stage has finished with; ``after``: the id of the stage before."""
+        record = {"flags": self._flags(), "id": secrets.token_hex(8), "after": after}
+        write_text(self.folder / RECORD, json.dumps(record, indent=1))
+
+    def record(self) -> dict[str, Any]:
+        """What `write_record` wrote; empty if it did not."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found
+
+    def changed(self, after: object) -> str | None:
+        """Why the finished stage is another than the one that is asked for now; None if it is the same."""
+        if not (record := self.record()):  # it was killed just then
+            return None
+        before, now = record["flags"], self._flags()
+        differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+        if differ:
+            said = (
+                f"{name} was {before.get(name, 'not given')} and is {now.get(name, 'not given')}" for name in differ
+            )
+            return f"it has finished with other flags: {', '.join(said)}"
+        return None if record["after"] == after else "it began with another model of the stage before"
+
+    def _flags(self) -> dict[str, Any]:
+        """Flags that say what the stage computes, as JSON gives them back."""
+        given = {**self.settings.values, **self.settings.sglang, **self.settings.custom}
+        shown = {name: masked(name, value) for name, value in given.items() if name not in ASIDE}
+        found: dict[str, Any] = json.loads(json.dumps(shown, default=str))
+        return found
 
 
-def run_stages(run: Callable[[list[str] | None], int]) -> int:
+def run_stages(run: Callable[[list[str] | None], int], problems: Callable[[list[str]], list[str]]) -> int:
     """``run`` with the command line of this process, or with that of each stage in turn; returns the exit status.
 
-    A stage that fails or is stopped ends the command with its status.
+    ``problems``: those of a command line, by which all stages are checked before the first begins. A stage that fails
+    or is stopped ends the command with its status; a dry run reports on all of them.
     """
     argv = sys.argv[1:]
-    if "--stages" not in argv or is_asked(argv):
+    if "--stages" not in dict(split_words(argv)[0]) or is_asked(argv):
         return run(None)
     try:
         stages = read_stages(argv)
-    except ValueError as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        wrong = list(_problems(stages, problems))
+    except ArgumentError as error:
+        wrong = error.problems
+    if wrong:
+        print("\n".join(f"train.py: {problem}" for problem in dict.fromkeys(wrong)), file=sys.stderr)
         return 2
-    model: list[str] = []
-    for number, stage in enumerate(stages):
+    after, worst = None, 0
+    for stage in stages:
         if stage.finished:
-            print(f"stage {number} of 0 to {len(stages) - 1} is finished: {stage.model}")
+            print(f"stage {stage.number} of 0 to {len(stages) - 1} is finished: {stage.model}")
         else:
-            print(f"stage {number} of 0 to {len(stages) - 1}: {stage.folder}")
-            if status := run([*stage.argv, *model]):
-                return status
-        if stage.model.is_dir():  # not after a dry run, whose later stages start from the first one's model
-            model = ["--hf-checkpoint", str(stage.model)]
-    return 0
+            print(f"stage {stage.number} of 0 to {len(stages) - 1}: {stage.folder}")
+            worst = max(worst, run(_command_line(stage, stages[: stage.number])))
+            if worst and not stage.dry:
+                return worst
+            if not stage.dry:
+                stage.write_record(after)
+        after = stage.record().get("id")
+    return worst
 
 
 def read_stages(argv: Sequence[str]) -> list[Stage]:
     """The stages of a command line that has ``--stages``.
 
     Raises:
-        ValueError: no file is named, or one cannot be read; ``--run-dir`` is missing; ``--config`` is given, too.
+        ArgumentError: no file is named, or one cannot be read; ``--run-dir`` is missing; a flag is given that cannot
+            hold for every stage.
     """
-    begin = argv.index("--stages")
-    end = next((i for i in range(begin + 1, len(argv)) if argv[i].startswith("--")), len(argv))
-    files, common = [Path(word) for word in argv[begin + 1 : end]], [*argv[:begin], *argv[end:]]
+    given = merge_sources(argv, Vocabulary(args_type(argv))).values
+    calls = [(option, words) for option, words in split_words(argv)[0] if option != "--stages"]
+    # a value may begin with dashes, after an equals sign
+    common = [word for option, words in calls for word in ("=".join((option, *words[:1])), *words[1:])]
+    files = given.get("stages")
     if not files:
-        raise ValueError("--stages names no file: give one of flags for each stage, as in --stages sft.yaml rl.yaml")
-    if any(word.partition("=")[0] == "--config" for word in common):
-        raise ValueError("--config and --stages exclude each other: put the flags into the files of --stages")
-    if "--run-dir" not in common[:-1]:
-        raise ValueError("--stages needs --run-dir: each stage has its run, its checkpoints and its model in there")
-    folder = Path(common[common.index("--run-dir") + 1])
-    contents = [_flags(file) for file in files]
-    first = contents[0].get("hf_checkpoint")
-    stages = []
-    for number, (file, flags) in enumerate(zip(files, contents, strict=True)):
-        place = folder / f"{number}-{file.stem}"
-        own = ["--run-dir", str(place), "--save-hf", str(place / "model")]
-        own += ["--load", str(place / "checkpoints")]
-        if "save_interval" in flags or "--save-interval" in common:
-            own += ["--save", str(place / "checkpoints")]
-        if number and first and "hf_checkpoint" not in flags:
-            own += ["--hf-checkpoint", str(first)]
-        if {"lora_rank", "lora_adapter_path"} & flags.keys() or {"--lora-rank", "--lora-adapter-path"} & set(common):
-            own += ["--lora-merge"]  # the next stage starts from a whole model
-        stages.append(Stage(place, ["--config", str(file), *common, *own]))
+        raise ArgumentError(["--stages names no file: give one of flags for each, as in --stages sft.yaml rl.yaml"])
+    if "config" in given:
+        raise ArgumentError(["--config and --stages exclude each other: put the flags into the files of --stages"])
+    if "run_dir" not in given:
+        raise ArgumentError(
+            ["--stages needs --run-dir: each stage has its run, its checkpoints and its model in there"]
+        )
+    if every := ", ".join(f"--{name.replace('_', '-')}" for name in OF_ONE if name in given):
+        raise ArgumentError([f"{every} with --stages: all would use one folder; name one in the file of each stage"])
+    stages = [_stage(number, file, Path(given["run_dir"]), common) for number, file in enumerate(files)]
+    if wrong := [f"{each}: {wrong.removeprefix('--config ')}" for each in stages for wrong in each.settings.problems]:
+        raise ArgumentError(wrong)
     return stages
 
 
-def _flags(file: Path) -> dict[str, object]:
-    """The flags in a file of a stage, by name."""
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"--stages {file}: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--stages {file}: is no mapping of flags to values")
-    return {str(name).replace("-", "_"): value for name, value in found.items()}
+def _stage(number: int, file: str, folder: Path, common: list[str]) -> Stage:
+    argv = ["--config", file, *common]
+    vocabulary = Vocabulary(args_type(argv))
+    settings, own = merge_sources(argv, vocabulary), read_config(file, "--config", vocabulary).values
+    values, place = settings.values, folder / f"{number}-{Path(file).stem}"
+    if "run_dir" in own:
+        settings.complain("--run-dir", f"{own['run_dir']}: the stage's folder is {place}; leave it out")
+    checkpoints = values.get("save", str(place / "checkpoints"))
+    model = values.get("save_hf", str(place / "model"))
+    argv += ["--run-dir", str(place), "--save-hf", model, "--load", values.get("load", checkpoints)]
+    if "save_interval" in values:
+        argv += ["--save", checkpoints]
+    if values.get("lora_rank") or values.get("lora_adapter_path"):
+        argv += ["--lora-merge"]  # the next stage starts from a whole model
+    return Stage(number, file, place, settings, argv, model, bool(number) and "hf_checkpoint" in own)
+
+
+def _problems(stages: Sequence[Stage], problems: Callable[[list[str]], list[str]]) -> Iterator[str]:
+    """What is wrong with finished stages, with the order, and with the stages that are left."""
+    yield from _disorder(stages)
+    after: object = None
+    for stage in stages:
+        before = stages[: stage.number]
+        if stage.finished:
+            if why := stage.changed(after):
+                again = ", ".join(str(each.folder) for each in stages[stage.number :] if each.folder.exists())
+                yield f"{stage}: {why}; to run it again, remove {again}, and to keep it, give the flags that it had"
+                return
+            after = stage.record().get("id")
+        elif not stage.dry and (
+            not before or _newest(before)
+        ):  # else nothing is known of the model, which the first stage makes
+            ahead = [each for each in before if not each.finished]
+            for problem in problems(_command_line(stage, before)):
+                if not any(str(each.folder) in problem for each in ahead):  # files that such a stage will write
+                    yield f"{stage}: {problem}"
+
+
+def _disorder(stages: Sequence[Stage]) -> Iterator[str]:
+    """Folders that two stages would use, and models that are not those of a stage before."""
+    for stage in stages:
+        before = stages[: stage.number]
+        for name in OF_ONE:
+            mine = stage.settings.values.get(name)
+            if twice := [each for each in before if mine is not None and each.settings.values.get(name) == mine]:
+                yield f"{stage}: --{name.replace('_', '-')} {mine} is that of {twice[0]} too; name another folder"
+        if stage.chooses and not any(_is(stage.settings.values["hf_checkpoint"], each) for each in before):
+            yield (
+                f"{stage}: --hf-checkpoint {stage.settings.values['hf_checkpoint']}: it starts from the model of the "
+                f"stage before; leave it out, or name that of an earlier one, such as {before[0].model}"
+            )
+        if "{" in stage.model and stage is not stages[-1]:
+            yield f"{stage}: --save-hf {stage.model}: the next stage starts from one folder; leave {{rollout_id}} out"
+
+
+def _command_line(stage: Stage, before: Sequence[Stage]) -> list[str]:
+    """The words of ``stage``; for models of stages ``before`` that are not there yet, the newest stands in."""
+    words, newest = list(stage.argv), _newest(before)
+    if newest is None:
+        return words
+    values = stage.settings.values
+    for flag in all_flags(Args).values():
+        if flag.metavar in PATHS and any(not each.made and _is(values.get(flag.name), each) for each in before):
+            words += [flag.option, newest]
+    return words if stage.chooses else [*words, "--hf-checkpoint", newest]
+
+
+def _newest(before: Sequence[Stage]) -> str | None:
+    """The newest model that is there, or the one that the first stage starts from; None where that makes a new one."""
+    made = [each.model for each in before if each.made]
+    return made[-1] if made else before[0].settings.values.get("hf_checkpoint") if before else None
+
+
+def _is(value: object, stage: Stage) -> bool:
+    """Whether ``value`` of a flag is the folder of the model of ``stage``."""
+    return isinstance(value, str) and Path(value).absolute() == Path(stage.model).absolute()

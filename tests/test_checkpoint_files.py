@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.checkpoints import CHECKSUMS, LOCK, checksums, damage, find_checkpoint
+from slimelite.checkpoints import CHECKSUMS, LOCK, DamagedCheckpoint, best_of, checksums, damage, find_checkpoint
 
 
 def write(root: Path, step: int, *, sums: bool = True) -> Path:
@@ -122,3 +122,14 @@ def test_what_load_does_not_take(tmp_path: Path) -> None:
     (tmp_path / "save").mkdir()
     (tmp_path / "save" / LOCK).touch()  # of a run that was killed before its first checkpoint
     assert find_checkpoint(tmp_path / "save")[0] is None
+
+
+@pytest.mark.parametrize("name", ["latest_checkpointed_iteration.txt", "best_checkpointed_iteration.txt"])
+def test_a_marker_that_is_no_number_of_a_rollout(tmp_path: Path, name: str) -> None:
+    write(tmp_path, 4)
+    (tmp_path / name).write_text("9" * 5000)
+    if name.startswith("best"):
+        assert best_of(tmp_path) is None
+        return
+    with pytest.raises(DamagedCheckpoint, match="is damaged: it should have the number of a rollout"):
+        find_checkpoint(tmp_path)

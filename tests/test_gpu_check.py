@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -21,6 +22,7 @@ from gpu_lab import Lab, Number  # noqa: E402
 
 from slimelite.arguments import make_args  # noqa: E402
 from slimelite.arguments.machine import Machine  # noqa: E402
+from slimelite.training.layout import PackedSequences  # noqa: E402
 
 NEEDS_GPU = {name for _, name, needs_gpu, _ in gpu_group.CHECKS if needs_gpu}
 
@@ -37,9 +39,48 @@ def test_every_check_holds_on_a_cpu_or_says_that_it_needs_a_gpu(
     assert done.returncode == 0, done.stdout + done.stderr
     found = {check["name"]: check for check in json.loads((tmp_path / "results.json").read_text())["checks"]}
     assert found.keys() == {name for _, name, *_ in gpu_group.CHECKS}
-    assert {name for name, check in found.items() if check["status"] == "not run: no GPU"} == NEEDS_GPU
+    assert {name for name, check in found.items() if check["status"] in ("not run: no GPU", "not run")} == NEEDS_GPU
     assert all(check["numbers"] for name, check in found.items() if name not in NEEDS_GPU)
     assert found["quickstart learns, and resumes"]["numbers"]["rollouts"] == 4
+
+
+@pytest.mark.parametrize(
+    "name", ["tree of shared prompts = its rows, heads of 64", "prompts that rows share = row by row"]
+)
+def test_a_tree_that_forgets_a_shared_prompt_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    lab, (check,) = Lab("cpu", True, tmp_path), [check for _, each, _, check in gpu_group.CHECKS if each == name]
+    assert gpu_group.run_check(lab, name, False, check)["status"] == "PASS"
+    monkeypatch.setattr(PackedSequences, "shared", property(lambda sequences: []))
+    assert gpu_group.run_check(lab, name, False, check)["status"] == "FAIL"
+
+
+def test_a_call_takes_ten_minutes_and_all_calls_make_all_checks() -> None:
+    assert sorted(group for call in gpu_check.CALLS for group in call) == sorted(gpu_check.GROUPS)
+    assert {group for group, *_ in gpu_group.CHECKS} == gpu_check.GROUPS.keys()
+    assert all(sum(gpu_check.GROUPS[group] for group in call) <= 600 for call in gpu_check.CALLS)
+
+
+def test_neither_ray_nor_sglang_is_needed(tmp_path: Path) -> None:
+    blocked = "import sys\nsys.modules.update(dict.fromkeys(['ray', 'sglang', 'vllm', 'wandb', 'peft']))\n"
+    (tmp_path / "sitecustomize.py").write_text(blocked)
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "gpu_check.py",
+        "--device",
+        "cpu",
+        "--tiny",
+        "--out",
+        tmp_path / "out",
+    ]
+    done = subprocess.run(
+        [*command, "--groups", "kernels", "trainer", "grpo"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "TORCHDYNAMO_DISABLE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FAIL" not in done.stdout
 
 
 def test_a_wrong_attention_fails_though_no_gpu_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

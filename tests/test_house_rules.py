@@ -6,16 +6,24 @@ import ast
 import importlib.util
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slimelite"
-SPEC = importlib.util.spec_from_file_location("house_counts", ROOT / "scripts" / "house_counts.py")
-assert SPEC is not None
-assert SPEC.loader is not None
-house_counts = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(house_counts)
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+house_counts, machine_bounds = script("house_counts"), script("machine_bounds")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -183,4 +191,39 @@ def test_circles_are_found_inside_functions_too(tmp_path: Path) -> None:
     )
     (folder / "own.py").write_text("import slimelite.room.typed\n")
     circle = ["slimelite.room.first", "slimelite.room.second", "slimelite.room.third"]
-    assert house_counts.import_circles(house_counts.read_sources(tmp_path)) == [circle]
+    sources = house_counts.read_sources(tmp_path)
+    assert house_counts.import_circles(sources) == [circle]
+    typed = ["slimelite.room.own", "slimelite.room.typed"]
+    assert house_counts.import_circles(sources, types=True) == [circle, typed]
+
+
+def test_no_test_compares_a_time_or_a_memory_of_the_machine_with_a_number() -> None:
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert [line for file in files for line in machine_bounds.bounds(file)] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "listed"),
+    [
+        ("assert time.monotonic() - begin < 5", True),
+        ("assert used < LIMIT", True),
+        ("assert 1 < used < control", True),
+        ("assert used < control / 2", False),
+        ("assert used > 0", False),
+        ("while time.monotonic() < begin + 5: pass", False),
+    ],
+)
+def test_bounds_of_the_machine_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, listed: bool
+) -> None:
+    monkeypatch.setattr(machine_bounds, "ROOT", tmp_path)
+    file = tmp_path / "test_it.py"
+    file.write_text(f"used = process.memory_info().rss\ncontrol = process.memory_info().rss\n{line}\n")
+    assert bool(list(machine_bounds.bounds(file))) == listed
+
+
+def test_test_files_outside_packages_have_names_of_their_own() -> None:
+    """pytest refuses the second of two modules of one name, when it collects all."""
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    names = [path.name for path in files]
+    assert sorted(set(names)) == sorted(names)

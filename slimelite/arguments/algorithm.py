@@ -68,19 +68,19 @@ class AlgorithmArgs:
     )
     compute_advantages_and_returns: bool = flag(
         True,
-        "rewards become advantages; without it the loss has none, as with sft_loss or a custom_loss",
+        "rewards do not become advantages: the loss has none, as with sft_loss or a custom_loss",
         POLICY,
         negative="--disable-compute-advantages-and-returns",
     )
     rewards_normalization: bool = flag(
         True,
-        "a reward is compared with those of its group; without it the raw reward is the advantage",
+        "a reward is not compared with those of its group: the raw reward is the advantage",
         POST_PROCESS | (ADVANTAGES & COMPARES),
         negative="--disable-rewards-normalization",
     )
     grpo_std_normalization: bool = flag(
         True,
-        "the advantages of a group are divided by its standard deviation; without it they are Dr.GRPO's",
+        "the advantages of a group are not divided by its standard deviation: they are Dr.GRPO's",
         POST_PROCESS
         | (
             ADVANTAGES

@@ -16,8 +16,9 @@ from slimelite.arguments.lora import INNER, read_adapter, words
 from slimelite.arguments.machine import Machine, derive_devices, derive_engine_groups, derive_engines
 from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.model import model_config_from_flags
+from slimelite.arguments.resume import derive_resume
 from slimelite.arguments.vocabulary import Settings
-from slimelite.checkpoints import HUB_ID, OWN_CHECKPOINT, find_checkpoint, holds_model, why_no_model
+from slimelite.checkpoints import HUB_ID, OWN_CHECKPOINT, holds_model, why_no_model
 from slimelite.environments.registry import TOTAL, known
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
@@ -78,7 +79,7 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     _algorithm(draft)
     _correction(draft)
     derive_memory(draft)
-    _checkpoints(draft)
+    derive_resume(draft)
     _tracking(draft)
     draft.args = replace(draft.args, eval_datasets=resolve_eval_datasets(draft.args, settings))
     if draft.args.eval_datasets and (draft.args.early_stop_patience or draft.args.save_best):
@@ -362,25 +363,6 @@ def _algorithm(draft: Draft) -> None:
         draft.set("fsdp_cpu_offload", True, "--optimizer-cpu-offload")
 
 
-def _checkpoints(draft: Draft) -> None:
-    """The checkpoint to resume from, if there is one."""
-    args = draft.args
-    if args.load is None or (holds_model(args.load) and args.ckpt_step is None):
-        return
-    try:
-        own = args.save is not None and Path(args.load).resolve() == Path(args.save).resolve()
-        found, note = find_checkpoint(args.load, args.ckpt_step, fallback=args.load_fallback, own=own)
-    except ValueError as error:
-        draft.complain("--load", str(error))
-        return
-    if found is None:
-        note += ": a new run begins" + " from --hf-checkpoint" * (args.hf_checkpoint is not None)
-    if note:
-        draft.notes.append(f"--load {args.load}: {note}")
-    newest = "the newest under --load" if args.ckpt_step is None else "--ckpt-step"
-    draft.set("resume_directory", None if found is None else str(found), note or newest)
-
-
 def _tracking(draft: Draft) -> None:
     """Where the run writes."""
     args = draft.args
@@ -421,6 +403,7 @@ def _inverse(upper: float | None) -> float:
 
 def _resolve_plugin(draft: Draft, path: str) -> None:
     name = path.replace("/", ".").replace(".py:", ".").replace(":", ".")
+    name = name.replace("examples.infra_features.", "examples.")  # where miles has slime's file
     ours = next((record.name for record in CORRECTIONS.values() if record.slime == name), None)
     if "correction" not in draft.given:
         draft.set("correction", ours or "custom", "--custom-tis-function-path")

@@ -101,6 +101,8 @@ def listed(parts: Iterable[str]) -> str:
 
 # for a flag that always has an effect
 ALWAYS = Needs(())
+# the seeds that every random generator takes
+SEEDS = range(2**31)
 
 
 def flag(

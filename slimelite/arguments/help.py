@@ -28,7 +28,8 @@ A flag given twice: the last one wins. --no-<switch> turns a switch off. --confi
 docs/arguments.md says the same at length."""
 EXAMPLE = """\
   python train.py --hf-checkpoint Qwen/Qwen2.5-0.5B-Instruct --prompt-data train.parquet --input-key messages \\
-      --label-key label --apply-chat-template --rm-type math --num-rollout 100 --dry-run"""
+      --label-key label --apply-chat-template --rm-type math --num-rollout 100 --rollout-batch-size 32 \\
+      --n-samples-per-prompt 8 --rollout-max-response-len 1024 --colocate --dry-run"""
 # the flags people use: what ``--help`` lists
 USED = {
     "model and checkpoints": ("hf_checkpoint", "ref_load", "load", "save", "save_interval", "save_hf"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ INNER = (*GROUPS["attn"], *GROUPS["mlp"])
 # fields of an adapter_config.json with a meaning that the adapters here do not have, unless empty
 UNKNOWN_TO_US = (
     *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "fan_in_fan_out"),
-    *("lora_bias", "megatron_config", "trainable_token_indices", "layer_replication", "target_parameters"),
+    *("lora_bias", "megatron_config", "trainable_token_indices", "layer_replication"),
     *("use_qalora", "alora_invocation_tokens"),
 )
 # ways to begin an adapter that change the frozen weights too, so that the adapter alone is another model
@@ -133,6 +133,8 @@ def read_adapter(folder: str) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
         kind, rank = config["peft_type"], int(config["r"])
         alpha, rslora = float(config["lora_alpha"]), bool(config.get("use_rslora"))
+        if not 0 < alpha < inf:
+            raise ValueError(f"lora_alpha is {alpha}")
     except OSError as error:
         raise ValueError(f"no adapter: {file} cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -141,18 +143,23 @@ def read_adapter(folder: str) -> dict[str, Any]:
     begun = str(config.get("init_lora_weights", "")).lower()
     odd += [f"init_lora_weights {begun}"] if begun.startswith(CHANGES_BASE) else []
     odd += ["bias"] if config.get("bias", "none") != "none" else []
+    # weights of whole modules, as training/lora.py names them in a mixture of experts
+    weights = [str(name) for name in config.get("target_parameters") or ()]
+    odd += [f"target_parameters {name}" for name in weights if not name.endswith(".weight")]
     if kind != "LORA" or odd or rank < 1:
         raise ValueError(
             f"{file}: an adapter here is a plain LoRA, not {', '.join(odd) or kind}; merge it with peft's "
             "merge_and_unload, save the model and give that as --hf-checkpoint"
         )
-    targets, excluded = config.get("target_modules") or ALL_LINEAR, config.get("exclude_modules") or ()
+    targets, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
     if any(isinstance(names, str) and names not in ("", ALL_LINEAR) for names in (targets, excluded)):
         raise ValueError(f"{file}: target_modules and exclude_modules must be lists of names, not patterns")
+    chosen = [targets] if isinstance(targets, str) else [*targets]
+    chosen += [name.removesuffix(".weight") for name in weights]
     return {
         "lora_rank": rank,
         "lora_alpha": alpha,
         "lora_type": "rslora" if rslora else "lora",
-        "lora_targets": (targets,) if isinstance(targets, str) else tuple(sorted(targets)),
+        "lora_targets": tuple(sorted(chosen)) or (ALL_LINEAR,),
         "lora_excluded": tuple(sorted(excluded)),
     }

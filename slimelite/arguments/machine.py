@@ -23,17 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machine:
-    """How many GPUs this process may use, whether SGLang is installed; memory and kind of the smallest, if known."""
+    """How many GPUs this process may use, whether SGLang is installed; memory and kind of the smallest, if known; the
+    lowest compute ``capability``, and the version of the ``driver``.
+    """
 
     gpus: int
     sglang: bool = False
     gpu_bytes: int | None = None
     device: Device | None = None
+    capability: tuple[int, int] | None = None
+    driver: str | None = None
 
 
 def this_machine(plan_gpu: str | None = None) -> Machine:
-    """The machine of this process, or one with the GPUs of ``--plan-gpu``; only the start of the run shows whether CUDA
-    works on its GPUs.
+    """The machine of this process, or one with SGLang and the GPUs of ``--plan-gpu``; only the start of the run shows
+    whether CUDA works on its GPUs.
 
     Raises:
         ValueError: ``plan_gpu`` names no GPU.
@@ -41,9 +45,9 @@ def this_machine(plan_gpu: str | None = None) -> Machine:
     sglang = importlib.util.find_spec("sglang") is not None
     if plan_gpu:
         device, count = planned(plan_gpu)
-        return Machine(count, sglang, device.bytes, device)
+        return Machine(count, True, device.bytes, device, device.capability)
     gpus = _count_gpus()
-    return Machine(gpus, sglang, *(_smallest_gpu() if gpus else (None, None)))
+    return replace(_nvidia_smi(), gpus=gpus, sglang=sglang) if gpus else Machine(0, sglang)
 
 
 def _count_gpus() -> int:
@@ -55,23 +59,38 @@ def _count_gpus() -> int:
 
 
 @cache
-def _smallest_gpu() -> tuple[int | None, Device | None]:
-    # without persistence mode nvidia-smi takes seconds
-    command = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        rows = [line.partition(",") for line in answer.splitlines() if line.strip()]
-        mib, _, title = min(rows, key=lambda row: int(row[0]))
-        return int(mib) * 2**20, recognized(title)
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None, None
+def _nvidia_smi() -> Machine:
+    """What nvidia-smi says of the GPUs; drivers before 510 do not tell the compute capability."""
+    for fields in (
+        ["memory.total", "driver_version", "compute_cap", "name"],
+        ["memory.total", "driver_version", "name"],
+    ):
+        # without persistence mode nvidia-smi takes seconds
+        command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+            lines = [line.split(",", len(fields) - 1) for line in answer.splitlines() if line.strip()]
+            rows = [dict(zip(fields, map(str.strip, cells), strict=True)) for cells in lines]
+            smallest = min(rows, key=lambda row: int(row["memory.total"]))
+            device = recognized(smallest["name"])
+            lowest = min((_capability(row["compute_cap"]) for row in rows if "compute_cap" in row), default=None)
+        except (OSError, subprocess.SubprocessError, ValueError):
+            continue
+        capability = lowest or (device.capability if device else None)
+        return Machine(0, False, int(smallest["memory.total"]) * 2**20, device, capability, smallest["driver_version"])
+    return Machine(0)
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
 
 
 def derive_devices(draft: Draft) -> None:
     """The device, the training ranks of a node, and whether trainer and engines give memory back."""
     args, gpus = draft.args, draft.machine.gpus
     if args.device == "auto":
-        found = f"{gpus} GPU(s) found" if gpus else "no GPU found"
+        found = f"{gpus} GPU(s) {'of --plan-gpu' if args.plan_gpu else 'found'}" if gpus else "no GPU found"
         draft.set("device", "cuda" if gpus else "cpu", found)
     cuda = draft.args.device == "cuda"
     draft.default("distributed_backend", "nccl" if cuda else "gloo", f"on {draft.args.device}")
@@ -110,7 +129,8 @@ def derive_engines(draft: Draft) -> None:
         elif cuda and draft.machine.sglang and args.deterministic_mode and not repeats:
             draft.set("rollout_backend", "embedded", "SGLang repeats with --sglang-enable-deterministic-inference only")
         elif cuda and draft.machine.sglang:
-            draft.set("rollout_backend", "sglang", "GPUs, and SGLang is installed")
+            planned_for = "--plan-gpu plans a machine with SGLang; --rollout-backend embedded plans without"
+            draft.set("rollout_backend", "sglang", planned_for if args.plan_gpu else "GPUs, and SGLang is installed")
         else:
             draft.set("rollout_backend", "embedded", "SGLang is not installed" if cuda else "no GPU")
     ranks = args.training_ranks

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slimelite.plan.memory import BESIDE_ENGINES, USABLE, Load, total
+from slimelite.plan.memory import BESIDE_ENGINES, USABLE, Load, left_behind, total
 from slimelite.plan.shapes import Shapes
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ def derive_memory(draft: Draft) -> None:
         return total(replace(load, checkpointing=checkpointing, whole_grads=whole_grads).train())
 
     usable = USABLE * here * (BESIDE_ENGINES if args.colocate and not args.offload_rollout else 1)
+    if args.colocate and args.engine_kind.server:
+        usable -= left_behind(args.rollout_num_gpus_per_engine)
     plain, saving = needs(checkpointing=False), needs(checkpointing=True)
     has = f"a GPU has {usable / 1e9:.0f} GB for training"
     reason = f"without it a micro-batch of {load.tokens} tokens takes about {plain / 1e9:.0f} GB"
@@ -78,6 +80,7 @@ def training_load(args: Args) -> Load | str:
         lora=shapes.adapter(args.lora_rank),
         critic=shapes.adapter(args.critic_lora_rank) if args.use_critic else None,
         # with adapters the reference is the policy without them
+        compiled=args.compile,
         others=int(args.use_reference and not args.lora_rank) + int(args.use_opd and args.opd_type == "trainer"),
     )
 

@@ -42,7 +42,7 @@ def parse_args(
     argv = sys.argv[1:] if argv is None else argv
     try:
         if is_asked(argv):
-            text = help_text(_args_type(argv, groups), argv)
+            text = help_text(args_type(argv, groups), argv)
             if own_process:  # `--help | head` ends without a word
                 signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             print(text)
@@ -69,9 +69,9 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     Raises:
         ArgumentError: with every problem found.
     """
-    args_type = _args_type(argv, groups)
-    vocabulary = Vocabulary(args_type)
-    settings = _merge_sources(argv, vocabulary)
+    kind = args_type(argv, groups)
+    vocabulary = Vocabulary(kind)
+    settings = merge_sources(argv, vocabulary)
     given = frozenset(settings.values)
     for name, value in (*settings.values.items(), *((f"sglang_{k}", v) for k, v in settings.sglang.items())):
         if is_masked(value):
@@ -84,7 +84,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
         if name not in given
     ]
     misread, blamed = list(settings.problems), set(settings.blamed)
-    draft = args_type(**settings.values, derivations=tuple(chosen))
+    draft = kind(**settings.values, derivations=tuple(chosen))
     args = derive(draft, given, machine or _machine(draft.plan_gpu, settings), settings)
     args = replace(args, custom_config=settings.custom, notes=(*args.notes, *_own_keys(settings, vocabulary)))
     found = settings.problems[len(misread) :] + validate(args)
@@ -104,12 +104,12 @@ def _machine(plan_gpu: str | None, settings: Settings) -> Machine:
         return this_machine()
 
 
-def _args_type(argv: Sequence[str], groups: Sequence[type]) -> type[Args]:
+def args_type(argv: Sequence[str], groups: Sequence[type] = ()) -> type[Args]:
     """`Args` with ``groups`` and those that ``--args-group`` names, on the command line or in ``--config``.
 
     The files of ``--import-file`` run first, so that the entries that they register are valid choices of flags.
     """
-    named = _merge_sources(argv, Vocabulary(Args)).values
+    named = merge_sources(argv, Vocabulary(Args)).values
     files = import_files(named.get("import_file", []))
     return compose([*groups, *load_groups(named.get("args_group", []))], files)
 
@@ -122,7 +122,8 @@ def _own_keys(settings: Settings, vocabulary: Vocabulary) -> Iterator[str]:
         yield f"--custom-config-path: no flags of ours, plugins read them as args.<key>: {listed}"
 
 
-def _merge_sources(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
+def merge_sources(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
+    """The settings of a command line over those of the YAML files that it names."""
     merged = read_command_line(argv, vocabulary)
     for name, option in (("config", "--config"), ("custom_config_path", "--custom-config-path")):
         if path := merged.values.get(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from slimelite.algorithms.losses import CORRECTIONS, KL_KINDS, MODES
 from slimelite.arguments.args import Args
@@ -76,6 +76,12 @@ def _modes(args: Args) -> Iterator[str]:
         yield "--prompt-data is missing: which prompts? (--load-debug-rollout-data trains on saved rollouts)"
     if args.curriculum_threshold is not None and (args.prompt_data_weights or not args.rollout_global_dataset):
         yield "--curriculum-threshold orders one data set: leave out --prompt-data-weights and the like"
+    rule = RULES[args.rm_type] if args.rm_type and args.rm_type in RULES and not args.custom_rm_path else None
+    if (args.curriculum_threshold or 0) > 1 and rule is not None and rule.example is not None:
+        yield (
+            f"--curriculum-threshold {args.curriculum_threshold}: --rm-type {rule.name} gives a right answer 1, so "
+            "that no task would ever go on to its next level; take one from 0 to 1"
+        )
     elsewhere = args.data_source_path or args.rollout_function_path or args.environment
     if not args.rollout_global_dataset and not elsewhere:
         yield "--disable-rollout-global-dataset needs a --data-source-path or --rollout-function-path with prompts"
@@ -187,11 +193,29 @@ def _weight_sync(args: Args) -> Iterator[str]:
             f"--rollout-num-gpus {args.rollout_num_gpus} with --colocate: the engines share the GPUs of {ranks} "
             f"training rank(s); lower it to {ranks}, or leave it out"
         )
+    starts_servers = args.engine_kind.server and not args.rollout_external_engine_addrs
+    if syncs and starts_servers and not args.sends_adapter:
+        every = [args.sglang_overrides, *(place.overrides for place in args.engine_places)]
+        yield from dict.fromkeys(problem for options in every for problem in _quantized(options))
     if args.check_weight_update_equal and (args.offload_rollout or args.offload_train):
         yield (
             "--check-weight-update-equal with --offload: right after a sync no engine has its KV cache and no trainer "
             "its weights, to compare with; take --ci-test, or --no-offload-train --no-offload-rollout"
         )
+
+
+def _quantized(options: Mapping[str, object]) -> Iterator[str]:
+    """SGLang replaces a layer's weights by quantized ones when it loads them, and then fails at the next that come. Its
+    ``flash_rl`` is made to take them (0.5.20), but puts scales of keys and values into wrong rows where queries came in
+    an earlier bucket, and fails with several GPUs; in 0.5.23 it takes dense Qwen2 and Qwen3 alone.
+    """
+    for name in ("quantization", "load_format"):
+        value = options.get(name)
+        if value and value != "unquant" and (name != "load_format" or value == "flash_rl"):
+            yield (
+                f"--sglang-{name.replace('_', '-')} {value}: SGLang cannot take the trainer's weights into layers that "
+                "it has quantized; leave it out, and engines compute in bfloat16 as the trainer does"
+            )
 
 
 def _data(args: Args) -> Iterator[str]:

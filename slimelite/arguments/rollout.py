@@ -21,7 +21,7 @@ from slimelite.arguments.conditions import (
     rule_reads,
     when,
 )
-from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
+from slimelite.arguments.flags import ALWAYS, SEEDS, flag, plugin, resolved
 from slimelite.engines.registry import ENGINES, EngineKind
 from slimelite.families import LOSS_MASKS
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES
@@ -85,10 +85,16 @@ class DataArgs:
         auto="prompts of all levels",
     )
     rollout_shuffle: bool = flag(False, "prompts are shuffled anew in every epoch", NEW_ROLLOUTS)
-    rollout_seed: int = flag(42, "this seeds shuffling and sampling", NEW_ROLLOUTS, at_least=0, at_most=2**31 - 1)
+    rollout_seed: int = flag(
+        42,
+        "this seeds shuffling and sampling; it follows --seed where that is given",
+        NEW_ROLLOUTS,
+        at_least=0,
+        at_most=SEEDS[-1],
+    )
     rollout_global_dataset: bool = flag(
         True,
-        "the run has one dataset; without it the data source plugin finds its own",
+        "the run has no dataset: the data source plugin finds prompts of its own",
         NEW_ROLLOUTS,
         negative="--disable-rollout-global-dataset",
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import stat
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from slimelite.arguments.flags import group_flags
@@ -19,6 +19,8 @@ from slimelite.registry import Registry
 FILES = ("--config", "--custom-config-path")
 # the longest name that a file or folder may have [bytes]
 NAME_BYTES = 255
+# most bytes of a YAML file, and most values that it has once its aliases are written out
+YAML_BYTES, YAML_VALUES = 250_000, 100_000
 # metavars in `--help` of the other flags that name files or folders
 PATHS = ("PATH", "DIR", "TEMPLATE", "NAME PATH")
 
@@ -37,6 +39,19 @@ for _name, _preset in tomllib.loads(recorded("presets.toml")).items():
     PRESETS.add(Preset(_name, **_preset))
 
 
+def split_words(argv: Sequence[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """(option, its words) for each flag of a command line, and the words before the first flag."""
+    calls: list[tuple[str, list[str]]] = []
+    stray: list[str] = []
+    for word in argv:
+        if word.startswith("--") and len(word) > 2:
+            option, equals, value = word.partition("=")
+            calls.append((option, [value] if equals else []))
+        else:
+            (calls[-1][1] if calls else stray).append(word)
+    return calls, stray
+
+
 def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
     """The settings of a command line.
 
@@ -44,15 +59,8 @@ def read_command_line(argv: Sequence[str], vocabulary: Vocabulary) -> Settings:
     value that begins with ``--`` itself. A flag given twice: the last one wins, so ``script.sh --lr 1e-5`` overrides.
     """
     settings = Settings()
-    calls: list[tuple[str, list[str]]] = []
-    for word in argv:
-        if word.startswith("--") and len(word) > 2:
-            option, equals, value = word.partition("=")
-            calls.append((option, [value] if equals else []))
-        elif calls:
-            calls[-1][1].append(word)
-        else:
-            settings.problems.append(f"{word} stands before the first flag; flags begin with --")
+    calls, stray = split_words(argv)
+    settings.problems += [f"{word} stands before the first flag; flags begin with --" for word in stray]
     for option, words in calls:
         vocabulary.read(option, words, settings)
     for option in FILES:
@@ -94,8 +102,10 @@ def load_yaml(path: str, option: str, settings: Settings) -> object:
     import yaml  # here, so that --help needs the standard library only
 
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(_short_text(path))
         node = loader.get_single_node()
+        if _written_out(node, {}) > YAML_VALUES:
+            raise ValueError(f"has more than {YAML_VALUES:,} values once its aliases are written out")
         _check_keys(node)
         content = None if node is None else loader.construct_document(node)
     except OSError as error:
@@ -109,6 +119,29 @@ def load_yaml(path: str, option: str, settings: Settings) -> object:
             settings.complain(option, f"{path}: is empty")
         return content
     return None
+
+
+def _short_text(path: str) -> str:
+    """The text of a file, unless it may be endless."""
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the system has its own words
+        raise ValueError("is a pipe or a device; name a file")
+    with open(path, "rb") as file:
+        text = file.read(YAML_BYTES + 1)
+    if len(text) > YAML_BYTES:
+        raise ValueError(f"has more than {YAML_BYTES:,} bytes: is it a file of arguments?")
+    return text.decode()
+
+
+def _written_out(node: Any, known: dict[int, int]) -> int:
+    """How many values a YAML node has where an alias counts as what it stands for, unless it stands within that."""
+    if node is None or isinstance(node.value, str):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = 1
+        parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        known[id(node)] = 1 + sum(_written_out(part, known) for part in parts)
+    return known[id(node)]
 
 
 def read_entry(

@@ -31,13 +31,13 @@ class Task:
     applied.
     """
 
-    name: str = flag(None, "its score is called eval/<name>", ALWAYS)
+    name: str = flag(None, "its score is called `eval/<name>`", ALWAYS)
     about: str = flag("", "one line for the table of tasks", ALWAYS)
     kind: Literal["generate", "multiple-choice"] = flag(
         "generate", "the model writes and the scorer reads, or the likeliest of the choices is taken", ALWAYS
     )
     data: str | None = flag(
-        None, "the rows: a hub dataset owner/name[:config][:split], or a file beside the task file", ALWAYS
+        None, "the rows: a hub dataset `owner/name[:config][:split]`, or a file beside the task file", ALWAYS
     )
     files: list[str] = flag(
         [], "patterns of the file with the rows in a folder of data; the first that matches counts", ALWAYS

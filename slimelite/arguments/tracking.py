@@ -19,7 +19,7 @@ from slimelite.arguments.conditions import (
     given,
     when,
 )
-from slimelite.arguments.flags import ALWAYS, flag
+from slimelite.arguments.flags import ALWAYS, SEEDS, flag
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TrackingArgs:
     wandb_run_id: str | None = flag(None, "the run with this id goes on", WANDB)
     wandb_random_suffix: bool = flag(
         True,
-        "random letters are added to the group's name",
+        "no random letters are added to the group's name",
         WANDB & given("--wandb-group"),
         negative="--disable-wandb-random-suffix",
     )
@@ -139,7 +139,7 @@ class ProfilingArgs:
 class DebugArgs:
     """Debugging."""
 
-    seed: int = flag(1234, "this seeds weights and training", ALWAYS, at_least=0, at_most=2**31 - 1)
+    seed: int = flag(1234, "this seeds the whole run", ALWAYS, at_least=SEEDS[0], at_most=SEEDS[-1])
     dry_run: bool = flag(
         False,
         "the run checks everything that can be checked, prints the resolved arguments and the memory, time and traffic "

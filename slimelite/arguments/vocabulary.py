@@ -54,10 +54,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class KnownFlag:
-    """A flag of slime or Megatron that has no field here. It takes ``arity`` values (-1: one or more); a refused flag
-    is accepted with the value ``harmless``."""
+    """A flag of slime, miles or Megatron that has no field here. It takes ``arity`` values (-1: one or more, None: any
+    number); a refused flag is accepted with the value ``harmless``."""
 
-    arity: int
+    arity: int | None
     why: str
     refused: bool
     harmless: str | None
@@ -93,9 +93,15 @@ def known_flags(refused: bool | None = None) -> dict[str, KnownFlag]:
     for table in ("no_effect", "refused"):
         for usage, why in tables[table].items():
             name, _, takes = usage.partition(" ")
-            arity = -1 if takes.endswith("...") else len(takes.split())
+            arity = None if takes.startswith("[") else -1 if takes.endswith("...") else len(takes.split())
             found[name] = KnownFlag(arity, why, table == "refused", tables["harmless"].get(name))
     return found
+
+
+def known_flag(name: str) -> KnownFlag | None:
+    """The flag of ``known_flags`` that ``name`` (no dashes in front) is; ``eval-sglang-*`` stands for many."""
+    of_eval = name.startswith("eval-sglang-") and name[12:] in sglang_options()
+    return known_flags().get("eval-sglang-*" if of_eval else name)
 
 
 @cache
@@ -127,8 +133,8 @@ class Vocabulary:
         return (
             name in self.switches_on
             or name in self.switches_off
-            or name in known_flags()
-            or name.removeprefix("sglang-") in sglang_options()
+            or known_flag(name) is not None
+            or (name.startswith("sglang-") and name[7:] in sglang_options())
         )
 
     def read(self, option: str, words: Sequence[str], into: Settings) -> None:
@@ -143,8 +149,8 @@ class Vocabulary:
             elif name in self.switches_off:
                 _expect(words, 0)
                 into.values[self.switches_off[name].name] = False
-            elif name in known_flags():
-                into.no_effect[option] = _read_known(known_flags()[name], words)
+            elif (known := known_flag(name)) is not None:
+                into.no_effect[option] = _read_known(known, words)
             elif name.startswith("sglang-") and name[7:] in sglang_options():
                 _read_sglang(sglang_options()[name[7:]], words, into)
             else:
@@ -165,7 +171,7 @@ class Vocabulary:
         into.values[flag.name] = value
 
     def nearest(self, option: str) -> str | None:
-        """The known option that is most like ``option``, or None where none is."""
+        """The known option that is most like ``option``, or None where none is, or where that one is refused."""
         name = option[2:].replace("_", "-")
         # a prefix that they share does not make two names alike
         prefix = next((prefix for prefix in ("sglang-", "router-") if name.startswith(prefix)), "")
@@ -173,7 +179,14 @@ class Vocabulary:
         names = [*self.switches_on, *self.switches_off, *known_flags(), *sglang]
         known = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=SIMILAR)
-        return f"--{prefix}{near[0]}" if near else None
+        found = f"{prefix}{near[0]}" if near else ""
+        return f"--{found}" if found and not self._is_refused(found) else None
+
+    def _is_refused(self, name: str) -> bool:
+        """Whether an option is answered with what to write instead."""
+        option = sglang_options().get(name.removeprefix("sglang-"))
+        set_here = option is not None and option.field in known_tables()["sglang_set_here"]
+        return name in known_flags(refused=True) or (set_here and name not in self.switches_on)
 
 
 def read_flag(flag: Flag, words: Sequence[str]) -> Any:
@@ -217,8 +230,9 @@ def _read_known(flag: KnownFlag, words: Sequence[str]) -> str:
     _expect(words, flag.arity)
     if not flag.refused:
         return flag.why
-    if flag.harmless is not None and _same(words[0], flag.harmless):
-        return f"{words[0]} is how it is anyway"
+    given = " ".join(words)
+    if flag.harmless is not None and _same(given, flag.harmless):
+        return f"{given} is how it is anyway"
     raise ValueError(f"is not supported: {flag.why}")
 
 
@@ -243,8 +257,10 @@ def _read_sglang(option: SglangOption, words: Sequence[str], into: Settings) -> 
     into.sglang[option.field] = _read_words(kind, words, option.choices, many=many)
 
 
-def _expect(words: Sequence[str], count: int) -> None:
-    """Raise ValueError unless there are ``count`` words; -1: one or more."""
+def _expect(words: Sequence[str], count: int | None) -> None:
+    """Raise ValueError unless there are ``count`` words; -1: one or more, None: any number."""
+    if count is None:
+        return
     if count == 0 and words:
         raise ValueError(f"takes no value, not {' '.join(words)!r}")
     if len(words) < abs(count):

@@ -15,7 +15,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import REMEDY, ROLLOUT_STATE, find_checkpoint, folder_of, model_folder, read_json, writing
+from slimelite.checkpoints import (
+    REMEDY,
+    ROLLOUT_SEED,
+    ROLLOUT_STATE,
+    find_checkpoint,
+    folder_of,
+    model_folder,
+    read_json,
+    writing,
+)
 from slimelite.cluster.remote import (
     POLL_S,
     ClusterError,
@@ -191,7 +200,7 @@ class Cluster:
                 raise ValueError(f"save: rollouts {', '.join(map(str, ahead))} are ahead; a checkpoint holds one")
             final, size = folder_of(self.args.save, rollout_id), max(self._all(TrainerWorker.checkpoint_size))
             with writing(final, size, self.args.save_retain_interval) as (directory, checksums):
-                state = self._rollout.ask(RolloutManager.state_dict)
+                state = {**self._rollout.ask(RolloutManager.state_dict), ROLLOUT_SEED: self.args.rollout_seed}
                 for number, output in ahead.items():
                     output.table.to_parquet(directory / AHEAD)
                     state["ahead"] = {"rollout_id": number, "metrics": output.metrics}

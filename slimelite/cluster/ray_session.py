@@ -3,6 +3,7 @@ Errors of Ray become one sentence each, with a remedy."""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import re
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray._private.node import Node
+from ray._private.services import get_node_ip_address
 from ray.exceptions import (
     AuthenticationError,
     NodeDiedError,
@@ -102,6 +105,11 @@ def _start(bundles: int) -> None:
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     # a CPU "device" is one of our processes: more of them than cores are slow, but work
     cpus = max(os.cpu_count() or 1, bundles)
+    # when it was imported, perhaps by a file of the user's, Ray read the variable that `_close_ray_to_others` sets, and
+    # keeps it here
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    if not ipaddress.ip_address(here := get_node_ip_address()).is_loopback:
+        raise ClusterError(f"Ray {ray.__version__} would be open to other machines, at {here}: {LOCAL}")
     for left in reversed(range(TRIES)):
         try:
             if (free := shutil.disk_usage(folder).free) < ROOM:

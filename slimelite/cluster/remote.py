@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -30,6 +31,11 @@ V = TypeVar("V")
 P = ParamSpec("P")
 # interval between two polls of a future [s]
 POLL_S = 0.5
+# what gloo, NCCL and torch's store say when another rank does not answer
+SILENCE = re.compile(
+    r"Timed out waiting|Application timeout caused pair closure|Connection closed by peer|Watchdog caught collective|"
+    r"wait timeout after|Timed out after \d+ seconds waiting"
+)
 # called with (amount done, total, note)
 Progress = Callable[[int, int, str], None]
 
@@ -43,13 +49,21 @@ class MemoryShortage(ClusterError):
 
 
 def with_memory(error: BaseException, args: Args) -> BaseException:
-    """``error``; or, if it is for want of memory, one that ends with what was needed and what would have fitted."""
+    """``error``; or, if it is for want of memory, one that ends with what was needed and what would have fitted; or, if
+    a rank waited for another one in vain, one that says so."""
     from slimelite.plan.shortage import is_shortage, needs_and_remedies, shortage  # a run without errors needs none
 
     if isinstance(error, MemoryShortage):
         told = ClusterError(f"{error}. {needs_and_remedies(args)}")
     elif is_shortage(error) and not isinstance(error, ClusterError):
         told = ClusterError(shortage(error, args))
+    elif isinstance(error, RuntimeError) and not isinstance(error, ClusterError) and SILENCE.search(str(error)):
+        told = ClusterError(
+            f"a training rank got no answer from another one: its process was stopped or hangs, its machine or the "
+            f"network is gone, or a collective takes more than --distributed-timeout-minutes "
+            f"{args.distributed_timeout_minutes} ({' '.join(str(error).rpartition(']')[2].split())[:200]}); the ranks' "
+            "logs are in logs/ of the run folder"
+        )
     else:
         return error
     told.__cause__ = error

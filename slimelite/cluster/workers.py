@@ -17,7 +17,7 @@ import numpy as np
 from slimelite.arguments import Args
 from slimelite.cluster.batches import EngineDesk, remote_engine
 from slimelite.cluster.remote import Remote
-from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
+from slimelite.data.tokenizer import encode_text, load_tokenizer, stop_token_ids
 from slimelite.engines.protocol import (
     AdapterFormat,
     AdapterKind,
@@ -59,6 +59,7 @@ def engine_setup(args: Args, index: int, host: str = LOCAL_HOST) -> EngineSetup:
         repeatable=args.deterministic_mode,
         memory_share=args.sglang_mem_fraction_static,
         releases_memory=bool(args.offload_rollout),
+        memory=args.engine_kind.memory,
         width=place.width,
         options={**args.sglang_overrides, **place.overrides},
         adapter=AdapterKind(args.lora_rank, args.lora_modules) if args.sends_adapter else None,
@@ -127,6 +128,7 @@ def server_sync(
         keep_folders=args.update_weight_disk_keep_files,
         timeout_s=60.0 * args.distributed_timeout_minutes,
         adapter=adapter,
+        partial=not args.offload_rollout or all(engine_setup(args, n).keeps_weights() for n in range(args.num_engines)),
     )
     transport: Transport = _function(args, _parts(args).sync)(setup)
     return transport
@@ -147,7 +149,7 @@ def _codec(args: Args) -> Codec:
     tokenizer = load_tokenizer(args.tokenizer)
     return Codec(
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        encode=lambda text: encode_text(tokenizer, [text])[0],
         eos_token_ids=stop_token_ids(args.tokenizer, tokenizer),
     )
 

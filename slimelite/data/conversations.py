@@ -13,16 +13,16 @@ messages by their context (history without thinking, tool answers in one turn); 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
 
 from slimelite.data.messages import Message, Messages, Tools, render, with_arguments
 from slimelite.data.prompts import PAIR
+from slimelite.data.replies import PROBE, Finder, Span, renamed
 from slimelite.families import LOSS_MASKS
 from slimelite.registry import function
 from slimelite.sample import Sample, Status
@@ -30,11 +30,7 @@ from slimelite.sample import Sample, Status
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-# characters [start, end)
-Span = tuple[int, int]
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
-# replaces an assistant's reply; private-use characters, because templates neither trim, split nor escape them
-PROBE = "\ue0f0\ue0f1\ue0f2"
 # label and reward of the two samples of a pair, in this order
 SIDES = (("chosen", 1.0), ("rejected", 0.0))
 
@@ -69,7 +65,8 @@ class ChatReader:
     def tokens(self, messages: Messages, tools: Tools = None) -> tuple[list[int], list[int]]:
         """(token ids, loss mask) of a whole conversation; the mask has one entry (0 or 1) per token.
 
-        A token that is partly inside a trained span of text is trained on.
+        A token that is partly inside a trained span of text is trained on, but for a special token, and for one that
+        has only white space of the reply and then what comes next.
 
         Raises:
             ValueError: the tokenizer has no chat template or gives no offsets, the template refuses the messages, or
@@ -91,7 +88,7 @@ class ChatReader:
         token_ids: list[int] = []
         loss_mask: list[int] = []
         for piece in pieces:
-            ids, mask = _tokenize(tokenizer, piece)
+            ids, mask = _tokenize(self, piece)
             token_ids += ids
             loss_mask += mask
         return token_ids, loss_mask
@@ -102,13 +99,13 @@ class ChatReader:
         Reasoning before the last question does not count: templates take it out of the history on purpose.
         """
         asked = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
-        hidden = ["tools"] if tools and PROBE not in self.render(messages, _renamed(tools)) else []
+        hidden = ["tools"] if tools and PROBE not in self.render(messages, renamed(tools)) else []
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or not is_trained(message):
                 continue
             calls = message.get("tool_calls")
             probes = (
-                {"tool_calls": _renamed(calls), "content": PROBE if message.get("content") else None} if calls else {}
+                {"tool_calls": renamed(calls), "content": PROBE if message.get("content") else None} if calls else {}
             )
             probes["reasoning_content"] = PROBE if message.get("reasoning_content") and i > asked else None
             for key, probe in probes.items():
@@ -197,15 +194,26 @@ class ChatReader:
         sample.remove_sample = start == len(ids)
 
     @cached_property
+    def special(self) -> re.Pattern[str]:
+        """Matches one of the tokenizer's special tokens, but for the one that begins a text."""
+        begin = {self.tokenizer.bos_token} - {self.tokenizer.eos_token}
+        tokens = [token for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        texts = [token.content for token in tokens if token.content not in begin]
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+    @cached_property
     def _turn_ends(self) -> tuple[str, ...]:
-        """Tokens that end an answer: the end-of-sequence token and the one that the chat template puts after it."""
+        """Tokens that end an answer: the end-of-sequence token and those that the chat template puts after it."""
         ends = {str(self.tokenizer.eos_token)} if self.tokenizer.eos_token else set()
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-        try:
-            after = str(self.tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(PROBE)[2].strip()
-        except (TemplateError, ValueError, TypeError):  # no chat template, or one that refuses this conversation
-            after = ""
-        return tuple(ends | ({after} & self.tokenizer.get_added_vocab().keys()))
+        asked, answered = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
+        for turns in ([asked, answered], [asked, answered, asked]):  # a last turn may end in another way
+            try:
+                after = self.render(turns).split(PROBE)[2].strip()
+            except (TemplateError, ValueError, TypeError, IndexError):  # no template, or one that refuses or hides this
+                continue
+            mark = self.special.match(after)
+            ends |= {after} & self.tokenizer.get_added_vocab().keys() | ({mark[0]} if mark else set())
+        return tuple(ends)
 
     def _without_end(self, message: Message) -> Message:
         content, ends = message.get("content"), self._turn_ends
@@ -234,18 +242,25 @@ def _untrained_start(conversation: Messages, count: int) -> Messages:
     return [*start, *conversation[count:]]
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, piece: Piece) -> tuple[list[int], list[int]]:
-    encoded = tokenizer(piece.text, add_special_tokens=False, return_offsets_mapping=True)
+def _tokenize(chat: ChatReader, piece: Piece) -> tuple[list[int], list[int]]:
+    encoded = chat.tokenizer(piece.text, add_special_tokens=False, return_offsets_mapping=True)
     spans = iter(sorted((start, end) for start, end in piece.trained if start < end))
     start, end = next(spans, (len(piece.text), len(piece.text)))
     mask, last = [], 0
     for left, right in encoded["offset_mapping"]:
+        text = piece.text[left:right]
         # characters that a tokenizer trims off an offset (such as a leading space) belong to the token nevertheless
-        left = min(left, last)
+        left, last = min(left, last), right
         while end <= left and end < len(piece.text):
             start, end = next(spans, (len(piece.text), len(piece.text)))
-        mask.append(int(left < end and right > start))
-        last = right
+        trained = left < end and right > start
+        if trained and chat.special.fullmatch(text.strip()):
+            # Phi-3's marks take the white space around them, a reply's too
+            begin = right - len(text.lstrip())
+            trained = start <= begin and begin + len(text.strip()) <= end
+        elif trained and right > end:
+            trained = not piece.text[max(left, start) : end].isspace()
+        mask.append(int(trained))
     return encoded["input_ids"], mask
 
 
@@ -258,7 +273,12 @@ def auto_mask(chat: ChatReader, messages: Messages, tools: Tools) -> list[Piece]
         return [_marked(chat, messages, tools)]
     text = chat.render(messages, tools)
     chosen = [i for i, m in enumerate(messages) if m["role"] == "assistant" and is_trained(m)]
-    return [Piece(text, [_reply_span(chat, messages, tools, i, text) for i in chosen])]
+    finder = Finder(messages, text, lambda m, prompt: chat.render(m, tools, generation_prompt=prompt), chat.special)
+    spans = [span for i in chosen for span in finder.spans(i)]
+    if chosen and chosen[-1] == len(messages) - 1 and (mark := finder.next_mark()):
+        spans.append((len(text), len(text + mark)))
+        text += mark
+    return [Piece(text, spans)]
 
 
 def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
@@ -284,80 +304,6 @@ def _marked(chat: ChatReader, messages: Messages, tools: Tools) -> Piece:
             "step_loss_mask cannot be applied; put one {% generation %} block around each assistant message"
         )
     return Piece(texts[0], [span for span, message in zip(spans, replies, strict=True) if is_trained(message)])
-
-
-def _reply_span(chat: ChatReader, messages: Messages, tools: Tools, i: int, text: str) -> Span:
-    """The span of the reply ``messages[i]`` in ``text``, the rendering of all messages.
-
-    The conversation is rendered again with a probe in place of the reply. The text before the probe then ends with the
-    header of the turn, and possibly with text that the template puts before a reply, such as an empty thinking block.
-    To separate these two, the messages before the reply are rendered twice: answered by the probe, and with the
-    generation prompt. The rendering with the probe also shows how a turn ends.
-    """
-    probe, before, after = _probed(chat, messages, tools, i)
-    shared = _common(before, text)
-    asked = messages[:i]
-    while asked and asked[-1]["role"] == "assistant":
-        asked = asked[:-1]
-    answered, _, turn_end = chat.render([*asked, probe], tools).partition(PROBE)
-    start = len(before)
-    if asked:
-        header_end = _common(answered, chat.render(asked, tools, generation_prompt=True))
-        if header_end < len(chat.render(asked, tools)):
-            raise _hidden(i)
-        opening = answered[header_end:]
-        start -= len(opening) if before.endswith(opening) else 0
-    else:
-        start = min(start, shared)
-    if start > shared:
-        raise _hidden(i)
-    end = max(start, len(text) - _common(after[::-1], text[::-1]))
-    return start, end + _common(text[end:], turn_end)
-
-
-def _probed(chat: ChatReader, messages: Messages, tools: Tools, i: int) -> tuple[Message, str, str]:
-    """(the reply with a probe in it, the text before the probe, the text after it)."""
-    for probe in _probes(messages[i]):
-        try:
-            before, found, after = chat.render([*messages[:i], probe, *messages[i + 1 :]], tools).partition(PROBE)
-        except TemplateError:
-            continue  # some templates require a call before a tool's answer: the next probe has one
-        if found and PROBE not in after:
-            return probe, before, after
-    raise _hidden(i)
-
-
-def _hidden(i: int) -> ValueError:
-    return ValueError(
-        f"the chat template does not show what assistant message {i} says, so its tokens cannot be found; "
-        "mark replies with {% generation %} … {% endgeneration %} in the template"
-    )
-
-
-def _probes(message: Message) -> Iterator[Message]:
-    parts = isinstance(message.get("content"), list)
-    yield {"role": "assistant", "content": [{"type": "text", "text": PROBE}] if parts else PROBE}
-    if message.get("tool_calls"):
-        yield {**message, "tool_calls": _renamed(message["tool_calls"])}
-
-
-def _renamed(called: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls, or tools, of which the first has the probe as its name."""
-    first, *others = called
-    renamed = {**first.get("function", first), "name": PROBE}
-    return [{**first, "function": renamed} if "function" in first else renamed, *others]
-
-
-def _common(a: str, b: str) -> int:
-    """Length of the longest common prefix; bisection compares slices, which is faster than single characters."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _unit(chat: ChatReader, text: str, message: Message) -> Piece:

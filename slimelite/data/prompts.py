@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slimelite.data.messages import BadCell, Messages, Tools, parsed, read_messages, render, sound
 from slimelite.data.reader import ENVIRONMENT, BadRows, Row, read_rows, split_path
+from slimelite.data.tokenizer import encode_text
 from slimelite.sample import Sample, plain
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def load_prompts(
     problems += [f"no row has a column {name!r} (--{key.replace('_', '-')})" for key, name in unseen.items()]
     if problems:
         raise ValueError("; ".join(dict.fromkeys(problems)))
-    lengths = [0] * len(prompts) if tokenizer is None else _encode(prompts, measured, tokenizer)
+    lengths = [0] * len(prompts) if tokenizer is None else _encode(prompts, measured, tokenizer, columns)
     kept = [p for p, length in zip(prompts, lengths, strict=True) if max_prompt_len is None or length <= max_prompt_len]
     if dropped := len(prompts) - len(kept):
         left_out.append(
@@ -142,11 +143,16 @@ def _measured(prompt: Sample, row: Row, columns: Columns, tokenizer: PreTrainedT
     return _render(tokenizer, before_answers(prompt.prompt), _tools(row, columns), columns)
 
 
-def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Set the token ids of text prompts; returns the number of tokens of each of ``texts``."""
+def _encode(prompts: list[Sample], texts: list[str], tokenizer: PreTrainedTokenizerBase, columns: Columns) -> list[int]:
+    """Set the token ids of text prompts; returns the number of tokens of each of ``texts``.
+
+    The text of an evaluation task begins as the tokenizer says, as lm-evaluation-harness has it.
+    """
+    begins = getattr(columns, "task", None) is not None and not columns.apply_chat_template
     lengths = []
     for start in range(0, len(texts), BATCH):
-        encoded = tokenizer(texts[start : start + BATCH], add_special_tokens=False)["input_ids"]
+        batch = texts[start : start + BATCH]
+        encoded = encode_text(tokenizer, batch) if begins else tokenizer(batch, add_special_tokens=False)["input_ids"]
         for prompt, ids in zip(prompts[start : start + BATCH], encoded, strict=True):
             prompt.tokens = ids if isinstance(prompt.prompt, str) else []
             lengths.append(len(ids))
@@ -265,4 +271,9 @@ def _tools(row: Row, columns: Columns) -> Tools:
             f'tool {wrong[0]} is an object such as {{"type": "function", "function": {{"name": ...}}}}, not '
             f"{tools[wrong[0]]!r:.60}",
         )
+    for number, tool in enumerate(tools):
+        named = tool.get("function", tool)
+        own = tool.get("type", "function") == "function"  # others are of a model's own, such as web_search
+        if own and not (isinstance(named, dict) and isinstance(named.get("name"), str) and named["name"]):
+            raise BadCell(columns.tool_key, f"tool {number} has no name: {tool!r:.60}")
     return tools or None

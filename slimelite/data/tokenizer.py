@@ -6,8 +6,11 @@ transformers, which takes a second, is imported by the functions that need it: m
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 # transformers' readers of GGUF files, which import torch, and the module of its fast tokenizers, which imports them
 GGUF, FAST = "transformers.modeling_gguf_pytorch_utils", "transformers.tokenization_utils_tokenizers"
 
+# entry of a checkpoint's rollout state: see `fingerprint`
+TOKENIZER = "tokenizer"
 # together they have digits, operators, newlines, runs of spaces, code, accents, another script and an emoji
 PROBES = (
     "3+5+2+9=?\n3+5=8 8+2=10 10+9=19\n#### 19",
@@ -91,6 +96,41 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Hashes of what makes tokens of texts and messages, by part; a checkpoint has them.
+
+    Of a large vocabulary they take a few tenths of a second.
+    """
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    # pickling is how the library shows its model without the settings that calls change, such as padding
+    model = {"vocab": tokenizer.get_vocab()} if fast is None else json.loads(fast.model.__getstate__())
+    words = model.get("vocab")
+    parts = {
+        "vocabulary": sorted(words.items()) if isinstance(words, dict) else words,
+        "merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or ()],
+        "special tokens": [sorted(tokenizer.get_added_vocab().items()), tokenizer.bos_token_id, tokenizer.eos_token_id],
+        "way of splitting text": [tokenizer(probe)["input_ids"] for probe in PROBES],
+        "chat template": tokenizer.chat_template,
+    }
+    return {
+        part: hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest() for part, found in parts.items()
+    }
+
+
+def check_same(saved: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that ``tokenizer`` makes the tokens that the one made whose `fingerprint` is ``saved``.
+
+    Raises:
+        ValueError: it does not; the message names the parts that differ.
+    """
+    now = fingerprint(tokenizer) if saved else {}
+    if differ := [part for part, found in now.items() if saved.get(part, found) != found]:
+        raise ValueError(
+            f"the checkpoint was saved with another tokenizer, which differs in its {' and its '.join(differ)}; give "
+            "the one that the run had with --tokenizer, or take the weights alone with --finetune"
+        )
+
+
 def _named_class(path: str) -> type[PreTrainedTokenizerBase] | None:
     """The class for a ``tokenizer.json`` that ``tokenizer_config.json`` names; None if it names no such class."""
     import transformers
@@ -127,6 +167,23 @@ def _import_fast_tokenizers() -> None:
         sys.modules.pop(FAST, None)
     finally:
         del sys.modules[GGUF]
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts before a text, such as the beginning-of-sequence token of Llama and Gemma."""
+    plain, whole = (tokenizer("x", add_special_tokens=added)["input_ids"] for added in (False, True))
+    return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(plain)] == plain), [])
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts that are no chat, as a model was trained on them: after the tokenizer's `beginning`.
+
+    A text that has the beginning itself does not get a second one. Chat templates write theirs, and slime encodes a
+    run's prompts that are text as they are: both take the ids of the text alone.
+    """
+    begin = beginning(tokenizer)
+    found: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [ids if ids[: len(begin)] == begin else [*begin, *ids] for ids in found]
 
 
 def _short(error: BaseException) -> str:

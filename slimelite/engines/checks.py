@@ -9,6 +9,7 @@ from typing import TypeGuard
 import numpy as np
 
 from slimelite.engines.protocol import Decode, GenerateRequest, SamplingParams
+from slimelite.model_files import as_filed, load_config, saved_buffers
 from slimelite.text import is_text
 
 # a lower temperature would overflow fp32 when logits are divided by it; 0 means greedy decoding
@@ -134,13 +135,16 @@ def holds_stop(decode: Decode, response: Sequence[int] | np.ndarray, stops: Sequ
 
 
 def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> shape of each weight of the model at ``model_path``; tied weights appear once."""
+    """Name -> shape of all that the files of the model at ``model_path`` hold, buffers such as the biases of routers
+    too; tied weights appear once.
+    """
     import torch  # the fronts check requests without it
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        model = AutoModelForCausalLM.from_config(load_config(model_path))
+        held = as_filed(model, {**dict(model.named_parameters()), **saved_buffers(model)})
+    return {name: tuple(weight.shape) for name, weight in held.items()}
 
 
 class WeightUpdate:

@@ -84,8 +84,9 @@ class GenerateServer(Server):
         max_context_len: int,
         host: str = "127.0.0.1",
         port: int = 0,
+        key: str | None = None,
     ) -> None:
-        super().__init__(BODY_BYTES + BODY_BYTES_PER_TOKEN * max_context_len, host, port)
+        super().__init__(BODY_BYTES + BODY_BYTES_PER_TOKEN * max_context_len, host, port, key)
         self._engine, self._encode, self._decode = engine, encode, decode
 
     def _routes(self) -> list[web.RouteDef]:
@@ -153,9 +154,6 @@ class GenerateServer(Server):
         if not body.get("abort_all") and not body.get("rid"):
             raise ValueError("send rid, or abort_all=true")
         await self._engine.abort(None if body.get("abort_all") else [body["rid"]])
-        return web.Response()
-
-    async def _health(self, _: web.Request) -> web.Response:
         return web.Response()
 
     async def _health_generate(self, _: web.Request) -> web.Response:

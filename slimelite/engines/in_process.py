@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import secrets
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -88,11 +89,15 @@ class HttpFront:
         """
         self._thread = self._thread or LoopThread("http front")
         if self._server is None:
-            from slimelite.engines.http_front import GenerateServer  # it needs aiohttp
+            # they need aiohttp
+            from slimelite.engines.http_front import GenerateServer
+            from slimelite.http_server import is_loopback, with_key
 
             length = (await self._engine.info()).max_context_len
-            server = GenerateServer(self._engine, *self._codec, length, *self._place)
-            self.url = await self._thread.result(server.start())
+            # whoever reaches another address than loopback needs a key; plugins find it in the address
+            key = None if is_loopback(self._place[0]) else secrets.token_urlsafe(24)
+            server = GenerateServer(self._engine, *self._codec, length, *self._place, key)
+            self.url = with_key(await self._thread.result(server.start()), key)
             self._server = server
         assert self.url is not None
         return self.url

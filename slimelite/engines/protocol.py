@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from slimelite.engines.memory import KEEPS_ALL, Content, EngineMemory
 from slimelite.per_token import held, listed
 
 if TYPE_CHECKING:
@@ -37,9 +38,9 @@ class EngineSetup:
     ``host``: the address of this machine that it listens on. ``log``: file for the output of a server.
     ``kv_cache_tokens``: most tokens in the KV cache. ``repeatable``: the same requests in the same order give the same
     bits, whatever was asked before. ``memory_share``: share of the GPU's memory for weights and KV cache.
-    ``releases_memory``: whether the run will call `Engine.release_memory`. ``width``: number of GPUs. ``options``: the
-    other ``--sglang-*`` options, by field name. ``adapter``: what adapters the run will send by themselves; None: it
-    sends weights. None elsewhere leaves the choice to the engine.
+    ``releases_memory``: whether the run will call `Engine.release_memory`; ``memory``: what that leaves. ``width``:
+    number of GPUs. ``options``: the other ``--sglang-*`` options, by field name. ``adapter``: what adapters the run
+    will send by themselves; None: it sends weights. None elsewhere leaves the choice to the engine.
     """
 
     model_path: str
@@ -53,9 +54,20 @@ class EngineSetup:
     repeatable: bool = False
     memory_share: float | None = None
     releases_memory: bool = False
+    memory: EngineMemory = KEEPS_ALL
     width: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     adapter: AdapterKind | None = None
+
+    def backups(self) -> dict[str, bool]:
+        """The ``--sglang-*`` options that keep what releases lose and no weight sync brings again."""
+        if not self.releases_memory:
+            return {}
+        return self.memory.needed(self.options, adapter_alone=self.adapter is not None)
+
+    def keeps_weights(self) -> bool:
+        """Whether the weights of an earlier sync outlive a release."""
+        return self.memory.survives(Content.WEIGHTS, {**self.options, **self.backups()})
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,8 @@ class SyncSetup:
     ``transport``: "ipc", "nccl", "http" or "disk", see ``--update-weight-transport``. ``device``: where this rank's
     weights are. ``host``: a name of this machine that the servers can reach. ``directory``: folder for transport
     "disk"; ``keep_folders`` keeps earlier versions in it. ``timeout_s``: after which a broadcast fails [s].
-    ``adapter``: it sends this adapter alone, whatever the transport; None: weights.
+    ``adapter``: it sends this adapter alone, whatever the transport; None: weights. ``partial``: whether an update may
+    leave out what an earlier one brought, because the servers have it still.
     """
 
     model_path: str
@@ -101,6 +114,7 @@ class SyncSetup:
     keep_folders: bool = False
     timeout_s: float = 600.0
     adapter: AdapterFormat | None = None
+    partial: bool = True
 
 
 @dataclass(frozen=True, slots=True)

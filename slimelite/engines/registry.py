@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from slimelite.engines.memory import KEEPS_ALL, Content, EngineMemory
 from slimelite.registry import Function, Registry
 
 
@@ -48,6 +49,7 @@ class EngineKind:
     ``repeats``: whether the same seeds give the same tokens, bit for bit; or the name of the ``--sglang-*`` option
     that switches this on.
     ``releases_memory``: whether it can release its device memory while the trainer works.
+    ``memory``: what such a release leaves.
     ``wide``: whether one engine may use several GPUs.
     ``adapters``: whether it samples from a LoRA adapter beside the model's weights.
     ``scores``: whether it gives log-probs of given tokens (`Engine.score`).
@@ -61,6 +63,7 @@ class EngineKind:
     server: ServerParts | None = None
     repeats: bool | str = False
     releases_memory: bool = True
+    memory: EngineMemory = KEEPS_ALL
     wide: bool = False
     adapters: bool = False
     scores: bool = False
@@ -93,6 +96,15 @@ ENGINES.add(
             sync="slimelite.engines.sglang.sync:build_sink",
         ),
         repeats="enable_deterministic_inference",
+        memory=EngineMemory(
+            lost=frozenset({Content.WEIGHTS, Content.DRAFT}),
+            backups={
+                Content.WEIGHTS: "enable_weights_cpu_backup",
+                Content.DRAFT: "enable_draft_weights_cpu_backup",
+            },
+            # torch_memory_saver refuses expandable segments
+            unset=("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),
+        ),
         wide=True,
         adapters=True,
         scores=True,

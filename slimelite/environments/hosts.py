@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import slimelite
 from slimelite.data.messages import read_messages, sound
 from slimelite.environments.protocol import Environment, Row, Start, Step
 from slimelite.environments.registry import ENVIRONMENTS, is_address, known
-from slimelite.http_client import Client, HttpError
+from slimelite.http_client import Client, HttpError, shown
 from slimelite.plugins import files_run, load_function, raised_at
 from slimelite.registry import function
 from slimelite.threads import call
@@ -44,10 +47,47 @@ def load(environment: str) -> Callable[[], Environment]:
     """
     found = known(environment)
     if found is None:
-        return load_function(environment)
+        try:
+            return load_function(environment)
+        except ValueError:
+            raise
+        except Exception as error:  # a user's file may raise anything when it is imported
+            raise ValueError(f"cannot load {environment!r}: {_said(error)}") from error
     kind, spec = found
     make: Callable[[], Environment] = function(kind.make, ENVIRONMENTS.option, kind.name)(spec)
     return make
+
+
+_playing = ContextVar[int | None]("_playing", default=None)
+_end_process = os._exit
+
+
+def _guarded_exit(status: int) -> NoReturn:
+    if _playing.get() == os.getpid():
+        raise EnvironmentFailure("crash", f"it called os._exit({status!r}), which would end the run without a word")
+    _end_process(status)
+
+
+def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` of an environment in this process, in which it cannot end the process with ``os._exit``."""
+    if inspect.iscoroutinefunction(method):
+
+        @wraps(method)
+        async def awaited(*args: object) -> object:
+            _playing.set(os.getpid())  # in the context of this call: it has a task of its own, or a thread
+            return await method(*args)
+
+        return awaited
+
+    @wraps(method)
+    def called(*args: object) -> object:
+        token = _playing.set(os.getpid())
+        try:
+            return method(*args)
+        finally:
+            _playing.reset(token)
+
+    return called
 
 
 class Host:
@@ -74,7 +114,8 @@ class Host:
         if processes:
             self._workers = [_Worker(environment) for _ in range(processes)]
         else:
-            self._make = load(environment)
+            self._make = _guarded(load(environment))
+            os._exit = _guarded_exit  # such a call would end the run, its exit status the environment's
 
     async def open(self) -> Live:
         """A new environment; in workers it begins where the fewest episodes are.
@@ -93,9 +134,15 @@ class Host:
         if self._make is None:
             return Live(_Remote(self._url, self._client), self)
         try:
-            return Live(await asyncio.to_thread(self._make), self)
+            made = await asyncio.to_thread(self._make)
+        except EnvironmentFailure:
+            raise
         except Exception as error:
             raise EnvironmentFailure("exception", _said(error)) from error
+        if lacking := [name for name in ("reset", "step") if not callable(getattr(made, name, None))]:
+            what = f"{type(made).__name__} has no method {' and no method '.join(lacking)}"
+            raise EnvironmentFailure("invalid", f"{what}: an environment has reset and step (docs/agents.md)")
+        return Live(made, self)
 
     async def close(self) -> None:
         """End the worker processes and the connections."""
@@ -137,7 +184,8 @@ class Live:
         whole = self._host.seconds - self.spent
         limit, flag = min((self._host.call_seconds, "--environment-call-timeout"), (whole, "--environment-timeout"))
         begin = time.monotonic()
-        task: asyncio.Future[object] = asyncio.ensure_future(call(method, *args))
+        here = method if isinstance(self._environment, _Remote) else _guarded(method)
+        task: asyncio.Future[object] = asyncio.ensure_future(call(here, *args))
         try:
             done, _ = await asyncio.wait([task], timeout=max(limit, 0.0))
         finally:
@@ -214,7 +262,7 @@ class _Remote:
     async def reset(self, row: Row) -> Start:
         answer = await self._client.post(f"{self.url}/reset", {"row": asdict(row)})
         if isinstance(answer, dict) and (name := answer.pop("id", None)) is None:
-            raise EnvironmentFailure("invalid", f"{self.url}/reset answered without an id")
+            raise EnvironmentFailure("invalid", f"{shown(self.url)}/reset answered without an id")
         start: Start = _fields(answer, Start)
         self._id = name
         return start

@@ -17,6 +17,7 @@ class Device:
     ``bytes``: of its memory; ``rate``: operations a second of the products in training's dtype; ``bandwidth`` of its
     memory, ``link`` to its neighbours, ``pcie`` to the host and ``net`` to other nodes [bytes/s]; ``node``: how many a
     usual machine has; ``source`` of these figures. ``measured``: they were attained here, and are not a data sheet's.
+    ``capability``: NVIDIA's compute capability.
     """
 
     name: str
@@ -29,6 +30,38 @@ class Device:
     node: int
     source: str
     measured: bool = False
+    capability: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """GPUs from a compute ``capability`` on, with ``examples``: how the trainer and SGLang compute ``attention``; None:
+    the trainer cannot.
+    """
+
+    capability: tuple[int, int]
+    name: str
+    examples: str
+    attention: tuple[str, str] | None
+
+
+# FlashAttention 2 ("only supports Ampere GPUs or newer") and bf16 (SGLang 0.5.20: maybe_downgrade_dtype_for_legacy_gpu)
+# begin with Ampere; SGLang's choices are those of its get_default_attn_backend
+GENERATIONS = (
+    Generation((0, 0), "before Volta", "P100, GTX 10", None),
+    Generation((7, 0), "Volta", "V100", None),
+    Generation((7, 5), "Turing", "T4, RTX 20", None),
+    Generation((8, 0), "Ampere", "A100, A10G, RTX 30", ("FlashAttention 2", "FlashInfer")),
+    Generation((8, 9), "Ada", "L4, L40S, RTX 40", ("FlashAttention 2", "FlashInfer")),
+    Generation((9, 0), "Hopper", "H100, H200, GH200", ("FlashAttention 2", "FlashAttention 3")),
+    Generation((10, 0), "Blackwell", "B200, GB200", ("FlashAttention 2", "TensorRT-LLM's kernels")),
+    Generation((12, 0), "Blackwell", "RTX 50", ("FlashAttention 2", "FlashInfer")),
+)
+
+
+def generation(capability: tuple[int, int]) -> Generation:
+    """The generation of GPUs with ``capability``."""
+    return [each for each in GENERATIONS if each.capability <= capability][-1]
 
 
 @cache
@@ -46,6 +79,7 @@ def gpus() -> dict[str, Device]:
             row["net"] * 1e9,
             row["node"],
             f"{row['source']}; as on {row['checked']}",
+            capability=(row["capability"][0], row["capability"][1]),
         )
         for name, row in rows.items()
     }

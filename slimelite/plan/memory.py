@@ -20,6 +20,20 @@ CHUNK = {2: 2**27, 4: 2**24}
 
 # an assumption: CUDA graphs and work space of a server's engine [bytes]
 GRAPHS = 1.5e9
+# what a process leaves on a GPU while others have their turn: CUDA's context and kernels, and NCCL's buffers if it has
+# neighbours. Assumptions, within the 1 to 3 GB that users of colocated trainers report [bytes]
+CONTEXT, NCCL = 0.6e9, 1.2e9
+# share of a GPU's free memory that the embedded engine's cache takes at most (GPU_CACHE_SHARE there)
+EMBEDDED_CACHE = 0.6
+# SGLang 0.5.20 (memory_hook.py): on GPUs below so many MiB, tokens of a prompt's chunk, and the largest batch of a CUDA
+# graph on fewer than four GPUs and on more
+SGLANG = (
+    (20480, 2048, 8, 8),
+    (35840, 4096, 48, 160),
+    (61440, 4096, 32, 160),
+    (163840, 8192, 256, 512),
+    (float("inf"), 16384, 512, 512),
+)
 # resident memory of a process with Python, torch and transformers [bytes]
 BASE = 0.47e9
 
@@ -46,6 +60,7 @@ class Load:
         width: bytes of a number in forward and backward: 2 on a GPU, 4 on a CPU.
         others: frozen models, such as a reference, that take turns on the device.
         targets: response tokens of the micro-batch; 0: all of its tokens are counted.
+        compiled: layers and LM head are compiled, which changes how fast they are.
     """
 
     shapes: Shapes
@@ -63,6 +78,7 @@ class Load:
     width: int = 2
     others: int = 0
     targets: int = 0
+    compiled: bool = False
 
     @property
     def learners(self) -> list[Load]:
@@ -200,6 +216,29 @@ class Load:
         return [begin, in_head, first_layers, last_layers, end]
 
 
+def left_behind(group: int) -> float:
+    """Bytes that the process of a ``group`` of so many GPUs leaves on one that it shares."""
+    return CONTEXT + (NCCL if group > 1 else 0)
+
+
+def sglang_usual(memory: float, gpus: int) -> tuple[int, int]:
+    """SGLang's defaults on such a GPU: tokens of a prompt's chunk, and the largest batch of a CUDA graph."""
+    _, chunk, few, many = next(row for row in SGLANG if memory / 2**20 < row[0])
+    return chunk, few if gpus < 4 else many
+
+
+def sglang_share(memory: float, gpus: int, chunk: int, batch: int, *, prompts: bool) -> float:
+    """The share of a GPU that SGLang takes for weights and cache if no flag says it: what is left beside activations of
+    a prompt's ``chunk``, and the CUDA graphs of decode steps with up to ``batch`` sequences and, with ``prompts``, of
+    those.
+    """
+    mib = memory / 2**20
+    steps = ((4, 32, 4), (48, 256, 16), (288, 512, 32), (576, 1024, 64), (1280, 4096, 256), (4608, chunk, 512))
+    captured = sum(size <= chunk for first, last, step in steps for size in range(first, last + 1, step))
+    reserve = 512 + 1.5 * max(chunk, 2048) + 128 * gpus + 2 * batch + 8 * captured * prompts
+    return round(1 - (max(reserve, 10240) if mib > 61440 else reserve) / mib, 3)
+
+
 @dataclass(frozen=True)
 class Serving:
     """What one engine holds on each of its ``gpus``.
@@ -211,6 +250,10 @@ class Serving:
         context: tokens of the longest sequence.
         width: bytes of a number: 2 on a GPU, 4 on a CPU.
         graphs: whether it is a server that records CUDA graphs.
+        static: bytes that its weights and its cache take together (SGLang); 0: what is free.
+        advised: the largest share of a GPU that they should take: half of what SGLang would reserve is left.
+        chunk: tokens of prompts that a server computes at once.
+        cache: share of what is free that the cache takes at most.
     """
 
     shapes: Shapes
@@ -219,26 +262,52 @@ class Serving:
     context: int
     width: int = 2
     graphs: bool = False
+    static: float = 0.0
+    advised: float = 1.0
+    chunk: int = 0
+    cache: float = 1.0
 
     def kv_token(self) -> float:
         """Bytes of the keys and values of one token."""
         return 2 * self.shapes.layers * self.shapes.key * self.width / self.gpus
+
+    def work(self) -> Parts:
+        """Memory beside weights and cache."""
+        s, width = self.shapes, self.width * self.chunk / self.gpus
+        parts: Parts = {"activations": width * (3 * s.inner + 4 * s.hidden), "logits": self._sampled * s.vocab * 4 * 2}
+        return parts | ({"graphs": GRAPHS} if self.graphs else {})
+
+    @property
+    def _sampled(self) -> int:
+        return min(self.sequences, 256)
 
     def least(self) -> Parts:
         """Memory with a cache that holds a single sequence."""
         # on a CPU the embedded engine has a packed copy of its matrices
         copies = 2 if self.width == 4 else 1
         parts: Parts = {"weights": copies * self.width * self.shapes.parameters / self.gpus}
-        logits = min(self.sequences, 256) * self.shapes.vocab * 4 * 2
-        parts |= {"KV pool": self.kv_token() * self.context, "logits": logits}
-        return parts | ({"graphs": GRAPHS} if self.graphs else {})
+        return parts | {"KV pool": self.kv_token() * self.context} | self.work()
+
+    def one(self) -> float:
+        """Bytes of the weights and a single sequence."""
+        return total(self.least()) - total(self.work())
+
+    def holds_one(self) -> bool:
+        """Whether ``static`` has room for the weights and a single sequence."""
+        return not self.static or self.one() <= self.static
+
+    def fits(self, room: float) -> bool:
+        """Whether a single sequence can be generated in ``room`` [bytes]."""
+        return total(self.least()) <= room and self.holds_one()
 
     def generate(self, available: float) -> Parts:
-        """Memory with a cache as large as is useful, or as ``available`` [bytes] allows."""
+        """Memory with a cache as large as is useful, or as ``available`` [bytes] allows; SGLang takes all it may."""
         parts = self.least()
+        if self.static:
+            return parts | {"KV pool": max(parts["KV pool"], self.static - parts["weights"])}
         free = available - total(parts) + parts["KV pool"]
         useful = self.kv_token() * self.context * self.sequences
-        return parts | {"KV pool": max(parts["KV pool"], min(useful, free))}
+        return parts | {"KV pool": max(parts["KV pool"], min(useful, self.cache * free))}
 
 
 def total(parts: Parts) -> float:

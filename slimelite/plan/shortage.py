@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slimelite.arguments.machine import this_machine
-from slimelite.plan.memory import total
-from slimelite.plan.report import Plan
+from slimelite.plan.run import Plan
 
 if TYPE_CHECKING:
     from slimelite.arguments import Args
@@ -49,14 +48,14 @@ def needs_and_remedies(args: Args, gpu_bytes: int | None = None) -> str:
     plan = Plan.of(args, replace(machine, gpu_bytes=gpu_bytes or machine.gpu_bytes))
     if isinstance(plan, str) or not plan.phases():
         return "A lower --max-tokens-per-gpu or --sglang-mem-fraction-static takes less"
-    phases = plan.phases()
-    worst = max(phases, key=lambda name: total(phases[name]))
-    needed = total(phases[worst])
+    phases, needs = plan.phases(), plan.needs()
+    worst = max(needs, key=lambda name: needs[name][0] / needs[name][1])
+    needed, there = needs[worst]
     parts = sorted(((size, name) for name, size in phases[worst].items()), reverse=True)[:3]
     listed = ", ".join(f"{name} {size / 1e9:.1f}" for size, name in parts)
     where = "that the machine and its limits allow" if plan.shared else "that tensors can use on a GPU"
-    said = f"Predicted: {worst} needs {needed / 1e9:.1f} GB ({listed}) of the {plan.usable / 1e9:.1f} GB {where}"
-    if needed <= plan.usable:
+    said = f"Predicted: {worst} needs {needed / 1e9:.1f} GB ({listed}) of the {there / 1e9:.1f} GB {where}"
+    if needed <= there:
         said += "; other programs, or a longer sample, took the rest"
     # what fits by the prediction, and by what was just seen
     remedies = plan.remedies(min(plan.usable, 0.8 * needed)) if plan.ranks else []

@@ -15,16 +15,34 @@ from slimelite.plan.shapes import Shapes
 if TYPE_CHECKING:
     from slimelite.training.model import ForwardFlops
 
-# shares of a data sheet's rates that are attained: of products, and of bandwidths. Assumptions: no GPU was measured
+# shares of a data sheet's rates that are attained: of products, and of bandwidths. No GPU was measured here; with them
+# FSDP of Llama-3.1-8B on eight H100 takes 0.9 of the seconds that torchtitan published (benchmarks/llama3_h100_202412)
 PRODUCTS, BYTES = 0.5, 0.7
 # bytes that AdamW reads and writes for each parameter: gradient, weight and two moments in, the last three out
 ADAM = 28
+# bytes of a logit that a pass reads and writes: on a CPU, and on a GPU, where each operator is a kernel of its own
+# (scripts/predict_mfu.py)
+LOGIT = {4: 16, 2: 36}
+# share of a trainer's memory traffic that --compile leaves (scripts/predict_mfu.py; torchtitan's gain is the same)
+COMPILED = 0.4
+# seconds of a decode step for each layer, however small: an engine's scheduler, and kernels that wait for one another.
+# Qwen3-0.6B in SGLang 0.4.6 takes 2.4 ms, of which its weights take 0.4 (qwen.readthedocs.io, speed benchmark, H20)
+# Without CUDA graphs Python launches 20 kernels of a layer (LAUNCH in scripts/predict_mfu.py) and runs its modules
+LAYER, EAGER_LAYER = 70e-6, 200e-6
+# seconds of a bucket of a weight sync into a server: slime takes 7 s for the 122 of Qwen3-30B-A3B
+# (hebiao064.github.io/rl-weight-sync)
+BUCKET = 0.055
+# fitted to two published steps (tests/plan/published.toml): seconds of an engine's host for each token that it decodes
+# (sampling, log-probs, detokenizing, HTTP), and seconds of a rollout between its phases (engines release and resume,
+# rewards, the table)
+HOST, BETWEEN = 75e-6, 15.0
 
 
 @dataclass(frozen=True)
 class Work:
     """A rollout: ``prompts`` of ``prompt`` tokens with ``samples`` responses of ``response`` tokens each; ``steps``:
-    optimizer steps that it is trained in; ``shares``: training computes a prompt once for its responses.
+    optimizer steps that it is trained in; ``shares``: training computes a prompt once for its responses; ``longest``:
+    tokens of the longest response, for which generation waits (0: all are equally long).
     """
 
     prompts: int
@@ -33,6 +51,7 @@ class Work:
     response: int
     steps: int
     shares: bool
+    longest: int = 0
 
     @property
     def rows(self) -> int:
@@ -53,7 +72,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """A phase on each of its devices: operations, bytes of memory read and written, bytes sent and seconds of sending.
+    """A phase on each of its devices: operations, bytes of memory read and written, bytes sent and seconds of sending,
+    and seconds in which a GPU ``waits`` for the host.
 
     Products and memory take turns on a CPU and on a GPU's small kernels, so their seconds are added; what is sent is
     sent meanwhile.
@@ -63,12 +83,13 @@ class Cost:
     moved: float
     sent: float = 0.0
     sending: float = 0.0
+    waits: float = 0.0
 
     def seconds(self, device: Device) -> float:
         """Seconds on ``device``."""
         products, bandwidth = (1.0, 1.0) if device.measured else (PRODUCTS, BYTES)
         busy = self.operations / (device.rate * products) + self.moved / (device.bandwidth * bandwidth)
-        return max(busy, self.sending)
+        return max(busy, self.sending) + (0.0 if device.measured else self.waits)
 
     def mfu(self, device: Device) -> float:
         """Share of the device's products that the phase attains."""
@@ -113,14 +134,14 @@ def sending(device: Device, sent: float, ranks: int) -> float:
 
 
 def activations(load: Load, tokens: float) -> float:
-    """Bytes that a forward pass over ``tokens`` writes and reads: each activation once each, and fp32 logits."""
+    """Bytes that a forward pass over ``tokens`` writes and reads: each activation once each, and logits in fp32."""
     layer = 2 * load.layer_bytes() * load.shapes.layers
-    return tokens * (layer + 4 * 4 * load.shapes.vocab)
+    return tokens * (layer + LOGIT[load.width] * load.shapes.vocab) * (COMPILED if load.compiled else 1)
 
 
-def log_probs(load: Load, work: Work, ranks: int, device: Device) -> Cost:
-    """A forward pass over the rollout."""
-    forward, tokens = work.forward(load.shapes) / ranks, work.tokens / ranks
+def log_probs(load: Load, work: Work, ranks: int, device: Device, share: float = 1.0) -> Cost:
+    """A forward pass over a ``share`` of the rollout."""
+    forward, tokens = share * work.forward(load.shapes) / ranks, share * work.tokens / ranks
     passes = max(1.0, tokens / load.tokens)
     sent = passes * load.width * load.shapes.parameters * (1 - 1 / load.shards)
     return Cost(forward, activations(load, tokens), sent, sending(device, sent, load.shards))
@@ -141,10 +162,14 @@ def train(load: Load, work: Work, ranks: int, device: Device) -> Cost:
     return Cost(operations, moved, sent, sends)
 
 
-def training(load: Load, work: Work, ranks: int, device: Device) -> dict[str, Cost]:
-    """What trainers do with a rollout, by phase; a critic's head is counted as large as the policy's."""
+def training(load: Load, work: Work, ranks: int, device: Device, before: float = 0.0) -> dict[str, Cost]:
+    """What trainers do with a rollout, by phase; a critic's head is counted as large as the policy's.
+
+    ``before``: share of the rows whose log-probs are computed before the first step, because they are trained later.
+    """
     policy, *critics = load.learners
-    found = {"log-probs": log_probs(policy, work, ranks, device)} if load.others else {}
+    found = {"old log-probs": log_probs(policy, work, ranks, device, before)} if before else {}
+    found |= {"log-probs": log_probs(policy, work, ranks, device)} if load.others else {}
     found["train"] = train(policy, work, ranks, device)
     for critic in critics:
         found |= {"values": log_probs(critic, work, ranks, device), "critic": train(critic, work, ranks, device)}
@@ -159,20 +184,38 @@ def traffic(load: Load, *, passes: float, steps: int) -> float:
     return float((weights + gradients) * others)
 
 
-def generate(serving: Serving, work: Work, engines: int) -> Cost:
-    """Prefill of each prompt once, and decoding of so many sequences at a time, all as long as is allowed."""
+def decode_steps(work: Work, rows: float, at_once: float) -> float:
+    """Steps of an engine with ``rows``: while some wait, ``at_once`` are decoded; the last ones run to the longest."""
+    longest = max(work.longest, work.response)
+    return longest + max(0.0, rows - at_once) * work.response / at_once
+
+
+def generate(serving: Serving, work: Work, engines: int, pool: float) -> Cost:
+    """Prefill of each prompt once, and decoding of as many sequences at a time as the KV ``pool`` [bytes] holds."""
     s, rows = serving.shapes, work.rows / engines
     flops = forward_flops(s)
-    at_once = min(serving.sequences, rows)
-    decoding = rows * work.response
+    fitting = pool / (serving.kv_token() * (work.prompt + work.response))
+    at_once = max(1.0, min(serving.sequences, rows, fitting))
+    steps, decoding = decode_steps(work, rows, at_once), rows * work.response
     pairs = flops.per_pair * rows * work.response * (work.prompt + work.response / 2)
     products = flops.per_token * (work.prompts / engines * work.prompt + decoding) + flops.per_target * decoding + pairs
     weights = serving.width * (s.layers * s.layer + s.head) / serving.gpus
     cached = serving.kv_token() * (work.prompt + work.response / 2)
-    moved = decoding / at_once * weights + decoding * cached
-    return Cost(products / serving.gpus, moved)
+    moved = steps * weights + decoding * cached
+    layer = LAYER if serving.graphs else EAGER_LAYER
+    return Cost(products / serving.gpus, moved, waits=steps * s.layers * layer + decoding * HOST)
 
 
 def offloading(load: Load, device: Device) -> float:
     """Seconds in which a trainer's state goes to the host and comes back."""
     return 2 * total(load.state()) / (device.pcie * BYTES)
+
+
+def sync(pushed: float, buckets: int, load: Load, device: Device, apart: bool) -> float:
+    """Seconds of a weight sync: ranks gather what is ``pushed``, engines ``apart`` get it by the network, and a server
+    takes it bucket by bucket.
+    """
+    if device.measured:
+        return pushed / device.bandwidth
+    sent = pushed / (device.net * BYTES) if apart else sending(device, pushed, load.shards)
+    return sent + buckets * BUCKET

@@ -12,9 +12,10 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from slimelite.arguments import Args
+from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.checkpoints import model_folder
 from slimelite.engines.registry import ENGINES
@@ -22,6 +23,7 @@ from slimelite.heap import loading
 from slimelite.loop import read_evaluations
 from slimelite.plan.report import plan_lines
 from slimelite.preflight.findings import Findings, fill, format_report
+from slimelite.preflight.gpus import check_devices, check_torch
 from slimelite.registry import function
 
 UNCHECKED = "the tokenizer, the prompts as the model sees them and the memory are checked once the problems are mended"
@@ -33,7 +35,10 @@ def preflight(args: Args) -> int:
     machine = this_machine(args.plan_gpu)
     findings = inspect(args, machine)
     if args.dry_run:
-        print(format_report(args, findings, plan_lines(args, machine) if findings.complete else []))
+        planned = args
+        if args.rollout_max_prompt_len is None and findings.longest_prompt:
+            planned = replace(args, rollout_max_prompt_len=findings.longest_prompt)
+        print(format_report(args, findings, plan_lines(planned, machine) if findings.complete else []))
     else:
         said = [*(f"warning: {warning}" for warning in findings.warnings), *findings.problems]
         for line in said:
@@ -50,6 +55,16 @@ def problems(args: Args) -> list[str]:
     return inspect(args, machine, files_only=True).problems
 
 
+@loading()
+def problems_of(argv: list[str]) -> list[str]:
+    """The problems of a command line that a start with it would find before anything is loaded."""
+    try:
+        args = make_args(argv)
+    except ArgumentError as error:
+        return error.problems
+    return inspect(args, this_machine(args.plan_gpu)).problems
+
+
 def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findings:
     """Every check that can be made without loading a model.
 
@@ -60,7 +75,7 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
 
     findings = Findings()
     try:
-        _check_devices(args, machine, findings)
+        check_devices(args, machine, findings)
         _check_packages(args, findings)
         _check_run_folder(args, findings)
         findings.problems += output_problems(args)
@@ -70,7 +85,7 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
         if findings.problems or files_only:
             findings.warnings += [UNCHECKED] * args.dry_run
             return findings
-        _check_gpu(args, findings)
+        check_torch(args, machine, findings)
         checks.load()
         findings.complete = True
     except OSError as error:  # such as a folder that cannot be read; the text names it
@@ -78,42 +93,16 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
     return findings
 
 
-def _check_devices(args: Args, machine: Machine, findings: Findings) -> None:
-    ranks = 0 if args.debug_rollout_only else args.training_ranks
-    engines = 0 if args.debug_train_only else args.rollout_num_gpus
-    needed = max(ranks, engines) if args.colocate else ranks + engines
-    shared = "shared by" if args.colocate else "for"
-    findings.facts.append(
-        f"{needed} {args.device} device(s) {shared} {ranks} training rank(s) and {args.num_engines} engine(s)"
-    )
-    elsewhere = args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ  # Ray counts the GPUs of all nodes
-    if args.device != "cuda" or elsewhere:
-        return
-    if needed > machine.gpus:
-        what = f"{needed} GPUs are needed ({ranks} for training, {engines} for engines, colocate={args.colocate})"
-        remedy = "lower --actor-num-gpus-per-node or --rollout-num-gpus" if machine.gpus else "take --device cpu"
-        message = f"{what}, and this machine has {machine.gpus or 'none'}: {remedy}"
-        (findings.warnings if args.dry_run else findings.problems).append(message)
-
-
-def _check_gpu(args: Args, findings: Findings) -> None:
-    """Check that torch can use the GPUs, which are on other machines if this one is to join a Ray."""
-    if args.device != "cuda" or args.dry_run or args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        findings.problems.append(
-            "--device cuda: torch cannot use the GPU here; install its CUDA build, or --device cpu"
-        )
-
-
 def _check_packages(args: Args, findings: Findings) -> None:
     engine = args.engine_kind
     runs_engine = not (args.debug_train_only or args.rollout_external_engine_addrs)
     wanted = (
         ("ray", args.launcher == "ray", "use --launcher local"),
-        (engine.package, runs_engine, "docs/install.md says how; or take --rollout-backend embedded"),
+        (
+            engine.package,
+            runs_engine and not args.plan_gpu,
+            "docs/install.md says how; or take --rollout-backend embedded",
+        ),
         ("wandb", args.use_wandb, "pip install wandb"),
         ("tensorboard", args.use_tensorboard, "pip install tensorboard"),
     )
@@ -122,6 +111,12 @@ def _check_packages(args: Args, findings: Findings) -> None:
             findings.problems.append(f"{package} is not installed: {remedy}")
     if runs_engine and engine.lacking and args.device == "cuda" and not args.plan_gpu:
         findings.warnings += function(engine.lacking, ENGINES.option, engine.name)()
+    kept_away = [name for name in engine.memory.unset if name in os.environ]
+    if runs_engine and args.offload_rollout and kept_away:
+        findings.warnings.append(
+            f"{' and '.join(kept_away)} in the environment: trainers have it, and {engine.name} servers do not, as "
+            "what they release their memory with (torch_memory_saver) cannot bear expandable segments"
+        )
 
 
 def _check_run_folder(args: Args, findings: Findings) -> None:

@@ -19,20 +19,26 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
-def check_environment(args: Args, tokenizer: PreTrainedTokenizerBase | None, prompt: Sample) -> str:
-    """What an episode with ``prompt`` shows the model first, in words; without a tokenizer it is not rendered.
+def check_environment(args: Args, tokenizer: PreTrainedTokenizerBase | None, prompt: Sample) -> tuple[str, int]:
+    """What an episode with ``prompt`` shows the model first, in words and in tokens; without a tokenizer that is 0.
 
     Raises:
-        ValueError: the environment cannot be made, ``reset`` fails, or the chat template refuses messages or tools.
+        ValueError: the environment cannot be made, ``reset`` fails, or the chat template refuses messages, or cannot be
+            used with tools.
     """
     start = asyncio.run(_begin(args, prompt))
     tools = [tool["function"]["name"] for tool in start.tools]
     shown = f"its tools {', '.join(tools)}" if tools else "no tools"
     if tokenizer is None:
-        return f"an episode begins with {len(start.messages)} message(s) and {shown}"
-    chat_format = ChatFormat(tokenizer, template_kwargs=args.apply_chat_template_kwargs)
+        return f"an episode begins with {len(start.messages)} message(s) and {shown}", 0
+    chat_format = ChatFormat(
+        tokenizer,
+        template_kwargs=args.apply_chat_template_kwargs,
+        tool_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+    )
     length = len(chat_format.prompt(list(start.messages), list(start.tools) or None))
-    return f"an episode begins with {length} tokens, {shown}"
+    return f"an episode begins with {length} tokens, {shown}", length
 
 
 async def _begin(args: Args, prompt: Sample) -> Start:

@@ -274,6 +274,14 @@ class FileChecks:
         try:
             with self.findings.blaming(rows.name):
                 reward, response = check_reward(settings, sample, group_size)
+                key, option = (args.reward_key, "--reward-key") if dataset is None else (None, "")
+                if dataset is not None and args.eval_reward_key != args.reward_key:
+                    key, option = args.eval_reward_key, "--eval-reward-key"
+                if key is not None and args.environment is None and not isinstance(reward, dict):
+                    self.findings.warnings.append(
+                        f"{option} {key}: the reward of the first row of {rows.name} is {reward}, a number without "
+                        "entries, so that the flag has no effect"
+                    )
                 label = f"{prompt.label!r:.60}"
                 self.findings.facts.append(
                     f"{rows.name}: {response} as the response to the first prompt gets {reward} (label {label})"

@@ -14,12 +14,15 @@ from slimelite.arguments.secret import masked
 
 @dataclass
 class Findings:
-    """What the checks found: problems stop the run, warnings and facts are shown; ``complete``: all were made."""
+    """What the checks found: problems stop the run, warnings and facts are shown; ``complete``: all were made;
+    ``longest_prompt`` [tokens]: of training, where nothing comes behind it but a response.
+    """
 
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     complete: bool = False
+    longest_prompt: int = 0
 
     @contextmanager
     def blaming(self, where: str) -> Iterator[None]:

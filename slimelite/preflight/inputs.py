@@ -9,10 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from slimelite.arguments.environments import EPISODE
-from slimelite.checkpoints import read_config
+from slimelite.arguments.secret import masked
+from slimelite.checkpoints import ROLLOUT_STATE, read_config, read_json
 from slimelite.data.conversations import ChatReader
+from slimelite.data.messages import render
 from slimelite.data.prompts import PAIR, deal
-from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
+from slimelite.data.replies import PROBE, renamed
+from slimelite.data.templates import try_template
+from slimelite.data.tokenizer import TOKENIZER, check_same, load_tokenizer, stop_token_ids
 from slimelite.families import FAMILIES, text_config
 from slimelite.model_files import has_weights, looks_sound
 from slimelite.preflight.environments import check_environment
@@ -55,10 +59,14 @@ class InputChecks(FileChecks):
             return  # the model's problem is reported already
         with self.blaming_tokenizer():
             tokenizer = load_tokenizer(args.tokenizer)
+            try_template(tokenizer)
             ends = [] if args.debug_train_only else stop_token_ids(args.tokenizer, tokenizer)
             self.tokenizer = tokenizer
         if self.tokenizer is None:
             return
+        if args.resume_directory is not None and not (args.finetune or args.debug_rollout_only):
+            with self.findings.blaming(f"--load {args.resume_directory}"):
+                check_same(read_json(Path(args.resume_directory) / ROLLOUT_STATE).get(TOKENIZER, {}), tokenizer)
         known, rows = len(tokenizer), text_config(self.config).get("vocab_size")
         if args.use_reference and args.ref_load and args.ref_load != args.hf_checkpoint:
             with suppress(OSError, ValueError):  # `read_models` reports it
@@ -129,10 +137,15 @@ class InputChecks(FileChecks):
         if rows.dataset is None and self.args.supervised:
             self._make_samples(rows, prompts)
             return
+        if rows.dataset is None and self.args.custom_generate_function_path is None:
+            findings.longest_prompt = longest
         self._check_lengths(rows, longest)
+        self._warn_of_hidden_tools(rows, prompts)
         if (rows.dataset or self.args).custom_generate_function_path == EPISODE:
-            with findings.blaming(f"--environment {self.args.environment}"):
-                findings.facts.append(f"{name}: {check_environment(self.args, self.tokenizer, prompts[0])}")
+            with findings.blaming(f"--environment {masked('environment', self.args.environment)}"):
+                begins, length = check_environment(self.args, self.tokenizer, prompts[0])
+                findings.facts.append(f"{name}: {begins}")
+                self._check_lengths(rows, length, "an episode begins with")
         self.check_reward(rows, prompts[0], rendered=True)
 
     def _make_samples(self, rows: Rows, prompts: list[Sample]) -> None:
@@ -177,15 +190,42 @@ class InputChecks(FileChecks):
             for key, count in found.items()
         ]
 
-    def _check_lengths(self, rows: Rows, longest: int) -> None:
-        """Check that prompt and response fit the model's context and a micro-batch."""
+    def _warn_of_hidden_tools(self, rows: Rows, prompts: list[Sample]) -> None:
+        """Warn where the chat template does not show the model the tools of rows."""
+        columns = rows.dataset or self.args
+        given = [prompt for prompt in prompts[:ROWS_AT_START] if prompt.metadata.get("tools")]
+        if self.tokenizer is None or not (given and columns.apply_chat_template):
+            return
+        messages, tools = given[0].metadata["messages"], given[0].metadata["tools"]
+        with self.findings.blaming(rows.name):
+            if PROBE not in render(self.tokenizer, messages, renamed(tools), columns.apply_chat_template_kwargs):
+                self.findings.warnings.append(
+                    f"{rows.name}: {len(given)} of the first {len(prompts[:ROWS_AT_START])} rows have tools, and the "
+                    "chat template does not show them: the model will not know of them; put a chat_template.jinja that "
+                    "does into the --hf-checkpoint folder"
+                )
+
+    def _check_lengths(self, rows: Rows, longest: int, what: str = "a prompt of") -> None:
+        """Check that a prompt of ``longest`` tokens and its response fit the context, the cache and a micro-batch."""
         args, dataset, name = self.args, rows.dataset, rows.name
         response = (args.rollout_max_response_len if dataset is None else dataset.max_response_len) or 0
         context = args.rollout_max_context_len if dataset is None else dataset.max_context_len
         whole = longest + response if context is None else min(longest + response, context)
         limit = text_config(self.config).get("max_position_embeddings")
-        if limit is not None and longest >= limit:
-            self.findings.problems.append(f"{name}: a prompt of {longest} tokens fills the model's context of {limit}")
+        cache = None if args.debug_train_only or args.rollout_backend != "embedded" else args.kv_cache_tokens
+        limits = {"the model's context": limit, "--rollout-max-context-len": context, "--kv-cache-tokens": cache}
+        full = [f"{whose} of {most}" for whose, most in limits.items() if most is not None and longest >= most]
+        if full:
+            self.findings.problems.append(
+                f"{name}: {what} {longest} tokens, which leaves no room for a response in {' and in '.join(full)}; "
+                "shorten the prompts, or raise the limit"
+            )
+        elif cache is not None and whole > cache:
+            lower = "--rollout-max-response-len" if dataset is None else "--eval-max-response-len"
+            self.findings.problems.append(
+                f"--kv-cache-tokens {cache} would cut responses short: {what} {longest} tokens ({name}), and with a "
+                f"response of {response} it has {whole}; raise it, or lower {lower}"
+            )
         elif limit is not None and whole > limit:
             self.findings.warnings.append(
                 f"{name}: {longest} prompt and {response} response tokens exceed the model's context of {limit}"

@@ -19,12 +19,14 @@ import re
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, NamedTuple
 
 from slimelite.rewards.confine import FILE_BYTES, confine, gaps, hide
@@ -46,6 +48,11 @@ if payload["tests"]:
     exec(compile(payload["tests"], "tests.py", "exec"), namespace)
 os.write(int(sys.argv[2]), payload["token"].encode())
 """
+# what all files of a program may hold together [bytes], and their number; folders count, and deleted files while they
+# are open
+DISK_BYTES, ENTRIES = 64 << 20, 4096
+# between two looks at them [s]; a program that ends in between is looked at once more
+FIRST_LOOK_S, LOOK_S = 0.005, 0.05
 # numeric libraries would start threads, which are not allowed
 ENVIRONMENT = {
     "PATH": os.defpath,
@@ -167,7 +174,8 @@ def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory
     """Run ``code``, then ``tests`` in the same namespace, for at most ``seconds`` of wall time and of processor time.
 
     The program runs in an empty temporary folder, with a minimal environment and ``stdin`` as standard input. Output
-    beyond 16 MiB is an error of the program. When this returns, its process group has been killed.
+    beyond 16 MiB is an error of the program, and so are files beyond `DISK_BYTES` or `ENTRIES`. When this returns, its
+    process group has been killed.
     """
     hide()
     token = secrets.token_hex(16)
@@ -189,14 +197,69 @@ def run_code(code: str, tests: str | None, stdin: str, *, seconds: float, memory
             preexec_fn=lambda: confine(folder, int(seconds) + 1, memory_mb << 20),
         )
         try:
-            code_of_exit = process.wait(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            code_of_exit = None
+            code_of_exit = _wait(process, folder, seconds)
         finally:
             _kill_group(process)
         finished = code_of_exit == 0 and (tests is None or os.pread(numbers[3], len(token), 0) == token.encode())
         output = os.pread(numbers[2], FILE_BYTES, 0).decode("utf-8", "replace")
     return Run(finished, output)
+
+
+def _wait(process: subprocess.Popen[bytes], folder: str, seconds: float) -> int | None:
+    """The exit status, or None if the program takes longer than ``seconds`` or keeps more on the disk than it may."""
+    end, look = time.monotonic() + seconds, FIRST_LOOK_S
+    while True:
+        left = end - time.monotonic()
+        try:
+            status = process.wait(timeout=max(min(look, left), 0.0))
+        except subprocess.TimeoutExpired:
+            status = None
+        if _is_too_much(process.pid, folder) or (status is None and left <= 0):
+            return None
+        if status is not None:
+            return status
+        look = min(2 * look, LOOK_S)
+
+
+def _is_too_much(process: int, folder: str) -> bool:
+    """Whether files in ``folder``, and files of ``process`` that have no name any more, are beyond the limits."""
+    used = entries = 0
+    places = [folder]
+    while places:
+        try:
+            found = list(os.scandir(places.pop()))
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return True  # folders that are too deep for a path
+        entries += len(found)
+        if entries > ENTRIES:
+            return True
+        for entry in found:
+            try:
+                used += 512 * entry.stat(follow_symlinks=False).st_blocks
+                if entry.is_dir(follow_symlinks=False):
+                    places.append(entry.path)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return True
+    return used + _unnamed_bytes(process) > DISK_BYTES
+
+
+def _unnamed_bytes(process: int) -> int:
+    """What files hold that are deleted and open in ``process``; one that is mapped counts as the largest."""
+    sizes: dict[tuple[int, int], int] = {}
+    with suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines()
+        mapped = {line.split()[4] for line in lines if line.endswith(" (deleted)")}
+        sizes[0, 0] = FILE_BYTES * len(mapped)
+        for number in os.listdir(f"/proc/{process}/fd"):
+            with suppress(OSError):
+                found = os.stat(f"/proc/{process}/fd/{number}")
+                if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                    sizes[found.st_dev, found.st_ino] = 512 * found.st_blocks
+    return sum(sizes.values())
 
 
 def _remove(folder: str) -> None:

@@ -30,8 +30,15 @@ DENIED_VALUES = (
     ({"x86_64": 72, "aarch64": 25}, 1, (8, 10, 15)),
     # ioctl FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR change attributes even of files that are opened only for reading
     ({"x86_64": 16, "aarch64": 29}, 1, (0x8901, 0x8902, 0x40086602, 0x401C5820)),
-    # prctl PR_SET_PDEATHSIG would cancel the signal that kills the program with the process that grades it
-    ({"x86_64": 157, "aarch64": 167}, 0, (1,)),
+    # prctl PR_SET_PDEATHSIG would cancel the signal that kills the program with the process that grades it, and
+    # PR_SET_DUMPABLE hide its open files from that process, which counts them
+    ({"x86_64": 157, "aarch64": 167}, 0, (1, 4)),
+    # socketpair of any kind but a stream, which asyncio needs: the others send to the address of any socket
+    (
+        {"x86_64": 53, "aarch64": 199},
+        1,
+        tuple(kind | flags for kind in (2, 3, 4, 5) for flags in (0, 0x800, 0x80000, 0x80800)),
+    ),
 )
 # prlimit64 is allowed only for this process: its first argument must be 0
 PRLIMIT = {"x86_64": 302, "aarch64": 261}
@@ -158,7 +165,10 @@ def _restrict_files(libc: ctypes.CDLL, abi: int, folder: str) -> None:
     rights = RIGHTS[min(abi, 5)]
     attributes = struct.pack("3Q", rights, TCP, SCOPES)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _check(libc.syscall(CREATE_RULESET, attributes, len(attributes), 0), "landlock_create_ruleset")
-    readable = {sys.prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.executable), *READABLE}
+    # an environment may take packages from another one; other folders of sys.path are the user's own
+    packages = {path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")}
+    interpreter = {sys.prefix, sys.base_prefix, sys.base_exec_prefix, os.path.realpath(sys.executable)}
+    readable = {*interpreter, *packages, *READABLE}
     allowed = {**dict.fromkeys(readable, READ), "/dev/null": rights, folder: rights}
     for path, granted in allowed.items():
         try:

@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from slimelite.data.tokenizer import load_tokenizer
-from slimelite.model_files import load_weights
+from slimelite.model_files import load_config, load_weights
 from slimelite.rewards.rules import Exchange, Failure
 from slimelite.rewards.workers import serve
 
@@ -37,7 +37,7 @@ class RewardModel:
         self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(path)
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = load_config(path)
         if config.num_labels != 1:
             raise ValueError(f"--reward-model-path {path} has {config.num_labels} outputs; a reward model has one")
         # load_weights refuses missing weights: a folder without a reward head would get a random one

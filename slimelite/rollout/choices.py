@@ -24,8 +24,8 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
     context, metadata, start = args.rollout_context, sample.metadata, len(sample.tokens)
     choices: list[str] = metadata["choices"]
     texts = [f"{sample.prompt}{metadata['delimiter']}{choice}" for choice in choices]
-    encoded = context.tokenizer(texts, add_special_tokens=False)["input_ids"]
-    answers = [ids[start:] for ids in encoded]
+    asked, *encoded = context.tokenizer([sample.prompt, *texts], add_special_tokens=False)["input_ids"]
+    answers = [ids[len(asked) :] for ids in encoded]
     if not all(answers):
         raise ValueError(f"a choice of {choices!r:.200} adds no token to the prompt")
     engines = context.engines

@@ -213,7 +213,8 @@ class RolloutContext:
         args = PluginArgs(**PLUGIN_CONSTANTS | self.args.custom_config, **values, rollout_context=self)
         if engine is not None:
             address = urlsplit(await self.engines.url(engine))
-            args.sglang_router_ip, args.sglang_router_port = address.hostname, address.port
+            # with the key that it may have, for plugins make an address of both again
+            args.sglang_router_ip, args.sglang_router_port = address.netloc.rpartition(":")[0], address.port
         return args
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from slimelite.arguments.secret import masked
 from slimelite.engines.http_front import parse_sampling_params
 from slimelite.environments.episode import Episode, row_of
 from slimelite.rewards.rules import Failure
@@ -53,5 +54,7 @@ async def play(
     if episode.failure is not None:
         failure = Failure(episode.failure.kind, f"the environment: {episode.failure}")
         key = context.eval_reward_key if evaluation else args.reward_key
-        context.grader.fail(made, failure, f"of --environment {args.environment}", reward_key=key)
+        context.grader.fail(
+            made, failure, f"of --environment {masked('environment', args.environment)}", reward_key=key
+        )
     return made

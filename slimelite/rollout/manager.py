@@ -16,6 +16,7 @@ import numpy as np
 
 from slimelite.algorithms.groups import group_advantages
 from slimelite.arguments import Args
+from slimelite.data.tokenizer import TOKENIZER, check_same, fingerprint
 from slimelite.engines.protocol import MEMORY_TAGS, Engine
 from slimelite.environments.hosts import Host
 from slimelite.environments.program import Programs
@@ -85,6 +86,7 @@ class RolloutManager:
             ValueError: a plugin cannot be loaded, or the prompts cannot be read.
         """
         self._done = (0, 0, "")
+        self._fingerprint: dict[str, str] | None = None
         self._thread = LoopThread("rollout")
         pool = EnginePool(
             engines,
@@ -227,20 +229,25 @@ class RolloutManager:
         return self._thread.run(probe(engines, vocab_size, self.args.rollout_temperature))
 
     def state_dict(self) -> dict[str, object]:
-        """The position of the data source and the groups that were returned to it, as plain JSON values."""
+        """The position of the data source, the groups that were returned to it, and what tells its tokenizer from
+        others, as plain JSON values."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self._context.tokenizer)
+        state: dict[str, object] = {TOKENIZER: self._fingerprint}
         if self.source is None:
-            return {}
+            return state
         if not hasattr(self.source, "state_dict"):
             logger.warning("%s has no state_dict: its position is not in the checkpoint", type(self.source).__name__)
-            return {}
-        return {"data_source": self.source.state_dict()}
+            return state
+        return {**state, "data_source": self.source.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`.
 
         Raises:
-            ValueError: the state has no position in the data, or a position in different data.
+            ValueError: the state is of another tokenizer, has no position in the data, or one in different data.
         """
+        check_same(state.get(TOKENIZER, {}), self._context.tokenizer)
         if self.source is None or not hasattr(self.source, "load_state_dict"):
             return
         if "data_source" not in state:

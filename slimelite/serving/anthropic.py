@@ -7,6 +7,7 @@ through the same session, so that both dialects may take turns in one.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -14,7 +15,8 @@ from typing import Any
 
 from slimelite.engines.protocol import SamplingParams
 from slimelite.http_server import Answer, RequestError, sse
-from slimelite.serving.format import ChatFormat, Message, content_text
+from slimelite.serving.format import ChatFormat, Message
+from slimelite.serving.messages import content_text
 from slimelite.serving.openai import checked_messages, shown_tools
 from slimelite.serving.replies import Asked, Model, Part, parts
 from slimelite.serving.requests import (
@@ -34,10 +36,18 @@ from slimelite.serving.requests import (
 from slimelite.serving.sessions import Session, Turn
 
 CONVERSATION = {"model": TEXT, "messages": OBJECTS, "system": ANYTHING, "tools": OBJECTS, "tool_choice": OBJECT}
-CONVERSATION |= {"thinking": OBJECT}
+CONVERSATION |= {"thinking": OBJECT, "output_config": OBJECT, "context_management": OBJECT}
 FIELDS = CONVERSATION | {"max_tokens": COUNT, "temperature": NUMBER, "top_p": NUMBER, "top_k": WHOLE}
 FIELDS |= {"stop_sequences": TEXTS, "stream": SWITCH}
-NEUTRAL: dict[str, Any] = {"metadata": Anything(), "service_tier": Anything()}
+# fields that are not read: who asks, what it may cost, and what Anthropic's servers keep between requests; in
+# ``output_config`` the effort, which no chat template knows, but no format, which would be another answer
+NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("metadata", "service_tier", "inference_geo", "speed", "betas", "cache_control"), Anything()),
+    "output_config.effort": Anything(),
+    "output_config.format": (),
+}
+# edits of ``context_management`` that take something out of a long history; here all of it stays
+CLEARS = re.compile("clear_.*")
 # the variable by which Qwen3's, GLM's and others' templates let a model think
 SWITCH_NAME = "enable_thinking"
 # value of ``thinking.type`` -> whether the model is to think; None: as its template has it
@@ -85,6 +95,14 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:
     """Messages and tools in OpenAI's form, and of which tools one must be called."""
+    output, edits = body.get("output_config") or {}, (body.get("context_management") or {}).get("edits")
+    check_fields({f"output_config.{name}": value for name, value in output.items()}, {}, NEUTRAL)
+    for index, edit in enumerate(edits if isinstance(edits, list) else ()):
+        kind = edit.get("type") if isinstance(edit, dict) else edit
+        if not CLEARS.fullmatch(str(kind)):
+            raise RequestError(
+                f"context_management.edits[{index}] of type {kind!r:.60} is not supported", param="context_management"
+            )
     said: list[Message] = []
     if body.get("system"):
         said.append({"role": "system", "content": content_text(body["system"], "system")})

@@ -9,15 +9,25 @@ thinking out of a reply once the user has answered it, and keeps it while tools 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import product, takewhile
 from typing import TYPE_CHECKING, Any
 
-from slimelite.data.conversations import PROBE
 from slimelite.data.messages import Message, Messages, read_messages, render
-from slimelite.serving.tools import ToolCall, ToolFormat, read_reasoning, read_tools, reasoning_format, tool_format
+from slimelite.data.replies import PROBE
+from slimelite.data.tokenizer import encode_text
+from slimelite.serving.calls import short
+from slimelite.serving.messages import Reply, comparable, content_text
+from slimelite.serving.tools import (
+    TOOL_FORMATS,
+    ToolFormat,
+    read_reasoning,
+    read_tools,
+    reasoning_format,
+    tool_format,
+)
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
@@ -25,31 +35,10 @@ if TYPE_CHECKING:
 # a text with more characters per token of the context is looked at before it is encoded; and how much at a time
 LONG_TEXT, SLICE = 8, 1 << 16
 Tools = Sequence[Mapping[str, Any]] | None
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What the model said, read from its tokens; ``malformed``: one sentence for each call that cannot be read.
-
-    The text of such a call is part of ``content``.
-    """
-
-    content: str
-    reasoning: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    malformed: tuple[str, ...] = ()
-
-    def message(self) -> Message:
-        """The reply as an assistant's message in OpenAI's form."""
-        message: Message = {"role": "assistant", "content": self.content or (None if self.tool_calls else "")}
-        if self.reasoning is not None:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
-        return message
+# fields in which chat templates look for the thinking of a message; the first that a template names
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# what a template must be able to show of a call, and its format to read
+PROBED = {"text": 'say "it\'s"\nso', "count": 3, "list": ["a", 2]}
 
 
 class ChatFormat:
@@ -77,6 +66,7 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self._kwargs = dict(template_kwargs or {})
         template = str(tokenizer.chat_template or "")
+        self._thought = next((name for name in THOUGHTS if re.search(rf"\b{name}\b", template)), THOUGHTS[0])
         self.tools = tool_format(template, tool_parser)
         self._reads_always = tool_parser is not None
         self.reasoning = reasoning_format(template, reasoning_parser)
@@ -94,19 +84,23 @@ class ChatFormat:
         """The text of the conversation with the generation prompt.
 
         Raises:
-            ValueError: there is no chat template, it has no place for tools, a message is not text, or the template
+            ValueError: there is no chat template, tools cannot be used with it, a message is not text, or the template
                 refuses the messages.
         """
         if not self.tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
-        if tools and "tools" not in self.tokenizer.get_chat_template(None, list(tools)):
-            raise ValueError("the chat template shows the model no tools; take a template that uses `tools`")
+        if tools and self._toolless is not None:
+            raise ValueError(self._toolless)
         return self._apply(messages, tools, template_kwargs)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with nothing added; half a surrogate pair, which JSON can hold, becomes a ``?``."""
         text = text.encode(errors="replace").decode()
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text that is no chat: it begins as the tokenizer says."""
+        return encode_text(self.tokenizer, [text.encode(errors="replace").decode()])[0]
 
     def exceeds(self, text: str, most: int) -> bool:
         """Whether a text is so long that it has more than ``most`` tokens for certain; seen without encoding all of it.
@@ -170,7 +164,9 @@ class ChatFormat:
             except ValueError:
                 continue  # some templates want a call before a tool's answer: the next probe has one
             before, found, after = changed.partition(PROBE)
-            after = self._from_end(after) if "tool_calls" in probe else after
+            if "tool_calls" in probe:  # some templates show the name of the tool beside its answer
+                named = messages[at]["tool_calls"][0]
+                after = self._from_end(after).replace(PROBE, named.get("function", named)["name"])
             if found and before.startswith(rendered) and PROBE not in after and text.endswith(after):
                 break
         else:
@@ -181,6 +177,8 @@ class ChatFormat:
         ids = self.encode(after)
         # GLM ends a reply with the mark of whoever speaks next: another mark than the sampled one is not left out
         ended = len(output_ids) and output_ids[-1] in self.end_ids and ids[:1] == list(output_ids[-1:])
+        if not ended and len(output_ids) and output_ids[-1] == self._last_end:
+            return None  # GPT-OSS ends the last reply with a mark that the template replaces later
         return ids[1:] if ended else ids
 
     def opening(
@@ -197,9 +195,8 @@ class ChatFormat:
         """
         calls = []
         for arguments in ({}, {PROBE * 2: ""}):
-            function = {"name": PROBE, "arguments": arguments}
-            call = {"id": "0" * 9, "type": "function", "function": function}
-            text = self._apply([*messages, {"role": "assistant", "content": "", "tool_calls": [call]}], tools, kwargs)
+            call = {"role": "assistant", "content": "", "tool_calls": [_called(PROBE, arguments)]}
+            text = self._apply([*messages, call], tools, kwargs)
             if self.tools is None or PROBE not in text or not text.startswith(rendered):
                 raise ValueError("tool_choice: the chat template shows no call that goes on from the prompt: take auto")
             text = text[len(rendered) :]
@@ -232,16 +229,89 @@ class ChatFormat:
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a reply: the tokenizer's, those given, and what the template puts after a reply."""
         found = {*self._given_ends, self.tokenizer.eos_token_id}
-        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         user, tool = ({"role": role, "content": "x"} for role in ("user", "tool"))
-        replies = _probes({"tool_calls": [{"type": "function", "function": {"name": "x", "arguments": {}}}]})
-        for probe, follower in product(replies, (user, tool)):
+        for probe, follower in product(_probes({"tool_calls": [_called(PROBE, {})]}), (user, tool)):
             try:
-                after = self._apply([user, probe, follower], None, {}).partition(PROBE)[2]
+                found.add(self._end_of(probe, [user], [follower]))
             except ValueError:
                 continue  # not every template has tools
-            found.update([i for i in self.encode(after) if i in special][:1])
         return frozenset(i for i in found if i is not None)
+
+    @cached_property
+    def _last_end(self) -> int | None:
+        """The token that ends a reply which nothing follows; None: there is none."""
+        try:
+            return self._end_of({"role": "assistant", "content": PROBE}, [{"role": "user", "content": "x"}], [])
+        except ValueError:
+            return None
+
+    def _end_of(self, probe: Message, before: Sequence[Message], after: Sequence[Message]) -> int | None:
+        """The first special token after a reply that says or calls `PROBE`, behind the whole call; None: there is none.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        text = self._apply([*before, probe, *after], None, {"add_generation_prompt": bool(after)})
+        start, calls = text.find(PROBE) + len(PROBE), "tool_calls" in probe and self.tools is not None
+        reply = self._reply_in(text, before) if calls else ""
+        special = {i: token.content for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        for token in self.encode(text[start:]) if start >= len(PROBE) else ():
+            place = text.find(special[token], start) if token in special else -1
+            # marks inside the call are special tokens too, and so is what stands for unknown characters
+            if place >= 0 and (not calls or self._calls_probe(reply[: place - len(text)])):
+                return token
+            start = max(start, place + 1)
+        return None
+
+    def _reply_in(self, text: str, before: Sequence[Message], tools: Tools = None) -> str:
+        """What follows the messages ``before`` in ``text``, from the end of the generation prompt on."""
+        prompt = self._apply(before, tools, {})
+        same = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(prompt))
+        return text[len(re.sub(r"<[^<>]*\Z", "", text[:same])) :]  # two marks may begin with the same letters
+
+    def _calls_probe(self, said: str) -> bool:
+        _, calls, malformed = read_tools(self._spoken(said), self.tools, {}, "")
+        return [call.name for call in calls] == [PROBE] and not malformed
+
+    def _spoken(self, text: str) -> str:
+        return read_reasoning(text, self.reasoning, opened=False)[1]
+
+    @cached_property
+    def _toolless(self) -> str | None:
+        """Why tools cannot be used with this chat template; None: they can.
+
+        It has to show tools, and a call, which has to be read as that call. A parser that was named is trusted: the
+        system prompt may say how calls are written.
+        """
+        texts = {name: {"type": "string", "description": "x"} for name in ("text", PROBE)}
+        parameters = {"type": "object", "properties": texts, "required": ["text"]}
+        tools = [{"type": "function", "function": {"name": PROBE, "description": "x", "parameters": parameters}}]
+        asked = [{"role": "user", "content": "x"}]
+        call = {"role": "assistant", "content": "", "tool_calls": [_called(PROBE, PROBED)]}
+        try:
+            shown = PROBE in self._apply(asked, tools, {})
+        except ValueError:
+            return None  # it wants something else in a conversation, or says so when it is asked
+        if not shown:
+            return "the chat template shows the model no tools; take a template that uses `tools`"
+        if self._reads_always:
+            return None
+        try:
+            text = self._reply_in(self._apply([*asked, call], tools, {"add_generation_prompt": False}), asked, tools)
+        except ValueError as error:
+            return f"tools cannot be used with this chat template: of a call of the model {error}"
+        if PROBE not in text:
+            return "the chat template shows tools, but no calls of the model; take one that uses `tool_calls`"
+        written = f"the chat template writes a call of f as {short(text.replace(PROBE, 'f'))}"
+        known = f"--tool-call-parser names one of {', '.join(TOOL_FORMATS)}"
+        if self.tools is None:
+            return f"how the model writes tool calls is not known: {written}. {known}"
+        said = self._spoken(text[: len(text) - len(self._from_end(text.partition(PROBE)[2]))])
+        _, calls, malformed = read_tools(said, self.tools, schemas(tools), "")
+        if [(call.name, json.loads(call.arguments)) for call in calls] != [(PROBE, PROBED)]:
+            read = " ".join(malformed) or f"in which the format {self.tools.name} finds {len(calls)} calls"
+            return f"tool calls of this model cannot be read: {written}, {read}. {known}"
+        return None
 
     def _from_end(self, text: str) -> str:
         """``text`` from the first token on that ends a reply; "" if there is none."""
@@ -269,9 +339,20 @@ class ChatFormat:
     def _apply(self, messages: Sequence[Message], tools: Tools, template_kwargs: Mapping[str, object]) -> str:
         plain = read_messages(list(messages))
         for message in plain:
-            message["content"] = self._content(content_text(message["content"]))
+            said = content_text(message["content"])
+            if self._written is not None and (calls := message.pop("tool_calls", None)):
+                said += self._written([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+            message["content"] = self._content(said)
             message["role"] = "system" if message["role"] == "developer" else message["role"]
-        return self._rendered(plain, tools, template_kwargs)
+            if THOUGHTS[0] in message:
+                message[self._thought] = message.pop(THOUGHTS[0])
+        try:
+            return self._rendered(plain, tools, template_kwargs)
+        except ValueError:  # GPT-OSS's refuses what else the model said beside its thinking and a call
+            loud = [m for m in plain if m.get("tool_calls") and m["content"] and m.pop(self._thought, None)]
+            if not loud:
+                raise
+            return self._rendered(plain, tools, template_kwargs)
 
     def _rendered(self, messages: Messages, tools: Tools, template_kwargs: Mapping[str, object]) -> str:
         settings = {"add_generation_prompt": True, **self._kwargs, **template_kwargs}
@@ -280,6 +361,15 @@ class ChatFormat:
         except Exception as error:  # a template may raise anything
             what = str(error) or type(error).__name__
             raise ValueError(f"the chat template refuses these messages ({what})") from error
+
+    @cached_property
+    def _written(self) -> Callable[[Sequence[tuple[str, dict[str, Any]]]], str] | None:
+        """What writes the calls of a message, if the chat template does not."""
+        if self.tools is None or self.tools.write is None:
+            return None
+        call = {"role": "assistant", "content": "x", "tool_calls": [_called(PROBE, {})]}
+        shown = PROBE in self._rendered([{"role": "user", "content": "x"}, call], None, {})
+        return None if shown else self.tools.write
 
     @cached_property
     def _content(self) -> Callable[[str], object]:
@@ -291,55 +381,23 @@ class ChatFormat:
         return (lambda text: text) if shown else (lambda text: [{"type": "text", "text": text}])
 
 
-def content_text(content: object, name: str = "content") -> str:
-    """The content of a message as one text: null is empty, parts of text are joined. ``name``: for the message.
-
-    Raises:
-        ValueError: it has something else, such as an image.
-    """
-    if isinstance(content, list):
-        for place, part in enumerate(content):
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                kind = part.get("type") if isinstance(part, dict) else part
-                raise ValueError(f"{name}[{place}] is of type {kind!r:.60}, and only parts of type text are read")
-        return "".join(part["text"] for part in content)
-    if content is None or isinstance(content, str):
-        return content or ""
-    raise ValueError(f"{name} must be text or parts of type text, not {content!r:.60}")
-
-
-def before_stop(text: str, stops: Sequence[str]) -> str:
-    """``text`` up to the first of ``stops``, which is part of the tokens and not of the text that clients get."""
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(found, default=len(text))]
-
-
-def comparable(message: Message) -> tuple[object, ...]:
-    """What two messages that mean the same have in common: role, name, text, calls with their arguments as values.
-
-    Clients send a reply back with other ids, white space in its JSON, or null for nothing.
-    """
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    content, reply = content_text(message.get("content")), message.get("role") == "assistant"
-    written = [(call.get("name"), _value(call.get("arguments"))) for call in calls]
-    return message.get("role"), message.get("name"), content.strip() if reply else content, written
-
-
-def _value(arguments: object) -> object:
-    try:
-        return json.loads(arguments, strict=False) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
+def _called(name: str, arguments: Mapping[str, object]) -> dict[str, object]:
+    """A tool call; Mistral's templates want an id of nine characters."""
+    return {"id": "0" * 9, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def _probes(reply: Message) -> Iterator[Message]:
-    """Replies that a template shows where ``reply`` was: one that says `PROBE`, and one that calls it."""
-    yield {"role": "assistant", "content": PROBE}
+    """Replies that a template shows where ``reply`` was: one that says `PROBE`, and one that calls it.
+
+    They have its thinking: prompts that begin a thought are the beginning of no reply without one.
+    """
+    own = {"role": "assistant", **{name: reply[name] for name in THOUGHTS[:1] if name in reply}}
+    yield {**own, "content": PROBE}
     if calls := reply.get("tool_calls"):
         called = calls[0].get("function", calls[0])
         renamed = {**called, "name": PROBE}
         first = {**calls[0], "function": renamed} if "function" in calls[0] else renamed
-        yield {"role": "assistant", "content": "", "tool_calls": [first, *calls[1:]]}
+        yield {**own, "content": "", "tool_calls": [first, *calls[1:]]}
 
 
 def schemas(tools: Tools) -> dict[str, dict[str, object]]:

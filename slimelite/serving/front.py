@@ -7,11 +7,9 @@ everything; the key of a session opens its sampling endpoints and its record, an
 
 from __future__ import annotations
 
-import hmac
 import re
 import time
 from collections.abc import Awaitable, Callable
-from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -21,7 +19,7 @@ from slimelite.engines.sampling import Generating
 from slimelite.http_server import Answer, Handler, RequestError, read_json
 from slimelite.serving import anthropic, openai
 from slimelite.serving.replies import Model
-from slimelite.serving.requests import OBJECT, SAMPLING, Kind, check_fields, is_loopback, sampling
+from slimelite.serving.requests import OBJECT, SAMPLING, Kind, check_fields, sampling
 from slimelite.serving.sessions import Session, Sessions, Turn
 
 # most requests that are answered or wait at the same time, and most open sessions; more are told to come again
@@ -68,8 +66,7 @@ class Front(GenerateServer):
         page: str | None = None,
     ) -> None:
         chat_format = sessions.format
-        super().__init__(engine, chat_format.encode, chat_format.decode, sessions.max_context_len, host, port)
-        self.key = key
+        super().__init__(engine, chat_format.encode_text, chat_format.decode, sessions.max_context_len, host, port, key)
         self._model = Model(name, sessions, engine, int(time.time()))
         self._html, self._running = page, 0
 
@@ -88,13 +85,12 @@ class Front(GenerateServer):
         return [*super()._routes(), *sampling, *models, *sessions, *page]
 
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        """Check the key, and bound the number of requests."""
-        self._check_key(http)
+        """As every server; and the number of requests is bounded."""
         if self._running >= MOST_REQUESTS:
             raise RequestError(f"{MOST_REQUESTS} requests are running or waiting; come again later", 429)
         self._running += 1
         try:
-            return await handler(http)
+            return await super()._handled(http, handler)
         finally:
             self._running -= 1
 
@@ -102,30 +98,22 @@ class Front(GenerateServer):
         """As the dialect describes errors."""
         return (anthropic if "/v1/messages" in http.path else openai).error_body(error, status)
 
-    def _check_key(self, http: web.Request) -> None:
-        """Who may do what: without a session the front's key, with one that or the session's.
+    def _public(self) -> list[Handler]:
+        return [*super()._public(), self._page]
 
-        Raises:
-            RequestError: the key is wrong, or a page of another site asks a server without one.
-        """
-        given = http.headers.get("x-api-key") or http.headers.get("Authorization", "").removeprefix("Bearer ")
-        if http.match_info.handler in (self._health, self._page):
-            return
-        # without a key it listens to this machine alone, whose browser may be showing somebody's page
-        names = [http.url.host, *(urlsplit(origin).hostname for origin in http.headers.getall("Origin", []))]
-        if self.key is None and not all(is_loopback(name or "") for name in names):
-            raise RequestError("a page of another site may not use a server without an API key", 403)
-        if self.key is not None and hmac.compare_digest(given.encode(), self.key.encode()):
-            return
+    def _opens(self, http: web.Request, given: str) -> bool:
+        """Without a session the front's key opens, with one that or the session's."""
         session = http.match_info.get("session")
-        if session is not None and http.method != "DELETE":
-            try:
-                self._model.sessions.get(session, given)
-            except (LookupError, PermissionError):
-                # whether there is such a session is nobody's business without a key
-                raise RequestError(f"this key does not open session {session!r}", 401, code="invalid_api_key") from None
-        elif self.key is not None:
-            raise RequestError("this needs the server's API key", 401, code="invalid_api_key")
+        if self.key is not None and super()._opens(http, given):
+            return True
+        if session is None or http.method == "DELETE":
+            return self.key is None
+        try:
+            self._model.sessions.get(session, given)
+        except (LookupError, PermissionError):
+            # whether there is such a session is nobody's business without a key
+            raise RequestError(f"this key does not open session {session!r}", 401, code="invalid_api_key") from None
+        return True
 
     def _session(self, http: web.Request) -> Session:
         """The session that a request names, or one for it alone."""
@@ -175,7 +163,9 @@ class Front(GenerateServer):
         return web.json_response({"id": session.id, "deleted": True})
 
     async def _page(self, _: web.Request) -> web.Response:
-        return web.Response(text=self._html, content_type="text/html")
+        # another site's page could show it inside itself, and lead a click
+        headers = {"X-Frame-Options": "DENY", "Content-Security-Policy": "frame-ancestors 'none'"}
+        return web.Response(text=self._html, content_type="text/html", headers=headers)
 
 
 def _recorded(turn: Turn) -> dict[str, object]:

@@ -20,7 +20,8 @@ from slimelite.data.messages import BadCell, read_messages
 from slimelite.engines.protocol import SamplingParams
 from slimelite.http_server import Answer, RequestError, sse
 from slimelite.serving.choices import ChatChoices, Choices, TextChoices, usage
-from slimelite.serving.format import ChatFormat, Message, content_text
+from slimelite.serving.format import ChatFormat, Message
+from slimelite.serving.messages import content_text
 from slimelite.serving.replies import Asked, Model, parts
 from slimelite.serving.requests import (
     ALTERNATIVES,
@@ -63,6 +64,8 @@ NEUTRAL: dict[str, Any] = {
 COMPLETION_TOKENS = 16  # OpenAI's default
 # most responses to one request, to all of its prompts together
 MOST_RESPONSES = 4096
+# most log-probs in one answer, those of alternatives included: about 100 MB of memory
+MOST_LOG_PROBS = 1 << 19
 
 
 async def chat(model: Model, session: Session, body: Mapping[str, Any]) -> Answer:
@@ -100,6 +103,12 @@ async def complete(model: Model, session: Session, body: Mapping[str, Any]) -> A
         raise RequestError("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     if len(prompts) * copies > MOST_RESPONSES:
         raise RequestError(f"a request may ask for {MOST_RESPONSES} responses; send several", param="prompt")
+    if (top := body.get("logprobs")) is not None:
+        tokens = sum(wanted + len(prompt) * bool(body.get("echo")) for prompt in prompts)
+        entries = tokens * copies * (1 + top)
+        if entries > MOST_LOG_PROBS:
+            message = f"this asks for {entries} log-probs; a request may ask for {MOST_LOG_PROBS}; send several"
+            raise RequestError(message, param="logprobs")
     params = sampling({**body, "max_tokens": wanted or None}, session.defaults)
     asked = [
         # nothing is sampled after a prompt that is only scored
@@ -212,7 +221,7 @@ def _prompts(prompt: object, chat_format: ChatFormat) -> list[list[int]]:
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise RequestError("prompt must be a text, token ids, or a list of either", param="prompt")
-    found = [chat_format.encode(one) if isinstance(one, str) else one for one in prompt]
+    found = [chat_format.encode_text(one) if isinstance(one, str) else one for one in prompt]
     if not all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in found):
         raise RequestError("each prompt must be a text or a list of token ids, not empty", param="prompt")
     return found

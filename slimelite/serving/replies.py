@@ -9,9 +9,11 @@ from functools import partial
 
 from slimelite.engines.protocol import OnTokens, SamplingParams
 from slimelite.engines.sampling import Generating, news
-from slimelite.serving.format import ChatFormat, before_stop
+from slimelite.serving.calls import ToolCall
+from slimelite.serving.channels import certain_channels
+from slimelite.serving.format import ChatFormat
+from slimelite.serving.messages import before_stop
 from slimelite.serving.sessions import Session, Sessions, Turn
-from slimelite.serving.tools import ToolCall
 
 # a response that is wanted: its turn, which has the prompt, and how it is sampled
 Asked = tuple[Turn, SamplingParams]
@@ -85,6 +87,7 @@ class TextStream:
         self._format, self._turn, self._stops = chat_format, turn, stops
         self._raw = not turn.messages
         self._thinking = None if self._raw else chat_format.reasoning
+        self._channels = self._thinking is not None and self._thinking.channels
         self._opened = chat_format.opens_thinking(turn.rendered)
         tools = None if self._raw else chat_format.calls(turn.tools)
         self._marks = (*stops, *(tools.begins if tools else ()))
@@ -109,7 +112,7 @@ class TextStream:
         thinking, content = reply.reasoning or "", reply.content
         # thinking that nothing opened has been shown as content before its end came; of empty thinking, its end has
         other = bool(thinking) or not content.lstrip().startswith(self._content.lstrip())
-        unopened = other and bool(self._content) and not self._reasoning
+        unopened = other and bool(self._content) and not self._reasoning and not self._channels
         if self._raw or unopened:
             content = self._format.decode(self._format.without_end(self._turn.reply_ids))
         content = before_stop(content, self._marks if unopened and reply.tool_calls else self._stops)
@@ -129,6 +132,9 @@ class TextStream:
         form, text = self._thinking, self._text
         if form is None:
             return "", _held(text, self._marks)
+        if form.channels:
+            thinking, content = certain_channels(text)
+            return _held(thinking, self._stops), _held(content, self._marks)
         lead = text.lstrip()
         begun = lead.startswith(form.start)
         if not begun and form.start.startswith(lead):

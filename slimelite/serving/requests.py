@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -95,14 +94,6 @@ def sampling(body: Mapping[str, object], defaults: SamplingParams) -> SamplingPa
         if field in values:
             values[field] = (values[field],) if isinstance(values[field], str) else tuple(values[field])
     return replace(defaults, **values)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether ``host``, a name or an address, is this machine to itself."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _all(values: object, holds: Callable[[object], bool]) -> bool:

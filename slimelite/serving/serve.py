@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import importlib.util
 import json
 import shlex
 import signal
@@ -19,9 +20,9 @@ from typing import NamedTuple
 from slimelite.engines.protocol import Codec, Engine, EngineInfo, EngineSetup
 from slimelite.engines.registry import ENGINES, ServerAddress
 from slimelite.html import document
+from slimelite.http_server import is_loopback
 from slimelite.registry import function
 from slimelite.runnable import resolve_models, runnable
-from slimelite.serving.requests import is_loopback
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS
 from slimelite.tracking.noise import quiet_transformers
 
@@ -100,6 +101,7 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
     """
     from slimelite.arguments.machine import this_machine
     from slimelite.checkpoints import read_config
+    from slimelite.data.templates import try_template
     from slimelite.data.tokenizer import check_files, load_tokenizer, stop_token_ids
     from slimelite.engines.sampling import engine_sampler
     from slimelite.families import text_config
@@ -111,6 +113,11 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
     gpus = this_machine().gpus
     if args.context_length is not None and args.context_length < 1:
         raise ValueError(f"--context-length must be at least 1, not {args.context_length}")
+    package = ENGINES[args.engine].package
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"--engine {args.engine}: {package} is not installed: docs/install.md says how; or take embedded"
+        )
     if args.device == "cuda" and not gpus:
         raise ValueError("--device cuda: torch finds no GPU")
     device = args.device or ("cuda" if gpus else "cpu")
@@ -124,6 +131,7 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
         quiet_transformers()
         path = stack.enter_context(runnable(source, "bfloat16" if device == "cuda" else "float32"))
         tokenizer = load_tokenizer(path)
+        try_template(tokenizer)
         ends = stop_token_ids(path, tokenizer)
         chat_format = ChatFormat(tokenizer, end_ids=ends, **parsers)
         if not has_weights(path):
@@ -132,7 +140,7 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
         if known is not None and (args.context_length or 0) > known:
             what = f"--context-length {args.context_length} is more than the model's {known} tokens"
             print(f"warning: {what}; it has not learned to go on beyond them", file=sys.stderr)
-        codec = Codec(chat_format.decode, chat_format.encode, ends)
+        codec = Codec(chat_format.decode, chat_format.encode_text, ends)
         engine = await stack.enter_async_context(_engine(args, path, device, codec))
         info = await engine.info()
         sessions = Sessions(chat_format, engine_sampler(engine), info.max_context_len)

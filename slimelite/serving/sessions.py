@@ -27,7 +27,8 @@ from slimelite.engines.protocol import RESULT_TOKENS, GenerateRequest, GenerateR
 from slimelite.engines.sampling import Sampler
 from slimelite.per_token import held, joined
 from slimelite.sample import Sample, Status
-from slimelite.serving.format import ChatFormat, Message, Reply, Tools, before_stop, comparable
+from slimelite.serving.format import ChatFormat, Message, Tools
+from slimelite.serving.messages import Reply, before_stop, comparable
 
 
 class ContextFullError(ValueError):
@@ -300,7 +301,7 @@ class Session:
         turn.weight_versions = result.weight_versions
         turn.finish_reason, turn.cached_tokens = result.finish_reason, result.cached_tokens
         opened = self.format.opens_thinking(turn.rendered)
-        turn.reply = self.format.reply(turn.reply_ids, turn.tools, opened=opened, salt=str(turn.number))
+        turn.reply = self.format.reply(turn.reply_ids, turn.tools, opened=opened, salt=f"{self.id}/{turn.number}")
         said = turn.reply.message()
         shown = {**said, "content": before_stop(turn.reply.content, params.stop)}
         turn.heard = comparable(said), comparable(shown)
@@ -311,7 +312,7 @@ class Session:
     async def _whole(
         self, turn: Turn, prompt_ids: list[int], params: SamplingParams, on_tokens: OnTokens | None
     ) -> GenerateResult:
-        """The response to ``turn``; what a pause interrupts goes on after it, under the weights of then."""
+        """The response to ``turn``. A request that a pause interrupts goes on after it, with the new weights."""
         whole = GenerateResult(f"{self.id}/{turn.number}", [], [], [], "abort")
         self._unfinished[turn.number] = whole
         for part in count():

@@ -192,10 +192,22 @@ def reward_collapse(h: History) -> Seen | None:
 def all_wrong(h: History) -> Seen | None:
     """Three rollouts in a row, so that one hard batch is no alarm; a run that was better before has collapsed."""
     share = min(h.values["wrong"][-QUIET:], default=0.0)
-    if len(h.values["wrong"]) < QUIET or share < ALL or h.least_wrong <= 0.5:
+    if len(h.values["wrong"]) < QUIET or share < ALL or h.least_wrong <= 0.5 or no_tokens(h) is not None:
         return None
     says = f"{share:.0%} of the groups or more had no right answer in {QUIET} rollouts: there is nothing to learn from"
     return Seen(says, lambda h: h.now("wrong", QUIET) >= ALL)
+
+
+@kind(
+    "no response of a rollout has a token",
+    "Look at the prompts in rollouts/ of the run folder: a prompt as long as the context leaves no room for a reply. "
+    "Shorten it, or raise --rollout-max-context-len. If environments failed, log.txt says why.",
+)
+def no_tokens(h: History) -> Seen | None:
+    """One rollout: not a single token is never chance. The reward then says nothing, so it raises no alarm beside."""
+    if h.row.get("length") != 0:
+        return None
+    return Seen("no response has a token, so that nothing is trained", lambda h: h.row.get("length") == 0)
 
 
 @kind(
@@ -255,7 +267,7 @@ def truncation(h: History) -> Seen | None:
 def length(h: History) -> Seen | None:
     """Twice: responses that learn to reason grow, too, but the score then grows with them."""
     then, now, done = h.then("length"), h.now("length"), max(h.rollouts - WINDOW - LEVEL, 0)
-    if not h.enough("length") or not h.values["reward"] or now < 2 * then or h.improved(done):
+    if not h.enough("length") or not h.values["reward"] or not then or now < 2 * then or h.improved(done):
         return None
     by = "no eval score" if h.scores else "no reward"
     says = f"responses grew from {then:.0f} to {now:.0f} tokens on average, and {by} rose with them"

@@ -67,7 +67,7 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
     """The records that no later resume made invalid, in the order they were written; numbers are floats.
 
     Raises:
-        ValueError: there is no such file, or a line is not JSON (except a crashed run's last line).
+        ValueError: there is no such file, or a line is no JSON object of numbers (except a crashed run's last line).
     """
     path = Path(run_dir) / FILE_NAME
     if not path.is_file():
@@ -79,17 +79,24 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
         if not line:
             continue
         try:
-            record = {k: v if k == "kind" else float(v) for k, v in json.loads(line).items()}
-        except json.JSONDecodeError:
+            found = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
             torn = (number, line)
             continue
-        if torn is not None and record["kind"] != "start":
+        try:
+            record = {k: v if k == "kind" else float(v) for k, v in found.items()}
+            kind, _ = record["kind"], record[AXES["eval/"] if record["kind"] == "eval" else DEFAULT_AXIS]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            if torn is None:
+                raise ValueError(f"{path}:{number}: no record of metrics: {line[:80]!r}") from None
+            kind = None
+        if torn is not None and kind != "start":
             raise ValueError(f"{path}:{torn[0]}: not JSON: {torn[1][:80]!r}")
         torn = None
-        if record["kind"] == "start":
+        if kind == "start":
             records = [r for r in records if _precedes(r, record[DEFAULT_AXIS])]
             counted = int(counts_evals([record]))
-        elif record["kind"] == "eval":
+        elif kind == "eval":
             record["eval/step"] -= counted
         records.append(record)
     return records

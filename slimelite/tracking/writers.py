@@ -104,8 +104,16 @@ class WandbWriter:
         self._run.alert(title=title, text=text, level="WARN")
 
     def close(self, failed: bool, /) -> None:
-        """Upload what is left."""
+        """Upload what is left.
+
+        After a failure the watchdog ends every process of the run. wandb's must be gone by then: wandb would miss it
+        when Python exits, with a traceback.
+        """
         self._run.finish(exit_code=int(failed))
+        if failed:
+            import wandb
+
+            wandb.teardown()
 
 
 class TensorboardWriter:

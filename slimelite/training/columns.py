@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slimelite.algorithms import advantages as adv
-from slimelite.algorithms.corrections import mis_weights
+from slimelite.algorithms.corrections import level_ratio, mis_weights
 from slimelite.algorithms.losses import LEVELS
 from slimelite.algorithms.packed import row_weights, segment_sum, select
 from slimelite.algorithms.policy import kl_estimate
@@ -109,18 +109,15 @@ class TokenColumns:
     def normalize_correction(self, args: CorrectionArgs) -> None:
         """``--mis-batch-normalize``: divide policy-loss weights by the mean correction weight of their optimizer step.
 
-        At the levels sequence and geometric each response counts once in this mean. Needs ``old`` of every trained row.
+        The mean is slime's: the mode mask counts its dropped tokens with their ratio, as those that a rejection or a
+        veto drops count with their weight. At the levels sequence and geometric each response counts once, if it has a
+        trained token. Needs ``old`` of every trained row.
         """
         assert self.old is not None
-        weights, _ = mis_weights(
-            self.old,
-            self.rollout_log_probs,
-            *(self.mask, self.segments, self.rows),
-            level=args.mis_level,
-            mode=args.mis_mode,
-            upper=args.mis_upper_bound,
-            lower=args.mis_lower_bound,
-        )
+        tokens = (self.old, self.rollout_log_probs, self.mask, self.segments, self.rows)
+        level, upper, lower = args.mis_level, args.mis_upper_bound, args.mis_lower_bound
+        weights, _ = mis_weights(*tokens, level=level, mode=args.mis_mode, upper=upper, lower=lower)
+        weights = torch.where(weights > 0, weights, select(level_ratio(*tokens, level), self.mask))
         counts = self.mask.double()
         if LEVELS[args.mis_level].function is not None:
             counts = counts / torch.bincount(self.segments[self.mask], minlength=self.rows).clamp(min=1)[self.segments]

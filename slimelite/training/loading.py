@@ -11,15 +11,15 @@ import torch
 from accelerate import init_empty_weights
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimelite.arguments import Args
 from slimelite.heap import return_freed_memory
-from slimelite.model_files import LOGIT_TRANSFORMS, check_weights, has_weights, load_weights
+from slimelite.model_files import LOGIT_TRANSFORMS, check_weights, has_weights, load_config, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
-from slimelite.training.lora import adapters, add_adapters
+from slimelite.training.lora import adapters, add_adapters, check_ranks, check_readable
 from slimelite.training.model import LanguageModel, PolicyModel
-from slimelite.training.packing import NoSmallModel, Packing, may_pack, one_line, without_noise
+from slimelite.training.packing import NoSmallModel, Packing, may_pack, one_line
 from slimelite.training.parallel import World, shard_model
 
 logger = logging.getLogger(__name__)
@@ -68,23 +68,25 @@ def build_model(
     hf = load_model(
         str(path), config, seed=args.seed, attention=_attention(args), empty=world.rank > 0, new_head=new_head
     )
-    if trainable and args.gradient_checkpointing:
-        kept = {"context_fn": partial(create_selective_checkpoint_contexts, _keeps)}
-        hf.gradient_checkpointing_enable({"use_reentrant": False} | (kept if args.recomputes_selectively else {}))
     if not trainable:
         hf.requires_grad_(False)
     elif args.lora_rank:
         add_adapters(hf, args, args.seed)
-    model = wrap(hf).train()
+        for _, adapter in adapters(hf):
+            adapter.in_place = not args.recomputes_selectively
+    model = wrap(hf)
     model.packed = packing >= Packing.PACKED
     model.shares = args.share_prefixes and packing is Packing.SHARED
-    if args.compile:
-        model.compile_layers()
     # not the buffers: rotary frequencies rounded to bf16 give angles that are radians off at position 1,000
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(world.compute_dtype)
     shard_model(model, model.layers, world, cpu_offload=trainable and args.fsdp_cpu_offload)
+    if args.compile:
+        model.compile_layers()
+    if trainable and args.gradient_checkpointing:
+        kept = (partial(create_selective_checkpoint_contexts, _keeps),) if args.recomputes_selectively else ()
+        model.recompute_layers(*kept)
     if world.device.type == "cpu":  # it was built in twice the memory that it keeps
         return_freed_memory(above=0)
     return model
@@ -105,7 +107,7 @@ def read_config(path: str | None) -> PretrainedConfig:
     if path is None:
         raise ValueError("no model to train; give --hf-checkpoint")
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = load_config(path)
     except OSError as error:
         raise ValueError(f"no model at {path}: {error}") from error
     except ValueError as error:
@@ -118,7 +120,7 @@ def read_config(path: str | None) -> PretrainedConfig:
         value = getattr(config, name, harmless)
         if value != harmless:
             raise LogitsError(f"{config.model_type} with {name}={value} is not supported: the LM head here is linear")
-    return without_noise(config)
+    return config
 
 
 def load_model(
@@ -171,8 +173,12 @@ def inspect_model(
             f"({one_line(error)}); compare it with the original, or take another model"
         ) from error
     check_weights(path, empty, unread=LM_HEAD if new_head else ())
+    if trained and (args.lora_rank or args.critic_lora_rank):
+        check_ranks(empty, args)
     if trained and args.lora_rank:
         add_adapters(empty, args, seed=0)
+        if args.save_hf and not args.lora_merge:
+            check_readable(empty)
         odd = {name.rpartition(".")[2] for name, _ in adapters(empty)} - {*args.lora_modules}
         if args.sends_adapter and odd:
             raise ValueError(

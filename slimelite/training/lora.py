@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
 import json
 import math
+import textwrap
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,17 +18,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from slimelite.arguments.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ALL_LINEAR, GROUPS, LoraArgs
 from slimelite.engines.protocol import AdapterFormat
 from slimelite.files import whole as written_whole
 from slimelite.files import write_text
-from slimelite.model_files import write_weights
+from slimelite.model_files import has_experts, write_weights
 from slimelite.training.parallel import whole
 
 # parameters of an adapter, as peft names those of a linear layer
 PARTS = ("lora_A", "lora_B")
 PEFT_PREFIX = "base_model.model."
+# Linear layers of a mixture (dense layers, shared experts, a router) that peft 0.19 to 0.21.2 takes for experts, which
+# had these names in transformers 4: as target_modules it would drop their adapters and begin others on the experts
+# (huggingface/peft#3711). As target_parameters they stay what they are.
+TAKEN_FOR_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")
 
 
 class Adapter(nn.Module):
@@ -38,6 +47,8 @@ class Adapter(nn.Module):
     lora_B: nn.Parameter
     scaling: float
     dropout: float
+    # whether what it adds may be written into what the frozen weight gives, which selective recomputation keeps
+    in_place = True
     # what peft calls the two parts in a file
     peft_parts: tuple[str, str]
 
@@ -73,7 +84,8 @@ class LoraLinear(Adapter, nn.Linear):
         # passes without gradient (old log-probs, the reference) see the policy that the engines have
         kept = F.dropout(x, self.dropout) if self.dropout and torch.is_grad_enabled() else x
         low_rank = F.linear(F.linear(kept, self.lora_A), self.lora_B)
-        return F.linear(x, self.weight, self.bias).add_(low_rank, alpha=self.scaling)
+        out = F.linear(x, self.weight, self.bias)
+        return (out.add_ if self.in_place else out.add)(low_rank, alpha=self.scaling)
 
     def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """[out, in]."""
@@ -157,30 +169,31 @@ def add_adapters(hf: PreTrainedModel, args: LoraArgs, seed: int) -> None:
         _load(hf, Path(args.lora_adapter_path))
 
 
+def check_ranks(hf: PreTrainedModel, args: LoraArgs) -> None:
+    """Raise ValueError for an adapter that has a higher rank than every matrix that gets one."""
+    highest = max(min(_weight(hf.get_submodule(name)).shape) for name in _targets(hf, args))
+    for option, rank in (("--lora-rank", args.lora_rank), ("--critic-lora-rank", args.critic_lora_rank)):
+        if rank > highest:
+            raise ValueError(
+                f"{option} {rank}: the matrices that get an adapter have at most rank {highest}, and a higher one only "
+                "adds parameters; 8 to 64 is usual"
+            )
+
+
 def _targets(hf: PreTrainedModel, args: LoraArgs) -> list[str]:
     """Names of the modules that get an adapter."""
     head = hf.get_output_embeddings()
-    # a class of its own may compute something else, as Gemma's scaled embedding does
-    able = {name: module for name, module in hf.named_modules() if type(module) in (nn.Linear, nn.Embedding)}
+    able = _able(hf)
     linear = [name for name, module in able.items() if isinstance(module, nn.Linear) and module is not head]
-    fused = {name for name, p in hf.named_parameters() if p.ndim > 2}
 
     def named(wanted: tuple[str, ...], what: str) -> set[str]:
         found: set[str] = set()
         for word in wanted:
             fits = linear if word == ALL_LINEAR else []
             for each in GROUPS.get(word, (word,)):
-                fits = fits + [name for name in able if name == each or name.endswith(f".{each}")]
-            if not fits and any(word in name.split(".") for name in fused):
-                raise ValueError(
-                    f"{what} {word}: the experts of {hf.config.model_type} are one fused weight, which has no adapter "
-                    f"here; {ALL_LINEAR} leaves them frozen and adapts the other layers"
-                )
+                fits = fits + [name for name in able if _is_called(name, each)]
             if not fits:
-                there = sorted({name.rpartition(".")[2] for name in able})
-                near = difflib.get_close_matches(word, there, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join([*there, ALL_LINEAR])}"
-                raise ValueError(f"{what} {word}: no module of {hf.config.model_type} has that name; {hint}")
+                raise ValueError(f"{what} {word}: {_why_not(hf, word, able)}")
             found.update(fits)
         return found
 
@@ -194,6 +207,72 @@ def _targets(hf: PreTrainedModel, args: LoraArgs) -> list[str]:
     if not chosen:
         raise ValueError("--lora-exclude-modules leaves no module with an adapter")
     return [name for name in able if name in chosen]
+
+
+def _able(hf: nn.Module) -> dict[str, nn.Module]:
+    """The modules that can have an adapter, by name."""
+    read = {kind: _read_weights(kind) for kind in {type(module) for module in hf.modules()}}
+    # a class of its own may compute something else, as Gemma's scaled embedding does
+    return {
+        name: module
+        for name, module in hf.named_modules()
+        if type(module) in (nn.Linear, nn.Embedding)
+        and last_name(name) not in read[type(hf.get_submodule(name.rpartition(".")[0]))]
+    }
+
+
+LOOKS = ("dtype", "device", "shape")
+
+
+def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
+    """Modules whose weight ``kind`` hands to a function instead of calling them, as Mamba does for its kernels. An
+    adapter of such a module would compute nothing, without any error.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):  # a class without a source file
+        return frozenset()
+    found = set()
+    for node in ast.walk(tree):
+        # not a look at its dtype; and no slices, which Bloom takes to round as the program that trained it did
+        if isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr in LOOKS):
+            continue
+        for part in ast.iter_child_nodes(node):
+            match part:
+                case ast.Attribute(attr="weight", value=ast.Attribute(attr=name, value=ast.Name(id="self"))):
+                    found.add(name)
+    return frozenset(found)
+
+
+def _is_called(name: str, word: str) -> bool:
+    """Whether the module ``name`` is meant by ``word``, the last part of its name or all of it."""
+    return name == word or name.endswith(f".{word}")
+
+
+def _why_not(hf: PreTrainedModel, word: str, able: Mapping[str, nn.Module]) -> str:
+    """Why no module that ``word`` means can have an adapter."""
+    kind = hf.config.model_type
+    if has_experts(hf) and any(word in name.split(".") for name, p in hf.named_parameters() if p.ndim > 2):
+        return (
+            f"the experts of {kind} are one fused weight, which has no adapter here; {ALL_LINEAR} leaves them frozen "
+            "and adapts the other layers"
+        )
+    for name, module in hf.named_modules():
+        if name in able or getattr(module, "weight", None) is None or _weight(module).ndim < 2:
+            continue
+        if _is_called(name, word) or (word == ALL_LINEAR and not isinstance(module, nn.Embedding)):
+            if type(module) in (nn.Linear, nn.Embedding):
+                return f"{kind} reads its weight without calling it, so that an adapter would change nothing"
+            return f"in {kind} it is a {type(module).__name__}; adapters here are for torch's own Linear and Embedding"
+    there = sorted({last_name(name) for name in able})
+    near = difflib.get_close_matches(word, there, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join([*there, ALL_LINEAR])}"
+    return f"no module of {kind} has that name; {hint}"
+
+
+def _weight(module: nn.Module) -> Tensor:
+    assert isinstance(module.weight, Tensor)
+    return module.weight
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
@@ -213,22 +292,38 @@ def peft_weights(hf: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{PEFT_PREFIX}{name}.{suffix}", getattr(module, part)
 
 
+def check_readable(hf: PreTrainedModel) -> None:
+    """Raise ValueError if peft would not find the adapters of ``hf`` in their file: it renames what is in there as
+    transformers renames the weights of older files.
+    """
+    renamings = [change for change in get_model_conversion_mapping(hf) if isinstance(change, WeightRenaming)]
+    for name, _ in adapters(hf):
+        if rename_source_key(f"{name}.weight", renamings, [])[0] != f"{name}.weight":
+            raise ValueError(
+                f"peft would not find the adapter of {name} in the file of --save-hf, because transformers renames it "
+                f"in files of {hf.config.model_type}; add --lora-merge, or leave it out of --lora-target-modules"
+            )
+
+
 def peft_config(hf: nn.Module, args: LoraArgs, base: str | None) -> dict[str, object]:
     """What peft's ``adapter_config.json`` says of the adapters of ``hf``. Modules are named by their last names, and by
-    their whole names where another one with the same last name has no adapter.
+    their whole names where another one with the same last name has no adapter; see `TAKEN_FOR_EXPERTS`.
     """
     adapted = {name for name, _ in adapters(hf)}
-    bare = {name for name, module in hf.named_modules() if isinstance(module, nn.Linear | nn.Embedding)} - adapted
-    ambiguous = {last_name(name) for name in bare}
+    ambiguous = {last_name(name) for name, _ in hf.named_modules() if name not in adapted}
+    mixture = has_experts(hf)
+    weights = sorted(name for name in adapted if mixture and last_name(name) in TAKEN_FOR_EXPERTS)
+    modules = {name if last_name(name) in ambiguous else last_name(name) for name in adapted.difference(weights)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": args.lora_rank,
         "lora_alpha": args.lora_alpha,
-        "lora_dropout": args.lora_dropout,
+        "lora_dropout": 0.0 if weights else args.lora_dropout,  # peft refuses dropout with target_parameters
         "use_rslora": args.lora_type == "rslora",
-        "target_modules": sorted({name if last_name(name) in ambiguous else last_name(name) for name in adapted}),
+        "target_modules": sorted(modules),
+        "target_parameters": [f"{name}.weight" for name in weights] or None,
         "bias": "none",
         "inference_mode": True,
     }
@@ -240,7 +335,7 @@ def adapter_format(hf: nn.Module, args: LoraArgs, base: str | None) -> AdapterFo
     """
     scaled = {"lora_alpha": args.lora_scaling * args.lora_rank, "use_rslora": False}
     modules = sorted({last_name(name) for name, _ in adapters(hf)})
-    config = peft_config(hf, args, base) | scaled | {"target_modules": modules}
+    config = peft_config(hf, args, base) | scaled | {"target_modules": modules, "target_parameters": None}
     return AdapterFormat(config, {name: tuple(part.shape) for name, part in peft_weights(hf)})
 
 
@@ -258,6 +353,8 @@ def _load(hf: PreTrainedModel, folder: Path) -> None:
         found = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"--lora-adapter-path: {file} cannot be read ({error})") from error
+    if broken := [name for name, value in found.items() if not value.isfinite().all()]:
+        raise ValueError(f"--lora-adapter-path: {min(broken)} in {file} holds NaN or infinity; take an earlier adapter")
     mine = dict(peft_weights(hf))
     for problem, names in (("lacks", mine.keys() - found.keys()), ("has", found.keys() - mine.keys())):
         if names:

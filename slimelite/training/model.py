@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slimelite.families import EXPERTS
+from slimelite import model_files
 from slimelite.training.attention import ATTENTION, varlen_attention
 from slimelite.training.batch import MicroBatch
 from slimelite.training.lora import PARTS, Weight, adapters, head_weight
@@ -153,6 +154,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
+@cache
+def _never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` outside compiled code; one for all models, or each would compile its layers anew."""
+    return torch.compiler.disable(function)
+
+
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """[rows, V] in at least fp32."""
     logits = _product(hidden, weight.T)
@@ -176,28 +183,38 @@ class LanguageModel(nn.Module):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf
+        # the decoder layers, each sharded as one unit; FSDP will give them classes of other names
+        names = set(hf._no_split_modules or ())
+        found = [m for m in hf.modules() if type(m).__name__ in names or isinstance(m, GradientCheckpointingLayer)]
+        inner = {id(part) for module in found for part in module.modules() if part is not module}
+        self.layers = [module for module in found if id(module) not in inner]
         # whether sequences are laid end to end, see `packing.may_pack`; else each is a row of its own
         self.packed = True
         # whether a prefix that rows of a micro-batch share is computed once, see there
         self.shares = False
         self.compiled = False
+        # as engines run it: in train() a model may draw experts or drop layers, whose log-probs nobody sampled with
+        self.eval()
 
     def compile_layers(self) -> None:
         """Let torch.compile fuse what the layers do between their matrix products and attention (``--compile``).
 
         Attention stays outside, because its buckets would be compiled anew for every micro-batch. Only ``forward`` is
-        compiled, so that FSDP's hooks and checkpointing run around it as ever.
+        compiled, so that FSDP's hooks run around it as ever. FSDP gives a layer another class, so call it after that.
         """
-        AttentionInterface.register(ATTENTION, torch.compiler.disable(varlen_attention))
+        AttentionInterface.register(ATTENTION, _never_compiled(varlen_attention))
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         self.compiled = True
 
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The decoder layers; each is sharded and recomputed as one unit."""
-        names = set(self.hf._no_split_modules or ())
-        return [m for m in self.hf.modules() if type(m).__name__ in names]
+    def recompute_layers(self, context_fn: Callable[[], Any] = noop_context_fn) -> None:
+        """Let the backward pass compute each layer again from its input (``--gradient-checkpointing``).
+
+        That of transformers does it in train() only. Call it last: FSDP's hooks stay outside, compiled code inside.
+        ``context_fn``: see `torch.utils.checkpoint.checkpoint`.
+        """
+        for layer in self.layers:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context_fn)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[R, d] the states that predict the response tokens of ``batch``."""
@@ -218,24 +235,17 @@ class LanguageModel(nn.Module):
                 yield name.removeprefix("hf."), merged.get(id(parameter), parameter)
 
     def saved_buffers(self) -> dict[str, Tensor]:
-        """What a Hugging Face folder holds beside weights, by name, such as the biases of DeepSeek-V3's routers."""
-        saved = self.hf.state_dict().keys()
-        return {name: buffer for name, buffer in self.hf.named_buffers() if name in saved}
+        """What a model's files hold beside weights, by the names that it has there; see `model_files.saved_buffers`."""
+        return model_files.as_filed(self.hf, model_files.saved_buffers(self.hf))
 
     @property
     def has_experts(self) -> bool:
-        """Whether it is a mixture of experts, of which a token uses only some weights."""
-        config = self.hf.config.get_text_config()
-        return any(getattr(config, field, None) for field in EXPERTS)
+        """See `model_files.has_experts`."""
+        return model_files.has_experts(self.hf)
 
     def as_filed(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """A whole weight by the names that it has in a model's files, which engines read too; views, where it can be.
-
-        transformers holds all experts of a layer as one weight; files have a matrix for each.
-        """
-        if not self.has_experts:
-            return {name: weight}
-        return dict(revert_weight_conversion(self.hf, {name: weight}))
+        """A whole weight by the names that it has in a model's files; see `model_files.as_filed`."""
+        return model_files.as_filed(self.hf, {name: weight})
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters, by name, that training changes and a checkpoint keeps: all weights, or the adapters."""

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimelite.sample import Sample
@@ -32,6 +36,17 @@ SPREAD = 0.1
 
 class NoSmallModel(ValueError):
     """transformers itself cannot run a small copy of the model, so that packed log-probs cannot be compared."""
+
+
+class NotTrainable(ValueError):
+    """Log-probs here are not transformers' own; ``reason`` says why; ``eager``: whether that attention mends it."""
+
+    def __init__(self, family: str, reason: str, eager: bool) -> None:
+        remedy = "docs/algorithms.md says which families can be"
+        if eager:
+            remedy = "--attn-implementation eager computes it right, with a mask tensor for each forward pass"
+        super().__init__(f"{family} cannot be trained: {reason}; {remedy}")
+        self.reason, self.eager = reason, eager
 
 
 class Packing(IntEnum):
@@ -53,7 +68,7 @@ def may_pack(config: PretrainedConfig, attention: str, *, pairs: bool = False) -
 
     Raises:
         NoSmallModel: no small copy of the model can be run.
-        ValueError: even unpacked log-probs differ from transformers' own forward pass, or the forward pass fails.
+        NotTrainable: even unpacked log-probs differ from transformers' own forward pass, or the forward pass fails.
     """
     return _may_pack(pickle.dumps(config), attention, pairs)
 
@@ -66,10 +81,13 @@ def _may_pack(pickled: bytes, attention: str, pairs: bool) -> Packing:
     packed, problem = small.compare("sdpa" if attention.startswith("flash") else attention, pairs)
     if not problem:
         return packed
-    remedy = "docs/algorithms.md says which families can be"
-    if attention != "eager" and not small.compare("eager", pairs)[1]:
-        remedy = "--attn-implementation eager computes it right, with a mask tensor for each forward pass"
-    raise ValueError(f"{config.model_type} cannot be trained: {problem}; {remedy}")
+    eager = attention != "eager" and not small.compare("eager", pairs)[1]
+    raise NotTrainable(config.model_type, problem, eager)
+
+
+def why_alone(config: PretrainedConfig, attention: str) -> str:
+    """Why packed rows do not get the log-probs of each alone, for people."""
+    return _small_model(config).why_alone(attention)
 
 
 def _small_model(config: PretrainedConfig) -> SmallModel:
@@ -87,59 +105,154 @@ def _small_model(config: PretrainedConfig) -> SmallModel:
 
 
 class SmallModel:
-    """A small copy of a model, four rows, and the log-probs that transformers' own forward pass with eager attention
-    gives to each row alone. The last two share a prefix.
+    """A small copy of a model, some rows, and the log-probs that transformers' own forward pass, with eager attention
+    and in eval(), gives to each row alone. Rows 2 and 3 share a prefix; rows 0 and 4 are equally long.
     """
 
+    @torch.no_grad()
     def __init__(self, config: PretrainedConfig, device: str) -> None:
         self._config = small_config(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self._model = self._build("eager")
-            for parameter in self._model.parameters():
+            self._own = self._build("eager")
+            for parameter in self._own.parameters():
                 parameter.add_(torch.randn_like(parameter) * SPREAD)
             rows = [torch.randint(1, VOCABULARY, (length,)) for length in LENGTHS]
         rows[3][:SHORTEST] = rows[2][:SHORTEST]
-        self._model.to(device)
-        self._right, samples = [], []
+        self._weights = {name: tensor.clone() for name, tensor in self._own.state_dict().items()}
+        self._own.to(device)
+        self._rows = [ids[None].to(device) for ids in rows]
+        self._right = [self._own_log_probs(ids) for ids in self._rows]
+        samples = []
         for i, ids in enumerate(rows):
-            logits = self._model(input_ids=ids[None].to(device), use_cache=False).logits[0, :-1]
-            self._right.append(logits.float().log_softmax(-1).gather(-1, ids[1:, None].to(device))[:, 0])
             samples.append(Sample(group_index=i, index=i, tokens=ids[:1].tolist(), reward=0.0))
             samples[i].append_response_tokens(ids[1:].tolist(), log_probs=[0.0] * (len(ids) - 1))
         self._columns = TokenColumns.from_table(SampleTable.from_samples([samples]))
 
+    @torch.no_grad()
     def compare(self, attention: str, pairs: bool) -> tuple[Packing, str]:
         """How packed rows get the right log-probs with this attention; and the problem of unpacked rows, or ""."""
-        register_attention()
         try:
-            with torch.random.fork_rng(devices=[]):  # the test does not change the run's own random numbers
-                twin = self._build(attention)
-            twin.load_state_dict(self._model.state_dict())
-            policy = PolicyModel(twin.to(self._model.device))
+            policy = self._policy(attention)
             right = [packing for packing, rows in TESTS.items() if self._gap(policy, rows, packing) < TOLERANCE]
             apart = max(self._gap(policy, rows, Packing.ALONE) for rows in [[0], [1]] + [[0, 1]] * pairs)
+            found = policy.hf.state_dict()
+            if any(not torch.equal(found[name].cpu(), tensor) for name, tensor in self._weights.items()):
+                return Packing.ALONE, "its forward pass changes its weights"
+            why = self._why_other(policy) if apart >= TOLERANCE else ""
         except Exception as error:  # models may raise anything when they are called in an unsupported way
             if isinstance(error, KeyError) and attention in str(error):
                 return Packing.ALONE, "its attention cannot be exchanged for the one here"
             return Packing.ALONE, f"its forward pass fails here: {one_line(error)}"
-        problem = f"its log-probs differ by {apart:.1e} from transformers' own" if apart >= TOLERANCE else ""
+        problem = why and f"{why}: its log-probs differ by {apart:.1e} from transformers' own"
         return max(right, default=Packing.ALONE), problem
+
+    @torch.no_grad()
+    def why_alone(self, attention: str) -> str:
+        """Why packed rows do not get the right log-probs, for people: which module is the first to differ."""
+        policy = self._policy(attention)
+        packed, other, alone = (self._seen(policy, rows) for rows in ([0, 1], [4, 1], [1]))
+        if name := _first_difference(packed, other):
+            return f"in a pack its {name} sees the sequence before"
+        return f"in a pack its {_first_difference(packed, alone)} depends on where a sequence begins"
+
+    def _why_other(self, policy: PolicyModel) -> str:
+        """Why a row alone does not get the right log-probs, for people."""
+        ids = self._rows[1]
+        if (self._own_log_probs(ids) - self._right[1]).abs().max() > TOLERANCE:
+            return "its log-probs change from call to call"
+        changed = ids.clone()
+        changed[:, -1] = 1 + changed[:, -1] % (VOCABULARY - 1)
+        if (self._own_log_probs(changed) - self._right[1])[:-1].abs().max() > TOLERANCE:
+            return "its tokens see those that come after them"
+        with _outputs(self._own) as theirs:
+            self._own(input_ids=ids, use_cache=False)
+        if name := _first_difference(self._seen(policy, [1]), theirs):
+            return f"its {name} computes something else here"
+        biased = getattr(policy.hf.get_output_embeddings(), "bias", None) is not None
+        return "its LM head has a bias" if biased else "its logits are not what its LM head gives"
+
+    def _policy(self, attention: str) -> PolicyModel:
+        """The same model as it is trained here, with this attention."""
+        register_attention()
+        with torch.random.fork_rng(devices=[]):  # the test does not change the run's own random numbers
+            twin = self._build(attention)
+        twin.load_state_dict(self._weights)
+        return PolicyModel(twin.to(self._own.device))
 
     def _build(self, attention: str) -> PreTrainedModel:
         # transformers keeps the attention in the config
         config = copy.deepcopy(self._config)
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
-        return model.requires_grad_(False).train()
+        return model.eval()
+
+    def _own_log_probs(self, ids: Tensor) -> Tensor:
+        logits = self._own(input_ids=ids, use_cache=False).logits[0, :-1]
+        return logits.float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
     def _gap(self, policy: PolicyModel, rows: list[int], packing: Packing) -> float:
         """The largest difference from the right log-probs [nats]."""
         policy.packed, shares = packing >= Packing.PACKED, packing is Packing.SHARED
-        batch = MicroBatch(self._columns, np.array(rows, np.int64), self._model.device, shares=shares)
+        batch = MicroBatch(self._columns, np.array(rows, np.int64), self._own.device, shares=shares)
         difference = policy(batch, 1.0)[0] - torch.cat([self._right[row] for row in rows])
         # NaN is not below any tolerance
         return float(difference.abs().nan_to_num(nan=torch.inf).max())
+
+    def _seen(self, policy: PolicyModel, rows: list[int]) -> Outputs:
+        """What the modules make of these rows, end to end."""
+        policy.packed = True
+        with _outputs(policy.hf) as seen:
+            policy(MicroBatch(self._columns, np.array(rows, np.int64), self._own.device), 1.0)
+        return seen
+
+
+# of every module, in the order in which they end: its class, what it was given, and what it made of it
+Outputs = list[tuple[str, Tensor, Tensor]]
+
+
+@contextmanager
+def _outputs(model: nn.Module) -> Iterator[Outputs]:
+    found: Outputs = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else (output,)
+        firsts = [
+            next((x for x in part if isinstance(x, Tensor)), None) for part in ((*args, *kwargs.values()), values)
+        ]
+        if firsts[0] is not None and firsts[1] is not None:
+            found.append((type(module).__name__, firsts[0].clone(), firsts[1].clone()))
+
+    hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in model.modules()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _first_difference(one: Outputs, two: Outputs) -> str:
+    """The first module that makes something else of the same last row (`LENGTHS`) in two forward passes, or ""."""
+    for (name, *mine), (same, *theirs) in zip(one, two, strict=False):
+        if name != same:
+            break
+        given, made = (_row(a, b) for a, b in zip(mine, theirs, strict=True))
+        if given and made and _alike(*given) and not _alike(*made):
+            return name
+    return ""
+
+
+def _alike(one: Tensor, two: Tensor) -> bool:
+    return torch.allclose(one, two, rtol=1e-3, atol=1e-4)
+
+
+def _row(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What belongs to row 1, alone or after row 0; nothing if it is not ordered by tokens."""
+    lengths = (LENGTHS[1], LENGTHS[0] + LENGTHS[1])
+    if any(x.ndim < 2 or x.shape[1] not in lengths for x in tensors):
+        return ()
+    parts = tuple(x[:, -LENGTHS[1] :].float() for x in tensors)
+    return parts if parts[0].shape == parts[1].shape else ()
 
 
 def one_line(error: Exception | None) -> str:
@@ -150,7 +263,7 @@ def one_line(error: Exception | None) -> str:
 
 VOCABULARY = 80
 # all exceed WINDOW, one is below and others above CONTEXT, so that windows and length-dependent ropes have an effect
-LENGTHS = (9, 13, SHORTEST + 5, SHORTEST + 8)
+LENGTHS = (9, 13, SHORTEST + 5, SHORTEST + 8, 9)
 WINDOW = 5
 CONTEXT = 10
 # the rows that are tested together
@@ -184,22 +297,11 @@ PROPORTIONAL = ("attention_hidden_size", "mamba_d_ssm")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 
 
-def without_noise(config: PretrainedConfig) -> PretrainedConfig:
-    """``config`` itself with all dropout and router jitter set to 0, so that training and sampling log-probs agree."""
-    for part in [config, *(getattr(config, name, None) for name in config.sub_configs)]:
-        if not isinstance(part, PretrainedConfig):
-            continue
-        for name, value in list(vars(part).items()):
-            if isinstance(value, float) and (name.endswith(("dropout", "pdrop", "layerdrop")) or "jitter" in name):
-                setattr(part, name, 0.0)
-    return config
-
-
 def small_config(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of ``config`` with all its layers, 4 heads, tiny widths, `VOCABULARY` tokens, a window of `WINDOW` tokens,
-    no noise, and a rope that changes with the length (if it does) after `CONTEXT` tokens.
+    and a rope that changes with the length (if it does) after `CONTEXT` tokens.
     """
-    config = without_noise(copy.deepcopy(config))
+    config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     for part in [getattr(config, name, None) for name in config.sub_configs]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import chain
 from pathlib import Path
 
@@ -46,8 +47,8 @@ def buckets(
     filed: Filed = _as_it_is,
 ) -> Iterator[WeightBucket]:
     """Whole weights, sharded or not, flattened together (collective); a bucket ends with the tensor that brings it to
-    ``size`` bytes. ``dtype``, ``device``: of the buckets; None: those of the weights. ``memory``: the `HostMemory` that
-    holds offloaded weights. ``filed``: gives a weight the names that a bucket has.
+    ``size`` bytes. ``dtype``, ``device``: of the buckets; None: those of the weights, each dtype in buckets of its own.
+    ``memory``: the `HostMemory` that holds offloaded weights. ``filed``: gives a weight the names that a bucket has.
 
     A tensor is never cut: the loaders of SGLang and vLLM take whole ones. One that does not fit is added anyway and
     ends its bucket. If it started a new bucket, the larger matrices of a 32B model, just over half of 512 MiB each,
@@ -55,13 +56,40 @@ def buckets(
     """
     layout: list[list[tuple[str, Weight]]] = [[]]
     for name, weight in weights:
-        if sum(frozen(w).numel() for _, w in layout[-1]) * (dtype or frozen(weight).dtype).itemsize >= size:
+        kind = dtype or frozen(weight).dtype
+        other = dtype is None and any(frozen(w).dtype != kind for _, w in layout[-1][:1])
+        if other or sum(frozen(w).numel() for _, w in layout[-1]) * kind.itemsize >= size:
             layout.append([])
         layout[-1].append((name, weight))
     for part in filter(None, layout):
         # no local name refers to the bucket, so that it can be freed before the next one is filled
         like = frozen(part[0][1])
         yield _fill(part, dtype or like.dtype, device or like.device, memory, filed)
+
+
+@contextmanager
+def shareable() -> Iterator[None]:
+    """Memory that is allocated in it can be another process's too, through CUDA IPC.
+
+    Expandable segments (``PYTORCH_CUDA_ALLOC_CONF``) can do this only by a system call that containers forbid
+    (pidfd_getfd), and torch 2.13 then takes new addresses for every bucket (pytorch/pytorch#165685, #186213).
+    """
+    settings = _allocator_settings()
+    if "expandable_segments:True" not in settings.replace(" ", ""):
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def _allocator_settings() -> str:
+    """Of the memory of GPUs; torch 2.11 has no function for them, but they come from the environment."""
+    if told := getattr(torch._C, "_accelerator_getAllocatorSettings", None):
+        return str(told())
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
 def _fill(
@@ -76,7 +104,8 @@ def _fill(
     if len(shapes) == 1 and device.type == "cpu" and not (memory and memory.nbytes):
         # no copy: an engine in this process reads the weight itself, and for others it is copied into the message
         return WeightBucket([*shapes], [*shapes.values()], gathered(weights[0][1], dtype, device).reshape(-1))
-    flat = torch.empty(sum(map(math.prod, shapes.values())), dtype=dtype, device=device)
+    with shareable():
+        flat = torch.empty(sum(map(math.prod, shapes.values())), dtype=dtype, device=device)
     bucket = WeightBucket([*shapes], [*shapes.values()], flat)
     places = dict(bucket.tensors())
     for name, tensor in weights:
@@ -99,7 +128,8 @@ def push(
     *,
     adapter_alone: bool = False,
 ) -> dict[str, float]:
-    """Send all weights, in the dtype that the trainer computes in, through ``sink`` (collective).
+    """Send all weights, in the dtype that the trainer computes in, through ``sink`` (collective), and the buffers of
+    the model's file as they are: engines have those as parameters.
 
     With adapters, the weights that they change are merged and sent; the frozen ones go along until the engines have
     them. ``adapter_alone``: the adapters are sent instead, in one bucket, in fp32 and by peft's names.
@@ -120,14 +150,17 @@ def push(
         partial = sink is not None and sink.begin(version, merged or None)
     except Exception as error:
         failure = error
-    weights, dtype = model.named_weights(), world.compute_dtype
+    weights, dtype, kept = model.named_weights(), world.compute_dtype, model.saved_buffers()
     filed: Filed = model.as_filed
     if adapter_alone:
+        kept = {}
         weights, dtype, bucket_bytes, filed = peft_weights(model.hf), torch.float32, sys.maxsize, _as_it_is
     elif merged and world.all_reduce(torch.tensor(float(partial and world.rank == 0))):  # rank 0's answer, everywhere
-        weights = ((name, weight) for name, weight in weights if name in merged)
+        weights, kept = ((name, weight) for name, weight in weights if name in merged), {}
     sent = count = 0
-    for bucket in buckets(weights, bucket_bytes, dtype, world.device, memory, filed):
+    of_weights = buckets(weights, bucket_bytes, dtype, world.device, memory, filed)
+    # a router's biases rounded to bf16 would choose other experts
+    for bucket in chain(of_weights, buckets(kept.items(), bucket_bytes, None, world.device)):
         if sink is not None and failure is None:
             try:
                 sink.send(bucket)

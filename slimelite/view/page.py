@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,8 +62,11 @@ def main(argv: Sequence[str]) -> int:
     with suppress(KeyboardInterrupt):
         runs = read_runs(args.runs)
         began = time.monotonic()
-        write_page(runs, out, live=args.follow)
+        unread = write_page(runs, out, live=args.follow)
         print(out)
+        if not args.follow:  # a run that goes on may have removed the file meanwhile
+            for note in unread:
+                print(f"slimelite view: {note}", file=sys.stderr)
         took = time.monotonic() - began
         while args.follow and any(run.status.get("status") == "running" for run in runs):
             # the run itself may need the processor: writing takes a twentieth of one core at most
@@ -74,9 +79,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:
-    """Write the page about ``runs``; it appears whole. ``live``: the page offers to load itself again."""
-    data = {
+def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> list[str]:
+    """Write the page about ``runs``; it appears whole. ``live``: the page offers to load itself again.
+
+    Returns a line for each file of samples that could not be read, which the page says too.
+    """
+    data: dict[str, Any] = {
         "slimelite": slimelite.__version__,
         "written": time.time(),
         "live": FOLLOW_EVERY if live else 0,
@@ -91,6 +99,7 @@ def write_page(runs: Sequence[Run], out: Path, *, live: bool = False) -> None:
     folder = files("slimelite.view") / "page"
     out.parent.mkdir(parents=True, exist_ok=True)
     write_text(out, document([folder / name for name in SCRIPTS], [folder / name for name in STYLES], text))
+    return [note for run in data["runs"] for note in run["samples"]["notes"] if "could not be read: " in note]
 
 
 def _color(i: int) -> str:

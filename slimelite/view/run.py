@@ -136,8 +136,10 @@ class Run:
             return {}
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} is no file of a run: it holds no JSON object")
         return found
 
     def _numbered(self, folder: str) -> dict[int, Path]:

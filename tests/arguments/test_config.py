@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -174,3 +175,33 @@ def test_what_a_mapping_merges_may_be_said_again(tmp_path: Path) -> None:
     content = load_yaml(str(path), "--config", settings)
     assert settings.problems == []
     assert (content["other"], content["deep"]["deeper"]["base"]) == ({"p": 2}, {"p": 2})
+
+
+# each line names the one before twice
+BOMBS = {
+    "lists": ("a0: &a0 [x, x]", "a{i}: &a{i} [*a{before}, *a{before}]"),
+    "merges": ("a0: &a0 {{k: 1}}", "a{i}: &a{i} {{<<: [*a{before}, *a{before}]}}"),
+    "keys": ("? &a0 [x, x]\n: 1", "? &a{i} [*a{before}, *a{before}]\n: 1"),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.timeout(30)
+def test_a_file_that_explodes_is_refused(problems: Problems, config: Any, kind: str) -> None:
+    first, line = BOMBS[kind]
+    lines = [first.format(), *(line.format(i=i, before=i - 1) for i in range(1, 60))]
+    (problem,) = problems(config("\n".join(lines)))
+    assert problem.endswith("has more than 100,000 values once its aliases are written out")
+
+
+def test_a_file_too_long_for_arguments_is_refused(problems: Problems, config: Any) -> None:
+    (problem,) = problems(config("# " + "x" * 250_000))
+    assert problem.endswith("has more than 250,000 bytes: is it a file of arguments?")
+
+
+@pytest.mark.timeout(30)
+def test_a_file_that_never_ends_is_refused(problems: Problems, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    for place in (tmp_path / "pipe.yaml", "/dev/zero"):
+        assert problems(f"--config {place}") == [f"--config {place}: is a pipe or a device; name a file"]
+    assert problems(f"--config {tmp_path}") == [f"--config {tmp_path}: cannot be read: Is a directory"]

@@ -38,6 +38,7 @@ def test_the_keys_of_slimes_mis_yaml(make: Make, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "correction", "plugin"),
     [
+        (f"--custom-tis-function-path {MIS.replace('examples', 'examples.infra_features')}", "mis", None),  # miles'
         ("", "none", None),
         ("--use-tis", "tis", None),
         ("--correction tis", "tis", None),

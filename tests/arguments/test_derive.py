@@ -73,6 +73,13 @@ def test_gpus_of_sglang_engines(make: Make, problems: Problems) -> None:
     make("--colocate --sglang-dp-size 2 --sglang-enable-dp-attention", gpus)
 
 
+def test_the_seed_of_rollouts_follows_the_seed_of_the_run(make: Make) -> None:
+    assert (make().seed, make().rollout_seed) == (1234, 42), "slime's"
+    assert (make("--rollout-seed 5").rollout_seed, make("--seed 3 --rollout-seed 5").rollout_seed) == (5, 5)
+    args = make("--seed 3")
+    assert (args.rollout_seed, reason(args, "rollout_seed")) == (3, "as --seed")
+
+
 def test_infinity_is_no_bound(make: Make) -> None:
     args = make("--clip-grad inf --eps-clip-high inf --use-tis --tis-clip inf")
     assert args.clip_grad == args.eps_clip_high == args.tis_clip == float("inf")

@@ -108,18 +108,25 @@ def test_a_cpu_recomputes_nothing_unless_asked(make: Make) -> None:
 
 
 def test_the_smallest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`nvidia-smi` as it answers; one that fails is one that is not there."""
+    """`nvidia-smi` as it answers; one that fails is one that is not there, an old one knows no compute capability."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("slimelite.arguments.machine._count_gpus", lambda: 2)
-    machine._smallest_gpu.cache_clear()
+    two = "echo 81559, 580.65.06, 9.0, NVIDIA H100 80GB HBM3; echo 24564, 580.65.06, 8.9, NVIDIA GeForce RTX 4090"
+    old = "case $1 in *compute_cap*) exit 2;; esac; echo '15360, 470.57.02, Tesla T4'"
+    card = 24564 * 2**20
+    machine._nvidia_smi.cache_clear()
     assert this_machine().gpu_bytes is None
     for answer, found in (
-        ("echo 81559, NVIDIA H100 80GB HBM3; echo 24564, NVIDIA GeForce RTX 4090", 24564 * 2**20),
-        ("echo '[N/A]'", None),
-        ("exit 9", None),
+        (two, (card, (8, 9), "580.65.06")),
+        (old, (15360 * 2**20, (7, 5), "470.57.02")),
+        ("echo '24564, 580.1, [N/A], NVIDIA L4'", (card, (8, 9), "580.1")),
+        ("echo '[N/A]'", (None, None, None)),
+        ("exit 9", (None, None, None)),
     ):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        machine._smallest_gpu.cache_clear()
-        assert this_machine().gpu_bytes == found
-    machine._smallest_gpu.cache_clear()
+        machine._nvidia_smi.cache_clear()
+        here = this_machine()
+        assert (here.gpu_bytes, here.capability, here.driver) == found, answer
+        assert here.gpus == 2
+    machine._nvidia_smi.cache_clear()

@@ -19,6 +19,11 @@ RULES = [
     ("--rollout-top-p 0.9", "--rollout-top-p 0.9: log-probs", "--allow-truncated-sampling"),
     ("--rollout-top-k 5", "--rollout-top-k 5: log-probs", "--debug-rollout-only"),
     ("--rollout-top-k 0", "--rollout-top-k 0: must be -1 or at least 1", "--rollout-top-k -1"),
+    (
+        "--curriculum-threshold 2 --rm-type math",
+        "--curriculum-threshold 2.0: --rm-type math gives a right answer 1, so that no task",
+        "--curriculum-threshold 0.9",
+    ),
     ("--eval-interval 2", "--eval-interval needs --eval-prompt-data", "--eval-prompt-data a a.jsonl"),
     ("--save-interval 2", "--save-interval needs --save: in which folder?", "--save out"),
     ("--save-rollouts -1", "--save-rollouts -1: is a number of rollouts, all or none", "--save-rollouts 0"),
@@ -269,6 +274,17 @@ def test_saved_rollouts_make_no_epochs() -> None:
     with pytest.raises(ArgumentError, match="give --num-rollout"):
         make_args(words, machine=Machine(gpus=0))
     assert make_args([*words, "--num-rollout", "3"], machine=Machine(gpus=0)).num_rollout == 3
+
+
+@pytest.mark.parametrize("option", ["quantization fp8", "load-format flash_rl"])
+def test_servers_that_take_new_weights_cannot_quantize_them(problems: Problems, option: str) -> None:
+    gpu, words = Machine(gpus=1, sglang=True), f"--colocate --sglang-{option}"
+    (problem,) = problems(words, gpu)
+    assert problem.startswith(f"--sglang-{option}: SGLang cannot take the trainer's weights into layers that")
+    for mends in ("--debug-rollout-only", "--lora-rank 4"):
+        assert problems(f"{words} {mends}", gpu) == [], "the server keeps the weights that it read"
+    assert problems(f"{words} --lora-rank 4 --lora-sync merged", gpu) == [problem]
+    assert problems("--colocate --sglang-quantization unquant --sglang-load-format safetensors", gpu) == []
 
 
 def test_a_check_after_a_sync_needs_both_sides_in_memory(problems: Problems) -> None:

@@ -1,4 +1,4 @@
-"""slime's scripts, as arrays of flags: they parse, and mean what they mean there."""
+"""The flags of slime's scripts and of miles: they are known, and mean what they mean there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.arguments import Args, make_args
+from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine
-from slimelite.arguments.vocabulary import Vocabulary
+from slimelite.arguments.vocabulary import Vocabulary, known_flags, known_tables, sglang_options
 
 MODEL = (
     "--swiglu --num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 "
@@ -140,12 +140,62 @@ def test_megatron_recompute_and_offload_are_mapped() -> None:
     assert dict(args.no_effect).keys() >= {"--recompute-method", "--overlap-cpu-optimizer-d2h-h2d"}
 
 
-def test_every_flag_of_slime_is_known() -> None:
-    """The list holds every flag of slime's parser, of its scripts' Megatron arrays and of its FSDP backend."""
-    words = (Path(__file__).parent / "slime_flags.txt").read_text().split()
+@pytest.mark.parametrize("project", ["slime", "miles"])
+def test_every_flag_is_known(project: str) -> None:
+    """Each list holds every flag of the project's parser (miles: v0.1.0), of its FSDP backend, and of the Megatron
+    flags in its scripts and launchers."""
+    words = (Path(__file__).parent / f"{project}_flags.txt").read_text().split()
     vocabulary = Vocabulary(Args)
     assert len(words) > 400
     assert [w for w in words if not vocabulary.knows(w.removeprefix("--"))] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--use-session-server", "sessions keep the sampled tokens"),
+        ("--use-session-server v2 --session-server-port 30000 30002 --tito-model qwen3", "need no server of their own"),
+        ("--dumper-inference", "it belongs to --dumper-enable"),
+        ("--ft-components rollout", "rollout is how it is anyway"),
+        ("--multi-lora-n-adapters 0 --opd-log-prob-top-k 0", "0 is how it is anyway"),
+        ("--skip-actor-forward-only", "old log-probs take no pass of their own"),
+    ],
+)
+def test_flags_of_miles_without_effect(words: str, said: str) -> None:
+    reasons = dict(parse(CLUSTER, *GSM8K, words).no_effect)
+    for option in (word for word in words.split() if word.startswith("--")):
+        assert option in reasons
+    assert said in reasons[words.split()[0]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--ft-components rollout train", "a trainer that dies ends the run"),
+        ("--eval-sglang-mem-fraction-static 0.5", "all engines are alike"),
+        ("--custom-agent-function-path a.b", "--agent-command runs a program"),
+        ("--multi-lora-adapter a path", "start a run for each"),
+        ("--update-weight-transfer-mode p2p", "--update-weight-transport says how"),
+    ],
+)
+def test_flags_of_miles_that_are_refused(words: str, said: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        parse(CLUSTER, *GSM8K, words)
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{words.split()[0]} is not supported: ")
+    assert said in problem
+
+
+def test_a_suggestion_names_no_flag_that_is_refused() -> None:
+    """Whatever is misspelt: a flag of ours, one that is refused, one of SGLang's that is set here."""
+    vocabulary = Vocabulary(Args)
+    refused = {f"--{name}" for name in known_flags(refused=True)}
+    set_here = known_tables()["sglang_set_here"]
+    refused |= {f"--sglang-{name}" for name, option in sglang_options().items() if option.field in set_here}
+    for option in [*(f"{option}s" for option in sorted(refused)), "--use-session-serve", "--no-session-server"]:
+        assert vocabulary.nearest(option) not in refused, option
+    for flag in list(vocabulary.flags.values())[::7]:
+        assert vocabulary.nearest(f"{flag.option}x") == flag.option
 
 
 @pytest.mark.parametrize(

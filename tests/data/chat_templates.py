@@ -101,3 +101,17 @@ DEEPSEEK = """{{- bos_token }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt and messages[-1].role != 'tool' %}{{- '<|Assistant|>' }}{%- endif %}"""
+
+# the last turn ends with a token more than the others
+PHI3 = """{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content + '<|end|>\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
+
+# nothing ends a turn but the mark of the next one
+GLM = """{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|end|>\n' + message.content }}
+        {%- for call in message.tool_calls or [] %}{{- call.function.name ~ call.function.arguments }}{%- endfor %}
+    {%- else %}{{- ('<|return|>' if message.role == 'tool' else '<|start|>user') + '\n' + message.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|end|>' }}{%- endif %}"""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from slimelite.arguments import Args, ArgumentError, make_args
@@ -217,6 +218,49 @@ def test_a_token_across_the_border_is_trained_on() -> None:
         shown(tokenizer, [user("q"), reply("\n")])
         == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant⟦\n\n<|im_end|>\n⟧"
     )
+
+
+def test_a_special_token_is_trained_on_as_a_whole_or_not_at_all() -> None:
+    """Phi-3's tokens take the line end after them, which may be the reply's; its last turn ends with a token more."""
+    tokenizer = byte_tokenizer(chat_templates.PHI3)
+    tokenizer.add_tokens([AddedToken(f"<|{n}|>", rstrip=True, special=True) for n in ("user", "assistant", "end")])
+    messages = [user("q"), reply("\nfirst"), user("r"), reply("second")]
+    assert shown(tokenizer, messages) == (
+        "<|user|>q<|end|><|assistant|>⟦first<|end|>⟧<|user|>r<|end|><|assistant|>⟦second<|end|></s>⟧"
+    )
+
+
+def test_a_space_that_belongs_to_the_next_turn_is_not_trained_on() -> None:
+    template = (
+        "{% for m in messages %}{{ 'USER: ' + m.content + ' MODEL: ' if m.role == 'user' else m.content + '</s> ' }}"
+        "{% endfor %}"
+    )
+    tokenizer = byte_tokenizer(template, [("Ġ", "U"), ("ĠU", "S")])
+    assert shown(tokenizer, [user("q"), reply("a"), user("r"), reply("b")]) == (
+        "USER: q MODEL: ⟦a</s>⟧ USER: r MODEL: ⟦b</s>⟧ "
+    )
+
+
+def test_a_turn_without_an_end_ends_with_the_mark_of_the_next_one() -> None:
+    """As GLM's do: without the mark the model would never learn to stop, after the last reply either."""
+    tokenizer = byte_tokenizer(chat_templates.GLM)
+    assert shown(tokenizer, [user("q"), reply("a"), user("r"), reply("", tool_calls=CALL)]) == (
+        "<|start|>user\nq<|end|>⟦\na<|start|>⟧user\nr<|end|>⟦\nls{'d': '.'}<|return|>⟧"
+    )
+    assert shown(tokenizer, [user("q"), reply("a")]) == "<|start|>user\nq<|end|>⟦\na<|start|>⟧"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [(CHATML, "<|im_end|>"), (chat_templates.PHI3, "<|end|>"), (chat_templates.GLM, "<|start|>")]
+)
+def test_an_answer_that_has_its_end_gets_no_second_one(template: str, end: str) -> None:
+    """As the responses of saved rollouts do, whatever ends a reply."""
+    tokenizer, samples = byte_tokenizer(template), []
+    for answer in ("a", "a" + end):
+        samples.append(Sample(index=0, prompt=[user("q"), reply(answer), user("r"), reply(answer)]))
+        ChatReader(tokenizer).fill(samples[-1])
+    assert samples[0].tokens == samples[1].tokens
+    assert samples[0].loss_mask == samples[1].loss_mask
 
 
 def test_what_cannot_be_masked_is_an_error() -> None:

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments.model import ArchitectureArgs, model_config_from_flags
 
+pytestmark = pytest.mark.newest
+
 FOLDER = Path(__file__).parents[2] / "models"
 # parameters as Hugging Face counts them, a tied LM head once
 PARAMETERS = {

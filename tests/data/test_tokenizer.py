@@ -10,9 +10,19 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from scripts.arithmetic import write_model_folder
-from slimelite.data.tokenizer import PROBES, load_tokenizer, stop_token_ids
+from slimelite.data.tokenizer import (
+    PROBES,
+    beginning,
+    check_same,
+    encode_text,
+    fingerprint,
+    load_tokenizer,
+    stop_token_ids,
+)
 
-from .tokenizers import byte_tokenizer
+from .tokenizers import begin_with, byte_tokenizer
+
+pytestmark = pytest.mark.newest
 
 TEXT = "9+3=12\n#### 12"
 
@@ -109,3 +119,52 @@ def test_stop_ids_come_from_all_three_places(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink()
     with pytest.raises(ValueError, match=r"generation_config\.json"):
         stop_token_ids(str(tmp_path), tokenizer)
+
+
+def changed(folder: Path, change: str) -> None:
+    """Change one thing of the tokenizer in ``folder``."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    model = content["model"]
+    if change == "vocabulary":
+        model["vocab"] |= {"a": model["vocab"]["b"], "b": model["vocab"]["a"]}
+    elif change == "merges":
+        model["merges"].reverse()
+    elif change == "special tokens":
+        content["added_tokens"][0]["content"] = "<begin>"
+    elif change == "way of splitting text":
+        content["normalizer"] = {"type": "Lowercase"}
+    elif change == "chat template":
+        (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    file.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "part", ["vocabulary", "merges", "special tokens", "way of splitting text", "chat template", None]
+)
+def test_another_tokenizer_is_known_by_what_changes_its_tokens(tmp_path: Path, part: str | None) -> None:
+    tokenizer = byte_tokenizer(merges=[("q", "z"), ("z", "q")])
+    saved = json.loads(json.dumps(fingerprint(tokenizer)))
+    tokenizer(["a", "bc"], truncation=True, max_length=1)  # the library keeps this for later calls
+    tokenizer.save_pretrained(tmp_path)
+    changed(tmp_path, str(part))
+    found = AutoTokenizer.from_pretrained(tmp_path)
+    check_same({}, found)  # a checkpoint of an older version says nothing
+    if part is None:
+        check_same(saved, found)
+        return
+    with pytest.raises(ValueError, match=f"another tokenizer, which differs in its (.* and its )?{part}(;| and)"):
+        check_same(saved, found)
+
+
+def test_a_text_that_is_no_chat_begins_as_the_tokenizer_says() -> None:
+    tokenizer = byte_tokenizer()
+    texts = ["x", " a", "<s>b"]
+    assert beginning(tokenizer) == []
+    assert encode_text(tokenizer, texts) == tokenizer(texts)["input_ids"]
+    begin_with(tokenizer, "<s>")
+    assert beginning(tokenizer) == [tokenizer.bos_token_id]
+    assert encode_text(tokenizer, texts[:2]) == tokenizer(texts[:2])["input_ids"]
+    assert tokenizer.decode(encode_text(tokenizer, texts)[2]) == "<s>b", "it has its own beginning"
+    begin_with(tokenizer, "<s>", "<think>")
+    assert tokenizer.decode(encode_text(tokenizer, ["a"])[0]) == "<s><think>a"

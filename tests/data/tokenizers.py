@@ -18,6 +18,13 @@ CHATML = (
 )
 
 
+def begin_with(tokenizer: PreTrainedTokenizerFast, *tokens: str) -> None:
+    """Put ``tokens`` before every text, as Llama 3's post-processor does."""
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in tokens]
+    before = processors.TemplateProcessing(single=" ".join([*tokens, "$A"]), special_tokens=ids)
+    tokenizer.backend_tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), before])
+
+
 def byte_tokenizer(
     template: str | None = CHATML, merges: Sequence[tuple[str, str]] = (), trim_offsets: bool = False
 ) -> PreTrainedTokenizerFast:

@@ -31,19 +31,50 @@ OTHER_COMMANDS = {
 }
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"},
-    )
+def build(site: Path, *options: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """`make site`; with --quiet mkdocs counts no warnings, and --strict lets everything pass."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site), *options]
+    env = {"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built without a warning."""
+    folder = tmp_path_factory.mktemp("site")
+    done = build(folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "site" / "api.html").read_text()
+    return folder
+
+
+def test_the_site_is_whole_and_fetches_nothing(site: Path) -> None:
+    page = (site / "api.html").read_text()
     assert "forward_backward" in page, "the reference of the Python entry comes from its docstrings"
-    linked = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?)[^"]*)"', page)
+    linked = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?)[^"]*|[^"]*unpkg[^"]*)"', page)
     assert not linked, "a page of the site fetches nothing"
+    text = (site / "evaluation.html").read_text()
+    assert "eval/&lt;name&gt;" in text
+    assert 'rel="next"' in text
+    assert 'class="md-footer__link md-footer__link--next"' in text
+
+
+@pytest.mark.parametrize("line", ["[nowhere](nowhere.md)", "owner/name[:config][:split]", "[view](view.md#nowhere)"])
+def test_a_planted_bad_link_fails(tmp_path: Path, line: str) -> None:
+    (tmp_path / "docs").mkdir()
+    for name, text in (("index", line), ("view", "# Look at a run")):
+        (tmp_path / "docs" / f"{name}.md").write_text(text)
+    ours = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
+    (tmp_path / "mkdocs.yml").write_text(ours + "\nnav: [index.md, view.md]\n")
+    done = build(tmp_path / "site", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "Aborted with 1 warnings in strict mode!" in done.stdout + done.stderr
+
+
+def test_no_page_has_text_in_angle_brackets_that_a_browser_takes_for_a_tag() -> None:
+    for page in (*ROOT.glob("docs/**/*.md"), ROOT / "README.md"):
+        text = re.sub(r"^( *)```.*?^ *```", "", page.read_text(), flags=re.S | re.M)
+        text = re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", text, flags=re.S)
+        assert {*re.findall(r"</?([a-zA-Z][\w-]*)[^>]*>", text)} <= {"picture", "source", "img"}, page
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
 import train  # noqa: E402
+from slimelite.preflight import problems_of  # noqa: E402
 from slimelite.stages import run_stages  # noqa: E402
 
 Rows = list[dict[str, Any]]
@@ -59,7 +60,7 @@ def train_py(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str])
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         monkeypatch.setattr(sys, "argv", ["train.py", *words])
-        status = run_stages(train.main)
+        status = run_stages(train.main, problems_of)
         return subprocess.CompletedProcess(words, status, *capfd.readouterr())
 
     return run

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import train
 from slimelite.checkpoints import find_checkpoint
 from slimelite.locks import hold
+from slimelite.table import SampleTable
 
 from .conftest import FIRST_VERSION_FLAGS, metrics
 
@@ -59,6 +60,20 @@ def test_a_flipped_bit_is_seen_and_the_run_goes_on_before_it(run: Run, old: Path
     whole, after = (metrics(old / name, "train/grad_norm") for name in ("straight", "resumed"))
     assert (len(whole), after) == (6, whole[4:])
     assert find_checkpoint(old / "saved") == (old / "saved" / "iter_0000002", ""), "it was written anew"
+
+
+def test_a_checkpoint_of_another_tokenizer_is_refused_before_the_start(run: Run, old: Path) -> None:
+    assert run("--run-dir", "begun", "--save", "saved", "--save-interval", "1", "--num-rollout", "1")[0] == 0
+    file = old / "model" / "tokenizer.json"
+    content = json.loads(file.read_text())
+    words = content["model"]["vocab"]
+    words |= {"3": words["4"], "4": words["3"]}
+    file.write_text(json.dumps(content))
+    status, said = run("--run-dir", "resumed", "--load", "saved", "--num-rollout", "2")
+    assert status == 2
+    assert "saved with another tokenizer, which differs in its vocabulary and its way of splitting text" in said
+    assert not (old / "resumed").exists()
+    assert run("--run-dir", "tuned", "--load", "saved", "--finetune", "--num-rollout", "1")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -129,3 +144,20 @@ def test_a_disk_that_is_full_from_the_start(run: Run, old: Path) -> None:
         "make room, and go on from the last checkpoint with --load: 'run2/metrics.jsonl'"
     )
     assert json.loads((old / "run2" / "status.json").read_text())["status"] == "failed"
+
+
+def test_runs_of_two_seeds_sample_differently_and_a_resumed_one_keeps_its_seed(run: Run, old: Path) -> None:
+    def sampled(folder: str) -> list[int]:
+        table = SampleTable.from_parquet(old / folder / "rollouts" / "0000002.parquet")
+        return [int(token) for token in table.response_tokens]
+
+    flags = ("--num-rollout", "3", "--save", "saved", "--save-interval", "2")
+    for seed in ("1", "2"):
+        assert run("--run-dir", seed, "--seed", seed, *flags)[0] == 0
+    assert sampled("1") != sampled("2")
+    # the checkpoint is of seed 2, and the run that goes on does not say so
+    assert run("--run-dir", "again", *flags, "--load", "saved", "--ckpt-step", "1")[0] == 0
+    assert sampled("again") == sampled("2")
+    # the first version's --rollout-seed did not follow --seed
+    assert run("--run-dir", "first", "--load", "checkpoints", "--seed", "7")[0] == 0
+    assert "\nrollout_seed: 42 " in (old / "first" / "config.yaml").read_text()

@@ -161,7 +161,9 @@ RAY_SERVICES = (
 def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
     args: list[str], tmp_path: Path
 ) -> None:
-    """One start of Ray; the run is held in the trainer, by a function of the user, which sees the secret."""
+    """One start of Ray, which a file of the user has imported before; the run is held in the trainer, by a function of
+    the user, which sees the secret."""
+    (tmp_path / "early.py").write_text("import ray\n")
     (tmp_path / "hold.py").write_text(
         "import os, time\nfrom pathlib import Path\n"
         "def advantages(*args, **kwargs):\n"
@@ -171,6 +173,7 @@ def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
     secret = "hf_" + "a1b2c3" * 3
     flags = ["--train-env-vars", json.dumps({"HF_TOKEN": secret, "NCCL_DEBUG": "WARN"})]
     flags += ["--custom-advantage-function-path", f"{tmp_path / 'hold.py'}:advantages"]
+    flags += ["--import-file", str(tmp_path / "early.py")]
     run = tmp_path / "run"
     process = start(args, run, *flags)
     wait_until((tmp_path / "held").is_file, process)

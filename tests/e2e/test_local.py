@@ -230,6 +230,7 @@ def test_async_rollout_with_rare_syncs(local_run: Run) -> None:
     assert ages(local_run("rare", *flags)) == [0, 1, 2, 1, 2]
 
 
+@pytest.mark.newest
 def test_engine_and_trainer_agree_after_every_sync(local_run: Run) -> None:
     run = local_run("checked", "--num-rollout", "2", "--check-weight-update-equal")
     gaps = metrics(run, "perf/update_weights_logprob_abs_diff")

@@ -29,26 +29,25 @@ def grade(args, sample, **kwargs):
                 pass
     return float(sample.index % 2)
 """
-# on a CPU nothing is offloaded, and SGLang has no memory saver
+# on a CPU nothing is offloaded; the memory saver is that of tests/support/sglang_cpu
 TAKING_TURNS = """
 import dataclasses, sys
 import train
-from slimelite.engines.sglang import client
 
-parse_args, fields = train.parse_args, client.server_fields
+parse_args = train.parse_args
 train.parse_args = lambda argv, **more: dataclasses.replace(
     parse_args(argv, **more), offload_rollout=True, offload_train=True
 )
-client.server_fields = lambda *given, **placement: {**fields(*given, **placement), "enable_memory_saver": False}
 sys.exit(train.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.parametrize("adapter", [[], ["--lora-rank", "4", "--lr", "0.1"]], ids=["weights", "adapter"])
 def test_engines_and_trainer_agree_after_every_sync_when_they_take_turns(
-    grpo_args: list[str], sglang_environment: dict[str, str], tmp_path: Path
+    grpo_args: list[str], sglang_environment: dict[str, str], tmp_path: Path, adapter: list[str]
 ) -> None:
-    """As on a shared GPU: the server releases and resumes its memory, but that on a CPU it has none to give."""
-    flags = ["--launcher", "local", "--num-rollout", "4", "--ci-test"]
+    """As on a shared GPU: the server releases its memory, loses what it loses there, and resumes."""
+    flags = ["--launcher", "local", "--num-rollout", "4", "--ci-test", *adapter]
     done = run_process(
         sys.executable,
         "-c",

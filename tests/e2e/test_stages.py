@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,27 @@ def test_a_failed_stage_is_taken_up_again(task: Path, tmp_path: Path, train_py: 
         ("--stages --run-dir out", "names no file"),
         ("--stages a.yaml", "needs --run-dir"),
         ("--stages a.yaml --run-dir out --config b.yaml", "put the flags into the files"),
-        ("--stages missing.yaml --run-dir out", "missing.yaml"),
+        ("--stages missing.yaml --run-dir out", "stage 0 (missing.yaml): missing.yaml: cannot be read"),
+        ("--stages=a.yaml", "needs --run-dir"),
+        ("--stages=a.yaml b.yaml --run-dir=out --config=b.yaml", "put the flags into the files"),
+        ("--stages a.yaml b.yaml --run-dir=out --save-hf=m", "--save-hf with --stages: all would use one folder"),
+        (
+            "--stages a.yaml folder.yaml --run-dir out",
+            "folder.yaml): --run-dir here: the stage's folder is out/1-folder",
+        ),
+        ("--stages a.yaml other.yaml --run-dir out", "other.yaml): --hf-checkpoint m: it starts from the model of the"),
+        ("--stages saves.yaml saves.yaml --run-dir out", "--save-hf same is that of stage 0 (saves.yaml) too"),
+        ("--stages each.yaml a.yaml --run-dir out", "leave {rollout_id} out"),
+        ("--stages a.yaml b.yaml --run-dir out --lr=x", "stage 1 (b.yaml): --lr takes a number, not 'x'"),
     ],
 )
 def test_mistakes_end_before_a_stage_begins(
     words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train_py: TrainPy
 ) -> None:
-    write(tmp_path / "a.yaml", num_rollout=1)
+    for name, flags in (("a", {}), ("b", {}), ("folder", {"run_dir": "here"}), ("other", {"hf_checkpoint": "m"})):
+        write(tmp_path / f"{name}.yaml", num_rollout=1, **flags)
+    for name, template in (("saves", "same"), ("each", "m/{rollout_id}")):
+        write(tmp_path / f"{name}.yaml", num_rollout=1, save_hf=template)
     monkeypatch.chdir(tmp_path)
     done = train_py(*words.split())
     assert done.returncode == 2
@@ -102,3 +117,76 @@ def test_a_stage_of_adapters_ends_with_a_whole_model(tmp_path: Path) -> None:
     argv = ["--stages", f"{tmp_path}/sft.yaml", f"{tmp_path}/rl.yaml", "--run-dir", str(tmp_path / "run")]
     assert ["--lora-merge" in stage.argv for stage in read_stages(argv)] == [True, False]
     assert all("--lora-merge" in stage.argv for stage in read_stages([*argv, "--lora-rank", "8"]))
+
+
+def test_a_value_may_be_written_with_an_equals_sign(tmp_path: Path) -> None:
+    one, two = write(tmp_path / "a.yaml", lr=1), write(tmp_path / "b.yaml", lr=1)
+    spaced = f"--stages {one} {two} --run-dir out --lora-rank 8 --save-interval 5 --stop=--"
+    stages = read_stages(
+        f"--stages={one} {two} --run-dir=out --lora-rank=8 --save-interval=5 --rollout-stop=--".split()
+    )
+    assert [stage.argv for stage in stages] == [
+        stage.argv for stage in read_stages(spaced.replace("--stop", "--rollout-stop").split())
+    ]
+    for stage, name in zip(stages, ("0-a", "1-b"), strict=True):
+        assert stage.folder == Path("out", name)
+        assert stage.settings.values["rollout_stop"] == ["--"]
+        assert stage.argv[-7:] == [
+            *("--save-hf", f"out/{name}/model", "--load", f"out/{name}/checkpoints"),
+            *("--save", f"out/{name}/checkpoints", "--lora-merge"),
+        ]
+
+
+@pytest.fixture
+def two(task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two stages of SFT, each of one rollout; it is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    rows = {"prompt_data": [str(task / "sft.parquet")], "loss_type": "sft_loss", "rollout_batch_size": 8}
+    write(tmp_path / "one.yaml", hf_checkpoint=str(task / "model"), num_rollout=1, **rows)
+    write(tmp_path / "two.yaml", num_rollout=1, **rows)
+    return tmp_path
+
+
+TWO = ["--stages", "one.yaml", "two.yaml", "--launcher", "local", "--input-key", "messages", "--run-dir", "out"]
+
+
+def test_every_stage_is_checked_before_the_first_begins(two: Path, train_py: TrainPy) -> None:
+    second = yaml.safe_load((two / "two.yaml").read_text())
+    write(two / "two.yaml", **second | {"prompt_data": ["gone.parquet"], "label_key": "x"})
+    done = train_py(*TWO)
+    assert done.returncode == 2
+    named = "--prompt-data: no such file: gone.parquet (--prompt-data, --eval-prompt-data)"
+    assert done.stderr == f"train.py: stage 1 (two.yaml): {named}\n"
+    assert not (two / "out").exists()
+
+
+def test_stages_may_name_what_earlier_ones_make(two: Path, train_py: TrainPy) -> None:
+    """A stage's own ``--save-hf`` is where the next one starts, and an edited stage is never called finished."""
+    flags = {name: yaml.safe_load((two / f"{name}.yaml").read_text()) for name in ("one", "two")}
+    write(two / "one.yaml", **flags["one"], save_hf="models/sft")
+    write(
+        two / "two.yaml",
+        **flags["two"],
+        hf_checkpoint="models/sft",
+        tokenizer="models/sft",
+        save_hf="models/{rollout_id}",
+    )
+    assert train_py(*TWO, "--dry-run").stdout.count("ready to start") == 2
+    done = train_py(*TWO)
+    assert done.returncode == 0, done.stderr
+    assert (two / "models" / "sft" / "config.json").is_file()
+    assert (two / "models" / "0" / "config.json").is_file()
+    assert yaml.safe_load((two / "out" / "1-two" / "config.yaml").read_text())["hf_checkpoint"] == "models/sft"
+    assert train_py(*TWO, "--use-tensorboard").stdout.count("is finished") == 2
+
+    write(two / "one.yaml", **flags["one"] | {"lr": 0.25}, save_hf="models/sft")
+    edited = train_py(*TWO)
+    assert edited.returncode == 2
+    assert edited.stderr == (
+        "train.py: stage 0 (one.yaml): it has finished with other flags: lr was not given and is 0.25; to run it "
+        "again, remove out/0-one, out/1-two, and to keep it, give the flags that it had\n"
+    )
+    shutil.rmtree(two / "out" / "0-one")
+    later = train_py(*TWO)
+    assert later.returncode == 2
+    assert "stage 1 (two.yaml): it began with another model of the stage before" in later.stderr

@@ -22,6 +22,8 @@ from slimelite.families import FAMILIES
 from tests.engines.contract import EngineContract, as_buckets
 from tests.engines.tiny_models import EOS, VOCAB, build_model, greedy, log_probs
 
+pytestmark = pytest.mark.newest
+
 
 class EmbeddedContract(EngineContract):
     releases_memory = True

@@ -11,6 +11,8 @@ from transformers import AutoConfig
 from slimelite.engines.embedded.model import PACK_ELEMENTS, DecoderShape, DecoderWeights, Linear
 from tests.engines.tiny_models import build_model
 
+pytestmark = pytest.mark.newest
+
 CPU = torch.device("cpu")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
@@ -277,15 +276,13 @@ def test_a_bad_request_is_a_400_and_hurts_no_other(folder: Path) -> None:
 
 
 def test_a_body_beyond_the_context_is_refused_unread(folder: Path) -> None:
-    """40 MB of tokens, for a context of 2,000."""
+    """40 MB, for a context of 2,000 tokens; read, they would be no JSON."""
 
     async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
-        body = b'{"input_ids": [' + b"5, " * ((40 << 20) // 3) + b"5]}"
-        began = time.process_time()
+        body = b"5, " * ((40 << 20) // 3)
         async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", data=body) as reply:
             assert reply.status == 413
             assert "larger than the engine's context can need" in (await reply.json())["error"]["message"]
-        assert time.process_time() - began < 5
         # the longest prompt that fits passes
         most = {"input_ids": [95] * 1999, "sampling_params": {"max_new_tokens": 1}}
         assert (await post("/generate", most))[0] == 200
@@ -346,3 +343,34 @@ def test_a_port_that_is_taken_says_so_each_time(folder: Path) -> None:
             await engine.close()
 
         asyncio.run(work())
+
+
+def test_pages_of_other_sites_cannot_use_it(folder: Path) -> None:
+    async def scenario(engine: EmbeddedEngine, url: str, post: Post) -> None:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+        async with aiohttp.ClientSession() as http:
+            for headers, status in (
+                ({"Origin": "https://example.org"}, 403),
+                ({"Host": "example.org"}, 403),
+                ({}, 200),
+            ):
+                async with http.post(f"{url}/generate", json=body, headers=headers) as answer:
+                    assert answer.status == status
+
+    served(folder, scenario)
+
+
+def test_other_machines_need_the_key_that_plugins_find_in_the_address(folder: Path) -> None:
+    async def work() -> None:
+        engine = EmbeddedEngine(str(folder), max_running_requests=4, max_context_len=2000, http_host="0.0.0.0")
+        url = await engine.start_http()
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+        key, _, address = url.removeprefix("http://:").partition("@")
+        assert len(key) > 20
+        async with aiohttp.ClientSession() as http:
+            for place, status in ((url, 200), (f"http://{address}", 401), (f"http://:wrong@{address}", 401)):
+                async with http.post(f"{place}/generate", json=body) as answer:
+                    assert answer.status == status
+        await engine.close()
+
+    asyncio.run(work())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from slimelite.arguments import make_args
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import sglang_options
 from slimelite.cluster.workers import engine_setup
-from slimelite.engines.sglang.client import server_fields
+from slimelite.engines.sglang.options import server_environment, server_fields
 from slimelite.engines.sglang.server import SglangServer, check_fields, command_line, reserve_port, server_command
 
 RUN = (
@@ -26,7 +27,7 @@ RUN = (
 
 
 def fields(words: str, index: int = 0, gpus: int = 0, **placement: object) -> dict[str, object]:
-    args = make_args((RUN + words).split(), machine=Machine(gpus=gpus))
+    args = make_args((RUN + words).split(), machine=Machine(gpus=gpus, sglang=True))
     return server_fields(engine_setup(args, index), **{"host": "h", "port": 1, **placement})
 
 
@@ -42,6 +43,57 @@ def test_the_server_computes_in_what_the_trainer_computes_in() -> None:
     assert fields("")["dtype"] == "float32"
     assert fields("--colocate", gpus=1)["dtype"] == "bfloat16"
     assert fields("--colocate --sglang-dtype float16", gpus=1)["dtype"] == "float16"
+
+
+def test_what_no_sync_brings_again_has_a_copy_in_host_memory() -> None:
+    copies = ("enable_weights_cpu_backup", "enable_draft_weights_cpu_backup")
+
+    def copied(words: str) -> list[bool]:
+        found = fields(words, gpus=2)
+        return [found.get(name, False) for name in copies]
+
+    draft = "--sglang-speculative-algorithm EAGLE3"
+    assert copied("--colocate") == [False, False]
+    assert copied(f"--colocate {draft}") == [False, True]
+    assert copied("--colocate --lora-rank 4") == [True, False]
+    assert copied("--colocate --lora-rank 4 --lora-sync merged") == [False, False]
+    assert copied("--colocate --lora-rank 4 --no-offload-rollout") == [False, False]
+    assert copied(f"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --lora-rank 4 {draft}") == [False, False]
+
+
+def test_the_environment_of_a_server_that_releases_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    graphs = ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "NCCL_GRAPH_REGISTER")
+    for name in (*allocator, *graphs):
+        monkeypatch.delenv(name, raising=False)
+    for name in allocator:
+        monkeypatch.setenv(name, "expandable_segments:True")
+
+    def found(words: str) -> dict[str, str]:
+        setup = engine_setup(make_args((RUN + words).split(), machine=Machine(gpus=2, sglang=True)), 0)
+        environment = server_environment(server_fields(setup), setup.memory.unset)
+        assert environment["PATH"] == os.environ["PATH"]
+        return {name: environment[name] for name in (*allocator, *graphs) if name in environment}
+
+    apart = found("--actor-num-gpus-per-node 1 --rollout-num-gpus 1")
+    assert apart == dict.fromkeys(allocator, "expandable_segments:True")
+    assert found("--colocate") == {graphs[0]: "true", graphs[1]: "0"}
+    # SGLang's default graphs of the prefill cannot be released, and end the server if they are to be
+    assert fields("--colocate", gpus=2)["cuda_graph_backend_prefill"] == "disabled"
+    for kept in ("--sglang-cuda-graph-backend-prefill breakable", "--sglang-debug-cuda-graph"):
+        assert found(f"--colocate {kept}") == {}
+    monkeypatch.setenv(graphs[0], "false")
+    assert found("--colocate")[graphs[0]] == "false"
+
+
+def test_a_process_has_the_environment_that_it_is_given(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'echo "it is $GIVEN"; exit 3']
+    server = SglangServer(
+        lambda *_: command, "127.0.0.1", tmp_path / "log", environment={**os.environ, "GIVEN": "here"}
+    )
+    with pytest.raises(ValueError, match="it is here"):
+        server.start()
+    server.close()
 
 
 def test_a_field_that_is_not_installed_names_the_nearest() -> None:
@@ -87,12 +139,21 @@ def test_options_with_an_off_switch_and_options_without_values() -> None:
 @pytest.mark.sglang
 def test_the_record_and_the_installed_sglang_agree(sglang_environment: dict[str, str]) -> None:
     """Every installed option parses as --sglang-*, and SGLang knows every field of a run."""
-    program = "from slimelite.engines.sglang.server import *; print(json.dumps(list(installed_options())))"
+    program = (
+        "from slimelite.engines.sglang.server import *; from sglang.srt.environ import envs; o = installed_options()\n"
+        "graphs = o['cuda_graph_backend_prefill'].choices, hasattr(envs, 'SGLANG_MEMORY_SAVER_CUDA_GRAPH')\n"
+        "print(json.dumps([list(o), *graphs]))"
+    )
     done = subprocess.run([sys.executable, "-c", program], env=sglang_environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    installed = json.loads(done.stdout.splitlines()[-1])
+    installed, kinds, known = json.loads(done.stdout.splitlines()[-1])
     assert not set(installed) - {option.field for option in sglang_options().values()}
-    assert check_fields(fields("--sglang-enable-metrics"), installed) == []
+    everything = fields(
+        "--colocate --lora-rank 4 --sglang-speculative-algorithm EAGLE3 --sglang-enable-metrics", gpus=1
+    )
+    assert check_fields([*fields(""), *everything], installed) == []
+    assert everything["cuda_graph_backend_prefill"] in kinds
+    assert known
 
 
 @pytest.mark.sglang

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import AsyncMock
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -38,6 +43,7 @@ def played(environment: str, play: Callable[[Host], Awaitable[None]], processes:
 
 async def check_echo(host: Host) -> None:
     """Assert that an episode of `Echo` at ``host`` sees its row, answers, scores and ends, within its time."""
+    began = time.monotonic()
     live = await host.open()
     start = await live.reset(ROW)
     assert list(start.messages) == [{"role": "user", "content": "hello"}, {"role": "user", "content": "seed 5"}]
@@ -45,7 +51,7 @@ async def check_echo(host: Host) -> None:
     step = await live.step({"content": "end"})
     assert step == Step([{"role": "user", "content": "end"}], {"a": 1.0, "b": 0.5}, done=True, metrics={"n": 1})
     await live.close()
-    assert 0 < live.spent < 2
+    assert 0 < live.spent < time.monotonic() - began
 
 
 @pytest.mark.parametrize("processes", [0, 1])
@@ -75,6 +81,68 @@ def test_behind_an_address() -> None:
         await gone.close()
 
     asyncio.run(run())
+
+
+REQUEST = {"row": {"prompt": ROW.prompt}}
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_a_page_of_another_site_and_whoever_has_no_key_are_refused(key: str | None) -> None:
+    """An environment may run what it is sent."""
+
+    async def run() -> None:
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        server = asyncio.create_task(serve(Echo, "127.0.0.1", 0, ready.set_result, key))
+        url = await ready
+        host = Host(url, call_seconds=5.0, seconds=9.0)
+        await check_echo(host)
+        await host.close()
+        bare = url.replace(":secret@", "")
+        async with aiohttp.ClientSession() as http:
+            for headers, with_a_key, without in (
+                ({}, 401, 200),
+                ({"Origin": "https://example.org"}, 401, 403),
+                ({"Origin": "http://localhost:3000"}, 401, 200),
+                ({"Host": "example.org"}, 401, 403),
+                ({"Authorization": "Bearer secret"}, 200, 200),
+                ({"x-api-key": "other"}, 401, 200),
+                ({"Authorization": "Basic !"}, 401, 200),
+            ):
+                for path in ("/reset", "/step", "/close"):
+                    async with http.post(bare + path, json=REQUEST, headers=headers) as answer:
+                        allowed = answer.status not in (401, 403)
+                        assert (200 if allowed else answer.status) == (with_a_key if key else without), (path, headers)
+            async with http.get(bare + "/health") as answer:
+                assert answer.status == 200
+        server.cancel()
+
+    asyncio.run(run())
+
+
+def test_workers_ask_for_the_key_that_the_run_alone_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENVIRONMENT_API_KEY", "known to others")
+
+    async def play(host: Host) -> None:
+        await check_echo(host)
+        _, _, address = host._workers[0].url.rpartition("@")
+        for headers in ({}, {"Authorization": "Bearer known to others"}):
+            async with (
+                aiohttp.ClientSession() as http,
+                http.post(f"http://{address}/reset", json=REQUEST, headers=headers) as answer,
+            ):
+                assert answer.status == 401
+
+    played(ECHO, play, processes=1)
+
+
+def test_other_machines_are_let_in_with_a_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ENVIRONMENT_API_KEY", raising=False)
+    command = [sys.executable, "-m", "slimelite.environments.serve", "calculator", "--host", "0.0.0.0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "--host 0.0.0.0 lets other machines in: put a key into ENVIRONMENT_API_KEY, or listen on 127.0.0.1\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,3 +284,33 @@ def test_an_environment_of_tools_answers_calls_until_a_reply_has_none() -> None:
         assert await weather.step({**ASKED, "content": "rain"}) == Step([], 4.0, done=True)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("where", ["make", "reset", "step", "later"])
+def test_an_environment_cannot_end_the_run_without_a_word(tmp_path: Path, where: str) -> None:
+    """``os._exit(0)`` would end this process with success."""
+    file = tmp_path / "quits.py"
+    file.write_text(
+        "import os\nfrom slimelite.environments.protocol import Start, Step\n"
+        "class Quits:\n"
+        f"    def __init__(self): {where == 'make'} and os._exit(0)\n"
+        "    def reset(self, row):\n"
+        f"        {where == 'reset'} and os._exit(0)\n"
+        "        return Start([{'role': 'user', 'content': 'a'}])\n"
+        "    async def step(self, reply):\n"
+        f"        {where == 'step'} and os._exit(0)\n"
+        "        return Step(done=True)\n"
+    )
+
+    async def play(host: Host) -> None:
+        said = pytest.raises(EnvironmentFailure, match=r"it called os._exit\(0\), which would end the run")
+        with said if where != "later" else nullcontext():
+            live = await host.open()
+            await live.reset(ROW)
+            await live.step({"content": "a"})
+        child = os.fork()  # a child ends itself like this, and so may this process elsewhere
+        if not child:
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+    played(f"{file}:Quits", play)

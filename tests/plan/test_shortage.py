@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from slimelite.arguments import make_args
 from slimelite.arguments.machine import Machine
@@ -90,6 +94,29 @@ def test_a_killed_worker_and_other_errors(model: Path) -> None:
     assert with_memory(told, args) is told
     other = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert with_memory(other, args) is other
+
+
+def test_a_rank_that_does_not_answer(model: Path) -> None:
+    """Gloo's own errors, of two ranks of which one never comes."""
+    args = make_args(f"{WORDS} --hf-checkpoint {model}".split(), machine=Machine(gpus=0))
+    store, groups = dist.HashStore(), list[dist.ProcessGroupGloo]()
+
+    def meet(rank: int) -> None:
+        groups.append(dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=0.5)))
+
+    threads = [Thread(target=meet, args=[rank]) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # either order of joining: the first call sends or receives
+    for said in ("Timed out waiting 500ms for (send|recv) operation to complete", "Application timeout caused"):
+        with pytest.raises(RuntimeError, match=said) as caught:
+            groups[0].allreduce([torch.ones(1)]).wait()
+        told = with_memory(caught.value, args)
+        assert isinstance(told, ClusterError)
+        assert str(told).startswith("a training rank got no answer from another one: its process was stopped or hangs")
+        assert re.search(rf"--distributed-timeout-minutes 10 \({said}", str(told))
 
 
 def _rollout(file: Path) -> None:

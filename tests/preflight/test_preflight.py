@@ -20,10 +20,12 @@ from safetensors.numpy import save_file
 import train
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine
-from slimelite.model_files import weight_shapes
+from slimelite.engines.checks import model_shapes
+from slimelite.model_files import load_config, weight_shapes
 from slimelite.preflight import inspect, preflight
 from slimelite.preflight.findings import Findings, format_report
 from slimelite.tracking.metrics_file import MetricsFile
+from tests.support import templates
 
 CPU = Machine(gpus=0)
 RUN = (
@@ -214,7 +216,7 @@ def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -
     assert "--hf-checkpoint: lfm2 is trained on one sequence a forward pass" in inspect(parse(run), CPU).facts
     (model / "config.json").write_text(json.dumps({**config, "model_type": "phi"}))
     (problem,) = problems(run)
-    assert "phi cannot be trained: its log-probs differ" in problem
+    assert "phi cannot be trained: its LM head has a bias: its log-probs differ by " in problem
 
 
 @pytest.mark.parametrize(
@@ -223,6 +225,8 @@ def test_how_a_family_is_trained_is_said_before_a_start(run: str, model: Path) -
         ({"num_attention_heads": 3}, "num_attention_heads 3 is not a multiple of num_key_value_heads 2"),
         ({"head_dim": 7}, "head_dim 7: rotary positions need heads of an even width"),
         ({"hidden_size": 20}, "hidden_size 20 over 4 heads: rotary positions need heads of an even width"),
+        ({"hidden_size": "16"}, "config.json: hidden_size '16': must be a whole number"),
+        ({"max_position_embeddings": 256.5}, "config.json: max_position_embeddings 256.5: must be a whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0: must be at least 1"),
         ({"vocab_size": "512"}, "Field 'vocab_size' expected int, got str"),
         ({"hidden_act": "nope"}, "(KeyError: 'nope'); compare it with the original"),
@@ -244,6 +248,16 @@ def test_a_config_that_makes_no_model(run: str, model: Path, changes: dict[str, 
     assert len(problem) < 700
 
 
+def test_a_config_does_not_choose_what_computes(run: str, model: Path) -> None:
+    """A kernel that it names would be fetched from the hub and run."""
+    config = model / "config.json"
+    named = {"_attn_implementation": "someone/kernel", "_experts_implementation": "someone/kernel"}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **named}))
+    assert problems(f"{run} --dry-run") == []
+    assert model_shapes(str(model))["model.embed_tokens.weight"] == (512, 16)
+    assert load_config(str(model))._attn_implementation is None
+
+
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
@@ -255,7 +269,7 @@ def test_a_config_that_makes_no_model(run: str, model: Path, changes: dict[str, 
         ("tokenizer.json", "[]", "--hf-checkpoint: no tokenizer at "),
         ("tokenizer.json", None, "knows no words: its tokenizer.json is missing"),
         ("chat_template.jinja", "{{ 1 / 0 }}", "row 0 (line 1): column 'messages': the chat template refuses these"),
-        ("chat_template.jinja", "{{ 'x' * 10 ** 14 }}", "the chat template refuses these messages (MemoryError)"),
+        ("chat_template.jinja", "{{ 'x' * 10 ** 14 }}", "--hf-checkpoint: the chat template takes more than 512 MB"),
         ("chat_template.jinja", "{% for i in range(10 ** 7) %}{% endfor %}", "(Range too big"),
     ],
 )
@@ -485,6 +499,40 @@ def test_lengths_beyond_the_context(run: str) -> None:
     assert any("more than --max-tokens-per-gpu 32" in warning for warning in findings.warnings)
 
 
+def test_a_cache_smaller_than_prompt_and_response(run: str) -> None:
+    """The engine would cut every response short."""
+    facts = inspect(parse(run), CPU).facts
+    longest = int(next(fact for fact in facts if fact.startswith("--prompt-data: 64")).split()[-2])
+    assert problems(f"{run} --kv-cache-tokens {longest + 16}") == []
+    cut, full = problems(f"{run} --kv-cache-tokens {longest + 15}")[0], problems(f"{run} --kv-cache-tokens 1")[0]
+    assert cut == (
+        f"--kv-cache-tokens {longest + 15} would cut responses short: a prompt of {longest} tokens (--prompt-data), "
+        f"and with a response of 16 it has {longest + 16}; raise it, or lower --rollout-max-response-len"
+    )
+    assert full == (
+        f"--prompt-data: a prompt of {longest} tokens, which leaves no room for a response in --kv-cache-tokens of 1; "
+        "shorten the prompts, or raise the limit"
+    )
+
+
+def test_an_episode_that_begins_with_more_than_the_context(run: str, tmp_path: Path) -> None:
+    """It would end before the first reply, in every rollout."""
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from slimelite.environments.protocol import Start, Step\n"
+        "class Long:\n"
+        "    def reset(self, row):\n"
+        "        return Start([{'role': 'user', 'content': 'word ' * 60}])\n"
+        "    def step(self, reply):\n"
+        "        return Step(reward=1.0, done=True)\n"
+    )
+    own = f"{run.replace('--rm-type math', '')} --environment {file}:Long"
+    for words, limit in (("", "the model's context of 256"), ("--rollout-max-context-len 32", "-len of 32")):
+        found = problems(f"{own} {words}")
+        assert re.match(r"--prompt-data: an episode begins with 3\d\d tokens, which leaves no room for a re", found[0])
+        assert found[0].endswith(f"{limit}; shorten the prompts, or raise the limit")
+
+
 def test_a_tokenizer_too_large_for_the_model(run: str, model: Path) -> None:
     config = model / "config.json"
     config.write_text(config.read_text().replace('"vocab_size": 512', '"vocab_size": 200'))
@@ -564,6 +612,23 @@ def test_what_sglangs_kernels_need_of_the_machine(run: str, tmp_path: Path, monk
     assert warnings() == []
 
 
+def test_servers_that_release_memory_do_not_get_the_allocators_variables(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Machine(gpus=2, sglang=True)
+
+    def warnings(words: str) -> list[str]:
+        args = make_args([*run.split(), "--dry-run", *words.split()], machine=node)
+        return [warning for warning in inspect(args, node).warnings if "ALLOC" in warning]
+
+    assert warnings("--colocate") == []
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    (warning,) = warnings("--colocate")
+    assert warning.startswith("PYTORCH_CUDA_ALLOC_CONF in the environment: trainers have it, and sglang servers do not")
+    assert warnings("--actor-num-gpus-per-node 1 --rollout-num-gpus 1") == []
+    assert warnings("--colocate --rollout-backend embedded") == []
+
+
 def test_an_environment_begins_one_episode(run: str, tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
@@ -571,9 +636,14 @@ def test_an_environment_begins_one_episode(run: str, tmp_path: Path) -> None:
         "class Own:\n"
         "    def reset(self, row):\n"
         "        return Start([*row.prompt, {'role': 'user', 'content': row.label}])\n"
+        "    def step(self, reply):\n"
+        "        return None\n"
         "class Broken:\n"
         "    def reset(self, row):\n"
         "        return row.metadata['there is none']\n"
+        "    step = reset\n"
+        "class Bare:\n"
+        "    pass\n"
     )
     run = run.replace("--rm-type math", "")
     good = inspect(parse(f"{run} --environment {file}:Own"), CPU)
@@ -582,8 +652,72 @@ def test_an_environment_begins_one_episode(run: str, tmp_path: Path) -> None:
         (fact,) = [fact for fact in good.facts if fact.startswith(f"{name}: an episode begins with ")]
         assert fact.endswith(" tokens, no tools")
     for found in problems(f"{run} --environment {file}:Broken"):
-        assert re.search(r"does not begin: KeyError: 'there is none' \(.*own.py, line 7, in reset\)", found)
+        assert re.search(r"does not begin: KeyError: 'there is none' \(.*own.py, line 9, in reset\)", found)
     assert "no 'Brok'; did you mean Broken?" in problems(f"{run} --environment {file}:Brok")[0]
+    said = "Bare has no method reset and no method step: an environment has reset and step (docs/agents.md)"
+    assert said in problems(f"{run} --environment {file}:Bare")[0]
+    (tmp_path / "odd.py").write_text("class E:\n    def reset(self row):\n")
+    (odd,) = problems(f"{run} --environment {tmp_path}/odd.py:E")
+    assert re.match(r"--environment .*odd.py:E: cannot load '.*odd.py:E': SyntaxError: .* \(odd.py, line 2\)", odd)
     # the quickstart's template has no place for tools
     (no_tools,) = problems(f"{run} --environment calculator")
     assert no_tools.startswith("--environment calculator: the chat template shows the model no tools")
+
+
+def test_an_environment_with_tools_needs_a_template_whose_calls_are_read(run: str, model: Path, tmp_path: Path) -> None:
+    """It would train on episodes without a call: the message shows one, and what can be done."""
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    words = f"{run} --environment calculator".replace(str(model), str(copy), 1)
+
+    def found(template: str, more: str = "") -> list[str]:
+        (copy / "chat_template.jinja").write_text(template)
+        return [problem for problem in problems(words + more) if problem.startswith("--environment calculator")]
+
+    shown = "{{ tools | tojson }}{% for m in messages %}{{ m.content }}"
+    calls = "{% for c in m.tool_calls or () %}@{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    (unknown,) = found(f"{shown}{calls}{{% endfor %}}")
+    assert "how the model writes tool calls is not known: the chat template writes a call of f as '@f{" in unknown
+    assert "--tool-call-parser names one of gemma4, harmony, " in unknown
+    (wrong,) = found(f"{shown}{calls}{{% endfor %}}{{# <tool_call> #}}")
+    assert "cannot be read: the chat template writes a call of f as '@f{" in wrong
+    assert "in which the format hermes finds 0 calls" in wrong
+    (silent,) = found(f"{shown}{{% endfor %}}")
+    assert "shows tools, but no calls of the model" in silent
+    (refused,) = found(
+        f"{shown}{{% if m.tool_calls %}}{{{{ raise_exception('no calls') }}}}{{% endif %}}{{% endfor %}}"
+    )
+    assert "of a call of the model the chat template refuses these messages (no calls)" in refused
+    assert found(f"{shown}{{% endfor %}}", " --tool-call-parser hermes") == []
+    for name in ("gptoss", "gemma4", "lfm2"):
+        assert found(templates.source(name)) == []
+
+
+def test_tools_that_the_template_does_not_show_are_said(run: str, tmp_path: Path) -> None:
+    file, tool = tmp_path / "tools.jsonl", {"type": "function", "function": {"name": "look", "parameters": {}}}
+    row = {"messages": [{"role": "user", "content": "1+1="}], "label": "2"}
+
+    def found(*tools: object) -> Findings:
+        file.write_text(json.dumps(row) + "\n" + json.dumps({**row, "tools": tools}) + "\n")
+        return inspect(parse(f"{run} --prompt-data {file}"), CPU)
+
+    (warning,) = [warning for warning in found(tool).warnings if "have tools" in warning]
+    assert warning.startswith("--prompt-data: 1 of the first 2 rows have tools, and the chat template does not show th")
+    assert found({"type": "web_search"}).problems == []
+    for nameless in ({"type": "function", "function": {"description": "x"}}, {"name": 3}, {"function": "look"}):
+        (problem,) = found(tool, nameless).problems
+        assert "column 'tools': tool 1 has no name: " in problem
+
+
+def test_a_reward_key_without_entries_is_said(run: str) -> None:
+    warnings = inspect(parse(f"{run} --reward-key score"), CPU).warnings
+    (said,) = [warning for warning in warnings if "--reward-key" in warning]
+    assert said.startswith("--reward-key score: the reward of the first row of --prompt-data is 1.0, a number without")
+    parts = inspect(parse(f"{run} --rm-type dapo --reward-key score"), CPU).warnings
+    assert not [warning for warning in parts if "--reward-key" in warning]
+
+
+def test_the_key_of_an_environment_is_in_no_message(run: str) -> None:
+    found = problems(f"{run} --environment http://:hidden-key@127.0.0.1:9")
+    assert any("http://***@127.0.0.1:9" in problem for problem in found)
+    assert "hidden-key" not in "".join(found)

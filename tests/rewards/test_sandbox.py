@@ -12,7 +12,9 @@ import logging
 import os
 import subprocess
 import sys
+import sysconfig
 import textwrap
+import venv
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,7 @@ FRAME = """
 try:
 {code}
 except OSError as error:
-    refused = isinstance(error, PermissionError) or error.errno == errno.EXDEV
+    refused = isinstance(error, PermissionError) or error.errno in (errno.EXDEV, errno.EISCONN)
     results[{name!r}] = "refused" if refused else repr(error)
 else:
     results[{name!r}] = "through"
@@ -118,6 +120,15 @@ WITH_SECCOMP = {
     "io_uring": "call(425, 1, ctypes.create_string_buffer(256))",
     "keys": "call(219 if ARM else 250, 0, -3, 1)",
     "fork": "os.fork() or os._exit(0)",
+    "memfd": "os.memfd_create('x')",
+    "fallocate": "fd = os.open('mine', os.O_RDWR | os.O_CREAT); os.posix_fallocate(fd, 0, 1 << 20)",
+    "datagrams": "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "packets": "socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)",
+    "raw pair": "socket.socketpair(socket.AF_UNIX, socket.SOCK_RAW | socket.SOCK_NONBLOCK)",
+    "stream to an address": "socket.socketpair()[0].sendto(b'x', 'OUTSIDE/socket')",
+    "send a descriptor": "socket.send_fds(socket.socketpair()[0], [b'x'], [0])",
+    "large buffers": "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)",
+    "hide open files": "check(libc.prctl(4, 0, 0, 0, 0))",
     "x32 fork": "call(220 if ARM else 0x40000000 + 57) or os._exit(0)",
 }
 ATTACKS = {**SIGNALS, **PROCESSES, **FILES, **WITH_SECCOMP}
@@ -133,9 +144,11 @@ USERS = ("root", "plain") if os.geteuid() == 0 else ("plain",)
 CASES = [(user, layers, name) for user in USERS for layers, names in ALONE.items() for name in names]
 
 
-def in_sandbox(user: str, layers: str, program: str) -> subprocess.CompletedProcess[str]:
+def in_sandbox(
+    user: str, layers: str, program: str, python: Path | str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "tests/rewards/sandbox_host.py"), user, layers],
+        [python, str(ROOT / "tests/rewards/sandbox_host.py"), user, layers],
         input=program,
         env={**os.environ, "PYTHONPATH": str(ROOT), "WANDB_API_KEY": "a-secret"},
         capture_output=True,
@@ -179,7 +192,7 @@ def test_an_attack_is_refused(outside: Path, user: str, layers: str, name: str) 
 @pytest.mark.parametrize("layers", ["all", "seccomp", "landlock"])
 def test_a_program_has_what_it_needs(user: str, layers: str) -> None:
     program = """
-        import datetime, json, numpy, os, pathlib, random, sys, tempfile, zoneinfo
+        import asyncio, datetime, json, numpy, os, pathlib, random, sys, tempfile, zoneinfo
         pathlib.Path("note").write_text("x")
         pathlib.Path("note").touch()
         assert pathlib.Path("note").read_text() == "x" and os.listdir() == ["note"]
@@ -187,12 +200,28 @@ def test_a_program_has_what_it_needs(user: str, layers: str) -> None:
         os.mkdir("folder")
         assert os.path.exists(tempfile.mkdtemp())
         open(os.devnull, "w").write("x")
+        asyncio.run(asyncio.sleep(0))
         os.urandom(8), numpy.linalg.inv(numpy.eye(3)), zoneinfo.ZoneInfo("UTC")
         harmless = {"HOME", "LANG", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "TMPDIR"}
         assert set(os.environ) == harmless
         print("fine")
     """
     run = in_sandbox(user, layers, textwrap.dedent(program))
+    assert run.stdout.strip() == "fine", run.stderr
+
+
+@NEEDS_KERNEL
+def test_a_program_reads_the_packages_of_an_environment_behind_its_own(tmp_path: Path) -> None:
+    """And no other folder that happens to be on the path."""
+    venv.create(tmp_path / "venv")
+    (own,) = (tmp_path / "venv" / "lib").glob("*/site-packages")
+    behind, mine = tmp_path / "other" / "site-packages", tmp_path / "mine"
+    for folder, name in ((behind, "behind"), (mine, "secret_of_mine")):
+        folder.mkdir(parents=True)
+        (folder / f"{name}.py").write_text("found = True\n")
+    (own / "path.pth").write_text(f"{behind}\n{sysconfig.get_path('purelib')}\n{mine}\n")
+    program = "import behind\ntry:\n    import secret_of_mine\nexcept ImportError:\n    print('fine')\n"
+    run = in_sandbox("plain", "all", program, tmp_path / "venv" / "bin" / "python")
     assert run.stdout.strip() == "fine", run.stderr
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from slimelite.arguments import EvalDataset
 from slimelite.arguments.tasks import load_task
+from slimelite.data.tokenizer import load_tokenizer
+from slimelite.rollout.manager import RolloutManager
+from tests.data.tokenizers import begin_with
 
-from .conftest import MakeArgs, MakeManager, start_engine
+from .conftest import MakeArgs, start_engine
 
 OPTIONS = ["5", "3+4=7", "1+1+1"]
 ROWS = [{"q": f"{a}+4=?", "options": OPTIONS[: 2 + a % 2], "right": a % 2} for a in range(6)]
@@ -34,31 +38,38 @@ def dataset(tmp_path: Path, request: pytest.FixtureRequest) -> EvalDataset:
 def likelihoods(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, options: list[str]
 ) -> list[float]:
-    start, found = len(tokenizer(question, add_special_tokens=False)["input_ids"]), []
+    """As lm-evaluation-harness has them: question and answer are encoded as the tokenizer says."""
+    start, found = len(tokenizer(question)["input_ids"]), []
     for option in options:
-        ids = torch.tensor([tokenizer(question + option, add_special_tokens=False)["input_ids"]])
+        ids = torch.tensor([tokenizer(question + option)["input_ids"]])
         with torch.no_grad():
             log_probs = model(ids).logits[0, start - 1 : -1].log_softmax(-1)
         found.append(float(log_probs.gather(1, ids[0, start:, None]).sum()))
     return found
 
 
+@pytest.mark.parametrize("begins", [False, True], ids=["", "begins"])
 @pytest.mark.parametrize("dataset", ["acc", "acc_norm"], indirect=True)
 def test_the_likeliest_choice_is_the_response(
     make_args: MakeArgs,
-    make_manager: MakeManager,
     dataset: EvalDataset,
     model_folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
     tmp_path: Path,
+    begins: bool,
 ) -> None:
+    tokenizer = load_tokenizer(str(model_folder))
+    if begins:
+        begin_with(tokenizer, tokenizer.eos_token)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder), dtype=torch.float32)
     model.save_pretrained(tmp_path / "weights")
     engine = start_engine(tmp_path / "weights", tokenizer)
-    output = make_manager(make_args(eval_datasets=(dataset,)), [engine]).evaluate(0)
+    with closing(RolloutManager(make_args(eval_datasets=(dataset,)), [engine], tokenizer)) as manager:
+        output = manager.evaluate(0)
     asyncio.run(engine.close())
     table, rewards = output.tables["pick"], []
+    for row, ids in enumerate(tokenizer([row["q"] for row in ROWS])["input_ids"]):
+        assert table.row_slice("prompt_tokens", row).tolist() == ids
     for row, asked in enumerate(ROWS):
         metadata = json.loads(table.metadata[row])
         truth = likelihoods(model, tokenizer, asked["q"], asked["options"])

@@ -31,15 +31,17 @@ class Speaker(ScriptedEngine):
     """An engine that says what a function says, token by token of its tokenizer, or holds a request as scripted."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, says: Says, **settings: Any) -> None:
-        super().__init__(max_context_len=2048, **settings)
+        super().__init__(max_context_len=4096, **settings)
         self.tokenizer, self.says = tokenizer, says
+        self.ends = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
 
     def _result(self, request: GenerateRequest) -> GenerateResult:
         name, turn, _ = request.request_id.rpartition("-")[2].split("/")
         text = self.says(int(name.partition(".")[0]), int(turn), self.tokenizer.decode(request.input_ids))
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids += [] if ids and ids[-1] in self.ends else [self.tokenizer.eos_token_id]
         ids = ids[request.position :][: request.params.max_new_tokens]
-        reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+        reason = "stop" if ids[-1] in self.ends else "length"
         if self.holds(request):
             ids, reason = ids[: self.partial], "abort"
         return GenerateResult(request.request_id, ids, [-0.25] * len(ids), [self.version] * len(ids), reason)
@@ -51,10 +53,16 @@ def play(tmp_path: Path) -> Iterator[Play]:
     rows = tmp_path / "rows.jsonl"
     asked = [{"input": [{"role": "user", "content": f"row {n}"}], "label": str(n)} for n in range(2)]
     rows.write_text("".join(json.dumps(row) + "\n" for row in asked))
-    spoken = chat_tokenizer()
     managers: list[RolloutManager] = []
 
-    def run(environment: str, says: Says, holds: Callable[[GenerateRequest], bool] | None = None, **given: Any) -> Any:
+    def run(
+        environment: str,
+        says: Says,
+        holds: Callable[[GenerateRequest], bool] | None = None,
+        family: str = "qwen2.5",
+        **given: Any,
+    ) -> Any:
+        spoken = chat_tokenizer(family)
         values = {
             "prompt_data": [str(rows)],
             "label_key": "label",
@@ -114,6 +122,36 @@ def test_tools_are_called_and_only_what_the_model_wrote_is_trained_on(play: Play
     assert found.pop("seconds") > 0
     zeros = dict.fromkeys(["malformed_calls", "timeouts", "errors"], 0.0)
     assert found == {"turns": 2.5, "tool_calls": 1.5, **zeros}
+
+
+FAMILIES = {
+    "gemma4_v5": ('<|tool_call>call:weather{town:<|"|>x<|"|>}<tool_call|><|tool_response>', "Rain.<turn|>"),
+    "gptoss": (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"town":"x"}<|call|>',
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>Rain.<|return|>",
+    ),
+    "lfm2": ('<|tool_call_start|>[weather(town="x")]<|tool_call_end|><|im_end|>', "Rain.<|im_end|>"),
+    "muse_glimmer": (
+        ' to=weather<|message|><atem:function_calls>\n<atem:invoke name="weather">\n<atem:parameter name="town">x'
+        "</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eot|>",
+        " to=user<|message|>Rain.<|eot|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calls_of_other_families_are_answered_and_trained_on(play: Play, family: str) -> None:
+    output = play(of("Weather"), lambda _sample, turn, _prompt: FAMILIES[family][turn], family=family)
+    for sample in samples_of(output):
+        text = chat_tokenizer(family).decode(sample.tokens)
+        mask = np.asarray(sample.loss_mask, bool)
+        response = np.asarray(sample.tokens[sample.prompt_length :])
+        assert chat_tokenizer(family).decode(response[mask]) == "".join(FAMILIES[family])
+        assert "days" in text.partition(FAMILIES[family][0])[2], "the tool has answered"
+        assert (sample.reward, str(sample.status)) == (float(len("Rain.")), "completed")
+        facts = sample.metadata["episode"]
+        assert (facts["tool_calls"], facts["malformed_calls"], facts["turns"]) == (1, 0, 2)
 
 
 def test_rewards_of_turns_end_where_their_replies_do(play: Play) -> None:

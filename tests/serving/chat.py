@@ -16,6 +16,7 @@ from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
 from slimelite.engines.sampling import Sampler
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Sessions
+from tests.support import templates
 
 # the tokens that these models were trained with as one token, by whether they are special
 MARKS = {
@@ -111,7 +112,12 @@ TOOL = {
 
 
 def tokenizer(family: str = "qwen2.5") -> PreTrainedTokenizerFast:
-    """A byte is a token, and so is each of `MARKS` and of three merges, so that texts have several spellings."""
+    """A byte is a token, and so is each of `MARKS` and of three merges, so that texts have several spellings.
+
+    ``family``: a name in `TEMPLATES`, or that of a real template in `tests.support.templates`.
+    """
+    if family not in TEMPLATES:
+        return templates.tokenizer(family)
     vocabulary = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("a", "b"), ("ab", "c"), ("Ġ", "a")]
     for pair in merges:

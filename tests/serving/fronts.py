@@ -17,6 +17,7 @@ from slimelite.engines.sampling import engine_sampler
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.front import Front
 from slimelite.serving.sessions import Sessions
+from tests.data.tokenizers import begin_with
 from tests.serving.chat import Scripted, tokenizer
 
 T = TypeVar("T")
@@ -98,9 +99,14 @@ async def scripted_front(family: str, *replies: str, **settings: Any) -> AsyncIt
 
 
 @asynccontextmanager
-async def engine_front(folder: Path, **settings: Any) -> AsyncIterator[tuple[Asking, EmbeddedEngine]]:
+async def engine_front(
+    folder: Path, *, begin: str | None = None, **settings: Any
+) -> AsyncIterator[tuple[Asking, EmbeddedEngine]]:
+    """``begin``: a token that the tokenizer puts before every text."""
     chat_format = ChatFormat(tokenizer())
-    codec = {"decode": chat_format.decode, "encode": chat_format.encode}
+    if begin:
+        begin_with(chat_format.tokenizer, begin)
+    codec = {"decode": chat_format.decode, "encode": chat_format.encode_text}
     engine = EmbeddedEngine(str(folder), max_running_requests=8, max_context_len=2000, **codec)
     try:
         async with front_over(Sessions(chat_format, engine_sampler(engine), 2000), engine, **settings) as ask:

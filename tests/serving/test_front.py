@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -23,6 +24,12 @@ from tests.serving.fronts import Asking, engine_front, run, scripted_front
 
 ASK = [{"role": "user", "content": "What is it?"}]
 CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "a bc"}}\n</tool_call>'
+GEMMA = '<|tool_call>call:search{query:<|"|>a bc<|"|>}<tool_call|>'
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+HARMONY = f"{THOUGHT}<|channel|>commentary<|message|>"
+TO_SEARCH = '<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "a bc"}'
+ATEM = '<atem:function_calls>\n<atem:invoke name="search">\n</atem:invoke>\n</atem:function_calls>'
+CALLED = {"name": "search", "arguments": {"query": "a bc"}}
 IDS = [10, 20, 30, 40, 50]
 
 
@@ -34,6 +41,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def without_ids(calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Calls, or blocks, as they are in every answer; each answer has ids of its own."""
+    return calls and [{**call, "id": ""} for call in calls]
 
 
 def merged(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
@@ -73,7 +85,22 @@ REPLIES = [
     ("llama3", '{"name": "search", "parameters": {"query": "a"}}<|eot_id|>', {}, "tool_calls"),
     ("llama3", '{"a": 1} is JSON<|eot_id|>', {}, "stop"),
     ("mistral", '[TOOL_CALLS][{"name": "search", "arguments": {"query": "a"}}]</s>', {}, "tool_calls"),
-]
+    # templates of real models
+    ("gemma4_v5", f"<|channel>thought\nHm.\n<channel|>I look.{GEMMA}{GEMMA}<|tool_response>", {}, "tool_calls"),
+    ("gemma4_v5", "<|channel>thought\nHm.\n<channel|>It is 42.<turn|>", {}, "stop"),
+    ("gptoss", f"{HARMONY}I look.<|end|><|start|>assistant{TO_SEARCH}<|call|>", {}, "tool_calls"),
+    ("gptoss", f"{THOUGHT}<|channel|>final<|message|>It is <42>.<|return|>", {}, "stop"),
+    ("gptoss", f"{THOUGHT}<|channel|>final<|message|>one two thr<|return|>", {"stop": ["x", " thr"]}, "stop"),
+    ("gptoss", "<|channel|>analysis<|message|>endless", {}, "length"),
+    ("gptoss", f"{THOUGHT}<|channel|>comm", {}, "length"),
+    ("gptoss", "to be or not<|return|>", {}, "stop"),
+    ("gptoss", f"{THOUGHT}{TO_SEARCH[:-9]}<|call|>", {}, "stop"),
+    ("lfm2_2_5_v2", "<think>Hm.</think>I look.<|tool_call_start|>[search(query='a')]<|tool_call_end|><|im_end|>", {},
+     "tool_calls"),
+    ("muse_glimmer", f" to=self<|message|>Hm.<|eom|><|start|>assistant to=search<|message|>{ATEM}<|eot|>", {},
+     "tool_calls"),
+    ("muse_glimmer", " to=user<|message|>It is 42.<|eot|>", {}, "stop"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "reply", "extra", "reason"), REPLIES, ids=str)
@@ -91,9 +118,31 @@ def test_a_stream_adds_up_to_the_whole_answer(family: str, reply: str, extra: di
                 message["content"] = message["content"].strip()
             assert message["content"] == (expected["content"] or "")
             assert message.get("reasoning_content") == expected.get("reasoning_content")
-            assert message.get("tool_calls") == expected.get("tool_calls")
+            assert without_ids(message.get("tool_calls")) == without_ids(expected.get("tool_calls"))
             assert not any(stop in message["content"] for stop in extra.get("stop", []))
             await check_anthropic(ask, extra, expected, reason)
+
+    run(scenario())
+
+
+def test_ids_of_calls_are_those_of_one_reply() -> None:
+    """An agent that gets an id again takes its call for answered. A resumed run's sessions repeat them."""
+    body = {"messages": ASK, "tools": [TOOL], "n": 2}
+
+    async def ids(ask: Asking) -> list[str]:
+        _, whole = await ask("/v1/chat/completions", body)
+        return [call["id"] for choice in whole["choices"] for call in choice["message"]["tool_calls"]]
+
+    async def scenario() -> None:
+        async with scripted_front("mistral", *[f"[TOOL_CALLS]{json.dumps([CALLED] * 2)}</s>"] * 10) as (ask, _):
+            found = await ids(ask) + await ids(ask)
+            for name in ("a", "b", "a"):
+                _, opened = await ask("/sessions", {"id": name})
+                found += await ids(Asking(ask.http, ask.url + opened["path"], opened["key"]))
+                await ask(opened["path"], None, "DELETE")
+            assert all(re.fullmatch("[a-z0-9]{9}", one) for one in found)
+            assert len({*found[:-4]}) == len(found[:-4]) == 16
+            assert found[-4:] == found[8:12]
 
     run(scenario())
 
@@ -117,6 +166,25 @@ def test_without_tools_nothing_is_a_call(family: str, said: str) -> None:
             assert (theirs["content"], theirs["stop_reason"]) == ([{"type": "text", "text": said}], "end_turn")
             _, raw = await ask("/v1/completions", {"prompt": "a", "max_tokens": 99})
             assert raw["choices"][0]["finish_reason"] == "stop"
+
+    run(scenario())
+
+
+def test_tools_are_refused_where_no_call_could_be_read() -> None:
+    tool = {"name": "search", "input_schema": {"type": "object"}}
+    asked = {
+        "/v1/chat/completions": {"messages": ASK, "tools": [TOOL]},
+        "/v1/messages": {"messages": ASK, "tools": [tool], "max_tokens": 9},
+        "/v1/messages/count_tokens": {"messages": ASK, "tools": [tool]},
+    }
+
+    async def scenario() -> None:
+        async with scripted_front("deepseekv3", "It is 42.") as (ask, engine):
+            for path, body in asked.items():
+                status, said = await ask(path, body)
+                assert (status, "shows the model no tools" in said["error"]["message"]) == (400, True)
+            assert engine.requests == []
+            assert (await ask("/v1/chat/completions", {"messages": ASK}))[0] == 200
 
     run(scenario())
 
@@ -189,7 +257,7 @@ async def check_anthropic(ask: Any, extra: dict[str, Any], expected: dict[str, A
             block["input"] = json.loads(block["input"])
         elif block["type"] == "text" and calls:
             block["text"] = block["text"].strip()
-    assert blocks == whole["content"]
+    assert without_ids(blocks) == without_ids(whole["content"])
     assert events[0][1]["message"]["usage"]["input_tokens"] > 10
     assert events[-2][1]["delta"] == {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     assert events[-1][0] == "message_stop"
@@ -216,7 +284,9 @@ def test_a_call_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert (said["message"]["content"], said["finish_reason"]) == (None, "tool_calls")
                 assert len(said["logprobs"]["content"]) == whole["usage"]["completion_tokens"]
                 chunks = await ask.stream("/v1/chat/completions", body)
-                assert merged(chunks) == ({"content": "", "tool_calls": [call]}, "tool_calls")
+                message, reason = merged(chunks)
+                assert (message["content"], reason) == ("", "tool_calls")
+                assert without_ids(message["tool_calls"]) == without_ids([call])
                 entries = [c["choices"][0].get("logprobs") or {"content": []} for c in chunks]
                 assert sum(len(each["content"]) for each in entries) == whole["usage"]["completion_tokens"]
                 body = {"messages": ASK, "tools": [tool], "tool_choice": theirs, "max_tokens": 99}
@@ -362,6 +432,22 @@ def test_completions_of_texts_ids_and_several_with_streams(folder: Path, model: 
                 offsets = [offset for each in columns for offset in each["text_offset"]]
                 assert len(tokens) == 12
                 assert offsets == [len("".join(tokens[:place])) for place in range(12)], "they are places in all of it"
+
+    run(scenario())
+
+
+def test_texts_that_are_no_chat_begin_as_the_tokenizer_says(folder: Path) -> None:
+    async def scenario() -> None:
+        async with engine_front(folder, begin="<s>") as (ask, _):
+            for prompt, tokens in (("abc?", 3), ("<s>abc?", 3), (IDS, len(IDS))):
+                _, whole = await ask("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+                assert whole["usage"]["prompt_tokens"] == tokens
+            _, whole = await ask("/generate", {"text": "abc?", "sampling_params": {"max_new_tokens": 1}})
+            assert whole["meta_info"]["prompt_tokens"] == 3
+            _, begun = await ask("/v1/chat/completions", {"messages": ASK, "max_tokens": 1})
+        async with engine_front(folder) as (ask, _):
+            _, plain = await ask("/v1/chat/completions", {"messages": ASK, "max_tokens": 1})
+        assert begun["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"], "a chat template writes its own"
 
     run(scenario())
 

@@ -7,10 +7,15 @@ import gzip
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
+import aiohttp
 import pytest
+from aiohttp import web
 
+from slimelite import http_server
 from slimelite.serving import front as front_module
+from slimelite.serving import openai
 from tests.serving.chat import TOOL, build
 from tests.serving.fronts import Asking, engine_front, run, scripted_front
 
@@ -105,6 +110,120 @@ def test_pages_of_other_sites_cannot_use_a_server_without_a_key() -> None:
     run(scenario())
 
 
+def test_the_page_is_shown_in_no_frame_of_another_page() -> None:
+    async def scenario() -> None:
+        async with (
+            scripted_front("qwen2.5", page="<p>chat</p>") as (ask, _),
+            ask.http.get(ask.url, headers={"Origin": "https://example.org"}) as answer,
+        ):
+            assert (answer.status, await answer.text()) == (200, "<p>chat</p>")
+            assert answer.headers["X-Frame-Options"] == "DENY"
+            assert answer.headers["Content-Security-Policy"] == "frame-ancestors 'none'"
+
+    run(scenario())
+
+
+def test_connections_that_send_no_request_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are answered meanwhile, and a connection that has had an answer stays for the next request."""
+    monkeypatch.setattr(http_server, "HEAD_S", 0.5)
+    monkeypatch.setattr(http_server, "BODY_S", 0.5)
+
+    async def scenario() -> None:
+        async with scripted_front("qwen2.5", *["abc<|im_end|>"] * 2) as (ask, _):
+            port = int(ask.url.rpartition(":")[2])
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+            for _, writer in silent[25:]:
+                writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+            reader, slow = await asyncio.open_connection("127.0.0.1", port)
+            slow.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            assert (await ask("/v1/completions", {"prompt": "a"}))[0] == 200
+            assert b" 408 " in await reader.readline()
+            assert [await reader.read() for reader, _ in silent] == [b""] * 50
+            assert (await ask("/v1/completions", {"prompt": "a"}))[0] == 200
+            for _, writer in (*silent, (reader, slow)):
+                writer.close()
+
+    run(scenario())
+
+
+def test_a_request_may_take_longer_than_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a connection that was opened before the first look at silent ones, and on one after it."""
+    monkeypatch.setattr(http_server, "HEAD_S", 0.4)
+
+    class Slow(http_server.Server):
+        def _routes(self) -> list[web.RouteDef]:
+            return [web.get("/slow", self._slow)]
+
+        async def _slow(self, _: web.Request) -> web.StreamResponse:
+            await asyncio.sleep(1.2)
+            return web.json_response("done")
+
+    async def scenario() -> None:
+        server = Slow(1 << 20, "127.0.0.1", 0)
+        url = await server.start()
+
+        async def asked(after: float) -> list[Any]:
+            await asyncio.sleep(after)
+            async with aiohttp.ClientSession() as session:
+                answers = []
+                for _ in range(2):
+                    async with session.get(f"{url}/slow") as answer:
+                        answers.append(await answer.json())
+                return answers
+
+        assert await asyncio.gather(asked(0.0), asked(0.3), asked(1.0)) == [["done", "done"]] * 3
+        await server.stop()
+
+    run(scenario())
+
+
+def test_after_a_request_the_next_head_has_a_deadline_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.3)
+
+    async def scenario() -> None:
+        async with scripted_front("qwen2.5") as (ask, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(ask.url.rpartition(":")[2]))
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HT")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            await reader.read()
+            writer.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_headers_that_are_none_are_refused(key: str | None) -> None:
+    async def scenario() -> None:
+        async with scripted_front("qwen2.5", key=key) as (ask, _):
+            for line, without in (
+                (b"Authorization: Bearer \xff\xfe", b" 405 "),
+                (b"Origin: http://[::1", b" 403 "),
+                (b"Authorization: Basic !!", b" 405 "),
+            ):
+                reader, writer = await asyncio.open_connection("127.0.0.1", int(ask.url.rpartition(":")[2]))
+                head = b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + line
+                writer.write(head + b"\r\n\r\n")
+                assert (b" 401 " if key else without) in await reader.readline(), line
+                writer.close()
+
+    run(scenario())
+
+
+def test_log_probs_of_prompts_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai, "MOST_LOG_PROBS", 60)
+
+    async def scenario() -> None:
+        async with engine_front(folder) as (ask, _):
+            body = {"prompt": [[5] * 10] * 2, "max_tokens": 0, "echo": True, "logprobs": 2}
+            assert (await ask("/v1/completions", body))[0] == 200
+            for more in ({"logprobs": 3}, {"n": 2}, {"prompt": [[5] * 10] * 3}, {"max_tokens": 1}):
+                status, said = await ask("/v1/completions", body | more)
+                assert status == 400
+                assert "log-probs; a request may ask for 60; send several" in said["error"]["message"]
+
+    run(scenario())
+
+
 def test_a_session_keeps_the_tokens_of_all_dialects(folder: Path) -> None:
     """A turn of each; the later ones go on on the tokens of those before, and the record has them all."""
 
@@ -178,6 +297,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/messages", {**CHAT, "system": 5}, "system must be text"),
     ("/v1/messages", {**CHAT, "messages": [*ASK, {"role": "assistant", "content": "It is"}]}, "messages[1]"),
     ("/v1/messages", {**CHAT, "stop": ["a"]}, "stop"),
+    ("/v1/messages", {**CHAT, "output_config": {"format": {"type": "json_schema"}}}, "output_config.format="),
+    ("/v1/messages", {**CHAT, "output_config": {"task_budget": 5}}, "output_config.task_budget"),
+    ("/v1/messages", {**CHAT, "output_config": "high"}, "output_config must be an object"),
+    ("/v1/messages", {**CHAT, "context_management": {"edits": [{"type": "compact_20260112"}]}}, "compact_20260112"),
+    ("/v1/messages", {**CHAT, "mcp_servers": [{"type": "url"}]}, "mcp_servers"),
     *(("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: "x"}}, "template") for name in
       ("chat_template", "conversation", "messages", "tools", "self")),
     ("/v1/completions", {"prompt": [[65]] * 33, "n": 128}, "4096"),
@@ -206,6 +330,53 @@ def test_what_cannot_be_served_is_a_400_that_names_it(folder: Path) -> None:
             assert (await ask("/v1/chat/completions", None, "GET"))[0] == 405
             assert (await beside)[0] == 200
             assert not engine._scheduler.has_work
+
+    run(scenario())
+
+
+def test_fields_of_anthropics_that_change_no_token_are_taken(folder: Path) -> None:
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    tool = {"name": "search", "input_schema": TOOL["function"]["parameters"]}
+    use, result = (
+        {"type": "tool_use", "id": "a", "name": "search", "input": {}},
+        {"type": "tool_result", "tool_use_id": "a"},
+    )
+
+    def asked(**more: Any) -> dict[str, Any]:
+        """A conversation whose blocks all have these fields."""
+        text = {"type": "text", "text": "abc", **more}
+        return {
+            "system": [text],
+            "tools": [{**tool, **more}],
+            "messages": [
+                {"role": "user", "content": [text]},
+                {"role": "assistant", "content": [text, {**use, **more}]},
+                {"role": "user", "content": [{**result, "content": [text], **more}]},
+            ],
+        }
+
+    fields = {
+        **cached,
+        "betas": ["context-management-2025-06-27"],
+        "metadata": {"user_id": "a"},
+        "service_tier": "auto",
+        "speed": "fast",
+        "inference_geo": "eu",
+        "output_config": {"effort": "high", "format": None},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "thinking": {"type": "adaptive", "display": "summarized"},
+    }
+
+    async def scenario() -> None:
+        async with engine_front(folder) as (ask, engine):
+            engine.generate = AsyncMock(wraps=engine.generate)  # type: ignore[method-assign]
+            for body in (asked(), {**asked(**cached), **fields}):
+                status, whole = await ask("/v1/messages?beta=true", {**body, "max_tokens": 4})
+                assert status == 200, whole
+                assert (await ask("/v1/messages/count_tokens?beta=true", body))[0] == 200
+            prompts = [call.args[0][0].input_ids for call in engine.generate.call_args_list]
+            assert len(prompts) == 2
+            assert prompts[0] == prompts[1]
 
     run(scenario())
 

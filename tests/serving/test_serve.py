@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -85,3 +86,23 @@ def test_what_cannot_be_served_is_one_line(
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("slimelite serve: ")]
     assert len(errors) == 1
     assert said in errors[0]
+
+
+def test_a_hostile_chat_template_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ 'x' * 10 ** 10 }}")
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("slimelite serve: the chat template takes more than 512 MB to render a few words")
+
+
+def test_an_engine_that_is_not_installed_is_one_line(
+    run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "sglang" else find(name, *rest)
+    )
+    assert main(["serve", str(run_folder), "--engine", "sglang"]) == 1
+    said = "--engine sglang: sglang is not installed: docs/install.md says how; or take embedded"
+    assert capsys.readouterr().err == f"slimelite serve: {said}\n"

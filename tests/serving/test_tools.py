@@ -22,6 +22,9 @@ FAMILIES = {
     "glm": "glm",
     "deepseek": "deepseek",
 }
+# templates of real models
+REAL = {"gemma4_v5": "gemma4", "gptoss": "harmony", "lfm2_v2": "lfm2", "lfm2": "lfm2", "muse_glimmer": "muse"}
+FAMILIES |= REAL
 FORMATS = {family: ChatFormat(tokenizer(family)) for family in FAMILIES}
 few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # pieces that the readers look for, so that random texts get far into them
@@ -38,18 +41,57 @@ PIECES += [
     "]",
     ";",
 ]
+PIECES += [
+    "<|start|>assistant",
+    "<|channel|>analysis",
+    " to=f",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<atem:invoke",
+    ">",
+]
+PIECES += [
+    "<|tool_call>",
+    "<tool_call|>",
+    "call:f{",
+    '<|"|>',
+    "a:",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    "f(",
+    "a=",
+]
+PIECES += [
+    "'",
+    '"',
+    "\\",
+    ")",
+    ",",
+    "<|channel>thought",
+    "<channel|>",
+    "<atem:function_calls>",
+    "</atem:function_calls>",
+]
 PIECES += ["```json\n", "\n```", "function", "[THINK]", "[/THINK]", '{"name": "f", "arguments": {"a": 1}}', "9" * 5000]
 odd = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join)
 plain = st.text(st.characters(exclude_characters="<>[]{}｜", exclude_categories=["Cs", "Cc"]), max_size=12)
-values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | plain,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(plain, inner, max_size=3),
-    max_leaves=6,
-)
 names = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True)
-calls = st.lists(
-    st.tuples(names, st.dictionaries(names, values, max_size=3)), min_size=1, max_size=3, unique_by=lambda c: c[0]
-)
+
+
+def calls(keys: st.SearchStrategy[str]) -> st.SearchStrategy[list[tuple[str, dict[str, Any]]]]:
+    """Calls with objects that have such ``keys`` among their arguments."""
+    leaves = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | plain
+    values = st.recursive(
+        leaves | st.floats(allow_nan=False, allow_infinity=False),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+        max_leaves=6,
+    )
+    one = st.tuples(names, st.dictionaries(names, values, max_size=3))
+    return st.lists(one, min_size=1, max_size=3, unique_by=lambda call: call[0])
+
+
+some = {True: calls(names), False: calls(plain)}
 
 
 def test_the_template_says_how_calls_and_thinking_are_written() -> None:
@@ -57,7 +99,8 @@ def test_the_template_says_how_calls_and_thinking_are_written() -> None:
         assert chat_format.tools is not None
         assert chat_format.tools.name == FAMILIES[family], family
         thinks = None if chat_format.reasoning is None else chat_format.reasoning.name
-        assert thinks == ("think" if family.startswith("qwen3") else None), family
+        think = {"gemma4_v5": "gemma4", "gptoss": "harmony", "muse_glimmer": "muse"}
+        assert thinks == ("think" if family.startswith("qwen3") else think.get(family)), family
     forced = ChatFormat(tokenizer(), tool_parser="mistral", reasoning_parser="seed")
     assert forced.tools is TOOL_FORMATS["mistral"]
     assert forced.reasoning is REASONING_FORMATS["seed"]
@@ -67,12 +110,13 @@ def test_the_template_says_how_calls_and_thinking_are_written() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @few
-@given(called=calls, content=plain.map(str.strip))
-def test_what_a_template_writes_is_read_back(family: str, called: list[tuple[str, Any]], content: str) -> None:
+@given(data=st.data(), content=plain.map(str.strip))
+def test_what_a_template_writes_is_read_back(family: str, data: st.DataObject, content: str) -> None:
     chat_format = FORMATS[family]
-    if family == "llama3":  # one call, and nothing beside it
+    called = data.draw(some[family.startswith("gemma")])  # Gemma 4 writes keys without quotes
+    if family in ("llama3", "gptoss"):  # one call, and nothing beside it
         called, content = called[:1], ""
-    if family == "mistral":
+    if family in ("mistral", "muse_glimmer") or content == "null":  # LFM2's template takes that word for nothing
         content = ""
     asked = [{"role": "user", "content": "x"}]
     written = [
@@ -131,13 +175,34 @@ def test_any_text_is_read(name: str, text: str, opened: bool) -> None:
         ("mistral", "[TOOL_CALLS] f and g", "neither a list of calls nor a name"),
         ("glm", "<tool_call><arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", "it has no name"),
         ("deepseek", "<｜tool▁call▁begin｜>f{}<｜tool▁call▁end｜>", "it is not a name"),
+        ("deepseek", "<｜tool▁calls▁begin｜>f{}<｜tool▁calls▁end｜>", "has <｜tool▁call, but no tool call"),
+        ("qwen3.5", "<function=f>\n</function>\n</tool_call>", "has <function=, but no tool call"),
+        ("qwen2.5", "[TOOL_CALLS] [f]", "has [TOOL_CALLS], but no tool call"),
+        ("gemma4_v5", "<|tool_call>call:f{a:Rome}<tool_call|>", "it is not JSON"),
+        ("gemma4_v5", "<|tool_call>call:f{a:NaN}<tool_call|>", "NaN is not JSON"),
+        ("gemma4_v5", '<|tool_call>call:f{a:<|"|>b}<tool_call|>', "<|\"|> is missing after 'b}'"),
+        ("gemma4_v5", "<|tool_call>call:f{a:1 b:2}<tool_call|>", ", is missing before 'b:2}'"),
+        ("gemma4_v5", "<|tool_call>call:f{}{}<tool_call|>", "text follows it: '{}'"),
+        ("gemma4_v5", "<|tool_call>f{}<tool_call|>", "call: is missing before 'f{}'"),
+        ("gemma4_v5", f"<|tool_call>call:f{{a:{'[' * 5000}}}<tool_call|>", "nested too deep"),
+        ("gemma4_v5", "<|tool_call>call:f{a:1}", "it is not closed by <tool_call|>"),
+        ("lfm2_v2", "<|tool_call_start|>[f('a')]<|tool_call_end|>", "a name is missing before"),
+        ("lfm2_v2", "<|tool_call_start|>[f(a=b)]<|tool_call_end|>", "it is not JSON"),
+        ("lfm2_v2", "<|tool_call_start|>[f(a='b]<|tool_call_end|>", "' is missing after"),
+        ("lfm2_v2", "<|tool_call_start|>[f(a=1)<|tool_call_end|>", "] is missing before its end"),
+        ("lfm2_v2", "<|tool_call_start|>[f(a='\\ud83d')]<|tool_call_end|>", "half of a character"),
+        ("lfm2_v2", "<|tool_call_start|>[]<|tool_call_end|>", "a name is missing"),
+        ("gptoss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{a}", "it is not JSON"),
+        ("gptoss", "<|channel|>analysis to=python code<|message|>1+1", "text follows its JSON: '+1'"),
+        ("gptoss", "<|channel|>commentary to=functions.f", "it is not closed by <|message|>"),
+        ("muse_glimmer", " to=f<|message|>{}", "it is not <atem:function_calls>"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(family: str, text: str, why: str) -> None:
     chat_format = FORMATS[family]
     reply = chat_format.reply(chat_format.encode(text), [TOOL])
     assert reply.tool_calls == ()
-    assert reply.content == text
+    assert reply.content.removeprefix("<|start|>assistant") == text
     (sentence,) = reply.malformed
     assert why in sentence
 
@@ -170,6 +235,62 @@ def test_forms_of_older_and_newer_models_of_a_family() -> None:
     assert [len(form.reply(form.encode(text)).tool_calls) for form in (tagged, named)] == [0, 2]
 
 
+def test_what_the_models_write_that_their_templates_do_not() -> None:
+    def read(family: str, text: str) -> list[tuple[str, object]]:
+        reply = FORMATS[family].reply(FORMATS[family].encode(text), [TOOL])
+        assert reply.malformed == ()
+        return [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
+
+    begin, end = "<|tool_call_start|>", "<|tool_call_end|>"
+    python = """[a.b-c(from="it's", x = ('y', 1,), z={'k': None, "l": true},), g()]"""
+    assert read("lfm2_v2", begin + python + end) == [
+        ("a.b-c", {"from": "it's", "x": ["y", 1], "z": {"k": None, "l": True}}),
+        ("g", {}),
+    ]
+    assert read("lfm2_v2", rf"{begin}f(a='\x41\u00e9\ud83d\ude00\t\d')" + end) == [("f", {"a": "Aé😀\t\\d"})]
+    listed = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+    assert read("lfm2_v2", begin + listed + end) == [("f", {"a": 1}), ("g", {})]
+    assert read("gemma4_v5", '<|tool_call>call:f{ "a": "b", c : [1, <|"|>d<|"|>] }<tool_call|>') == [
+        ("f", {"a": "b", "c": [1, "d"]})
+    ]
+    for head in ("to=functions.f<|channel|>commentary", "<|channel|>commentary to=functions.f <|constrain|>json"):
+        assert read("gptoss", f'{head}<|message|>{{"a": 1}}<|call|>') == [("f", {"a": 1})]
+
+
+@pytest.mark.parametrize("family", ["glm", "qwen3.5", "muse_glimmer"])
+def test_a_parameter_that_is_a_text_or_nothing_is_no_number(family: str) -> None:
+    """As Optional[str] is in a schema of pydantic's or an MCP server's."""
+    text, null = {"type": "string"}, {"type": "null"}
+    kinds = {"a": {"anyOf": [text, null]}, "b": {"type": ["string", "null"]}, "c": {"enum": ["1", "2"]}}
+    kinds |= {"d": {"anyOf": [text, {"type": "integer"}]}, "e": {"anyOf": [text, null]}, "f": {"enum": [1, 2]}}
+    tool = {"function": {"name": "f", "parameters": {"properties": kinds}}}
+    given = {"a": "75001", "b": "1e3", "c": "1", "d": 5, "e": None, "f": 1}
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": given}}
+    asked, chat_format = [{"role": "user", "content": "x"}], FORMATS[family]
+    text_of_call = chat_format.render(
+        [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}], add_generation_prompt=False
+    ).removeprefix(chat_format.render(asked))
+    (read,) = chat_format.reply(chat_format.encode(text_of_call.removesuffix("\n")), [tool]).tool_calls
+    assert json.loads(read.arguments) == given
+
+
+def test_channels_are_apart() -> None:
+    def read(family: str, text: str) -> tuple[str | None, str]:
+        reply = FORMATS[family].reply(FORMATS[family].encode(text), [TOOL])
+        assert reply.malformed == ()
+        return reply.reasoning, reply.content
+
+    next_one = "<|end|><|start|>assistant<|channel|>"
+    text = f"<|channel|>analysis<|message|>so{next_one}commentary<|message|>first. {next_one}final<|message|>yes"
+    assert read("gptoss", text + "<|return|>") == ("so", "first. yes")
+    assert read("gptoss", f"<|channel|>analysis<|message|>so{next_one}analysis<|message|>and") == ("so\nand", "")
+    assert read("gptoss", "<|channel|>analysis<|message|>so<|channel|>final<|message|>yes") == ("so", "yes")
+    assert read("gptoss", "yes") == (None, "yes")
+    assert read("muse_glimmer", " to=self<|message|>so<|eom|><|start|>assistant to=user<|message|>yes") == ("so", "yes")
+    assert read("gemma4_v5", "<|channel>thought\nso\n<channel|>yes<turn|>") == ("so", "yes")
+    assert read("gemma4_v5", "<|channel>thought\n<channel|>yes<turn|>") == (None, "yes")
+
+
 def test_thinking_is_apart_from_what_is_said() -> None:
     chat_format = FORMATS["qwen3"]
 
@@ -184,4 +305,4 @@ def test_thinking_is_apart_from_what_is_said() -> None:
     assert read("so\n</think>\n\nyes") == ("so", "yes")
     assert read("so and", opened=True) == ("so and", "")
     assert read("<think>\nso and") == ("so and", "")
-    assert set(TEMPLATES) == set(FAMILIES)
+    assert set(TEMPLATES) == FAMILIES.keys() - REAL.keys()

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import struct
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +35,34 @@ def wandb_records(root: Path) -> list[Any]:
             records.append(Record.FromString(whole))
             whole = b""
     return records
+
+
+INTERRUPTED = """
+import os, signal, sys
+from fake_run import make_args
+from slimelite.lifecycle import StopSignals, Watchdog
+from slimelite.tracking import Tracker
+args = make_args(sys.argv[1], use_wandb=True, wandb_mode="offline")
+with StopSignals() as stop, Watchdog(args.run_dir), Tracker(args):
+    os.kill(os.getpid(), signal.SIGINT)
+sys.exit(stop.status)
+"""
+
+
+def test_ctrl_c_with_wandb_is_no_traceback(tmp_path: Path) -> None:
+    """The watchdog ends what the run has started, wandb's process too, which wandb must not miss then."""
+    search = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": search},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == ""
+    assert [r.exit.exit_code for r in wandb_records(tmp_path) if r.HasField("exit")] == [1]
 
 
 def test_wandb_offline_holds_every_metric_on_its_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,10 +134,11 @@ class Oracle:
         if self.args.loss_type == "dpo_loss":
             return self.pairs_loss(step)
         if self.args.mis_batch_normalize:
-            weights = [self.truncated(row) for row in step if self.mask(row).any()]
+            # slime's rule: what the mode mask, a rejection or a veto drops counts as if it were there
+            counted = [self.weights(row)[0] for row in step if self.mask(row).any()]
             if self.args.mis_level == "sequence":
-                weights = [each[:1] for each in weights]
-            self.mean_truncated = torch.cat(weights).mean()
+                counted = [each[:1] for each in counted]
+            self.mean_weight = torch.cat(counted).mean()
         return self.mean(self.sft_loss if self.args.loss_type == "sft_loss" else self.policy_loss, step)
 
     def sft_loss(self, row: int) -> Tensor:
@@ -156,22 +157,28 @@ class Oracle:
             loss = loss * mismatch.clamp(args.tis_clip_low, args.tis_clip)
         if args.correction == "mis" and args.mis_veto_threshold:
             loss = loss * float((mismatch >= args.mis_veto_threshold).all())
-        if args.correction == "mis" and args.mis_mode == "truncate":
-            loss = loss * self.truncated(row) / self.mean_truncated
+        if args.correction == "mis" and args.mis_mode != "none":
+            weight, kept = self.weights(row)
+            loss = loss * weight * kept / self.mean_weight
         loss = loss - args.entropy_coef * entropy
         if args.use_kl_loss:
             d = log_probs - self.ref[row][mask]
             loss = loss + args.kl_loss_coef * ((-d).exp() - 1 + d).clamp(-10, 10)
         return loss.sum()
 
-    def truncated(self, row: int) -> Tensor:
-        """[trained tokens] weights of --correction mis --mis-mode truncate, at the level token or sequence."""
-        mask = self.mask(row)
+    def weights(self, row: int) -> tuple[Tensor, Tensor]:
+        """[trained tokens] of --correction mis in the modes truncate and mask, at the level token or sequence: the
+        weights before any is dropped, and whether the mode keeps them.
+        """
+        args, mask = self.args, self.mask(row)
         rolled = torch.tensor(self.table.row_slice("rollout_log_probs", row)).double()
         log_ratio = (self.old[row] - rolled)[mask]
-        if self.args.mis_level == "sequence":
+        if args.mis_level == "sequence":
             log_ratio = log_ratio.sum().expand_as(log_ratio)
-        return log_ratio.exp().clamp(max=self.args.mis_upper_bound)
+        ratio, high = log_ratio.exp(), args.mis_upper_bound
+        if args.mis_mode == "truncate":
+            return ratio.clamp(max=high), torch.ones_like(ratio)
+        return ratio, ((ratio >= 1 / high) & (ratio <= high)).double()
 
     def critic_loss(self, row: int) -> Tensor:
         values, old, goal = self.value(row), self.values[row], self.returns[row]

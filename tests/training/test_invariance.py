@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from exact import (
     ACTS,
     CORRECTIONS,
@@ -109,9 +110,14 @@ def test_row_order_does_not_matter(model: Path, aggregation: str) -> None:
 
 
 def test_gradient_checkpointing_does_not_matter(model: Path) -> None:
-    found = []
+    found, passes = [], [0, 0]
     for checkpointing in (False, True):
         with one_rank(tiny_args(model, **OTHER_TERMS, gradient_checkpointing=checkpointing)) as trainer:
-            assert trainer.model.hf.is_gradient_checkpointing == checkpointing
+
+            def count(*_: object, at: int = checkpointing) -> None:
+                passes[at] += torch.is_grad_enabled()
+
+            trainer.model.layers[0].self_attn.register_forward_hook(count)
             found.append(exact_step(trainer, awkward_table())[0])
     assert_same_gradient(*found)
+    assert passes[1] == 2 * passes[0] > 0

@@ -36,7 +36,11 @@ from tests.training.tiny import (
     tiny_args,
 )
 
+pytestmark = pytest.mark.newest
+
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+
+SELECTIVE = {"gradient_checkpointing": True, "recompute_granularity": "selective"}
 
 
 @pytest.fixture
@@ -434,6 +438,29 @@ def test_a_wrong_adapter_is_refused(model: Path, tmp_path: Path) -> None:
         inspect_model(args, str(model), trained=True)
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_an_adapter_of_nan_is_refused(model: Path, tmp_path: Path, broken: float) -> None:
+    folder, _ = saved_run(model, tmp_path / "adapter")
+    weights = load_file(folder / "adapter_model.safetensors")
+    weights[max(weights)][0, 0] = broken
+    save_file(weights, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=f"--lora-adapter-path: {max(weights)} in .* holds NaN or infinity; take an"):
+        inspect_model(tiny_args(model, **LORA, lora_adapter_path=str(folder)), str(model), trained=True)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": broken}))
+    with pytest.raises(ValueError, match=rf"is no config of a peft adapter \(ValueError\('lora_alpha is {broken}'\)\)"):
+        read_adapter(str(folder))
+
+
+@pytest.mark.parametrize("flag", ["lora_rank", "critic_lora_rank"])
+def test_a_rank_above_that_of_the_matrices_is_refused(model: Path, flag: str) -> None:
+    """The widest has 32 rows and 64 columns."""
+    inspect_model(tiny_args(model, **{flag: 32}), str(model), trained=True)
+    option = "--" + flag.replace("_", "-")
+    with pytest.raises(ValueError, match=f"{option} 33: the matrices that get an adapter have at most rank 32"):
+        inspect_model(tiny_args(model, **{flag: 33}), str(model), trained=True)
+
+
 def test_an_adapter_is_all_that_training_changes(model: Path) -> None:
     with one_rank(tiny_args(model, **LORA, weight_decay=0.1)) as trainer:
         before = {n: whole(p.detach()).clone() for n, p in trainer.model.named_parameters()}
@@ -476,3 +503,12 @@ def test_every_loss_trains_adapters(model: Path, tmp_path: Path, name: str) -> N
         assert expected.abs().max() > 1e-6
         torch.testing.assert_close(low[f"{module}.lora_B"], expected, rtol=1e-3, atol=1e-6)
         assert not low[f"{module}.lora_A"].any()
+
+
+def test_selective_recomputation_gives_the_same_gradient(model: Path) -> None:
+    norms = []
+    for flags in ({}, {"gradient_checkpointing": True}, SELECTIVE):
+        with one_rank(tiny_args(model, **LORA | flags)) as trainer:
+            norms.append(trainer.train(0, random_table())["train/grad_norm"])
+    assert norms[0] > 0
+    assert norms == [norms[0]] * 3

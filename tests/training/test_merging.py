@@ -14,6 +14,8 @@ from slimelite.checkpoints import ROLLOUT_STATE
 from slimelite.runnable import Source, merged, resolve_model
 from tests.training.tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
 
+pytestmark = pytest.mark.newest
+
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora_type": "rslora", "lora_targets": ("q_proj", "down_proj")}
 
 

@@ -21,6 +21,8 @@ from slimelite.training.columns import TokenColumns
 from slimelite.training.model import ForwardFlops, PolicyModel, chunked_log_probs
 from slimelite.training.parallel import World
 
+pytestmark = pytest.mark.newest
+
 
 def test_a_folder_without_weights_is_a_new_model_of_its_seed(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)

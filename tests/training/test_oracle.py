@@ -36,6 +36,13 @@ CASES: dict[str, dict[str, Any]] = {
     "grpo, veto": {"correction": "mis", "mis_mode": "none", "mis_veto_threshold": 0.85},
     "grpo, normalized token weights": MIS,
     "grpo, normalized sequence weights": {**MIS, "mis_level": "sequence", "global_batch_size": 100},
+    "grpo, normalized masked token weights": {**MIS, "mis_mode": "mask", "mis_veto_threshold": 0.85},
+    "grpo, normalized masked sequence weights": {
+        **MIS,
+        "mis_mode": "mask",
+        "mis_level": "sequence",
+        "global_batch_size": 100,
+    },
     "sft": {"loss_type": "sft_loss"},
     "sft, token mean": {"loss_type": "sft_loss", "loss_aggregation": "token"},
     "dpo": {**DPO, "dpo_label_smoothing": 0.1},
@@ -48,6 +55,8 @@ ACTS = {
     "grpo, veto": ["veto_response_frac"],
     "grpo, normalized token weights": ["tis_clipfrac"],
     "grpo, normalized sequence weights": ["tis_clipfrac"],
+    "grpo, normalized masked token weights": ["tis_clipfrac", "veto_response_frac"],
+    "grpo, normalized masked sequence weights": ["tis_clipfrac"],
     "ppo": ["critic-value_clipfrac", "pg_clipfrac"],
 }
 

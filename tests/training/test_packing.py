@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import VOCAB, one_rank, random_table, save_tiny_model, tiny_args, weights_of
+from tiny import VOCAB, one_rank, random_table, save_tiny_model, tiny_args
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -21,6 +21,8 @@ from slimelite.training.columns import TokenColumns
 from slimelite.training.loading import inspect_model
 from slimelite.training.model import PolicyModel
 from slimelite.training.packing import NoSmallModel, Packing, may_pack
+
+pytestmark = pytest.mark.newest
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -146,7 +148,7 @@ def test_families_at_their_own_depth(family: str, changes: dict[str, Any], packi
 
 
 def test_pairs_that_padding_mixes_are_refused() -> None:
-    with pytest.raises(ValueError, match="phi3 cannot be trained: its log-probs differ"):
+    with pytest.raises(ValueError, match=r"phi3 cannot be trained: .*its log-probs"):
         may_pack(AutoConfig.for_model("phi3", rope_parameters=LONG_ROPE), ATTENTION, pairs=True)
     assert not may_pack(AutoConfig.for_model("nemotron_h"), ATTENTION, pairs=True)
 
@@ -156,7 +158,7 @@ def test_what_is_not_right_even_alone_is_refused(family: str, tmp_path: Path) ->
     folder = build(family, REFUSED[family], tmp_path)
     said = {
         "gpt_oss": "gpt_oss cannot be trained: .*sinks.*; --attn-implementation eager computes it right",
-        "phi": "phi cannot be trained: its log-probs differ by .* from transformers' own; docs/algorithms.md",
+        "phi": "phi cannot be trained: its LM head has a bias: its log-probs differ by .* from transformers' own",
     }
     with pytest.raises(ValueError, match=said[family]), one_rank(tiny_args(folder)):
         pass
@@ -187,12 +189,40 @@ def test_what_cannot_be_seen_is_not_packed(
     assert "no such config" in caplog.text
 
 
-def test_nothing_random_is_left_in_the_forward_pass(tmp_path: Path) -> None:
-    """Dropout and router jitter would make the log-probs of training other than those that sampled."""
-    config = AutoConfig.for_model("gpt2", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+# what each family does in train() and not in eval(), where engines sample
+NOISY: dict[str, dict[str, Any]] = {
+    "phimoe": {**SIZES, "num_local_experts": 4, "input_jitter_noise": 0.3},  # draws experts at random
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.5},
+    "opt": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.5},
+}
+
+
+@pytest.mark.parametrize("family", NOISY)
+def test_a_model_is_trained_as_it_is_sampled(family: str, tmp_path: Path) -> None:
+    """Log-probs, gradients and the saved config are the untouched model's in eval(), layers recomputed or not."""
+    torch.manual_seed(0)
+    own = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **NOISY[family]), attn_implementation="eager")
+    for parameter in own.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.1
+    own.eval().save_pretrained(tmp_path)
     table = random_table(groups=1)
-    with one_rank(tiny_args(tmp_path)) as trainer:
-        assert trainer.model.training
-        assert (trainer.log_probs(table) == trainer.log_probs(table)).all()
-        assert weights_of(trainer)
+    right = transformers_own(own, table)
+    probe = torch.randn_like(right)
+    (right * probe).sum().backward()
+    for checkpointing in (False, True):
+        with one_rank(tiny_args(tmp_path, gradient_checkpointing=checkpointing)) as trainer:
+            batch = MicroBatch(TokenColumns.from_table(table), np.arange(len(table)), torch.device("cpu"))
+            found = trainer.model(batch, 1.0)[0]
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+            (found * probe).sum().backward()
+            for (name, mine), theirs in zip(trainer.model.named_parameters(), own.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
+            trainer.save_hf(str(tmp_path / "saved"))
+    given, saved = (AutoConfig.from_pretrained(folder).to_dict() for folder in (tmp_path, tmp_path / "saved"))
+    assert saved | {"_name_or_path": given["_name_or_path"]} == given
+
+
+def test_a_forward_pass_that_changes_the_weights_is_refused() -> None:
+    """RWKV divides the weights of its deeper layers by 2 in eval(): a copy of them would be another model."""
+    with pytest.raises(ValueError, match="rwkv cannot be trained: its forward pass changes its weights"):
+        may_pack(AutoConfig.for_model("rwkv"), ATTENTION)

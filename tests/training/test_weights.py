@@ -19,6 +19,8 @@ from slimelite.training.parallel import whole
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import buckets
 
+pytestmark = pytest.mark.newest
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -73,6 +75,37 @@ def test_a_tensor_that_travels_alone_is_not_copied() -> None:
     assert both.flat.data_ptr() != small.data_ptr()
     (cast,) = buckets([("large", large)], 1, torch.bfloat16)
     assert torch.equal(cast.tensors()[0][1], large.bfloat16())
+
+
+def test_buckets_are_no_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA IPC cannot share those everywhere. Other tensors of the trainer go on being allocated in them."""
+    told, seen, empty = torch._C._accelerator_getAllocatorSettings, [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: (seen.append(told()), empty(*a, **k))[1])
+    for settings, expected in (
+        ("max_split_size_mb:64", "max_split_size_mb:64"),
+        ("expandable_segments: True", "expandable_segments: True,expandable_segments:False"),
+    ):
+        torch._C._accelerator_setAllocatorSettings(settings)
+        list(buckets([("a", torch.ones(3)), ("b", torch.ones(3))], 100))
+        assert (seen[-1], told()) == (expected, settings)
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_torch_2_11_takes_the_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.setenv(variable, "expandable_segments:True")
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    list(buckets([("a", torch.ones(3)), ("b", torch.ones(3))], 100))
+    assert given == ["expandable_segments:True,expandable_segments:False", "expandable_segments:True"]
+
+
+def test_weights_of_several_dtypes_keep_them_in_buckets_of_their_own() -> None:
+    given = {"a": torch.ones(3), "b": torch.ones(2), "c": torch.arange(2), "d": torch.ones(1)}
+    found = [tensor for bucket in buckets(given.items(), 1000) for tensor in bucket.tensors()]
+    assert [name for name, _ in found] == [*given]
+    assert all(tensor.dtype == given[name].dtype for name, tensor in found)
 
 
 def test_an_untied_head_is_sent(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from scripts.arithmetic import write_model_folder
+from slimelite.data.tokenizer import load_tokenizer
 from slimelite.evaluate import RESULTS
 from slimelite.rollout.manager import RolloutManager
 from slimelite.runnable import MADE_OF
@@ -18,6 +19,7 @@ from slimelite.table import SampleTable
 from slimelite.view.command import main
 from slimelite.view.evaluate import _rows
 from slimelite.view.run import Run
+from tests.data.tokenizers import begin_with
 
 WRITE = "name: write\ndata: rows.jsonl\nprompt: '{{ q }}'\nlabel: label\nscorer: last_number\nmax_tokens: 4\n"
 PICK = "name: pick\ndata: rows.jsonl\nkind: multiple-choice\nprompt: '{{ q }}'\nchoices: '[1, 7]'\nlabel: right\n"
@@ -106,6 +108,28 @@ def test_an_interrupted_evaluation_goes_on_and_other_settings_are_asked_anew(
     assert {"eval/write-pass@2", "eval/write-pass@4-stderr"} <= set(sampled["write"]["metrics"])
     assert main(["eval", *words, "--samples", "4", "--temperature", "1"]) == 0
     assert "write-pass@4" in capsys.readouterr().out
+
+
+@pytest.mark.e2e
+def test_questions_begin_as_the_tokenizer_says_and_scores_without_that_are_asked_anew(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = load_tokenizer(str(folder / "one"))
+    begin_with(tokenizer, tokenizer.eos_token)
+    tokenizer.save_pretrained(folder / "one")
+    words = ("one", "--tasks", "write.yaml", "--output", "out", "--no-chat")
+    evaluated(capsys, *words)
+    table = SampleTable.from_parquet(folder / "out" / "one" / "eval" / "write-start.parquet")
+    assert table.row_slice("prompt_tokens", 0)[0] == tokenizer.eos_token_id
+    results = folder / "out" / "one" / RESULTS
+    written = results.read_text()
+    evaluated(capsys, *words)
+    assert results.read_text() == written
+    old = json.loads(written)
+    assert old["tasks"]["write"].pop("begins") == [tokenizer.eos_token_id]
+    results.write_text(json.dumps(old))
+    evaluated(capsys, *words)
+    assert "begins" in json.loads(results.read_text())["tasks"]["write"]
 
 
 @pytest.mark.parametrize(

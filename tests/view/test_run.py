@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from slimelite.table import SampleTable
 from slimelite.tracking.metrics_file import MetricsFile
+from slimelite.view.command import main
 from slimelite.view.run import Run, read_runs
 from tests.tracking.fake_run import make_args, make_table, play
 
@@ -106,6 +109,41 @@ def test_what_is_no_run_is_said(tmp_path: Path, folder: Path) -> None:
         _ = Run(tmp_path, "x", ()).config
     with pytest.raises(ValueError, match="a is given twice"):
         read_runs([folder, folder.parent / "." / "a"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("metrics.jsonl", "[]", r"metrics\.jsonl:1: no record of metrics: '\[\]'"),
+        ("metrics.jsonl", '{"kind": "rollout", "rollout/step": []}', r"metrics\.jsonl:1: no record of metrics"),
+        ("metrics.jsonl", '{"rollout/step": 1}', r"metrics\.jsonl:1: no record of metrics"),
+        ("config.json", "[]", r"config\.json is no file of a run: it holds no JSON object"),
+        ("config.json", "[" * 10**5, r"config\.json is not JSON: maximum recursion"),
+        ("status.json", "[]", None),
+        ("status.json", '{"status": "running", "started": 1}', None),
+    ],
+)
+def test_files_of_something_else_are_one_line(
+    tmp_path: Path, folder: Path, file: str, content: str, said: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / file).write_text(content)
+    assert main(["view", str(copy)]) == (said is not None)
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == (said is not None)
+    assert re.search(said or "", errors)
+
+
+def test_a_file_of_samples_that_is_cut_short_is_said(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page has the rest."""
+    shutil.copytree(folder, tmp_path / "copy")
+    os.truncate(tmp_path / "copy" / "rollouts" / "0000001.parquet", 500)
+    assert main(["view", str(tmp_path / "copy")]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("slimelite view: 0000001.parquet of rollouts could not be read: ")
 
 
 def test_names_are_as_short_as_they_differ(tmp_path: Path, folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from slimelite.engines.checks import check_ids, check_score
 from slimelite.engines.embedded.memory import KVMemory
@@ -31,6 +31,7 @@ from slimelite.engines.protocol import (
     WeightBucket,
     check_memory_tags,
 )
+from slimelite.model_files import load_config
 from slimelite.threads import Gathered
 
 # default size of the KV cache: bytes on a CPU, a share of the free memory on a GPU
@@ -89,7 +90,7 @@ class EmbeddedEngine(InProcessEngine):
             ValueError: the engine does not compute this architecture, or the cache is smaller than ``max_context_len``.
         """
         super().__init__(decode, encode, http_host)
-        config = AutoConfig.from_pretrained(model_path)
+        config = load_config(model_path)
         shape = DecoderShape.from_config(config)
         place = torch.device(device)
         dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)

@@ -33,7 +33,8 @@ from slimelite.engines.protocol import (
 )
 from slimelite.engines.registry import ServerAddress
 from slimelite.engines.sglang.front import ADAPTER, AdapterFront
-from slimelite.engines.sglang.server import ON_CPU, REPORT_S, START_S, Server, SglangServer, server_command
+from slimelite.engines.sglang.options import server_environment, server_fields
+from slimelite.engines.sglang.server import REPORT_S, START_S, Server, SglangServer, server_command
 from slimelite.engines.sglang.sync import ServerSink, build_sink, check_model
 from slimelite.engines.sglang.wire import extend, request_body, version_of
 from slimelite.http_client import Client, HttpError, NoAnswer, Refused, Retry, ask
@@ -199,6 +200,8 @@ class SglangEngine(Engine):
         await self._ask("POST", "/abort_request", {"rid": "", "abort_all": True})
         await self._ask("POST", f"/flush_cache?timeout={IDLE_S:g}", {})
         await self._ask("POST", "/release_memory_occupation", {"tags": list(tags)})
+        if "weights" in tags and self._sink is not None:
+            self._sink.update.complete = False
 
     async def resume_memory(self, tags: Sequence[str]) -> None:
         """See `Engine.resume_memory`; only released tags are sent, because the server dies of any other."""
@@ -374,36 +377,6 @@ def _rejections() -> Iterator[None]:
         raise
 
 
-def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
-    """SGLang's ServerArgs fields for one engine; later sources win: our flags, --sglang-*, fixed values, ``placement``.
-
-    ``placement``: ``host``, ``port`` and other fields that depend on where the engine is (``base_gpu_id``, ``nnodes``,
-    ``node_rank``, ``dist_init_addr``, ``load_format``, ...). Fields that are None are left out.
-    """
-    implied: dict[str, object] = {
-        "mem_fraction_static": setup.memory_share,
-        "max_running_requests": setup.max_running_requests,
-        "context_length": setup.max_context_len,
-        # on a GPU the trainer always computes in bf16; SGLang would choose fp16 for a model whose config says fp32
-        **(ON_CPU if setup.device == "cpu" else {"dtype": "bfloat16"}),
-    }
-    if setup.adapter is not None:
-        # two in a batch: the policy, and none, for requests of someone who looks at the frozen model
-        implied |= {"enable_lora": True, "max_lora_rank": setup.adapter.rank, "max_loras_per_batch": 2}
-        implied["lora_target_modules"] = list(setup.adapter.modules)
-        implied |= {"lora_backend": "torch_native"} if setup.device == "cpu" else {}
-    decided = {
-        "model_path": setup.model_path,
-        "device": setup.device,
-        "tp_size": setup.width // setup.options.get("pp_size", 1),
-        "random_seed": setup.seed,
-        "enable_memory_saver": setup.releases_memory,
-        "skip_server_warmup": True,
-    }
-    fields = {**implied, **setup.options, **decided, **placement}
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 def build_server(setup: EngineSetup) -> SglangServer:
     """The server process on this machine, with a reserved port; it is not started yet."""
     config = AutoConfig.from_pretrained(setup.model_path).get_text_config()
@@ -418,7 +391,8 @@ def build_server(setup: EngineSetup) -> SglangServer:
             server_fields(setup, host=host, port=port, context_length=length, load_format=load_format)
         )
 
-    return SglangServer(command, setup.host, setup.log)
+    environment = server_environment(server_fields(setup), setup.memory.unset)
+    return SglangServer(command, setup.host, setup.log, environment=environment)
 
 
 def connect(setup: EngineSetup, codec: Codec, address: ServerAddress, owner: Restartable | None) -> SglangEngine:

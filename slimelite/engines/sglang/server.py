@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slimelite.engines.registry import ServerAddress
+from slimelite.engines.sglang.wire import TARGET
 from slimelite.http_client import HttpError, Retry, ask
 
 T = TypeVar("T")
@@ -47,16 +48,6 @@ LOG_LINES = 12
 # The server is a process group of its own that reads a pipe from us. The pipe closes when our process ends, however it
 # ends; then the shell kills the whole group.
 ATTACHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -KILL 0) & exec "$@" 3<&- </dev/null'
-# these fields select SGLang's plain PyTorch code on a CPU, because its kernels need a GPU
-ON_CPU: dict[str, object] = {
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "dtype": "float32",
-    "disable_overlap_schedule": True,
-    "disable_cuda_graph": True,
-    "sleep_on_idle": True,
-}
 
 
 def server_command(fields: Mapping[str, object]) -> list[str]:
@@ -122,11 +113,11 @@ class Server(ServerAddress):
         if not self._brackets_updates:
             return
         try:
-            self.post("/begin_weight_update")
+            self.post("/begin_weight_update", TARGET)
         except HttpError:
             # an update that broke off is still open
             self.post("/end_weight_update")
-            self.post("/begin_weight_update")
+            self.post("/begin_weight_update", TARGET)
 
     def finish_update(self, version: int) -> None:
         """End the update, whose tensors have all arrived, and `resume`."""
@@ -150,12 +141,17 @@ class SglangServer:
     """One server process at ``host:port``. The constructor reserves the port, so that it is still free when the server
     binds it, half a minute later, and after a restart.
 
-    ``command``: makes the command line from (host, port); ``log``: file that the server's output is appended to. The
-    server inherits our environment, ``CUDA_VISIBLE_DEVICES`` included.
+    ``command``: makes the command line from (host, port); ``log``: file that the server's output is appended to;
+    ``environment``: the server's; None: ours, ``CUDA_VISIBLE_DEVICES`` included.
     """
 
     def __init__(
-        self, command: Callable[[str, int], list[str]], host: str, log: Path, start_s: float = START_S
+        self,
+        command: Callable[[str, int], list[str]],
+        host: str,
+        log: Path,
+        start_s: float = START_S,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.host = host
         self._reserved = reserve_port(host)
@@ -163,6 +159,7 @@ class SglangServer:
         self.url = f"http://{host}:{self.port}"
         self.log = log
         self._command = command(host, self.port)
+        self._environment = environment
         self._start_s = start_s
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
@@ -207,6 +204,7 @@ class SglangServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=self._environment,
                 start_new_session=True,
             )
         try:

@@ -37,6 +37,7 @@ from slimelite.engines.protocol import AdapterFormat, SyncSetup, WeightBucket, W
 from slimelite.engines.registry import ServerAddress
 from slimelite.engines.sglang.front import ADAPTER
 from slimelite.engines.sglang.server import ONCE, Server, each
+from slimelite.engines.sglang.wire import TARGET, update_request
 from slimelite.http_client import HttpError
 from slimelite.model_files import write_weights
 
@@ -118,7 +119,7 @@ class ServerSink(ABC):
         except ValueError as error:
             failure = error
         self._raise_first(failure)
-        partial = self.update.begin(version, changed)
+        partial = self.update.begin(version, changed if self.setup.partial else None)
         self._delivered = None
         self._attempt(self._open)
         return partial
@@ -201,7 +202,7 @@ class HttpSink(ServerSink):
     def _transfer(self, bucket: WeightBucket) -> None:
         blob = pickled(WeightBucket(bucket.names, bucket.shapes, bucket.flat.cpu()))
         # the request has one pickle for each tensor-parallel rank of the server
-        requests = {width: _update_request([blob] * width) for width in {server.tp_size for server in self.own}}
+        requests = {width: update_request([blob] * width) for width in {server.tp_size for server in self.own}}
         each(self.own, lambda server: server.post("/update_weights_from_tensor", requests[server.tp_size]))
 
 
@@ -303,6 +304,7 @@ class GroupSink(ServerSink):
             "group_name": self._name,
             "load_format": "flattened_bucket",
             "flush_cache": False,
+            **TARGET,
         }
         # no retry: a server that received the first request has already entered the broadcast
         path = "/update_weights_from_distributed"
@@ -353,7 +355,7 @@ class IpcSink(ServerSink):
         # ranks without a server send no handle, because memory behind a handle that is never opened is never freed
         blobs = _from_all(pickled(bucket) if self._serves else b"")
         for server in self.own:
-            request = _update_request(blobs[self._rank : self._rank + server.tp_size])
+            request = update_request(blobs[self._rank : self._rank + server.tp_size])
             server.post("/update_weights_from_tensor", request)
 
     def _raise_first(self, failure: Exception | None) -> None:
@@ -429,13 +431,6 @@ def pickled(bucket: WeightBucket) -> bytes:
     content = {"flattened_tensor": bucket.flat.view(torch.uint8), "metadata": metadata}
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(content)
     return buffer.getvalue()
-
-
-def _update_request(blobs: list[bytes]) -> bytes:
-    """The JSON body with one pickle per rank; it asks for no cache flush, since `end` flushes once."""
-    # base64 needs no JSON escapes, and joining bytes makes one copy per blob fewer than json.dumps
-    quoted = b",".join(b'"%b"' % base64.b64encode(blob) for blob in blobs)
-    return b'{"serialized_named_tensors":[%b],"load_format":"flattened_bucket","flush_cache":false}' % quoted
 
 
 class _Pickler(pickle.Pickler):

@@ -1,13 +1,18 @@
-"""Requests and answers of SGLang's ``/generate``, from and to those of the engine protocol."""
+"""Requests and answers of SGLang's ``/generate``, from and to those of the engine protocol; and of weight updates."""
 
 from __future__ import annotations
 
+import base64
+import json
 from typing import Any
 
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 
 # tokens of an event of a stream
 EVENT_TOKENS = 4
+# of a weight update: a draft model has weights of its own, and would take those of the same names. SGLang 0.5.23 reads
+# the first field, 0.5.20 the second, where it is needed
+TARGET = {"selector": "target", "disable_draft_model": True}
 
 
 def version_of(stamp: str) -> int:
@@ -67,3 +72,11 @@ def extend(result: GenerateResult, answer: dict[str, Any]) -> None:
         result.weight_versions += [version_of(span["version"])] * (following["start"] - span["start"])
     if meta["finish_reason"] is not None:  # else more tokens follow
         result.finish_reason = meta["finish_reason"]["type"]
+
+
+def update_request(blobs: list[bytes]) -> bytes:
+    """The JSON body with one pickle per rank; it asks for no cache flush, since `ServerSink.end` flushes once."""
+    # base64 needs no JSON escapes, and joining bytes makes one copy per blob fewer than json.dumps
+    quoted = b",".join(b'"%b"' % base64.b64encode(blob) for blob in blobs)
+    rest = json.dumps({"load_format": "flattened_bucket", "flush_cache": False, **TARGET}).encode()
+    return b'{"serialized_named_tensors":[%b],%b' % (quoted, rest[1:])

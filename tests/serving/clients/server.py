@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,9 +32,18 @@ from tests.serving.fronts import Speaking, engine_front, event
 
 KEY = "test-key"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+# a tool that the model may be shown -> how it calls it
+CALLS = {
+    "get_weather": CALL,
+    "Bash": '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo 12 degrees"}}\n</tool_call>',
+}
 FORCED = '<tool_call>\n{"name": "get_weather", "arguments": {'
 # names whose values belong to the form of an answer
 LITERAL = ("event", "finish_reason", "name", "object", "role", "stop_reason", "stop_sequence", "type")
+# longer texts [characters] and lists of a request are cut in the record, and what belongs to a machine is left out
+LONGEST, MOST, OWN = 80, 4, re.compile(r"[0-9a-f]{16,}|[0-9a-f]{8}-[0-9a-f-]{27}|/tmp/\w+")
+# the most tokens of a conversation; a byte is one, and Claude Code begins with 80,000
+CONTEXT = 1 << 19
 # headers of requests that say something about the dialect
 HEADERS = ("accept", "anthropic-version", "anthropic-beta", "authorization", "content-type", "x-api-key")
 
@@ -48,7 +58,8 @@ class Ruled(Speaking):
         if "<tool_response>" in asked:
             reply = "It is 12 degrees in Paris.<|im_end|>"
         elif "<tools>" in prompt:
-            reply = f"I look it up.\n{CALL}<|im_end|>"
+            call = next(call for name, call in CALLS.items() if f'"name": "{name}"' in prompt)
+            reply = f"I look it up.\n{call}<|im_end|>"
         if prompt.endswith(FORCED):
             reply = CALL.removeprefix(FORCED) + "<|im_end|>"
         ids = spell(self.format, reply)[: request.params.max_new_tokens]
@@ -71,8 +82,8 @@ class RecordingFront(Front):
         body = await request.read()
         headers = {name: request.headers[name] for name in HEADERS if name in request.headers}
         asked = {"method": request.method, "path": request.path, "headers": headers}
-        if "/sessions" not in request.path:  # the names of sessions differ
-            self.recorded.append({**asked, "body": json.loads(body) if body else None})
+        if "/sessions" not in request.path and request.method != "HEAD":  # the names of sessions differ
+            self.recorded.append({**asked, "body": short(json.loads(body)) if body else None})
         return await super()._guarded(request, handler)
 
 
@@ -80,7 +91,16 @@ def ruled_front(key: str | None = KEY) -> RecordingFront:
     """A front over a ruled model that writes as Qwen2.5 does."""
     chat_format = ChatFormat(tokenizer("qwen2.5"))
     engine = Ruled(chat_format)
-    return RecordingFront(Sessions(chat_format, engine_sampler(engine), 8192), engine, "ruled", key=key)
+    return RecordingFront(Sessions(chat_format, engine_sampler(engine), CONTEXT), engine, "ruled", key=key)
+
+
+def short(value: Any) -> Any:
+    """A body as it is recorded."""
+    if isinstance(value, dict):
+        return {name: short(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [short(one) for one in value[:MOST]]
+    return OWN.sub("…", value[:LONGEST]) if isinstance(value, str) else value
 
 
 def form(value: Any, key: str = "") -> Any:

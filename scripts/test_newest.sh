@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Pass tests with the newest transformers and peft that pyproject.toml allows; the rest is .venv's.
+#   bash scripts/test_newest.sh                      the tests marked newest; scripts/test.sh ends with it
+#   bash scripts/test_newest.sh all                  all but those of SGLang, which pins a transformers of its own
+#   TORCH=2.14.1 bash scripts/test_newest.sh all     with another torch too
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PINNED=$(realpath "${VENV:-.venv}")
+NEWEST=${NEWEST:-$PINNED-newest}
+[[ -x "$NEWEST/bin/python" ]] || "$PINNED/bin/python" -m venv "$NEWEST"
+site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+# behind its own packages on the path, so that only what is newer is installed
+echo "import site; site.addsitedir('$(site "$PINNED")')" >"$(site "$NEWEST")/zz_pinned.pth"
+
+transformers=$(sed -n 's/^ *"\(transformers[^"]*\)",$/\1/p' pyproject.toml)
+torch=${TORCH:-$(sed -n 's/^torch==//p' constraints.txt)}
+"$NEWEST/bin/python" -m pip --disable-pip-version-check --quiet install --no-warn-conflicts --upgrade \
+    "$transformers" peft ${TORCH:+"torch==$torch"}
+export PATH="$NEWEST/bin:$PATH" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+python - "$torch" <<'EOF'
+import sys
+import huggingface_hub, peft, tokenizers, torch, transformers
+
+for package in (torch, transformers, peft, tokenizers, huggingface_hub):
+    print(f"{package.__name__} {package.__version__} of {package.__path__[0]}")
+if torch.__version__.split("+")[0] != sys.argv[1]:
+    sys.exit(f"torch {sys.argv[1]} is not what is imported")
+if not transformers.__file__.startswith(sys.prefix):
+    print("The newest transformers is the pinned one: these tests say nothing new.")
+EOF
+marked=(-m "newest and not sglang and not vllm and not browser and not slow")
+if [[ "${1:-}" == all ]]; then
+    marked=(-m "not sglang and not vllm and not browser and not slow")
+    shift
+fi
+exec python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "${marked[@]}" "$@"

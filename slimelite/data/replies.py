@@ -1,0 +1,247 @@
+"""Finds an assistant's replies in the text of a conversation, with any chat template: it is rendered with a probe.
+
+A reply runs from the end of the generation prompt to the end of its turn. Nothing that a user, a system prompt or a
+tool says is part of it: Gemma 4's template writes tools' answers inside the model's turn, and a reply ends before them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+from jinja2 import TemplateError
+
+from slimelite.data.messages import Message, Messages
+
+# replaces an assistant's reply; private-use characters, because templates neither trim, split nor escape them
+PROBE = "\ue0f0\ue0f1\ue0f2"
+# characters [start, end)
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Finder:
+    """Finds replies by comparing texts.
+
+    Args:
+        messages: the conversation; ``text``: its text.
+        template: (messages, whether with the generation prompt) -> text.
+        special: tokens that no plain text has, such as ``<|im_end|>``.
+    """
+
+    messages: Messages
+    text: str
+    template: Callable[[Messages, bool], str]
+    special: re.Pattern[str]
+    _rendered: dict[tuple[str, bool], str] = field(default_factory=dict)
+
+    def spans(self, i: int) -> list[Span]:
+        """Where the reply ``messages[i]`` is in the text.
+
+        Gemma 4's template writes the words of a reply after its calls and what these gave: they are a second span.
+
+        Raises:
+            ValueError: the text does not show the reply where the generation prompt ends.
+        """
+        self._rendered.clear()
+        reply, start = self.messages[i], self._start(i)
+        follower = self.messages[i + 1]["role"] if i + 1 < len(self.messages) else ""
+        end = self._end_of_calls(i, follower) if reply.get("tool_calls") else None
+        if end is not None:
+            probe = {**_words(reply), "tool_calls": reply["tool_calls"]}
+            words = self._around(i, probe) if reply.get("content") else None
+            late = [(len(words[0]), self._end_of_words(i, words[1], ""))] if words and len(words[0]) >= end else []
+            return [(start, end), *late]
+        words = self._around(i, _words(reply))
+        if words is None:
+            raise _hidden(i)
+        return [(start, max(start, self._end_of_words(i, words[1], follower)))]
+
+    def _start(self, i: int) -> int:
+        """Where the reply begins.
+
+        The text before a probe in its place ends with the header of the turn, and possibly with text that the template
+        puts before a reply, such as an empty thinking block. To separate these two, the messages before the reply are
+        rendered twice: answered by the probe, and with the generation prompt.
+        """
+        asked = self.messages[:i]
+        while asked and asked[-1]["role"] == "assistant":
+            asked = asked[:-1]
+        for probe in _probes(self.messages[i]):
+            around = self._around(i, probe, again=True)
+            if around is None:
+                continue
+            before, start = around[0], len(around[0])
+            shared = _common(before, self.text)
+            if not asked:
+                return min(start, shared)
+            answered = self._render([*asked, probe], False).partition(PROBE)[0]
+            plain, prompt = self._render(asked, False), self._render(asked, True)
+            header_end = _common(answered, prompt)
+            if header_end >= _common(plain, prompt):
+                opening = answered[header_end:]
+                if before.endswith(opening):
+                    start -= len(opening)
+                    # the prompt may give more of this reply than of the probe: the line after an opened <think>
+                    given = prompt[header_end:]
+                    if given and self.text.startswith(given, start):
+                        start += len(given)
+                    elif opening.startswith(self._header):
+                        start += len(self._header)
+            elif probe.keys() == {"role", "content"}:
+                # a reply changes what comes before it: the header is looked for where the words are
+                header = prompt.removeprefix(plain)
+                start = before.rfind(header) + len(header)
+            else:
+                continue
+            if start <= shared:
+                return start
+        raise _hidden(i)
+
+    def _render(self, messages: Messages, prompt: bool) -> str:
+        """The text of messages, kept while one reply is looked for."""
+        key = (repr(messages), prompt)
+        if key not in self._rendered:
+            self._rendered[key] = self.template(messages, prompt)
+        return self._rendered[key]
+
+    @cached_property
+    def _header(self) -> str:
+        """What begins a turn: Gemma's template writes it where the prompt, after a tool's answer, has none."""
+        asked = [{**_words(self.messages[0]), "role": "user"}]
+        try:
+            return self._render(asked, True).removeprefix(self._render(asked, False))
+        except TemplateError:
+            return ""
+
+    def _end_of_words(self, i: int, after: str, follower: str) -> int:
+        """The end of a reply that says something, by what comes ``after`` a probe in its place."""
+        if not self.text.endswith(after):
+            raise _hidden(i)
+        end = len(self.text) - len(after)
+        return end + self._turn_end(self.text[end:], self._last(i, _words(self.messages[i])), follower)
+
+    def _end_of_calls(self, i: int, follower: str) -> int | None:
+        """The end of a reply that calls tools; None: the template does not show its calls, or not as they are.
+
+        What follows the first call's name is compared with the same calls at the end of a conversation.
+        """
+        reply = self.messages[i]
+        named = {**reply, "tool_calls": renamed(reply["tool_calls"])}
+        around = self._around(i, named, again=True)
+        name = str(reply["tool_calls"][0].get("function", reply["tool_calls"][0])["name"])
+        if around is None or not self.text.startswith(around[0] + name):
+            return None
+        last = self._last(i, {**named, "content": type(reply.get("content", ""))()}).replace(PROBE, name)
+        end = len(around[0] + name)
+        length = self._turn_end(self.text[end:], last, follower)
+        if self.special.sub("", last[length:]).strip():
+            raise _hidden(i)
+        return end + length
+
+    def next_mark(self) -> str:
+        """The mark of whoever speaks next, if the text ends with a reply that nothing else ends; else nothing."""
+        reply = self.messages[-1]
+        if any(not self.text[mark.end() :].strip() for mark in self.special.finditer(self.text, len(self.text) - 100)):
+            return ""
+        follower = {**_words(reply), "role": "tool" if reply.get("tool_calls") else "user"}
+        try:
+            longer = self._render([*self.messages, follower], False)
+        except TemplateError:
+            return ""
+        mark = self.special.match(longer, len(self.text)) if longer.startswith(self.text) else None
+        return mark[0] if mark else ""
+
+    def _last(self, i: int, probe: Message) -> str:
+        """What follows the probe if no message follows it."""
+        return self._render([*self.messages[:i], probe], False).partition(PROBE)[2]
+
+    def _turn_end(self, text: str, last: str, follower: str) -> int:
+        """The length of the turn's end at the start of ``text``, where a conversation that ends there has ``last``.
+
+        Special tokens are equal or not: ``<|end|>`` and ``<|endoftext|>`` have nothing in common. A turn without one
+        ends with the one after it, if somebody else follows: GPT-OSS writes another one in the middle of a
+        conversation, and GLM writes none, so that the model ends with the mark of whoever speaks next. A space after
+        the end is left out, because tokenizers join it to the next word.
+        """
+        length, closed = 0, False
+        for one, other in zip_longest(self._split(text[: len(last) + 100]), self._split(last)):
+            if one is None or one != other:
+                plain = one and other and not self.special.match(one)
+                length += _common(one, other) if plain else 0
+                break
+            length += len(one)
+            closed = closed or self.special.match(one) is not None
+        if closed:
+            return len(text[:length].rstrip(" "))
+        mark = self.special.match(text, length) if follower not in ("", "assistant") else None
+        return mark.end() if mark else length
+
+    def _split(self, text: str) -> Iterator[str]:
+        """Special tokens, and the texts between them."""
+        at = 0
+        for mark in self.special.finditer(text):
+            yield from filter(None, (text[at : mark.start()], mark[0]))
+            at = mark.end()
+        yield from filter(None, (text[at:],))
+
+    def _around(self, i: int, probe: Message, *, again: bool = False) -> tuple[str, str] | None:
+        """The texts before and after ``probe`` in the reply's place; None: the template does not show it.
+
+        ``again``: it may be there more than once, as the name of a tool is before the tool's answer.
+        """
+        try:
+            text = self._render([*self.messages[:i], probe, *self.messages[i + 1 :]], False)
+        except TemplateError:  # some templates require a call before a tool's answer
+            return None
+        before, found, after = text.partition(PROBE)
+        return (before, after) if found and (again or PROBE not in after) else None
+
+
+def _words(reply: Message) -> Message:
+    """A reply whose content is `PROBE`: a text, or a list with one text if that of ``reply`` is a list."""
+    parts = isinstance(reply.get("content"), list)
+    return {"role": "assistant", "content": [{"type": "text", "text": PROBE}] if parts else PROBE}
+
+
+def _probes(reply: Message) -> Iterator[Message]:
+    """Replies that a template shows where ``reply`` is."""
+    yield _words(reply)
+    if reply.get("tool_calls"):
+        yield {**_words(reply), "tool_calls": reply["tool_calls"]}
+        named = {**reply, "tool_calls": renamed(reply["tool_calls"])}
+        # GPT-OSS's template shows the thinking before a call only until the model has answered
+        yield {key: value for key, value in named.items() if key != "reasoning_content"}
+        yield named
+    if reply.get("reasoning_content"):
+        yield {**reply, "reasoning_content": PROBE}
+
+
+def renamed(called: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls, or tools, of which the first has the probe as its name."""
+    first, *others = called
+    changed = {**first.get("function", first), "name": PROBE}
+    return [{**first, "function": changed} if "function" in first else changed, *others]
+
+
+def _hidden(i: int) -> ValueError:
+    return ValueError(
+        f"the chat template does not show what assistant message {i} says as a reply to the prompt before it, so its "
+        "tokens cannot be found; mark replies with {% generation %} … {% endgeneration %} in the template"
+    )
+
+
+def _common(a: str, b: str) -> int:
+    """Length of the longest common prefix; bisection compares slices, which is faster than single characters."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,252 @@
+"""A run on its devices: what each phase holds, does and takes, from its arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil, floor
+from typing import TYPE_CHECKING
+
+from slimelite.arguments.machine import Machine
+from slimelite.arguments.memory import training_load
+from slimelite.plan import time
+from slimelite.plan.devices import Device, host_bytes
+from slimelite.plan.memory import (
+    BASE,
+    CONTEXT,
+    EMBEDDED_CACHE,
+    USABLE,
+    Load,
+    Parts,
+    Serving,
+    largest,
+    left_behind,
+    peak,
+    sglang_share,
+    sglang_usual,
+    total,
+)
+from slimelite.plan.shapes import Shapes
+from slimelite.plan.time import Cost, Work
+
+if TYPE_CHECKING:
+    from slimelite.arguments import Args
+
+LORA_RANK = 16
+# sequences that an engine decodes at once, unless a flag says it: the embedded engine's default, and SGLang's bound
+SEQUENCES = {False: 64, True: 4096}
+WORLDS = (1, 8, 64, 256, 1024)
+# prompt tokens, where no flag bounds them
+PROMPT = 512
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on its devices.
+
+    ``ranks`` that train and ``engines`` that generate; ``device``: each has one, or all share this machine's memory
+    (``shared``); ``memory``: bytes of it.
+    """
+
+    args: Args
+    load: Load
+    serving: Serving
+    work: Work
+    ranks: int
+    engines: int
+    device: Device | None
+    memory: float
+    shared: bool
+
+    @classmethod
+    def of(cls, args: Args, machine: Machine) -> Plan | str:
+        """The plan of a run; or what is not known of it, as the subject and verb of a sentence."""
+        load = training_load(args)
+        if isinstance(load, str):
+            return load
+        shared = args.device != "cuda"
+        device = time.measured_cpu(args.cpu_threads) if shared and args.dry_run else machine.device
+        memory = host_bytes() if shared else machine.gpu_bytes
+        if not memory:
+            return "the GPUs' memory is"
+        ranks = 0 if args.debug_rollout_only else args.training_ranks
+        engines = 0 if args.debug_train_only or args.rollout_external_engine_addrs else args.num_engines
+        prompt = min(args.rollout_max_prompt_len or PROMPT, PROMPT)
+        response = args.rollout_max_response_len or 0
+        rows = (args.rollout_batch_size or 1, args.n_samples_per_prompt)
+        work = Work(*rows, prompt, response, args.num_steps_per_rollout or 1, args.share_prefixes)
+        serving = _serving(args, load.shapes, work, memory)
+        return cls(args, load, serving, work, ranks, engines, device, memory, shared)
+
+    @property
+    def usable(self) -> float:
+        """Bytes that tensors can take."""
+        return self.memory * (1 if self.shared else USABLE)
+
+    @property
+    def together(self) -> bool:
+        """Whether trainer and engine share a GPU."""
+        return self.args.colocate and not self.shared and bool(self.ranks and self.engines)
+
+    def phases(self) -> dict[str, Parts]:
+        """Memory of the device that holds most, by phase: that of a rank, an engine or both; or of this machine."""
+        args, load, together = self.args, self.load, self.args.colocate or self.shared
+        state = _sum(*[load.state()] * self.summed)
+        resting: Parts = {} if args.offload_train or not (together and self.ranks) else state
+        trainer, engine = self._left(self.ranks), self._left(self.serving.gpus)
+        serving = self.serving.generate(self.usable - total(resting) - total(trainer)) if self.engines else {}
+        kept = {} if args.offload_rollout or not together else serving
+        found = {"generate": _sum(serving, resting, trainer)} if self.engines else {}
+        if self.ranks:
+            if load.others or (args.num_steps_per_rollout or 1) > 1:
+                found["log-probs"] = _sum(*[load.log_probs()] * self.summed, kept, engine)
+            found["train"] = _sum(*[load.train()] * self.summed, kept, engine)
+        if self.ranks and self.engines:
+            weights = {"weights": serving["weights"]} if together else {}
+            sending = load.sync(args.update_weight_buffer_size, alone=args.sends_adapter)
+            sent = _sum({} if args.offload_train else state, *[sending] * self.summed, kept or weights)
+            found["sync"] = _sum(sent, engine)
+        if self.shared:
+            others = 0 if args.launcher == "local" else 2 + self.engines
+            processes = {"processes": BASE * others + (self.ranks * load.process() or BASE)}
+            found = {name: _sum(parts, processes) for name, parts in found.items()}
+        return found
+
+    def _left(self, group: int) -> Parts:
+        """What the process of the other side leaves on a GPU that both use, one of a ``group``."""
+        if not self.together or not self.args.engine_kind.server:
+            return {}
+        return {"others": left_behind(group)}
+
+    def needs(self) -> dict[str, tuple[float, float]]:
+        """Bytes that each phase needs at least, and that there are for it."""
+        phases = self.phases()
+        found = {name: (total(parts), self.usable) for name, parts in phases.items()}
+        if not self.engines:
+            return found
+        serving, full = self.serving, total(phases["generate"])
+        least = full - total(serving.generate(self.usable)) + total(serving.least())
+        if not serving.static:  # the pool takes what is free, and needs room for one sequence
+            return found | {"generate": (least, self.usable)}
+        if not serving.holds_one():
+            return found | {"generate": (serving.one(), serving.static)}
+        # SGLang's share of a GPU leaves room for what tensors do not take
+        return found | {"generate": (full if full > self.memory - CONTEXT else least, self.memory - CONTEXT)}
+
+    def costs(self) -> dict[str, Cost]:
+        """Work of each phase on each of its devices."""
+        assert self.device is not None
+        found = {}
+        if self.engines:
+            pool = self.phases()["generate"]["KV pool"]
+            found["generate"] = time.generate(self.serving, self.work, self.engines, pool)
+        return found | (self.training(self.load, self.ranks) if self.ranks else {})
+
+    def training(self, load: Load, ranks: int) -> dict[str, Cost]:
+        """Work of the trainer's phases with so many ranks."""
+        from slimelite.training.columns import pass_begins  # it needs torch
+
+        assert self.device is not None
+        begins, steps = pass_begins(self.args, self.work.steps, False), self.work.steps
+        before = 0.0 if begins is None else 1 - begins / steps
+        return time.training(load, self.work, ranks, self.device, before)
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase of a rollout, of its weight sync and between them."""
+        assert self.device is not None
+        found = {name: cost.seconds(self.device) for name, cost in self.costs().items()}
+        if self.engines and self.ranks:
+            server = bool(self.args.engine_kind.server) and not self.shared
+            found["sync"] = time.sync(self.pushed, self.buckets if server else 0, self.load, self.device, self.apart)
+            if not self.shared:
+                moving = time.offloading(self.load, self.device) if self.args.offload_train else 0.0
+                found["between"] = moving + (time.BETWEEN if server else 0.0)
+        return found
+
+    @property
+    def rows(self) -> int:
+        """Responses that an engine generates."""
+        return ceil(self.work.rows / self.engines)
+
+    def largest_share(self) -> float:
+        """The largest --sglang-mem-fraction-static that is advised beside what else is on the GPU."""
+        beside = total(self.phases()["generate"]) - total(self.serving.generate(0)) + total(self.serving.work())
+        return floor(100 * min(self.serving.advised, 1 - beside / (self.memory - CONTEXT))) / 100
+
+    @property
+    def apart(self) -> bool:
+        """Whether engines have GPUs of their own."""
+        return not self.args.colocate and not self.shared
+
+    @property
+    def pushed(self) -> float:
+        """Bytes of a weight sync."""
+        return self.load.pushed(alone=self.args.sends_adapter)
+
+    @property
+    def buckets(self) -> int:
+        """How many buckets a weight sync is sent in."""
+        return 1 if self.args.sends_adapter else ceil(self.pushed / self.args.update_weight_buffer_size)
+
+    @property
+    def lora_flags(self) -> str:
+        """The flags of a run that `Load.adapted` is the load of."""
+        return f"--lora-rank {LORA_RANK}" + ("" if self.load.critic is None else f" --critic-lora-rank {LORA_RANK}")
+
+    @property
+    def summed(self) -> int:
+        """Ranks whose memory is counted together: all that share this machine's, or the one of a GPU."""
+        return self.ranks if self.shared else 1
+
+    def beside_training(self) -> float:
+        """Bytes that other things than trainers hold while they train."""
+        trainer = total(self.load.train()) + (self.load.process() if self.shared else 0)
+        return total(self.phases()["train"]) - self.summed * trainer
+
+    def remedies(self, room: float | None = None) -> list[str]:
+        """At most two changes of the command line with which training fits ``room`` [bytes], the least costly first."""
+        load = self.load
+        room = ((self.usable if room is None else room) - self.beside_training()) / self.summed
+        longest = self.work.prompt + self.work.response
+        saving = replace(load, checkpointing=True)
+        changed = "" if load.checkpointing else " --gradient-checkpointing"
+        tries = [("", load), (changed, saving)]
+        if not load.lora:
+            tries.append((f" {self.lora_flags}{changed}", saving.adapted(LORA_RANK)))
+        if not self.shared:
+            tries.append((f" --fsdp-cpu-offload{changed}", replace(saving, on_host=True)))
+            more = [n for n in WORLDS if n > load.shards]
+            tries += [(f" {n} training GPUs{changed and f' with{changed}'}", replace(saving, shards=n)) for n in more]
+        found = []
+        for words, tried in tries:
+            fitting = largest(tried, room) // 256 * 256
+            if peak(tried) <= room:
+                found.append(words)
+            elif longest <= fitting < load.tokens:
+                found.append(f"{words} --max-tokens-per-gpu {fitting}")
+        return [words.strip() for words in dict.fromkeys(found) if words.strip()][:2]
+
+
+def _serving(args: Args, shapes: Shapes, work: Work, memory: float) -> Serving:
+    """What an engine of the run holds."""
+    server, shared = bool(args.engine_kind.server), args.device != "cuda"
+    most = args.sglang_max_running_requests or SEQUENCES[server]
+    sequences = min(most, args.sglang_server_concurrency if server else most, work.rows)
+    width = 1 if shared else args.rollout_num_gpus_per_engine
+    context = args.sglang_context_length or work.prompt + work.response
+    serving = Serving(shapes, width, sequences, context, 4 if shared else 2, server and not shared)
+    if args.engine_kind.name != "sglang" or shared:
+        return serving if server or shared else replace(serving, cache=EMBEDDED_CACHE)
+    names = ("chunked_prefill_size", "cuda_graph_max_bs")
+    chunk, batch = (
+        args.sglang_overrides.get(name) or usual for name, usual in zip(names, sglang_usual(memory, width), strict=True)
+    )
+    # engines that release their memory record no graphs of prompts (slimelite.engines.sglang.options)
+    prompts = not args.offload_rollout or "cuda_graph_backend_prefill" in args.sglang_overrides
+    usual = sglang_share(memory, width, chunk, batch, prompts=prompts)
+    share = args.sglang_mem_fraction_static or usual
+    return replace(serving, static=share * (memory - CONTEXT), advised=(1 + usual) / 2, chunk=chunk)
+
+
+def _sum(*parts: Parts) -> Parts:
+    names = dict.fromkeys(name for each in parts for name in each)
+    return {name: sum(each.get(name, 0) for each in parts) for name in names}

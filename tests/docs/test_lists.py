@@ -1,0 +1,30 @@
+"""Lists on pages name what the code has."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+from slimelite.families import FAMILIES
+from slimelite.rollout import filters
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_filter_is_in_the_table() -> None:
+    expected = {}
+    for name, function in vars(filters).items():
+        if name.startswith("check_") and inspect.getmodule(function) is filters:
+            about = (inspect.getdoc(function) or "").splitlines()[0].replace("``", "`")
+            given = [p for p in inspect.signature(function).parameters.values() if p.default is not p.empty]
+            defaults = ", ".join(f"`{p.name}` is {p.default}" for p in given)
+            expected[name] = about + (f" ({defaults})" if defaults else "")
+    assert len(expected) >= 7
+    rows = re.findall(r"^\| `(check_\w+)` \| (.+) \|$", (DOCS / "extending.md").read_text(), re.MULTILINE)
+    assert dict(rows) == expected
+
+
+def test_the_families_of_the_embedded_engine_are_named() -> None:
+    (sentence,) = re.findall(r"The embedded engine runs (.+?)\s\(the `model_type`", (DOCS / "faq.md").read_text())
+    assert re.findall(r"`(\w+)`", sentence) == [name for name, family in FAMILIES.items() if family.embedded]

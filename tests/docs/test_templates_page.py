@@ -1,0 +1,9 @@
+"""docs/templates.md is what the script makes of the templates that the tests read."""
+
+from __future__ import annotations
+
+from scripts import templates_table
+
+
+def test_the_table_of_chat_templates_is_the_scripts() -> None:
+    assert templates_table.PATH.read_text() == templates_table.page(), "python scripts/templates_table.py"

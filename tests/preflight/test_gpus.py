@@ -1,0 +1,117 @@
+"""What GPUs, their driver and a build of torch can do is said before anything loads; stand-ins answer for all three."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from arguments.conftest import COMPLETE
+
+from slimelite.arguments import make_args
+from slimelite.arguments.machine import Machine
+from slimelite.plan.devices import GENERATIONS, generation, gpus
+from slimelite.preflight.findings import Findings
+from slimelite.preflight.gpus import check_devices, check_torch
+
+Said = Callable[..., Findings]
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Said:
+    """What is found of one GPU and a build of torch; ``begins``: why CUDA does not, or True."""
+
+    def inspect(
+        capability: tuple[int, int] | None = (9, 0),
+        driver: str | None = "580.65.06",
+        words: str = "",
+        cuda: str | None = "13.0",
+        kernels: str = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120",
+        begins: str | bool = True,
+    ) -> Findings:
+        def init() -> None:
+            if begins is not True:
+                raise RuntimeError(begins)
+
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "init", init)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: begins is True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability or (7, 5))
+        monkeypatch.setattr(torch.cuda, "get_arch_list", kernels.split)
+        machine = Machine(1, True, 8 * 10**10, None, capability, driver)
+        args = make_args([*COMPLETE.split(), "--colocate", *words.split()], machine=machine)
+        findings = Findings()
+        check_devices(args, machine, findings)
+        if not findings.problems:
+            check_torch(args, machine, findings)
+        return findings
+
+    return inspect
+
+
+@pytest.mark.parametrize("old", [(6, 1), (7, 0), (7, 5)])
+def test_gpus_without_bf16_and_flash_attention_are_refused(said: Said, old: tuple[int, int]) -> None:
+    (problem,) = said(old).problems
+    assert f"compute capability {old[0]}.{old[1]} ({generation(old).name}" in problem
+    assert "take GPUs of 8.0 or newer (A100, A10G, RTX 30), or --device cpu" in problem
+    (later,) = said(None).problems  # an old nvidia-smi did not say it, and torch does
+    assert "7.5 (Turing: T4, RTX 20)" in later
+    assert said(old, words="--actor-num-nodes 2").problems == []  # the GPUs may be on other nodes
+
+
+@pytest.mark.parametrize("new", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_what_runs_on_newer_ones_is_a_fact(said: Said, new: tuple[int, int]) -> None:
+    found = said(new)
+    assert found.problems == []
+    assert any(f"{new[0]}.{new[1]} (" in fact and "FlashAttention 2 in the trainer" in fact for fact in found.facts)
+
+
+def test_planned_gpus_are_refused_as_those_that_are_here() -> None:
+    """Every GPU of the list, on a machine without one."""
+    for name, device in gpus().items():
+        machine = Machine(8, True, device.bytes, device, device.capability)
+        words = f"--colocate --dry-run --plan-gpu {name}:8"
+        findings = Findings()
+        check_devices(make_args([*COMPLETE.split(), *words.split()], machine=machine), machine, findings)
+        assert bool(findings.problems) is (name in ("t4", "v100")), name
+
+
+def test_an_old_driver_is_told_apart_from_a_build_for_cpus(said: Said) -> None:
+    (build,) = said(cuda=None, begins="Torch not compiled with CUDA enabled").problems
+    assert "is a build for CPUs; install its CUDA build" in build
+    old = "The NVIDIA driver on your system is too old (found version 12020)"
+    (driver,) = said(driver="535.104.05", begins=old).problems
+    assert "the driver is 535.104.05, and CUDA 13.0 of torch" in driver
+    assert "needs 580 or newer: update the driver, or install torch's build for CUDA 12" in driver
+    (unknown,) = said(driver=None, begins=old).problems
+    assert unknown.endswith(f"RuntimeError: {old}")
+    (fabric,) = said(begins="Error 802: system not yet initialized").problems
+    assert fabric.endswith("RuntimeError: Error 802: system not yet initialized")
+    assert said(driver="535.104.05").problems == []  # NVIDIA's forward compatibility runs it nevertheless
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "runs"),
+    [
+        ((12, 0), "sm_80 sm_90 sm_100", False),
+        ((12, 0), "sm_80 sm_90 compute_90", True),
+        ((8, 9), "sm_80 sm_90a", True),
+        ((8, 0), "sm_86 sm_90", False),
+    ],
+)
+def test_a_build_of_torch_needs_kernels_for_the_gpu(
+    said: Said, capability: tuple[int, int], kernels: str, runs: bool
+) -> None:
+    problems = said(capability, kernels=kernels).problems
+    assert problems == [] if runs else f"has no kernels for compute capability {capability[0]}." in problems[0]
+
+
+def test_the_page_has_the_generations() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gpu_status.md").read_text()
+    for each in GENERATIONS[1:]:
+        trainer, engine = each.attention or ("refused", "refused")
+        capability = ".".join(map(str, each.capability))
+        assert f"| {capability} | {each.name} | {each.examples} | {trainer} | {engine} |" in page
