@@ -28,7 +28,8 @@ from slimelite.arguments.vocabulary import Settings, Vocabulary
 from slimelite.files import write_text
 from slimelite.lifecycle import read_status
 
-# file in the folder of a finished stage: its flags, an id, and the id of the stage before, whose model it began with
+# file in the folder of a stage that has begun: its flags, an id, and the id of the stage before, whose model it starts
+# from. It is there before the stage: one that is killed right after its end has it too
 RECORD = "stage.json"
 # flags that do not change what a stage computes
 ASIDE = {*(flag.name for flag in group_flags(TrackingArgs)), "config", "stages", "dry_run", "plan_gpu"}
@@ -68,9 +69,13 @@ class Stage:
         """Whether an earlier start ran the stage to its end."""
         return read_status(self.folder).get("status") == "finished" and (self.made or "{" in self.model)
 
-    def write_record(self, after: object) -> None:
-        """Note what the stage has finished with; ``after``: the id of the stage before."""
-        record = {"flags": self._flags(), "id": secrets.token_hex(8), "after": after}
+    def new_record(self, after: object) -> dict[str, Any]:
+        """What the stage begins with; ``after``: the id of the stage before."""
+        return {"flags": self._flags(), "id": secrets.token_hex(8), "after": after}
+
+    def write_record(self, record: dict[str, Any]) -> None:
+        """Keep what `new_record` said."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_text(self.folder / RECORD, json.dumps(record, indent=1))
 
     def record(self) -> dict[str, Any]:
@@ -83,8 +88,8 @@ class Stage:
 
     def changed(self, after: object) -> str | None:
         """Why the finished stage is another than the one that is asked for now; None if it is the same."""
-        if not (record := self.record()):  # it was killed just then
-            return None
+        if not (record := self.record()):
+            return f"it has finished, and {RECORD}, which says with which flags, is gone"
         before, now = record["flags"], self._flags()
         differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
         if differ:
@@ -125,11 +130,14 @@ def run_stages(run: Callable[[list[str] | None], int], problems: Callable[[list[
             print(f"stage {stage.number} of 0 to {len(stages) - 1} is finished: {stage.model}")
         else:
             print(f"stage {stage.number} of 0 to {len(stages) - 1}: {stage.folder}")
+            record = stage.new_record(after)
+            if not stage.dry:
+                stage.write_record(record)
             worst = max(worst, run(_command_line(stage, stages[: stage.number])))
             if worst and not stage.dry:
                 return worst
             if not stage.dry:
-                stage.write_record(after)
+                stage.write_record(record)  # another command, which ended at the lock of the folder, may have written
         after = stage.record().get("id")
     return worst
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from slimelite.stages import read_stages
+from slimelite.stages import read_stages, run_stages
 
 from .conftest import TrainPy, metrics
 
@@ -190,3 +192,40 @@ def test_stages_may_name_what_earlier_ones_make(two: Path, train_py: TrainPy) ->
     later = train_py(*TWO)
     assert later.returncode == 2
     assert "stage 1 (two.yaml): it began with another model of the stage before" in later.stderr
+
+
+class Killed(BaseException):
+    """Stands in for the end of the process: nothing after it happens."""
+
+
+def test_a_stage_that_was_killed_at_its_very_end_does_not_take_later_edits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run has written its status and its model, and the command ends before it can write anything else."""
+    write(tmp_path / "one.yaml", lr=0.1)
+    ran = []
+
+    def run(argv: list[str] | None) -> int:
+        assert argv is not None
+        ran.append(argv)
+        folder = Path(argv[argv.index("--run-dir") + 1])
+        (folder / "model").mkdir(parents=True)
+        (folder / "status.json").write_text(json.dumps({"status": "finished"}))
+        raise Killed
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--stages", "one.yaml", "--run-dir", "out"])
+    with pytest.raises(Killed):
+        run_stages(run, lambda _: [])
+    assert run_stages(run, lambda _: []) == 0
+    assert "stage 0 of 0 to 0 is finished" in capsys.readouterr().out
+
+    write(tmp_path / "one.yaml", lr=0.25)
+    assert run_stages(run, lambda _: []) == 2
+    assert "it has finished with other flags: lr was 0.1 and is 0.25" in capsys.readouterr().err
+    (tmp_path / "out" / "0-one" / "stage.json").unlink()
+    assert run_stages(run, lambda _: []) == 2
+    assert "stage.json, which says with which flags, is gone; to run it again, remove out/0-one" in (
+        capsys.readouterr().err
+    )
+    assert len(ran) == 1
