@@ -106,6 +106,7 @@ def test_arguments_know_records_and_no_room() -> None:
     records = {
         "slimelite.algorithms.estimators",
         "slimelite.algorithms.losses",
+        "slimelite.engines.memory",
         "slimelite.engines.registry",
         "slimelite.environments.registry",
         "slimelite.families",

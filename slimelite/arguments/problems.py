@@ -13,6 +13,7 @@ from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.flags import all_flags
 from slimelite.arguments.tasks import CHOOSE
 from slimelite.arguments.vocabulary import SIMILAR
+from slimelite.engines.memory import DRAFTS, NO_DRAFTS_BY_DISK
 from slimelite.rewards.rules import RULES
 
 
@@ -197,6 +198,8 @@ def _weight_sync(args: Args) -> Iterator[str]:
     if syncs and starts_servers and not args.sends_adapter:
         every = [args.sglang_overrides, *(place.overrides for place in args.engine_places)]
         yield from dict.fromkeys(problem for options in every for problem in _quantized(options))
+        if way == "disk" and (drafts := next((found for each in every if (found := each.get(DRAFTS))), None)):
+            yield f"--sglang-speculative-algorithm {drafts}: {NO_DRAFTS_BY_DISK}"
     if args.check_weight_update_equal and (args.offload_rollout or args.offload_train):
         yield (
             "--check-weight-update-equal with --offload: right after a sync no engine has its KV cache and no trainer "

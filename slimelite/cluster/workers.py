@@ -95,7 +95,8 @@ def server_addresses(args: Args, processes: Sequence[Remote[ServerProcess]]) -> 
     """The servers of ``--rollout-external-engine-addrs``, or else of ``processes``."""
     if args.rollout_external_engine_addrs:
         external = _function(args, _parts(args).external)
-        found: list[ServerAddress] = external(args.rollout_external_engine_addrs, str(args.hf_checkpoint))
+        addresses, way = args.rollout_external_engine_addrs, str(args.update_weight_transport)
+        found: list[ServerAddress] = external(addresses, str(args.hf_checkpoint), way)
         return found
     places = [args.engine_place(number) for number in range(len(processes))]
     urls = [process.ask(ServerProcess.address) for process in processes]

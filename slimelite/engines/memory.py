@@ -11,6 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+# SGLang's option for speculative decoding. 0.5.20 loads the folder of an update from disk into the draft model as well,
+# and no field of the request prevents it (its BaseSpecWorker.update_weights_from_disk)
+DRAFTS = "speculative_algorithm"
+NO_DRAFTS_BY_DISK = (
+    "with --update-weight-transport disk SGLang would load the policy's weights into the draft model too; take another "
+    "transport, such as nccl or http"
+)
+
 
 class Content(Enum):
     """A kind of tensor in an engine's device memory.
@@ -45,7 +53,7 @@ class EngineMemory:
         ``options``: its other ``--sglang-*`` options; ``adapter_alone``: a sync sends the adapter and no weights.
         """
         unsent = [Content.WEIGHTS] if adapter_alone else []
-        unsent += [Content.DRAFT] if options.get("speculative_algorithm") else []
+        unsent += [Content.DRAFT] if options.get(DRAFTS) else []
         return {self.backups[content]: True for content in unsent if content in self.lost}
 
     def survives(self, content: Content, options: Mapping[str, object]) -> bool:

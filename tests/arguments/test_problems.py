@@ -287,6 +287,17 @@ def test_servers_that_take_new_weights_cannot_quantize_them(problems: Problems, 
     assert problems("--colocate --sglang-quantization unquant --sglang-load-format safetensors", gpu) == []
 
 
+def test_a_draft_model_gets_no_weights_by_disk(problems: Problems) -> None:
+    gpus, draft = Machine(gpus=2, sglang=True), "--sglang-speculative-algorithm EAGLE3"
+    words = f"--actor-num-gpus-per-node 1 --rollout-num-gpus 1 --update-weight-disk-dir /shared {draft}"
+    (problem,) = problems(words, gpus)
+    assert problem.startswith(f"{draft}: with --update-weight-transport disk")
+    assert "such as nccl" in problem
+    assert problems(words.replace("--update-weight-disk-dir /shared", "--update-weight-transport nccl"), gpus) == []
+    assert problems(words.replace(draft, ""), gpus) == []
+    assert problems(f"{words} --debug-rollout-only", gpus) == []
+
+
 def test_a_check_after_a_sync_needs_both_sides_in_memory(problems: Problems) -> None:
     """On shared GPUs the trainer's memory is given back before a sync."""
     gpu, check = Machine(gpus=1, sglang=True), "--colocate --check-weight-update-equal"

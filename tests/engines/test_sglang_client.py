@@ -252,7 +252,7 @@ def test_a_server_of_another_model_is_refused(sglang_url: str, tmp_path: Path) -
         folder = tmp_path / next(iter(changes))
         build_model(folder, **changes)
         with pytest.raises(ValueError, match="start it with the model that is trained"):
-            external_servers([sglang_url], str(folder))
+            external_servers([sglang_url], str(folder), "http")
 
 
 def test_a_server_of_a_model_that_cannot_be_read_here_is_refused(sglang_model: Path) -> None:
@@ -264,4 +264,4 @@ def test_a_server_of_a_model_that_cannot_be_read_here_is_refused(sglang_model: P
 
 def test_where_no_server_answers(sglang_model: Path) -> None:
     with pytest.raises(ValueError, match=r"127\.0\.0\.1:9: no SGLang server answers"):
-        external_servers(["127.0.0.1:9"], str(sglang_model))
+        external_servers(["127.0.0.1:9"], str(sglang_model), "http")

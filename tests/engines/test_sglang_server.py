@@ -9,7 +9,9 @@ import os
 import socket
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -17,8 +19,10 @@ from slimelite.arguments import make_args
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import sglang_options
 from slimelite.cluster.workers import engine_setup
+from slimelite.engines.sglang.client import external_servers
 from slimelite.engines.sglang.options import server_environment, server_fields
 from slimelite.engines.sglang.server import SglangServer, check_fields, command_line, reserve_port, server_command
+from tests.engines.tiny_models import build_model
 
 RUN = (
     "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
@@ -197,3 +201,28 @@ def test_a_server_keeps_its_port_until_it_is_closed(tmp_path: Path) -> None:
     server.close()
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", server.port))
+
+
+def test_a_server_with_a_draft_model_is_refused_for_weights_by_disk(tmp_path: Path) -> None:
+    build_model(tmp_path)
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            server = {"tp_size": 1, "speculative_algorithm": "EAGLE3"}
+            model = {"model_path": str(tmp_path), "model_type": "qwen2"}
+            body = json.dumps(server if self.path == "/server_info" else model).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as listening:
+        Thread(target=listening.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{listening.server_port}"
+        with pytest.raises(ValueError, match="EAGLE3: with --update-weight-transport disk"):
+            external_servers([address], str(tmp_path), "disk")
+        assert [server.url for server in external_servers([address], str(tmp_path), "http")] == [f"http://{address}"]
+        listening.shutdown()

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from slimelite.engines.checks import check_ids, check_request, check_score
+from slimelite.engines.memory import DRAFTS, NO_DRAFTS_BY_DISK
 from slimelite.engines.protocol import (
     Codec,
     Engine,
@@ -401,11 +402,13 @@ def connect(setup: EngineSetup, codec: Codec, address: ServerAddress, owner: Res
     return SglangEngine(Server.at(address), setup.model_path, codec, owner, front_host=front)
 
 
-def external_servers(addresses: Sequence[str], model_path: str) -> list[Server]:
-    """The servers at ``--rollout-external-engine-addrs``, with the ``tp_size`` that each reports.
+def external_servers(addresses: Sequence[str], model_path: str, transport: str) -> list[Server]:
+    """The servers at ``--rollout-external-engine-addrs``, with the ``tp_size`` that each reports; ``transport``: of the
+    weights that they will get.
 
     Raises:
-        ValueError: a server does not answer, or `check_model` refuses its model.
+        ValueError: a server does not answer, `check_model` refuses its model, or it has a draft model that would get
+            the policy's weights.
     """
     servers = []
     for address in addresses:
@@ -418,5 +421,7 @@ def external_servers(addresses: Sequence[str], model_path: str) -> list[Server]:
                 f"--rollout-external-engine-addrs {address}: no SGLang server answers there ({error})"
             ) from error
         check_model(url, model, model_path)
+        if transport == "disk" and server.get(DRAFTS):
+            raise ValueError(f"{url} runs with --speculative-algorithm {server[DRAFTS]}: {NO_DRAFTS_BY_DISK}")
         servers.append(Server(url, width))
     return servers
