@@ -21,7 +21,7 @@ from typing import Any
 from slimelite.registry import Function, Registry
 
 # config fields with the number of experts of a mixture-of-experts model
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slimelite.model_files import has_experts
+from slimelite.training.packing import small_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,3 +75,16 @@ def test_the_script_writes_what_it_sees(script: ModuleType, tmp_path: Path, monk
     assert page.read_text().endswith("after\n")
     committed = rows(ROOT / "docs" / "algorithms.md", script)
     assert {family: committed[family] for family in expected} == expected
+
+
+def test_every_family_with_experts_is_known_as_one(script: ModuleType) -> None:
+    """Its parameters tell; the fields of configs have many names."""
+    named = {}
+    for family in script.FAMILIES:
+        with contextlib.suppress(Exception), torch.device("meta"):  # some cannot be built from a config's defaults
+            config = small_config(AutoConfig.for_model(family, **script.FIELDS.get(family, {})))
+            hf = AutoModelForCausalLM.from_config(config)
+            if any("experts" in name for name, _ in hf.named_parameters()):
+                named[family] = has_experts(hf)
+    assert {"aria_text", "deepseek_v3", "mixtral", "qwen3_moe"} <= named.keys()
+    assert [family for family, known in named.items() if not known] == []

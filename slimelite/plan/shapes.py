@@ -54,9 +54,11 @@ class Shapes:
         if count:
             if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) > 1:
                 return None  # layers of two kinds
+            if not config.get("num_experts_per_tok"):
+                return None  # Aria's and Ernie's configs have names of their own, and shared experts or dense layers
             width = int(config.get("moe_intermediate_size") or inner)
             shared = int(config.get("shared_expert_intermediate_size") or 0)
-            inner = int(config.get("num_experts_per_tok") or 1) * width + shared
+            inner = int(config["num_experts_per_tok"]) * width + shared
             router = hidden * (count + bool(shared))
             mlp = 3 * hidden * (count * width + shared) + router
         elif family is not None:

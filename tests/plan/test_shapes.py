@@ -62,3 +62,8 @@ def test_all_experts_are_parameters_and_some_are_used(family: str) -> None:
 )
 def test_layers_of_other_kinds_are_not_guessed(fields: dict[str, Any]) -> None:
     assert Shapes.of(SMALL | HEADS | fields) is None
+
+
+@pytest.mark.parametrize("family", ["aria_text", "ernie4_5_moe"])
+def test_experts_by_other_names_are_not_taken_for_a_dense_model(family: str) -> None:
+    assert Shapes.of(AutoConfig.for_model(family).to_dict()) is None
