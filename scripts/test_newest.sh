@@ -32,5 +32,8 @@ marked=(-m "newest and not sglang and not vllm and not browser and not slow")
 if [[ "${1:-}" == all ]]; then
     marked=(-m "not sglang and not vllm and not browser and not slow")
     shift
+elif [[ $# -eq 0 ]]; then
+    mapfile -t files < <(grep -rlF --include='*.py' pytest.mark.newest tests) # no others are imported, in each process
+    set -- "${files[@]}"
 fi
 exec python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder "${marked[@]}" "$@"

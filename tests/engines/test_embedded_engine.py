@@ -22,8 +22,6 @@ from slimelite.families import FAMILIES
 from tests.engines.contract import EngineContract, as_buckets
 from tests.engines.tiny_models import EOS, VOCAB, build_model, greedy, log_probs
 
-pytestmark = pytest.mark.newest
-
 
 class EmbeddedContract(EngineContract):
     releases_memory = True
@@ -37,6 +35,7 @@ class TestQwen2(EmbeddedContract):
     family = "qwen2"
 
 
+@pytest.mark.newest
 class TestQwen3(EmbeddedContract):
     family = "qwen3"
 
@@ -91,6 +90,7 @@ def check(model: PreTrainedModel, requests: list[GenerateRequest], results: list
         assert (torch.tensor(result.log_probs) - expected).abs().max() < tol
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -123,6 +123,7 @@ def test_variants_of_the_architectures(tmp_path: Path, family: str, changes: dic
     assert len(model.state_dict()) > len(dict(model.named_parameters())) or not model.config.tie_word_embeddings
 
 
+@pytest.mark.newest
 def test_a_family_of_a_users_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model(tmp_path / "right", "mistral", sliding_window=None, tie_word_embeddings=False)
     build_model(tmp_path / "windows", "mistral", sliding_window=8)
@@ -141,6 +142,7 @@ def test_a_family_of_a_users_own_file(tmp_path: Path, monkeypatch: pytest.Monkey
         EmbeddedEngine(str(tmp_path / "windows"))
 
 
+@pytest.mark.newest
 def test_bf16_uses_fused_attention_and_stays_close(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     requests = group((4, 5, 6, 7), 8, max_new_tokens=30)
@@ -287,6 +289,7 @@ def test_ids_must_be_unique_and_a_closed_engine_says_so(folder: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.newest
 def test_a_config_without_weights_gives_seeded_random_ones(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "slimelite")
     (folder / "model.safetensors").unlink()
@@ -300,6 +303,7 @@ def test_a_config_without_weights_gives_seeded_random_ones(folder: Path, caplog:
     )
 
 
+@pytest.mark.newest
 def test_eos_comes_from_the_generation_config_too(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     stop = greedy(model, (4, 5, 6), 4)[3]
@@ -327,6 +331,7 @@ def test_what_it_does_not_compute_is_refused(tmp_path: Path, family: str, change
         EmbeddedEngine(str(tmp_path))
 
 
+@pytest.mark.newest
 def test_other_families_and_impossible_limits_are_refused(tmp_path: Path, folder: Path) -> None:
     GPT2Config(vocab_size=VOCAB).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="gpt2"):

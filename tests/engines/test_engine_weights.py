@@ -11,8 +11,6 @@ from transformers import AutoConfig
 from slimelite.engines.embedded.model import PACK_ELEMENTS, DecoderShape, DecoderWeights, Linear
 from tests.engines.tiny_models import build_model
 
-pytestmark = pytest.mark.newest
-
 CPU = torch.device("cpu")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -24,6 +22,7 @@ def load(folder: Path, family: str) -> tuple[DecoderWeights, dict[str, torch.Ten
     return weights, model.state_dict()
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
 def test_every_name_of_the_checkpoint_has_a_place_of_its_own(tmp_path: Path, family: str) -> None:
     weights, state = load(tmp_path, family)
@@ -43,6 +42,7 @@ def test_every_name_of_the_checkpoint_has_a_place_of_its_own(tmp_path: Path, fam
     assert len(weights.incoming.missing()) == len(state) - weights.shape.tied
 
 
+@pytest.mark.newest
 def test_a_tied_head_may_come_under_either_name(tmp_path: Path) -> None:
     weights, state = load(tmp_path, "qwen2")
     del state[EMBED]

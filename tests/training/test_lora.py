@@ -36,8 +36,6 @@ from tests.training.tiny import (
     tiny_args,
 )
 
-pytestmark = pytest.mark.newest
-
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}
 
 SELECTIVE = {"gradient_checkpointing": True, "recompute_granularity": "selective"}
@@ -69,6 +67,7 @@ def log_probs(hf: PreTrainedModel, model: Path) -> np.ndarray:
         return np.asarray(found(batch, 1.0)[0])
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("kind", ["lora", "rslora"])
 @pytest.mark.parametrize("targets", [(ALL_LINEAR,), ("attn", "lm_head"), ("embed_tokens", "linear_fc2")])
 def test_gradients_are_pefts(model: Path, targets: tuple[str, ...], kind: str) -> None:
@@ -144,6 +143,7 @@ def test_what_is_frozen_costs_no_gradient(model: Path) -> None:
         }
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("flags", [{}, {"lora_type": "rslora", "lora_targets": ("q_proj", "lm_head", "embed_tokens")}])
 def test_peft_opens_a_saved_adapter(model: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
     folder, expected = saved_run(model, tmp_path / "adapter", **flags)
@@ -160,6 +160,7 @@ def test_peft_opens_a_saved_adapter(model: Path, tmp_path: Path, flags: dict[str
     assert not (folder / "config.json").exists()
 
 
+@pytest.mark.newest
 def test_an_adapter_of_some_layers_says_which(model: Path, tmp_path: Path) -> None:
     """peft and --lora-adapter-path make no adapter where training had none."""
     folder, expected = saved_run(model, tmp_path / "adapter", lora_excluded=("layers.0.self_attn.q_proj", "o_proj"))
@@ -171,6 +172,7 @@ def test_an_adapter_of_some_layers_says_which(model: Path, tmp_path: Path) -> No
         np.testing.assert_array_equal(trainer.log_probs(random_table()), expected)
 
 
+@pytest.mark.newest
 def test_the_merged_model_is_pefts(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "tied")
     folder, expected = saved_run(model, tmp_path / "adapter")
@@ -186,6 +188,7 @@ def test_the_merged_model_is_pefts(tmp_path: Path) -> None:
         np.testing.assert_allclose(trainer.log_probs(random_table()), expected, atol=2e-5)
 
 
+@pytest.mark.newest
 def test_an_adapter_of_pefts_loads(model: Path, tmp_path: Path) -> None:
     """`random_table` scores alike in both; `derive` reads rank, alpha, kind and modules from its config."""
     config = LoraConfig(r=3, lora_alpha=5, use_rslora=True, target_modules=["v_proj", "down_proj"])
@@ -314,7 +317,7 @@ def two_ranks(trainer: Trainer, folder: str) -> dict[str, Any]:
     return {"trained": trained(trainer), "sent": sink.tensors}
 
 
-@pytest.mark.parametrize("changes", [{}, {"dp_replicate_size": 2}])
+@pytest.mark.parametrize("changes", [pytest.param({}, marks=pytest.mark.newest), {"dp_replicate_size": 2}])
 def test_two_ranks_are_one(model: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     args = tiny_args(model, **LORA, **KL)
     alone = on_ranks(1, two_ranks, args, str(tmp_path / "one"))
@@ -393,6 +396,7 @@ def test_names_that_fit_nothing(model: Path, flags: dict[str, Any], said: str) -
         inspect_model(tiny_args(model, **LORA, **flags), str(model), trained=True)
 
 
+@pytest.mark.newest
 def test_tied_embeddings_have_no_adapter(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path)
     for name in ("embed_tokens", "lm_head"):
@@ -400,6 +404,7 @@ def test_tied_embeddings_have_no_adapter(tmp_path: Path) -> None:
             inspect_model(tiny_args(model, **LORA, lora_targets=(name,)), str(model), trained=True)
 
 
+@pytest.mark.newest
 def test_fused_experts_stay_frozen(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     config = AutoConfig.for_model(
@@ -461,6 +466,7 @@ def test_a_rank_above_that_of_the_matrices_is_refused(model: Path, flag: str) ->
         inspect_model(tiny_args(model, **{flag: 33}), str(model), trained=True)
 
 
+@pytest.mark.newest
 def test_an_adapter_is_all_that_training_changes(model: Path) -> None:
     with one_rank(tiny_args(model, **LORA, weight_decay=0.1)) as trainer:
         before = {n: whole(p.detach()).clone() for n, p in trainer.model.named_parameters()}

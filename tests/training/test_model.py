@@ -21,9 +21,8 @@ from slimelite.training.columns import TokenColumns
 from slimelite.training.model import ForwardFlops, PolicyModel, chunked_log_probs
 from slimelite.training.parallel import World
 
-pytestmark = pytest.mark.newest
 
-
+@pytest.mark.newest
 def test_a_folder_without_weights_is_a_new_model_of_its_seed(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -37,6 +36,7 @@ def test_a_folder_without_weights_is_a_new_model_of_its_seed(tmp_path: Path) -> 
     assert not torch.equal(found[0][name], found[2][name])
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
 def test_attention_of_transformers_gives_the_same_when_it_is_asked_for(tmp_path: Path, kind: str) -> None:
     save_tiny_model(tmp_path)
@@ -48,6 +48,7 @@ def test_attention_of_transformers_gives_the_same_when_it_is_asked_for(tmp_path:
         torch.testing.assert_close(torch.from_numpy(trainer.log_probs(table)), torch.from_numpy(ours))
 
 
+@pytest.mark.newest
 def test_logits_that_are_not_linear_are_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -160,6 +161,7 @@ def test_nothing_of_the_size_of_the_logits_is_kept_or_made() -> None:
     assert max(made) < TOKENS * VOCAB
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("tied", [True, False])
 def test_forward_operations_are_those_of_torch(tmp_path: Path, tied: bool) -> None:
     folder = save_tiny_model(tmp_path, tie_word_embeddings=tied, hidden_size=64, intermediate_size=128)
@@ -177,6 +179,7 @@ def test_forward_operations_are_those_of_torch(tmp_path: Path, tied: bool) -> No
     assert two - shared == flops.per_token * 8 + flops.per_pair * 36
 
 
+@pytest.mark.newest
 def test_a_mixture_of_experts_is_not_counted(tmp_path: Path) -> None:
     hf = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path))
     hf.config.get_text_config = lambda: SimpleNamespace(num_experts=8)

@@ -27,7 +27,7 @@ from slimelite.training.parallel import whole
 from slimelite.training.trainer import Trainer
 
 # compiling takes seconds of a quiet core, and minutes beside others
-pytestmark = [pytest.mark.timeout(900), pytest.mark.newest]
+pytestmark = pytest.mark.timeout(900)
 
 KEPT = {"mm", "addmm", "_scaled_dot_product_flash_attention_for_cpu"}
 
@@ -56,6 +56,7 @@ def step(model: Path, **flags: Any) -> tuple[Gradient, Count]:
         return exact_step(trainer, awkward_table())[0], count
 
 
+@pytest.mark.newest
 def test_selective_recomputation_leaves_out_matrix_products_and_attention(model: Path) -> None:
     gradient, plain = step(model)
     for granularity in ("full", "selective"):
@@ -65,6 +66,7 @@ def test_selective_recomputation_leaves_out_matrix_products_and_attention(model:
         assert (count.kept > plain.kept) == (granularity == "full"), granularity
 
 
+@pytest.mark.newest
 def test_compiled_layers_train_as_plain_ones(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced as for a GPU, under recomputation, and then run without the code that a compiler would write."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -114,6 +116,7 @@ def each_way(trainer: Trainer) -> list[tuple[int, Gradient]]:
     return found
 
 
+@pytest.mark.newest
 def test_compiled_layers_are_recomputed_under_fsdp(tmp_path: Path) -> None:
     """On two ranks, because one rank of a CPU is not sharded."""
     model = save_tiny_model(tmp_path, num_hidden_layers=4)

@@ -19,14 +19,13 @@ from slimelite.training.parallel import whole
 from slimelite.training.trainer import Trainer
 from slimelite.training.weights import buckets
 
-pytestmark = pytest.mark.newest
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.newest
 def test_push_delivers_every_weight_once_in_buckets(model: Path) -> None:
     sink = Recorder()
     with one_rank(tiny_args(model, update_weight_buffer_size=10_000)) as trainer:
@@ -108,6 +107,7 @@ def test_weights_of_several_dtypes_keep_them_in_buckets_of_their_own() -> None:
     assert all(tensor.dtype == given[name].dtype for name, tensor in found)
 
 
+@pytest.mark.newest
 def test_an_untied_head_is_sent(tmp_path: Path) -> None:
     sink = Recorder()
     with one_rank(tiny_args(save_tiny_model(tmp_path, tie_word_embeddings=False))) as trainer:
@@ -115,6 +115,7 @@ def test_an_untied_head_is_sent(tmp_path: Path) -> None:
     assert "lm_head.weight" in sink.tensors
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("shard_bytes", [10**9, 30_000])
 def test_a_saved_model_opens_in_transformers(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
@@ -160,6 +161,7 @@ def scored_and_saved(trainer: Trainer, folder: str) -> np.ndarray:
     return trainer.log_probs(random_table())
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe"])
 def test_experts_have_the_names_of_a_models_files(kind: str, tmp_path: Path) -> None:
     """transformers holds them as one weight a layer; an engine would pass over its name, and keep the old experts."""
@@ -180,6 +182,7 @@ def test_experts_have_the_names_of_a_models_files(kind: str, tmp_path: Path) -> 
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
+@pytest.mark.newest
 def test_a_routers_biases_are_on_every_rank_and_in_the_saved_model(tmp_path: Path) -> None:
     """DeepSeek-V3 has them as buffers: the file has them, and no gradient changes them."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}
