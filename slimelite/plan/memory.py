@@ -6,7 +6,9 @@ compares these formulas with simulated steps, and docs/planner.md has the table 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from slimelite.plan.shapes import Shapes
 
@@ -221,22 +223,68 @@ def left_behind(group: int) -> float:
     return CONTEXT + (NCCL if group > 1 else 0)
 
 
+# SGLang's max_prefill_tokens, which bound prompts that are computed whole
+PREFILL = 16384
+
+
 def sglang_usual(memory: float, gpus: int) -> tuple[int, int]:
     """SGLang's defaults on such a GPU: tokens of a prompt's chunk, and the largest batch of a CUDA graph."""
     _, chunk, few, many = next(row for row in SGLANG if memory / 2**20 < row[0])
     return chunk, few if gpus < 4 else many
 
 
-def sglang_share(memory: float, gpus: int, chunk: int, batch: int, *, prompts: bool) -> float:
-    """The share of a GPU that SGLang takes for weights and cache if no flag says it: what is left beside activations of
-    a prompt's ``chunk``, and the CUDA graphs of decode steps with up to ``batch`` sequences and, with ``prompts``, of
-    those.
+@dataclass(frozen=True)
+class Sglang:
+    """What SGLang's reserve follows from: ``chunk`` [tokens of prompts that are computed at once], and the largest
+    ``batch`` and most ``prompts`` [tokens] of a CUDA graph; 0: none is recorded.
     """
-    mib = memory / 2**20
-    steps = ((4, 32, 4), (48, 256, 16), (288, 512, 32), (576, 1024, 64), (1280, 4096, 256), (4608, chunk, 512))
-    captured = sum(size <= chunk for first, last, step in steps for size in range(first, last + 1, step))
-    reserve = 512 + 1.5 * max(chunk, 2048) + 128 * gpus + 2 * batch + 8 * captured * prompts
-    return round(1 - (max(reserve, 10240) if mib > 61440 else reserve) / mib, 3)
+
+    chunk: int
+    batch: int
+    prompts: int
+
+    @classmethod
+    def of(cls, memory: float, gpus: int, options: Mapping[str, Any], *, releases: bool) -> Sglang:
+        """By the ``--sglang-*`` options, and its defaults on such a GPU; ``releases``: the engine releases its memory,
+        and so records no graphs of prompts by default (`slimelite.engines.sglang.options`).
+        """
+        given, (usual, most) = options.get("chunked_prefill_size"), sglang_usual(memory, gpus)
+        pieces = usual if given is None else int(given)  # -1: prompts are computed whole
+        graphs = options.get("cuda_graph_config")
+        phases = {name: cls._graphs(name, options, graphs) for name in ("decode", "prefill")}
+        phases["prefill"].setdefault("backend", "disabled" if releases else None)
+        for phase in phases.values():
+            if phase.get("bs"):
+                phase["max_bs"] = max(phase["bs"])
+        batch, prompts = (
+            0 if phase.get("backend") == "disabled" else phase.get("max_bs") or default
+            for phase, default in zip(phases.values(), (most, max(pieces, 0)), strict=True)
+        )
+        chunk = pieces if pieces > 0 else int(options.get("max_prefill_tokens") or PREFILL)
+        return cls(chunk, batch, prompts)
+
+    @staticmethod
+    def _graphs(name: str, options: Mapping[str, Any], config: object) -> dict[str, Any]:
+        """What is said of the graphs of a phase: the flag for both, the phase's own, and the JSON, which wins."""
+        off = options.get("disable_cuda_graph") or options.get(f"disable_{name}_cuda_graph")
+        found = {"backend": "disabled"} if off else {}
+        keys = ("backend", "max_bs", "bs")
+        found |= {key: value for key in keys if (value := options.get(f"cuda_graph_{key}_{name}")) is not None}
+        if name == "decode":  # as older versions call them
+            found = {key: value for key in keys if (value := options.get(f"cuda_graph_{key}")) is not None} | found
+        own = config.get(name) if isinstance(config, dict) else None
+        return found | (own if isinstance(own, dict) else {})
+
+    def share(self, memory: float, gpus: int) -> float:
+        """The share of a GPU that SGLang takes for weights and cache if no flag says it: what is left beside
+        activations and CUDA graphs.
+        """
+        mib = memory / 2**20
+        steps = ((4, 32, 4), (48, 256, 16), (288, 512, 32), (576, 1024, 64), (1280, 4096, 256))
+        last = (4608, self.prompts, 512)
+        recorded = sum(at <= self.prompts for first, end, step in (*steps, last) for at in range(first, end + 1, step))
+        reserve = 512 + 1.5 * max(self.chunk, 2048) + 128 * gpus + 2 * self.batch + 8 * recorded
+        return round(1 - (max(reserve, 10240) if mib > 61440 else reserve) / mib, 3)
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ from slimelite.plan.memory import (
     Load,
     Parts,
     Serving,
+    Sglang,
     largest,
     left_behind,
     peak,
-    sglang_share,
-    sglang_usual,
     total,
 )
 from slimelite.plan.shapes import Shapes
@@ -236,15 +235,11 @@ def _serving(args: Args, shapes: Shapes, work: Work, memory: float) -> Serving:
     serving = Serving(shapes, width, sequences, context, 4 if shared else 2, server and not shared)
     if args.engine_kind.name != "sglang" or shared:
         return serving if server or shared else replace(serving, cache=EMBEDDED_CACHE)
-    names = ("chunked_prefill_size", "cuda_graph_max_bs")
-    chunk, batch = (
-        args.sglang_overrides.get(name) or usual for name, usual in zip(names, sglang_usual(memory, width), strict=True)
-    )
-    # engines that release their memory record no graphs of prompts (slimelite.engines.sglang.options)
-    prompts = not args.offload_rollout or "cuda_graph_backend_prefill" in args.sglang_overrides
-    usual = sglang_share(memory, width, chunk, batch, prompts=prompts)
+    reserved = Sglang.of(memory, width, args.sglang_overrides, releases=args.offload_rollout)
+    usual, recorded = reserved.share(memory, width), bool(reserved.batch or reserved.prompts)
     share = args.sglang_mem_fraction_static or usual
-    return replace(serving, static=share * (memory - CONTEXT), advised=(1 + usual) / 2, chunk=chunk)
+    static, advised = share * (memory - CONTEXT), (1 + usual) / 2
+    return replace(serving, static=static, advised=advised, chunk=reserved.chunk, graphs=recorded)
 
 
 def _sum(*parts: Parts) -> Parts:

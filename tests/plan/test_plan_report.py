@@ -19,7 +19,7 @@ from slimelite.engines.sglang.options import server_fields
 from slimelite.plan import run as planning
 from slimelite.plan import time
 from slimelite.plan.devices import gpus, recognized
-from slimelite.plan.memory import CONTEXT, EMBEDDED_CACHE, NCCL, largest, peak, sglang_share, sglang_usual, total
+from slimelite.plan.memory import CONTEXT, EMBEDDED_CACHE, NCCL, Sglang, largest, peak, total
 from slimelite.plan.report import plan_lines, verdict
 from slimelite.plan.run import Plan
 from slimelite.plan.time import Work
@@ -178,11 +178,29 @@ def test_the_share_is_that_of_the_installed_sglang(sglang_environment: dict[str,
     done = subprocess.run([sys.executable, program], env=sglang_environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])
-    assert len(rows) == 42
-    for mib, tp, chunk, batch, prompts, share in rows:
-        usual = sglang_usual(mib * 2**20, tp)
-        found = sglang_share(mib * 2**20, tp, chunk or usual[0], batch or usual[1], prompts=prompts)
-        assert found == share, (mib, tp, chunk, batch, prompts)
+    assert len(rows) == 7 * 2 * 9
+    for mib, tp, options, share in rows:
+        found = Sglang.of(mib * 2**20, tp, options, releases=False).share(mib * 2**20, tp)
+        assert found == share, (mib, tp, options)
+
+
+def test_flags_of_graphs_and_chunks_change_what_sglang_reserves() -> None:
+    words = "--rollout-backend sglang --plan-gpu rtx4090:1 --colocate"
+
+    def reserved(more: str) -> float:
+        found = plan("qwen2.5-0.5B", f"{words} {more}")
+        return (found.memory - CONTEXT - found.serving.static) / 2**20
+
+    usual = reserved("")
+    for smaller in ("--sglang-cuda-graph-max-bs-decode 8", "--sglang-cuda-graph-max-bs 8"):
+        assert usual - reserved(smaller) == pytest.approx(2 * (48 - 8), abs=25)
+    # prompts that are computed whole: up to 16,384 tokens instead of chunks of 4,096
+    assert reserved("--sglang-chunked-prefill-size -1") - usual == pytest.approx(1.5 * (16384 - 4096), rel=0.05)
+    assert plan("qwen2.5-0.5B", f"{words} --sglang-chunked-prefill-size -1").serving.chunk == 16384
+    assert reserved("--sglang-cuda-graph-backend-prefill disabled") == usual
+    kept = "--no-offload-rollout --sglang-cuda-graph-backend-prefill"
+    assert reserved(f"{kept} disabled") == usual
+    assert reserved(f"{kept} breakable") - usual == pytest.approx(50 * 8, rel=0.05)
 
 
 def test_a_server_that_releases_its_memory_keeps_less_for_graphs() -> None:
