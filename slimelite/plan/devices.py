@@ -91,10 +91,15 @@ def planned(text: str) -> tuple[Device, int]:
     Raises:
         ValueError: there is no such GPU, or the number is none.
     """
-    name, _, count = text.partition(":")
+    name, colon, count = text.lower().partition(":")
     if name not in gpus():
-        near = get_close_matches(name, gpus(), n=1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(gpus())}"
+        # a name such as a100 is the beginning of several
+        near = [each for each in gpus() if each.startswith(f"{name}-")] or get_close_matches(name, gpus(), n=1)
+        hint = (
+            f"did you mean {' or '.join(f'{each}{colon}{count}' for each in near)}?"
+            if near
+            else f"known are {', '.join(gpus())}"
+        )
         raise ValueError(f"there is no such GPU in the planner's list; {hint}")
     if count and not (count.isdecimal() and int(count)):
         raise ValueError(f"{count} is no number of GPUs; write {name}:8")

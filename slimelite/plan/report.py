@@ -42,7 +42,11 @@ def verdict(plan: Plan) -> str:
     rest = [
         name for name in rest if _of_engine(plan, name) != _of_engine(plan, worst) and needed[name][0] > needed[name][1]
     ]
-    return f"{said}; and {rest[0]} needs {needed[rest[0]][0] / 1e9:.1f} GB; {_remedy(plan, rest[0])}" if rest else said
+    if not rest:
+        return said
+    remedies = dict.fromkeys(_remedy(plan, name) for name in (worst, rest[0]))
+    also = "".join(f"; {remedy}" for remedy in [*remedies][1:])
+    return f"{said}; and {rest[0]} needs {needed[rest[0]][0] / 1e9:.1f} GB{also}"
 
 
 def _of_engine(plan: Plan, phase: str) -> bool:
@@ -56,8 +60,19 @@ def _gigabytes(pair: tuple[float, float]) -> str:
 
 def _remedy(plan: Plan, phase: str) -> str:
     """What would make ``phase`` fit."""
+    if phase != "generate" and plan.keeps_engine:
+        released = replace(plan, args=replace(plan.args, offload_rollout=True))
+        need, room = released.needs()[phase]
+        return (
+            "without --no-offload-rollout it would fit"
+            if need <= room
+            else (
+                f"without --no-offload-rollout, which leaves the engine in the GPU's memory, {_remedy(released, phase)}"
+            )
+        )
     if not _of_engine(plan, phase):
-        return (" or ".join(plan.remedies()) or "no flag that is known here is enough") + " would fit"
+        found = " or ".join(plan.remedies())
+        return f"{found} would fit" if found else "no flag that is known here is enough"
     serving = plan.serving
     share = plan.largest_share()
     if phase == "generate" and serving.static and serving.one() <= share * (plan.memory - CONTEXT):
@@ -172,11 +187,13 @@ def _limit(cost: Cost, device: Device) -> str:
 
 def _meanwhile(plan: Plan) -> dict[str, str]:
     """What happens between the phases."""
-    alone = plan.args.sends_adapter
+    args, alone = plan.args, plan.args.sends_adapter
+    moving = {"release and resume": args.offload_rollout, "offload": args.offload_train}
+    between = [*(name for name, happens in moving.items() if happens), "rewards", "the table"]
     what = "an adapter" if alone else "matrices, with the adapter merged into them" if plan.load.lora else "weights"
     return {
         "sync": f"{plan.pushed / 1e9:.1f} GB of {what}",
-        "between": "release and resume, offload, rewards, the table",
+        "between": ", ".join(between),
     }
 
 

@@ -86,6 +86,11 @@ class Plan:
         """Whether trainer and engine share a GPU."""
         return self.args.colocate and not self.shared and bool(self.ranks and self.engines)
 
+    @property
+    def keeps_engine(self) -> bool:
+        """Whether an engine keeps its memory on a GPU while a rank of the trainer computes there."""
+        return self.together and not self.args.offload_rollout
+
     def phases(self) -> dict[str, Parts]:
         """Memory of the device that holds most, by phase: that of a rank, an engine or both; or of this machine."""
         args, load, together = self.args, self.load, self.args.colocate or self.shared

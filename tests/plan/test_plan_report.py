@@ -18,7 +18,7 @@ from slimelite.engines.embedded.engine import GPU_CACHE_SHARE
 from slimelite.engines.sglang.options import server_fields
 from slimelite.plan import run as planning
 from slimelite.plan import time
-from slimelite.plan.devices import gpus, recognized
+from slimelite.plan.devices import gpus, planned, recognized
 from slimelite.plan.memory import CONTEXT, EMBEDDED_CACHE, NCCL, Sglang, largest, peak, total
 from slimelite.plan.report import plan_lines, verdict
 from slimelite.plan.run import Plan
@@ -354,3 +354,26 @@ def test_engines_wider_than_the_gpus_are_no_placement() -> None:
     words = "--rollout-num-gpus 1 --actor-num-gpus-per-node 1 --sglang-mem-fraction-static 0.3 --plan-gpu rtx4090:2"
     for model, given in (("qwen2.5-7B", words), ("qwen3-32B", "--colocate --plan-gpu rtx4090:2")):
         assert plan_lines(*run(model, given))
+
+
+def test_an_engine_that_keeps_its_memory_is_what_the_remedy_names() -> None:
+    words = "--colocate --plan-gpu h100:8 --rollout-backend sglang"
+    kept = f"{words} --no-offload-rollout"
+    said = verdict(plan("qwen2.5-7B", kept))
+    assert said.count("without --no-offload-rollout it would fit") == 1
+    assert "no flag" not in said
+    assert "; and sync needs " in said
+    one = verdict(plan("qwen2.5-7B", kept.replace(":8", ":1")))
+    assert "without --no-offload-rollout, which leaves the engine in the GPU's memory, --lora-rank 16" in one
+    lines = ["\n".join(plan_lines(*run("qwen2.5-7B", each))) for each in (words, kept)]
+    assert ["release and resume" in each for each in lines] == [True, False]
+
+
+def test_a_gpu_is_named_in_any_case_and_the_suggestion_keeps_the_number() -> None:
+    assert planned("H100:8") == planned("h100:8")
+    with pytest.raises(ValueError, match=r"did you mean h100:8\?"):
+        planned("h10:8")
+    with pytest.raises(ValueError, match=r"did you mean h100\?"):
+        planned("h10")
+    with pytest.raises(ValueError, match=r"did you mean a100-80:4 or a100-40:4\?"):
+        planned("A100:4")

@@ -451,7 +451,7 @@ def test_a_dry_run_for_an_unknown_gpu_ends_in_a_message(run: str, capsys: pytest
         train.main(f"{run} --dry-run --plan-gpu h10:8 --lr fast".split())
     assert end.value.code == 2
     err = capsys.readouterr().err
-    assert err.count("--plan-gpu h10:8: there is no such GPU in the planner's list; did you mean h100?") == 1
+    assert err.count("--plan-gpu h10:8: there is no such GPU in the planner's list; did you mean h100:8?") == 1
     assert "--lr takes a number" in err
 
 
