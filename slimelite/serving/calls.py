@@ -118,24 +118,28 @@ def between(begin: str, close: str, text: str) -> Iterator[Piece]:
 
 
 def typed_call(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Schemas) -> tuple[str, str]:
-    """A call whose values are text: a parameter that is a text by its schema is that text, others are JSON if it is.
-
-    ``rest``: what of the call is no parameter.
-    """
+    """A call whose values are text, each read by the schema of its parameter; ``rest``: what of it is no parameter."""
     if not name or "<" in name:
         raise Unreadable("it has no name")
     if rest.strip():
         raise Unreadable(f"it has something else than parameters: {short(rest)}")
-    arguments: dict[str, object] = {}
-    for key, value in pairs:
-        arguments[key.strip()] = value
-        kinds = _kinds(schemas.get(name, {}).get(key.strip()))
-        if kinds != {"string"} and (kinds != {"string", "null"} or value in ("null", "None")):
-            try:
-                arguments[key.strip()] = PYTHON[value] if value in PYTHON else json_value(value)
-            except Unreadable:
-                continue  # it stays text
-    return name, arguments_text(arguments)
+    found = {key.strip(): _typed(text, _kinds(schemas.get(name, {}).get(key.strip()))) for key, text in pairs}
+    return name, arguments_text(found)
+
+
+def _typed(text: str, kinds: set[str]) -> object:
+    """``text`` as the value of a parameter of these ``kinds``: JSON if it is, but a text where the schema allows one.
+
+    There a list, an object or a null is one if the schema allows that too; 5 and true are texts.
+    """
+    try:
+        value = PYTHON[text] if text in PYTHON else json_value(text)
+    except Unreadable:
+        return text
+    if "string" not in kinds:
+        return value
+    others = {"null": value is None, "array": isinstance(value, list), "object": isinstance(value, dict)}
+    return value if any(others[kind] for kind in kinds & others.keys()) else text
 
 
 def _kinds(schema: object, *, chosen: bool = False) -> set[str]:

@@ -258,13 +258,19 @@ def test_what_the_models_write_that_their_templates_do_not() -> None:
 
 
 @pytest.mark.parametrize("family", ["glm", "qwen3.5", "muse_glimmer"])
-def test_a_parameter_that_is_a_text_or_nothing_is_no_number(family: str) -> None:
-    """As Optional[str] is in a schema of pydantic's or an MCP server's."""
+def test_a_parameter_that_may_be_a_text_is_no_number(family: str) -> None:
+    """As Optional[str] is in a schema of pydantic's or an MCP server's. Nothing tells "5" from 5 where a schema allows
+    both, and the text is safest: SGLang's parsers take it too.
+    """
     text, null = {"type": "string"}, {"type": "null"}
     kinds = {"a": {"anyOf": [text, null]}, "b": {"type": ["string", "null"]}, "c": {"enum": ["1", "2"]}}
     kinds |= {"d": {"anyOf": [text, {"type": "integer"}]}, "e": {"anyOf": [text, null]}, "f": {"enum": [1, 2]}}
+    kinds |= {"g": {"type": ["integer", "boolean", "string"]}, "h": {"type": ["integer", "null"]}, "i": {}}
+    kinds |= {"j": {"oneOf": [text, {"type": "array"}]}, "k": {"anyOf": [text, {"type": "object"}]}}
+    kinds |= {name: {"anyOf": [text, {"type": "array"}, null]} for name in "lmn"}
     tool = {"function": {"name": "f", "parameters": {"properties": kinds}}}
-    given = {"a": "75001", "b": "1e3", "c": "1", "d": 5, "e": None, "f": 1}
+    given = {"a": "75001", "b": "1e3", "c": "1", "d": "5", "e": None, "f": 1}
+    given |= {"g": "true", "h": 5, "i": 5, "j": ["x", 1], "k": {"x": 1}, "l": "[1", "m": '{"x": 1}', "n": None}
     call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": given}}
     asked, chat_format = [{"role": "user", "content": "x"}], FORMATS[family]
     text_of_call = chat_format.render(
