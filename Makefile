@@ -13,7 +13,7 @@ test: ## linter, type checker and the whole suite: what continuous integration r
 
 quick: ## linter, type checker and the tests that start no run
 	bash scripts/test.sh -m 'not e2e and not sglang and not vllm' tests/algorithms tests/arguments tests/data \
-	    tests/rewards tests/tracking tests/test_house_rules.py tests/test_sample_table.py
+	    tests/rewards tests/tracking tests/test_house_rules.py tests/samples
 
 lint: ## linter, formatter and type checker
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

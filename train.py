@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from slimelite.arguments import parse_args
-from slimelite.lifecycle import StopSignals, Watchdog
+from slimelite.base.lifecycle import StopSignals, Watchdog
 from slimelite.loop import Evaluations, due, evaluate, sync
 from slimelite.preflight import preflight, problems, problems_of
 from slimelite.stages import run_stages
@@ -70,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_args(argv, inspect=problems)
         if (status := preflight(args)) or args.dry_run:
             return status
+        from slimelite.base.locks import hold
         from slimelite.cluster import ClusterError, launch
-        from slimelite.locks import hold
         from slimelite.plan.shortage import needs_and_remedies
         from slimelite.tracking import Tracker
 

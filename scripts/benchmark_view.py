@@ -29,8 +29,8 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
 from slimelite.arguments import Args
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.tracking.metrics_file import MetricsFile
 from slimelite.tracking.panels import GROUPS
 from slimelite.tracking.run_folder import RunFolder, versions
@@ -156,7 +156,7 @@ def main() -> None:
         out, built, busy = folder / "view.html", [], []
         for _ in range(args.rounds):
             began, before = time.perf_counter(), processor_seconds()
-            subprocess.run([sys.executable, "-m", "slimelite.view.command", "view", folder, "-o", out], check=True)
+            subprocess.run([sys.executable, "-m", "slimelite.apps.command", "view", folder, "-o", out], check=True)
             built.append(time.perf_counter() - began)
             busy.append(processor_seconds() - before)
         print(f"{args.rollouts} rollouts x {args.samples} samples, {stored / 1e6:.0f} MB of parquet")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from slimelite.apps.plot import main as plot
 from slimelite.tracking.metrics_file import read_metrics
-from slimelite.view.plot import main as plot
 
 GOOD = 0.90  # greedy accuracy that counts as having learnt the task
 

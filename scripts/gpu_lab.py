@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from slimelite.arguments import Args
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.training.trainer import Trainer
 
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

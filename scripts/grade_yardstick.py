@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slimelite.registry import function
+from slimelite.base.registry import function
 from slimelite.rewards import math, text
 from slimelite.rewards.rules import RULES, Answer
 

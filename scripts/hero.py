@@ -13,9 +13,9 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from slimelite.files import whole
-from slimelite.table import SampleTable
-from slimelite.view.run import Run
+from slimelite.apps.runs import Run
+from slimelite.base.files import whole
+from slimelite.samples.table import SampleTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

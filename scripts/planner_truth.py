@@ -29,8 +29,8 @@ from slimelite.arguments import Args
 from slimelite.plan.memory import Load, total
 from slimelite.plan.shapes import Shapes
 from slimelite.plan.time import Work, measured_cpu, train
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK, ROWS, PROMPT, RESPONSE = 16, 6, 512, 1024

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from statistics import median
 
+from slimelite.apps.plot import main as plot
 from slimelite.tracking.metrics_file import read_metrics
-from slimelite.view.plot import main as plot
 
 RUN = 40  # rollouts of the quickstart; the seeds run twice that
 TARGET_START, TARGET, TARGET_DROP = 0.40, 0.90, 0.03

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from slimelite.environments.reasoning_gym import rows
+from slimelite.contrib.reasoning_gym import rows
 
 HEADERS = ("system\n", "user\n", "assistant\n")
 

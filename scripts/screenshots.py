@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, ViewportSize, sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from slimelite.view.page import main as view  # noqa: E402
+from slimelite.apps.view import main as view  # noqa: E402
 
 OUT = ROOT / "docs"
 SIZE: ViewportSize = {"width": 1280, "height": 760}
@@ -60,7 +60,7 @@ def photograph_run(chromium: Browser, run: str, rollout: str) -> None:
 
 def photograph_chat(chromium: Browser, model: str) -> None:
     """Two answers with their colours, and the alternatives of a token."""
-    words = [sys.executable, "-m", "slimelite.view.command", "serve", model, "--web", "--port", "0"]
+    words = [sys.executable, "-m", "slimelite.apps.command", "serve", model, "--web", "--port", "0"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         url = server.stdout.readline().rpartition(" at ")[2].strip()

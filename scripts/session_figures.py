@@ -19,10 +19,10 @@ from slimelite.data.tokenizer import load_tokenizer, stop_token_ids
 from slimelite.engines.embedded.engine import EmbeddedEngine
 from slimelite.engines.protocol import SamplingParams
 from slimelite.engines.sampling import engine_sampler
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Session, Sessions
-from slimelite.table import SampleTable
 from slimelite.training.trainer import Trainer
 
 CONTEXT = 2048

@@ -45,11 +45,11 @@ for name, rows in (("write", write), ("choices", choices)):
     (work / "ours" / f"{name}.yaml").write_text(ours + 'prompt: "Question: {{question}}\\nAnswer:"\n')
 END
 
-"$PYTHON" -m slimelite.view.command eval "$MODEL" --no-chat --output "$work/out" \
+"$PYTHON" -m slimelite.apps.command eval "$MODEL" --no-chat --output "$work/out" \
     --tasks "$work/ours/choices.yaml,$work/ours/write.yaml"
 port=$("$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 url="http://127.0.0.1:$port/v1"
-"$PYTHON" -m slimelite.view.command serve "$MODEL" --port "$port" >"$work/serve.log" 2>&1 &
+"$PYTHON" -m slimelite.apps.command serve "$MODEL" --port "$port" >"$work/serve.log" 2>&1 &
 server=$!
 until curl -sf "$url/models" >/dev/null; do
     kill -0 "$server" 2>/dev/null || { cat "$work/serve.log"; exit 1; }
@@ -64,7 +64,7 @@ settings="model=model,tokenizer=$MODEL,base_url=$url/completions,num_concurrent=
 import json, sys
 from pathlib import Path
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 work = Path(sys.argv[1])
 pairs = {}

@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import BEST_MARKER, EVALUATIONS, best_of, folder_of, mark_best, model_folder, read_json
-from slimelite.files import write_text
+from slimelite.base.files import write_text
+from slimelite.models.checkpoints import (
+    BEST_MARKER,
+    EVALUATIONS,
+    best_of,
+    folder_of,
+    mark_best,
+    model_folder,
+    read_json,
+)
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster

@@ -25,8 +25,8 @@ from slimelite.arguments.secret import masked
 from slimelite.arguments.sources import PATHS, read_config, split_words
 from slimelite.arguments.tracking import TrackingArgs
 from slimelite.arguments.vocabulary import Settings, Vocabulary
-from slimelite.files import write_text
-from slimelite.lifecycle import read_status
+from slimelite.base.files import write_text
+from slimelite.base.lifecycle import read_status
 
 # file in the folder of a stage that has begun: its flags, an id, and the id of the stage before, whose model it starts
 # from. It is there before the stage: one that is killed right after its end has it too

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from slimelite.plugins import files_run
+from slimelite.slime.plugins import files_run
 
 ROOT = Path(__file__).parents[1]
 # Ray keeps the token that a process begins with: without one here, the first test that starts Ray would settle on
@@ -52,3 +54,15 @@ def sglang_variables() -> dict[str, str]:
 def sglang_environment() -> dict[str, str]:
     """The environment in which SGLang runs."""
     return {**os.environ, **sglang_variables()}
+
+
+@pytest.fixture
+def alone() -> Iterator[Callable[[], float]]:
+    """Returns a clock: seconds of the processor that this thread took, while nothing is collected.
+
+    The heap of a process that ran thousands of tests takes seconds to collect, and other tests' threads may still run.
+    """
+    gc.collect()
+    gc.disable()
+    yield time.thread_time
+    gc.enable()

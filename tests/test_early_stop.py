@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import best_of, folder_of, model_folder
 from slimelite.loop import Evaluations
+from slimelite.models.checkpoints import best_of, folder_of, model_folder
 
 
 def evaluations(values: list[float], first: int = -1, **flags: Any) -> Evaluations:

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 from transformers import AutoTokenizer, MistralConfig
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()

@@ -62,7 +62,7 @@ def test_ray_is_imported_in_cluster_alone() -> None:
 @pytest.mark.parametrize(
     ("room", "forbidden"),
     [
-        ("algorithms", ("slimelite.arguments", "slimelite.training", "slimelite.rollout", "slimelite.table")),
+        ("algorithms", ("slimelite.arguments", "slimelite.training", "slimelite.rollout", "slimelite.samples.table")),
         ("training", ("slimelite.rollout", "slimelite.rewards", "slimelite.cluster", "slimelite.data.source")),
         ("rollout", ("slimelite.training", "slimelite.cluster", "torch")),
         (
@@ -78,14 +78,8 @@ def test_ray_is_imported_in_cluster_alone() -> None:
         ("plan", ("slimelite.rollout", "slimelite.cluster", "slimelite.rewards", "slimelite.preflight", "torch.nn")),
         ("data", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.rewards")),
         ("tracking", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.cluster")),
-        (
-            "view",
-            (
-                *("torch", "ray", "transformers"),
-                *("slimelite.data", "slimelite.rewards", "slimelite.rollout", "slimelite.engines"),
-                *("slimelite.algorithms", "slimelite.training", "slimelite.cluster"),
-            ),
-        ),
+        ("samples", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.cluster", "torch.nn")),
+        ("models", ("slimelite.rollout", "slimelite.training", "slimelite.engines", "slimelite.cluster", "ray")),
     ],
 )
 def test_rooms_do_not_know_each_other(room: str, forbidden: tuple[str, ...]) -> None:
@@ -106,18 +100,22 @@ def test_arguments_know_records_and_no_room() -> None:
     records = {
         "slimelite.algorithms.estimators",
         "slimelite.algorithms.losses",
+        "slimelite.base.guard",
+        "slimelite.base.registry",
         "slimelite.engines.memory",
         "slimelite.engines.registry",
         "slimelite.environments.registry",
-        "slimelite.families",
+        "slimelite.models.checkpoints",
+        "slimelite.models.families",
         "slimelite.plan.devices",
         "slimelite.plan.memory",
         "slimelite.plan.shapes",
         "slimelite.rewards.rules",
         "slimelite.serving.tools",
+        "slimelite.slime.plugins",
     }
     rooms = [f"slimelite.{path.name}" for path in PACKAGE.iterdir() if path.is_dir() and path.name != "arguments"]
-    found = {o.split()[-1] for o in offenders("arguments", (*rooms, "slimelite.model_files", *records))}
+    found = {o.split()[-1] for o in offenders("arguments", (*rooms, "slimelite.models.files", *records))}
     assert found == records
 
 
@@ -125,25 +123,45 @@ def test_only_what_starts_a_run_asks_the_pre_flight() -> None:
     found = {
         o.split()[0] for o in offenders(None, ("slimelite.preflight",)) if not o.startswith("slimelite/preflight/")
     }
-    assert found == {"slimelite/evaluate.py"}
+    assert found == {"slimelite/apps/eval_run.py"}
 
 
-def test_nothing_that_trains_looks_at_runs() -> None:
-    assert {o for o in offenders(None, ("slimelite.view",)) if not o.startswith("slimelite/view/")} == set()
-    assert "slimelite.view" not in set(imports(ROOT / "train.py"))
+def test_nothing_in_the_core_imports_programs_or_adapters() -> None:
+    """An adapter is found through the record of a registry that names it as text."""
+    outside = ("slimelite.apps", "slimelite.contrib")
+    core = [o for o in offenders(None, outside) if not o.startswith(("slimelite/apps/", "slimelite/contrib/"))]
+    assert core == []
+    assert [name for name in imports(ROOT / "train.py") if name.startswith(outside)] == []
+    assert offenders("contrib", ("slimelite.apps",)) == []
+
+
+def test_the_base_knows_nothing_of_the_rest() -> None:
+    rooms = [f"slimelite.{path.name}" for path in PACKAGE.iterdir() if path.is_dir() and path.name != "base"]
+    assert offenders("base", tuple(rooms)) == []
+
+
+def test_what_shows_runs_imports_nothing_that_makes_them() -> None:
+    heavy = ("torch", "ray", "transformers", "slimelite.rollout", "slimelite.training", "slimelite.cluster")
+    shows = ("command", "compare", "comparison", "pieces", "plot", "runs", "view", "view_samples", "html", "make_pairs")
+    files = {f"slimelite/apps/{name}.py" for name in shows}
+    assert [o for o in offenders("apps", heavy) if o.split()[0] in files] == []
+
+
+def test_few_files_lie_loose() -> None:
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "loop.py", "stages.py"}
 
 
 def test_there_is_one_http_client() -> None:
     found = offenders(None, ("aiohttp", "urllib.request", "http.client", "requests"))  # the fronts are servers
     fronts = {
         "slimelite/engines/http_front.py",
-        "slimelite/http_server.py",
+        "slimelite/base/http_server.py",
         "slimelite/engines/sglang/front.py",
         "slimelite/environments/serve.py",
         "slimelite/serving/front.py",
-        "slimelite/slime_agents.py",
+        "slimelite/slime/agents.py",
     }
-    assert {o.split()[0] for o in found} == {"slimelite/http_client.py", *fronts}
+    assert {o.split()[0] for o in found} == {"slimelite/base/http_client.py", *fronts}
 
 
 def test_workers_methods_are_passed_not_named() -> None:
@@ -169,12 +187,6 @@ def test_files_and_functions_are_short() -> None:
     assert long_files == set()
     assert [name for name, lines in functions if lines > house_counts.LONGEST_FUNCTION] == []
     assert len(functions) > 1000
-
-
-def test_what_came_after_the_first_version_is_where_the_list_says() -> None:
-    first, *later = house_counts.first_version(ROOT).values()
-    counts = [[int(word.replace(",", "")) for word in row.split()[::2] if word[0].isdigit()] for row in (first, *later)]
-    assert sum(lines for _, lines, *_ in counts) == sum(len(source.text.splitlines()) for source in SOURCES)
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

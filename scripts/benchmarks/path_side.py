@@ -26,7 +26,7 @@ import numpy as np
 
 def plan(given: argparse.Namespace) -> dict[str, float]:
     """Steps of all samples, and micro-batches on one rank, of short and of long rows; a prompt has eight samples."""
-    from slimelite.table import SampleTable
+    from slimelite.samples.table import SampleTable
     from slimelite.training.planning import PackingLimits, deal, split_steps
 
     rng, found = np.random.default_rng(0), dict[str, float]()
@@ -57,7 +57,7 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
     from slimelite.data.tokenizer import load_tokenizer
     from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult
     from slimelite.rollout.manager import RolloutManager
-    from slimelite.table import SampleTable
+    from slimelite.samples.table import SampleTable
     from slimelite.training.batch import MicroBatch
     from slimelite.training.columns import TokenColumns
 

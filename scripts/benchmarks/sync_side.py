@@ -28,10 +28,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slimelite.arguments import Args, parse_args
+from slimelite.base.http_client import HttpError
 from slimelite.engines.protocol import SyncSetup, WeightSink
 from slimelite.engines.sglang.server import Server
 from slimelite.engines.sglang.sync import build_sink
-from slimelite.http_client import HttpError
 from slimelite.training.weights import buckets
 
 SGLANG = (

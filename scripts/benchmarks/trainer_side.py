@@ -22,8 +22,8 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from slimelite.arguments import Args
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.training.trainer import Trainer
 
 

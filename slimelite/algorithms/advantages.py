@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.packed import checked, select, upcast
-from slimelite.registry import function
+from slimelite.base.registry import function
 
 
 @dataclass(frozen=True, slots=True)

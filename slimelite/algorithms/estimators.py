@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from slimelite.registry import Function, Registry
+from slimelite.base.registry import Function, Registry
 
 
 @dataclass(frozen=True)

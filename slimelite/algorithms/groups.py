@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from slimelite.algorithms.estimators import ESTIMATORS
-from slimelite.registry import function
+from slimelite.base.registry import function
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slimelite.registry import Function, Registry, function
+from slimelite.base.registry import Function, Registry, function
 
 
 @dataclass(frozen=True)

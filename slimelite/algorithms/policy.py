@@ -17,7 +17,7 @@ from slimelite.algorithms.packed import (
     segment_mean,
     select,
 )
-from slimelite.registry import function
+from slimelite.base.registry import function
 
 
 def policy_loss(

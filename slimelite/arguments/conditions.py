@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.losses import CORRECTIONS, LOSSES
 from slimelite.arguments.flags import Condition, Needs, Words
-from slimelite.registry import R, Registry
+from slimelite.base.registry import R, Registry
 from slimelite.rewards.rules import RULES
 
 if TYPE_CHECKING:

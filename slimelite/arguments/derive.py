@@ -18,8 +18,8 @@ from slimelite.arguments.memory import derive_memory
 from slimelite.arguments.model import model_config_from_flags
 from slimelite.arguments.resume import derive_resume
 from slimelite.arguments.vocabulary import Settings
-from slimelite.checkpoints import HUB_ID, OWN_CHECKPOINT, holds_model, why_no_model
 from slimelite.environments.registry import TOTAL, known
+from slimelite.models.checkpoints import HUB_ID, OWN_CHECKPOINT, holds_model, why_no_model
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
 # slime's names for what runs here by default: a flag with one of them is treated as not given
@@ -160,7 +160,7 @@ def _transport(draft: Draft) -> None:
     if not args.engine_kind.server:
         synced = not (args.debug_train_only or args.debug_rollout_only)
         if args.device == "cpu" and synced and "update_weight_buffer_size" not in draft.given:
-            # a larger buffer is memory that the kernel has to clear anew for each sync; up to 32 MiB (`slimelite.heap`)
+            # a larger buffer is memory that the kernel has to clear anew for each sync; up to 32 MiB (`base.heap`)
             # the process that trains keeps it, and a bucket ends with the tensor that fills it
             size = (16 if args.launcher == "local" else 64) * 1024**2
             draft.set("update_weight_buffer_size", size, "no request is saved by larger buckets on a CPU")

@@ -19,7 +19,7 @@ from slimelite.arguments.conditions import (
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, resolved
-from slimelite.families import FAMILIES
+from slimelite.models.families import FAMILIES
 
 
 class EnginePlace(NamedTuple):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slimelite.arguments.flags import SEEDS
-from slimelite.checkpoints import ROLLOUT_SEED, ROLLOUT_STATE, find_checkpoint, holds_model, read_json
+from slimelite.models.checkpoints import ROLLOUT_SEED, ROLLOUT_STATE, find_checkpoint, holds_model, read_json
 
 if TYPE_CHECKING:
     from slimelite.arguments.derive import Draft

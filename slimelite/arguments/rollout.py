@@ -23,7 +23,7 @@ from slimelite.arguments.conditions import (
 )
 from slimelite.arguments.flags import ALWAYS, SEEDS, flag, plugin, resolved
 from slimelite.engines.registry import ENGINES, EngineKind
-from slimelite.families import LOSS_MASKS
+from slimelite.models.families import LOSS_MASKS
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES
 from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from slimelite.arguments.flags import group_flags
 from slimelite.arguments.vocabulary import SIMILAR, Settings, Vocabulary, as_words, read_yaml, recorded
-from slimelite.registry import Registry
+from slimelite.base.registry import Registry
 
 # flags that name a file of arguments
 FILES = ("--config", "--custom-config-path")

@@ -67,7 +67,8 @@ def load_groups(paths: Sequence[str]) -> list[type]:
     Raises:
         ArgumentError: one cannot be loaded, or is no group of flags.
     """
-    from slimelite.plugins import import_failure, load_function
+    from slimelite.base.guard import import_failure
+    from slimelite.slime.plugins import load_function
 
     groups, problems = [], []
     for path in dict.fromkeys(paths):
@@ -137,13 +138,13 @@ def _composed(origins: Origins) -> type[Args]:
 
 
 def _run(origin: Origin) -> None:
-    from slimelite.plugins import run_file
+    from slimelite.slime.plugins import run_file
 
     run_file(origin.path(), FILE)
 
 
 def _find(origin: Origin) -> type:
-    from slimelite.plugins import load_function
+    from slimelite.slime.plugins import load_function
 
     if origin.module in sys.modules and origin.module != "__main__":
         return getattr(sys.modules[origin.module], origin.name)

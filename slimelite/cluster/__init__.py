@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from slimelite import trace
 from slimelite.arguments import Args
+from slimelite.base import trace
+from slimelite.base.files import write_text
+from slimelite.base.heap import loading
 from slimelite.cluster.cluster import Cluster
 from slimelite.cluster.remote import ClusterError, Progress, with_memory
-from slimelite.files import write_text
-from slimelite.heap import loading
 
 __all__ = ["Cluster", "ClusterError", "launch"]
 

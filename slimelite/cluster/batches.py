@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
+from slimelite.base.heap import return_freed_memory
+from slimelite.base.threads import Gathered
 from slimelite.cluster.remote import Remote
 from slimelite.engines.protocol import Engine, GenerateRequest, GenerateResult
-from slimelite.heap import return_freed_memory
-from slimelite.threads import Gathered
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -15,16 +15,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import (
-    REMEDY,
-    ROLLOUT_SEED,
-    ROLLOUT_STATE,
-    find_checkpoint,
-    folder_of,
-    model_folder,
-    read_json,
-    writing,
-)
 from slimelite.cluster.remote import (
     POLL_S,
     ClusterError,
@@ -38,9 +28,19 @@ from slimelite.cluster.remote import (
 )
 from slimelite.cluster.workers import Target, TrainOutput
 from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
+from slimelite.models.checkpoints import (
+    REMEDY,
+    ROLLOUT_SEED,
+    ROLLOUT_STATE,
+    find_checkpoint,
+    folder_of,
+    model_folder,
+    read_json,
+    writing,
+)
 from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutManager, RolloutOutput
 from slimelite.rollout.probe import disagreement
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,9 +22,11 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slimelite import trace
 from slimelite.arguments import Args
 from slimelite.arguments.secret import public_part
+from slimelite.base import trace
+from slimelite.base.heap import loading, set_heap
+from slimelite.base.registry import function
 from slimelite.cluster.local import Workers
 from slimelite.cluster.ray_session import connected, explained, last_line
 from slimelite.cluster.remote import Closing, ClusterError, Progress, Remote
@@ -37,8 +39,6 @@ from slimelite.cluster.workers import (
     server_addresses,
 )
 from slimelite.engines.protocol import Engine, ServerProcess
-from slimelite.heap import loading, set_heap
-from slimelite.registry import function
 from slimelite.rollout.manager import RolloutManager
 from slimelite.tracking.noise import redirect_process_output
 

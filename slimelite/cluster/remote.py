@@ -21,9 +21,9 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
-from slimelite import trace
 from slimelite.arguments import Args
-from slimelite.table import SampleTable
+from slimelite.base import trace
+from slimelite.samples.table import SampleTable
 
 T_co = TypeVar("T_co", covariant=True)
 R = TypeVar("R")

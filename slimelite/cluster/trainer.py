@@ -11,7 +11,7 @@ from torch import Tensor
 from slimelite.arguments import Args
 from slimelite.cluster.workers import LOCAL_HOST, RemoteSink, server_sync
 from slimelite.engines.protocol import Transport, WeightSink
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training.lora import adapter_format
 from slimelite.training.parallel import meeting_store
 from slimelite.training.profiling import Profiler

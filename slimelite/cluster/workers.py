@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from slimelite.arguments import Args
+from slimelite.base.registry import Function, function
 from slimelite.cluster.batches import EngineDesk, remote_engine
 from slimelite.cluster.remote import Remote
 from slimelite.data.tokenizer import encode_text, load_tokenizer, stop_token_ids
@@ -31,9 +32,8 @@ from slimelite.engines.protocol import (
     WeightBucket,
 )
 from slimelite.engines.registry import ENGINES, ServerAddress, ServerParts
-from slimelite.registry import Function, function
 from slimelite.rollout.manager import RolloutManager
-from slimelite.table import TokenStats
+from slimelite.samples.table import TokenStats
 
 if TYPE_CHECKING:
     import torch

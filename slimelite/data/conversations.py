@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
 
+from slimelite.base.registry import function
 from slimelite.data.messages import Message, Messages, Tools, render, with_arguments
 from slimelite.data.prompts import PAIR
 from slimelite.data.replies import PROBE, Finder, Span, renamed
-from slimelite.families import LOSS_MASKS
-from slimelite.registry import function
-from slimelite.sample import Sample, Status
+from slimelite.models.families import LOSS_MASKS
+from slimelite.samples.sample import Sample, Status
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from slimelite.data.messages import BadCell, Messages, Tools, parsed, read_messages, render, sound
 from slimelite.data.reader import ENVIRONMENT, BadRows, Row, read_rows, split_path
 from slimelite.data.tokenizer import encode_text
-from slimelite.sample import Sample, plain
+from slimelite.samples.sample import Sample, plain
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

@@ -14,8 +14,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from slimelite.base.registry import function
 from slimelite.environments.registry import ENVIRONMENTS, known
-from slimelite.registry import function
 
 logger = logging.getLogger(__name__)
 

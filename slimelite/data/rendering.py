@@ -11,7 +11,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from slimelite.arguments.tasks import load_task
 from slimelite.data.messages import Messages
 from slimelite.data.reader import BadRows, Row, read_rows
-from slimelite.sample import ROW
+from slimelite.samples.sample import ROW
 
 # between the examples of a prompt that is text
 SEPARATOR = "\n\n"

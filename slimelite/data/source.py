@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from slimelite.arguments import Args
 from slimelite.data.prompts import PAIR, deal, load_prompts
 from slimelite.data.tokenizer import load_tokenizer
-from slimelite.plugins import load_function
-from slimelite.sample import Sample, label_text, plain
+from slimelite.samples.sample import Sample, label_text, plain
+from slimelite.slime.plugins import load_function
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
-from slimelite.checkpoints import may_be_hub_id, read_json
-from slimelite.families import text_config
+from slimelite.models.checkpoints import may_be_hub_id, read_json
+from slimelite.models.families import text_config
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

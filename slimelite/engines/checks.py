@@ -8,9 +8,9 @@ from typing import TypeGuard
 
 import numpy as np
 
+from slimelite.base.text import is_text
 from slimelite.engines.protocol import Decode, GenerateRequest, SamplingParams
-from slimelite.model_files import as_filed, load_config, saved_buffers
-from slimelite.text import is_text
+from slimelite.models.files import as_filed, load_config, saved_buffers
 
 # a lower temperature would overflow fp32 when logits are divided by it; 0 means greedy decoding
 LOWEST_TEMPERATURE = 1e-6

@@ -13,10 +13,10 @@ from typing import Any
 
 from aiohttp import web
 
+from slimelite.base.http_server import Answer, Server, read_json, sse
+from slimelite.base.text import is_text
 from slimelite.engines.protocol import Decode, GenerateRequest, GenerateResult, SamplingParams
 from slimelite.engines.sampling import Generating, Sampler, engine_sampler, news
-from slimelite.http_server import Answer, Server, read_json, sse
-from slimelite.text import is_text
 
 # largest request body: this many bytes per token of the context (text, or ids in decimal), plus BODY_BYTES
 BODY_BYTES_PER_TOKEN = 16

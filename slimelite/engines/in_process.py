@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
+from slimelite.base.threads import Gathered, LoopThread
 from slimelite.engines.checks import WeightUpdate, check_request
 from slimelite.engines.protocol import (
     Codec,
@@ -24,7 +25,6 @@ from slimelite.engines.protocol import (
     Scores,
     WeightBucket,
 )
-from slimelite.threads import Gathered, LoopThread
 
 if TYPE_CHECKING:
     from slimelite.engines.http_front import GenerateServer
@@ -90,8 +90,8 @@ class HttpFront:
         self._thread = self._thread or LoopThread("http front")
         if self._server is None:
             # they need aiohttp
+            from slimelite.base.http_server import is_loopback, with_key
             from slimelite.engines.http_front import GenerateServer
-            from slimelite.http_server import is_loopback, with_key
 
             length = (await self._engine.info()).max_context_len
             # whoever reaches another address than loopback needs a key; plugins find it in the address

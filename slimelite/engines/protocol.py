@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from slimelite.engines.memory import KEEPS_ALL, Content, EngineMemory
-from slimelite.per_token import held, listed
+from slimelite.samples.per_token import held, listed
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +156,7 @@ class GenerateRequest:
 @dataclass
 class GenerateResult:
     """The tokens of one response. Arrays may be given for its per-token lists, and are read as lists: see
-    `slimelite.per_token`.
+    `slimelite.samples.per_token`.
 
     ``log_probs``: one per token, under softmax(logits / temperature) before any top-p or top-k renormalisation;
     greedy requests (temperature 0 or top_k 1) report the same quantity, with temperature 1 in place of 0.

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from slimelite.base.registry import Function, Registry
 from slimelite.engines.memory import KEEPS_ALL, Content, EngineMemory
-from slimelite.registry import Function, Registry
 
 
 @dataclass(frozen=True)
@@ -112,4 +112,4 @@ ENGINES.add(
         lacking="slimelite.engines.sglang.server:missing_for_kernels",
     )
 )
-ENGINES.add(EngineKind("vllm", build="slimelite.engines.vllm:build", releases_memory=False, package="vllm"))
+ENGINES.add(EngineKind("vllm", build="slimelite.contrib.vllm:build", releases_memory=False, package="vllm"))

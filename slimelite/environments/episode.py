@@ -12,8 +12,8 @@ from slimelite.engines.protocol import SamplingParams
 from slimelite.environments.hosts import EnvironmentFailure, Host, Live
 from slimelite.environments.protocol import Message, Row
 from slimelite.environments.registry import TOTAL
-from slimelite.per_token import held
-from slimelite.sample import Sample, Status
+from slimelite.samples.per_token import held
+from slimelite.samples.sample import Sample, Status
 from slimelite.serving.sessions import ContextFullError, Session, Turn
 
 logger = logging.getLogger(__name__)

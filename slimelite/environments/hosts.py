@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import slimelite
+from slimelite.base.guard import raised_at
+from slimelite.base.http_client import Client, HttpError, shown
+from slimelite.base.registry import function
+from slimelite.base.threads import call
 from slimelite.data.messages import read_messages, sound
 from slimelite.environments.protocol import Environment, Row, Start, Step
 from slimelite.environments.registry import ENVIRONMENTS, is_address, known
-from slimelite.http_client import Client, HttpError, shown
-from slimelite.plugins import files_run, load_function, raised_at
-from slimelite.registry import function
-from slimelite.threads import call
+from slimelite.slime.plugins import files_run, load_function
 
 # time for a worker process to import and to load what its environment reads [s]
 START_SECONDS = 120.0

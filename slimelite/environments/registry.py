@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-from slimelite.registry import Function, Registry
+from slimelite.base.registry import Function, Registry
 
 # the entry of a reward with named parts that is their sum
 TOTAL = "total"
@@ -42,7 +42,7 @@ class EnvironmentKind:
     rows: Function | None = None
 
 
-_HERE = "slimelite.environments"
+_HERE, _CONTRIB = "slimelite.environments", "slimelite.contrib"
 ENVIRONMENTS: Registry[EnvironmentKind] = Registry(
     "environment",
     "--environment",
@@ -51,24 +51,24 @@ ENVIRONMENTS: Registry[EnvironmentKind] = Registry(
             "calculator", "arithmetic with a tool", f"{_HERE}.calculator:make", rows=f"{_HERE}.calculator:rows"
         ),
         EnvironmentKind("python", "a tool that runs Python in a sandbox", f"{_HERE}.python:make"),
-        EnvironmentKind("search", "a tool that searches the folder or file after the colon", f"{_HERE}.search:make"),
+        EnvironmentKind("search", "a tool that searches the folder or file after the colon", f"{_CONTRIB}.search:make"),
         EnvironmentKind("nim", "a game, both sides played by the model", f"{_HERE}.nim:make", rows=f"{_HERE}.nim:rows"),
         EnvironmentKind(
             "reasoning-gym",
             "puzzles of the tasks after the colon",
-            f"{_HERE}.reasoning_gym:make",
+            f"{_CONTRIB}.reasoning_gym:make",
             package="reasoning_gym",
-            rows=f"{_HERE}.reasoning_gym:rows",
+            rows=f"{_CONTRIB}.reasoning_gym:rows",
         ),
         EnvironmentKind(
             "textarena",
             "the game after the colon, all sides played by the model",
-            f"{_HERE}.textarena:make",
+            f"{_CONTRIB}.textarena:make",
             package="textarena",
-            rows=f"{_HERE}.textarena:rows",
+            rows=f"{_CONTRIB}.textarena:rows",
         ),
         EnvironmentKind(
-            "mcp", "the tools of the MCP server whose command or address follows", f"{_HERE}.mcp:make", package="mcp"
+            "mcp", "the tools of the MCP server whose command or address follows", f"{_CONTRIB}.mcp:make", package="mcp"
         ),
     ),
     instead="; a class of your own is path/to/file.py:Class, and a server http://host:port",

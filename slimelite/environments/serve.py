@@ -25,11 +25,12 @@ from dataclasses import asdict
 
 from aiohttp import web
 
+from slimelite.base.guard import raised_at
+from slimelite.base.http_server import Handler, RequestError, Server, is_loopback, read_json, with_key
+from slimelite.base.threads import call
 from slimelite.environments.hosts import load
 from slimelite.environments.protocol import Environment, Row
-from slimelite.http_server import Handler, RequestError, Server, is_loopback, read_json, with_key
-from slimelite.plugins import raised_at, run_file
-from slimelite.threads import call
+from slimelite.slime.plugins import run_file
 
 # an episode that nobody has stepped for this long is forgotten: its client is gone [s]
 FORGOTTEN_SECONDS = 6 * 3600.0

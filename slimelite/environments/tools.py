@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slimelite.base.threads import call
 from slimelite.environments.protocol import Message, Row, Start, Step
-from slimelite.threads import call
 
 # what a tool may say to the model, so that one result does not fill its context [characters]
 MOST_CHARACTERS = 20_000

@@ -112,7 +112,7 @@ class Load:
 
         glibc's heap seldom puts an aligned tensor where one of the same size was. So what a layer's forward pass frees
         lies between the tensors that it keeps, unused, until the backward pass frees those too. With checkpointing
-        large tensors are not in the heap (`slimelite.heap.keep_freed_memory`).
+        large tensors are not in the heap (`slimelite.base.heap.keep_freed_memory`).
         """
         s = self.shapes
         # what o_proj and down_proj return, squares in two norms; queries and keys before the rotary embedding and in it

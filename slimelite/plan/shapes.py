@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slimelite.families import EXPERTS, family_of, is_true, text_config
+from slimelite.models.families import EXPERTS, family_of, is_true, text_config
 
 # config keys of layers of other kinds: linear attention, Mamba, and attention whose keys are compressed (DeepSeek)
 OTHER_LAYERS = ("linear_num_value_heads", "mamba_num_heads", "kv_lora_rank")

@@ -17,14 +17,14 @@ from pathlib import Path
 
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine, this_machine
-from slimelite.checkpoints import model_folder
+from slimelite.base.heap import loading
+from slimelite.base.registry import function
 from slimelite.engines.registry import ENGINES
-from slimelite.heap import loading
 from slimelite.loop import read_evaluations
+from slimelite.models.checkpoints import model_folder
 from slimelite.plan.report import plan_lines
 from slimelite.preflight.findings import Findings, fill, format_report
 from slimelite.preflight.gpus import check_devices, check_torch
-from slimelite.registry import function
 
 UNCHECKED = "the tokenizer, the prompts as the model sees them and the memory are checked once the problems are mended"
 

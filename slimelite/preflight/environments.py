@@ -12,7 +12,7 @@ from slimelite.arguments import Args
 from slimelite.environments.episode import row_of
 from slimelite.environments.hosts import EnvironmentFailure, Host
 from slimelite.environments.protocol import Start
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 from slimelite.serving.format import ChatFormat
 
 if TYPE_CHECKING:

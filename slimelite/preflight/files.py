@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from slimelite.arguments import Args, EvalDataset
 from slimelite.arguments.user_code import plugin_paths
-from slimelite.checkpoints import STATE_FILE, damage, read_config
+from slimelite.base.files import in_units
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.tokenizer import check_files
-from slimelite.files import in_units
-from slimelite.model_files import check_architecture, has_weights, shape_problems, weight_shapes
-from slimelite.plugins import load_function
+from slimelite.models.checkpoints import STATE_FILE, damage, read_config
+from slimelite.models.files import check_architecture, has_weights, shape_problems, weight_shapes
 from slimelite.preflight.environments import check_program
 from slimelite.preflight.findings import Findings, fill, one_line
 from slimelite.rewards.grader import check_reward
 from slimelite.rewards.rules import RULES
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
+from slimelite.slime.plugins import load_function
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

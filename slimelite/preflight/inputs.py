@@ -10,19 +10,19 @@ from pathlib import Path
 
 from slimelite.arguments.environments import EPISODE
 from slimelite.arguments.secret import masked
-from slimelite.checkpoints import ROLLOUT_STATE, read_config, read_json
 from slimelite.data.conversations import ChatReader
 from slimelite.data.messages import render
 from slimelite.data.prompts import PAIR, deal
 from slimelite.data.replies import PROBE, renamed
 from slimelite.data.templates import try_template
 from slimelite.data.tokenizer import TOKENIZER, check_same, load_tokenizer, stop_token_ids
-from slimelite.families import FAMILIES, text_config
-from slimelite.model_files import has_weights, looks_sound
+from slimelite.models.checkpoints import ROLLOUT_STATE, read_config, read_json
+from slimelite.models.families import FAMILIES, text_config
+from slimelite.models.files import has_weights, looks_sound
 from slimelite.preflight.environments import check_environment
 from slimelite.preflight.files import ROWS_AT_START, FileChecks, Rows
 from slimelite.rollout.teacher import Teacher
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 
 class InputChecks(FileChecks):

@@ -14,15 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slimelite import trace
 from slimelite.arguments import RewardArgs
-from slimelite.plugins import PACKAGE, load_function
-from slimelite.registry import function
+from slimelite.base import trace
+from slimelite.base.guard import PACKAGE
+from slimelite.base.registry import function
 from slimelite.rewards.math import extract_boxed_answer
 from slimelite.rewards.rules import RULES, Answer, Failure, Reward, Rule, Scorer, Settings
 from slimelite.rewards.scorers import RewardLoop, failure_of
 from slimelite.rewards.workers import WorkerPool
-from slimelite.sample import Sample, label_text
+from slimelite.samples.sample import Sample, label_text
+from slimelite.slime.plugins import load_function
 
 logger = logging.getLogger(__name__)
 

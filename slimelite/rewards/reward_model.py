@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from slimelite.data.tokenizer import load_tokenizer
-from slimelite.model_files import load_config, load_weights
+from slimelite.models.files import load_config, load_weights
 from slimelite.rewards.rules import Exchange, Failure
 from slimelite.rewards.workers import serve
 

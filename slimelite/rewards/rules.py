@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slimelite.registry import Function, Registry
+from slimelite.base.registry import Function, Registry
 
 if TYPE_CHECKING:
-    from slimelite.sample import Sample
+    from slimelite.samples.sample import Sample
 
 Reward = float | dict[str, Any]
 
@@ -182,9 +182,8 @@ class Rules(Registry[Rule]):
         return super().__getitem__(name)
 
 
-_MATH, _TEXT, _CODE, _IFBENCH, _SCORERS = (
-    f"slimelite.rewards.{module}:" for module in ("math", "text", "code", "ifbench", "scorers")
-)
+_MATH, _TEXT, _CODE, _SCORERS = (f"slimelite.rewards.{module}:" for module in ("math", "text", "code", "scorers"))
+_IFBENCH = "slimelite.contrib.ifbench:"
 RULES = Rules(
     "reward rule",
     "--rm-type",

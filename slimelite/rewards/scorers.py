@@ -12,12 +12,12 @@ from concurrent.futures import Future
 from typing import Any
 
 from slimelite.arguments import RewardArgs
-from slimelite.http_client import Client, Retry
-from slimelite.plugins import own_traceback
+from slimelite.base.guard import own_traceback
+from slimelite.base.http_client import Client, Retry
+from slimelite.base.threads import LoopThread, call
 from slimelite.rewards.rules import Exchange, Failure, Outcome
 from slimelite.rewards.workers import WorkerPool
-from slimelite.sample import Sample
-from slimelite.threads import LoopThread, call
+from slimelite.samples.sample import Sample
 
 # time that an event loop may take to respond before it counts as blocked [s]
 ANSWER_SECONDS = 1.0

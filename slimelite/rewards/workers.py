@@ -26,9 +26,9 @@ from queue import LifoQueue
 from typing import TypeVar
 
 import slimelite
-from slimelite.plugins import files_run, run_file
-from slimelite.registry import function
+from slimelite.base.registry import function
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES, Answer, Exchange, Failure, Reward, TooCostly
+from slimelite.slime.plugins import files_run, run_file
 
 Task = tuple[str, Answer] | Exchange
 T = TypeVar("T", bound=Task)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slimelite.rollout.context import PluginArgs
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 
 async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sample:

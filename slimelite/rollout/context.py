@@ -13,17 +13,18 @@ from urllib.parse import urlsplit
 
 from slimelite.arguments import Args
 from slimelite.arguments.args import PLUGIN_CONSTANTS
+from slimelite.base.guard import guarded
+from slimelite.base.threads import LoopThread
 from slimelite.data.source import DataSource
 from slimelite.data.tokenizer import stop_token_ids
 from slimelite.environments.hosts import Host
 from slimelite.environments.program import Programs
-from slimelite.plugins import guarded, load_function
 from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.sessions import Home, PooledSessions
 from slimelite.rollout.teacher import Teacher
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 from slimelite.serving.format import ChatFormat
-from slimelite.threads import LoopThread
+from slimelite.slime.plugins import load_function
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

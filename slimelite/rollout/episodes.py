@@ -10,7 +10,7 @@ from slimelite.engines.http_front import parse_sampling_params
 from slimelite.environments.episode import Episode, row_of
 from slimelite.rewards.rules import Failure
 from slimelite.rollout.context import PluginArgs
-from slimelite.sample import Sample, Status
+from slimelite.samples.sample import Sample, Status
 from slimelite.serving.sessions import Session, stream_seed
 
 

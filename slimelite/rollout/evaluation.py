@@ -9,7 +9,7 @@ from slimelite.arguments import EvalDataset
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.rollout.context import RolloutContext, RolloutFnEvalOutput
 from slimelite.rollout.groups import GroupGenerator, Outcome, check_scored, eval_params, is_finished, without_dropped
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 
 async def evaluate_datasets(

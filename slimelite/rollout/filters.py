@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from slimelite.arguments import Args
-from slimelite.lifecycle import RolloutError
-from slimelite.per_token import held
-from slimelite.plugins import PluginError, raised_at
+from slimelite.base.guard import PluginError, raised_at
+from slimelite.base.lifecycle import RolloutError
 from slimelite.rollout.context import PluginArgs
 from slimelite.rollout.groups import check_scored
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.per_token import held
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 
 logger = logging.getLogger(__name__)
 

@@ -22,13 +22,13 @@ import numpy as np
 
 from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
-from slimelite.per_token import held
 from slimelite.rollout.context import PluginArgs, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
 from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
 from slimelite.rollout.groups import GroupGenerator, Outcome, is_finished, restart, rollout_params, without_dropped
 from slimelite.rollout.sessions import Parked, PooledSessions
-from slimelite.sample import Sample
+from slimelite.samples.per_token import held
+from slimelite.samples.sample import Sample
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,16 @@ import numpy as np
 
 from slimelite.arguments import Args, EvalDataset, RewardArgs, RolloutArgs
 from slimelite.arguments.environments import EPISODE, PROGRAM
+from slimelite.base.guard import PluginError, own_traceback
 from slimelite.engines.protocol import RESULT_TOKENS, GenerateRequest, GenerateResult, SamplingParams
-from slimelite.per_token import held
-from slimelite.plugins import PluginError, load_function, own_traceback
 from slimelite.rewards.grader import RewardError, route_of
 from slimelite.rollout.context import Generated, Plugin, PluginArgs, RolloutContext, flatten
 from slimelite.rollout.pool import IS_GONE
 from slimelite.rollout.sessions import Home
-from slimelite.sample import FINISH_STATUS, UNSTAMPED, Sample, Status
+from slimelite.samples.per_token import held
+from slimelite.samples.sample import FINISH_STATUS, UNSTAMPED, Sample, Status
 from slimelite.serving.sessions import stream_seed
+from slimelite.slime.plugins import load_function
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

@@ -16,11 +16,12 @@ import numpy as np
 
 from slimelite.algorithms.groups import group_advantages
 from slimelite.arguments import Args
+from slimelite.base.heap import return_freed_memory
+from slimelite.base.threads import LoopThread
 from slimelite.data.tokenizer import TOKENIZER, check_same, fingerprint
 from slimelite.engines.protocol import MEMORY_TAGS, Engine
 from slimelite.environments.hosts import Host
 from slimelite.environments.program import Programs
-from slimelite.heap import return_freed_memory
 from slimelite.rewards.grader import Grader
 from slimelite.rollout.context import (
     Plugin,
@@ -38,9 +39,8 @@ from slimelite.rollout.metrics import eval_metrics, perf_metrics, prefixed, roll
 from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.probe import probe
 from slimelite.rollout.teacher import Teacher
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
-from slimelite.threads import LoopThread
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase

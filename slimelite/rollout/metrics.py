@@ -15,8 +15,8 @@ from slimelite.arguments import Args
 from slimelite.environments.episode import FACTS
 from slimelite.rollout.context import Generated
 from slimelite.rollout.filters import rollout_rewards
-from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample, Status
+from slimelite.samples.table import SampleTable
 
 # a response repeats itself when its last characters compress better than this
 REPETITION_TAIL = 10_000

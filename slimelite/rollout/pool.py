@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 
-from slimelite import trace
+from slimelite.base import trace
 from slimelite.engines.protocol import (
     Engine,
     EngineInfo,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from slimelite.engines.protocol import Engine, GenerateRequest, SamplingParams
-from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample, Status
+from slimelite.samples.table import SampleTable
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
 

@@ -10,7 +10,7 @@ from slimelite.environments.episode import FACTS, row_of
 from slimelite.environments.program import Ended
 from slimelite.rewards.rules import Failure
 from slimelite.rollout.context import PluginArgs
-from slimelite.sample import Sample, Status
+from slimelite.samples.sample import Sample, Status
 from slimelite.serving.sessions import Session, stream_seed
 
 

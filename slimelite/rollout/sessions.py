@@ -22,7 +22,7 @@ from slimelite.serving.sessions import Session, Sessions, stream_seed
 
 if TYPE_CHECKING:
     from slimelite.rollout.groups import GroupGenerator, Outcome
-    from slimelite.sample import Sample
+    from slimelite.samples.sample import Sample
 
 # tries of a request whose engine dies
 ATTEMPTS = 3

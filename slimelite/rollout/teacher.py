@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slimelite.arguments import Args
-from slimelite.http_client import Client, HttpError, Refused, Retry, shown
-from slimelite.sample import Sample
+from slimelite.base.http_client import Client, HttpError, Refused, Retry, shown
+from slimelite.samples.sample import Sample
 
 CONNECTIONS = 64
 ATTEMPTS = 5

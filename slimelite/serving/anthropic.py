@@ -13,8 +13,8 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+from slimelite.base.http_server import Answer, RequestError, sse
 from slimelite.engines.protocol import SamplingParams
-from slimelite.http_server import Answer, RequestError, sse
 from slimelite.serving.format import ChatFormat, Message
 from slimelite.serving.messages import content_text
 from slimelite.serving.openai import checked_messages, shown_tools

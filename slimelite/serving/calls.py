@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from slimelite.base.text import is_text
 from slimelite.data.messages import BadCell, sound
-from slimelite.text import is_text
 
 # name of a function -> name of a parameter -> its JSON schema
 Schemas = Mapping[str, Mapping[str, Any]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+from slimelite.base.http_server import RequestError
 from slimelite.engines.protocol import SamplingParams, Scores
 from slimelite.engines.sampling import Generating
-from slimelite.http_server import RequestError
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.replies import Part
 from slimelite.serving.sessions import Turn

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
+from slimelite.base.http_server import Answer, Handler, RequestError, read_json
 from slimelite.engines.http_front import GenerateServer
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams
 from slimelite.engines.sampling import Generating
-from slimelite.http_server import Answer, Handler, RequestError, read_json
 from slimelite.serving import anthropic, openai
 from slimelite.serving.replies import Model
 from slimelite.serving.requests import OBJECT, SAMPLING, Kind, check_fields, sampling

@@ -16,9 +16,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from slimelite.base.http_server import Answer, RequestError, sse
+from slimelite.base.text import is_text
 from slimelite.data.messages import BadCell, read_messages
 from slimelite.engines.protocol import SamplingParams
-from slimelite.http_server import Answer, RequestError, sse
 from slimelite.serving.choices import ChatChoices, Choices, TextChoices, usage
 from slimelite.serving.format import ChatFormat, Message
 from slimelite.serving.messages import content_text
@@ -38,7 +39,6 @@ from slimelite.serving.requests import (
     sampling,
 )
 from slimelite.serving.sessions import Session, Turn
-from slimelite.text import is_text
 
 COMMON = {name: kind for name, (kind, _) in SAMPLING.items() if name != "stop_sequences"}
 COMMON |= {"model": TEXT, "n": CHOICES, "stream": SWITCH, "stream_options": OBJECT, "return_token_ids": SWITCH}

@@ -6,10 +6,10 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slimelite.base.http_server import RequestError
+from slimelite.base.text import is_text
 from slimelite.engines.checks import is_number, is_whole
 from slimelite.engines.protocol import SamplingParams
-from slimelite.http_server import RequestError
-from slimelite.text import is_text
 
 # most responses to one request
 MOST_CHOICES = 128

@@ -25,8 +25,8 @@ from typing import Any
 
 from slimelite.engines.protocol import RESULT_TOKENS, GenerateRequest, GenerateResult, OnTokens, SamplingParams
 from slimelite.engines.sampling import Sampler
-from slimelite.per_token import held, joined
-from slimelite.sample import Sample, Status
+from slimelite.samples.per_token import held, joined
+from slimelite.samples.sample import Sample, Status
 from slimelite.serving.format import ChatFormat, Message, Tools
 from slimelite.serving.messages import Reply, before_stop, comparable
 

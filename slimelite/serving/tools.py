@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slimelite.registry import Registry
+from slimelite.base.registry import Registry
 from slimelite.serving.calls import (
     Piece,
     Schemas,

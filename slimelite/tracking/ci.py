@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slimelite.arguments import DebugArgs
-from slimelite.checkpoints import read_json
-from slimelite.files import write_text
-from slimelite.plugins import nearest
+from slimelite.base.files import write_text
+from slimelite.base.guard import nearest
+from slimelite.models.checkpoints import read_json
 
 # slime's tolerance: runs with another parallel layout must reproduce the recorded gradient norms
 GRAD_NORM_TOLERANCE = 0.03

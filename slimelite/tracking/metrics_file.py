@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from slimelite.files import named
+from slimelite.base.files import named
 
 Kind = Literal["start", "rollout", "train", "eval", "perf"]
 Record = dict[str, Any]

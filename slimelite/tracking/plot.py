@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from slimelite.files import whole
+from slimelite.base.files import whole
 from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series
 from slimelite.tracking.panels import GROUPS, least, unit
 from slimelite.tracking.phases import LABELS

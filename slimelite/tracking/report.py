@@ -15,8 +15,8 @@ from slimelite.arguments.derive import OFFLINE_ROLLOUT
 from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.tasks import CHOOSE
 from slimelite.arguments.user_code import FILE, GROUP, plugin_paths
-from slimelite.sample import label_text
-from slimelite.table import SampleTable
+from slimelite.samples.sample import label_text
+from slimelite.samples.table import SampleTable
 from slimelite.tracking.metrics_file import Record, eval_metrics, series
 
 logger = logging.getLogger("slimelite.console")

@@ -37,8 +37,8 @@ import slimelite
 from slimelite.arguments import Args
 from slimelite.arguments.flags import group_flags, group_title, groups_of
 from slimelite.arguments.secret import HIDDEN, masked, masked_words
-from slimelite.files import FULL, write_text
-from slimelite.table import SampleTable, TokenStats
+from slimelite.base.files import FULL, write_text
+from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm
 
 # flags left out of config.yaml: they say where arguments come from and where results go, not what to compute

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 import slimelite
-from slimelite import trace
 from slimelite.arguments import Args
-from slimelite.lifecycle import WITHOUT_A_WORD, RolloutError, Stopped, read_status, this_process
-from slimelite.table import SampleTable, TokenStats
+from slimelite.base import trace
+from slimelite.base.lifecycle import WITHOUT_A_WORD, RolloutError, Stopped, read_status, this_process
+from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm, Alarms
 from slimelite.tracking.ci import RunChecks
 from slimelite.tracking.console import Console

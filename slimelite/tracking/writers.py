@@ -14,7 +14,7 @@ from typing import Protocol
 
 from slimelite.arguments import Args
 from slimelite.arguments.secret import masked_words
-from slimelite.files import write_text
+from slimelite.base.files import write_text
 from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFile, axis_of
 
 

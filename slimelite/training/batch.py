@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slimelite.sample import COLUMNS
+from slimelite.samples.sample import COLUMNS
 from slimelite.training.columns import TokenColumns, pairs_of
 from slimelite.training.layout import Nodes, PackedSequences, ranges
 from slimelite.training.prefixes import Prefixes, tokens_at
@@ -154,7 +154,7 @@ class MicroBatch:
         _ = self.rollout_log_probs, self.old, self.ref
 
     def column(self, name: str) -> Tensor:
-        """A column of numbers of the table, such as one of your own (see `slimelite.sample.COLUMNS`): [R], or [n] where
+        """A column of numbers of the table, such as one of your own (see `sample.COLUMNS`): [R], or [n] where
         a sample has one value.
 
         Raises:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import BASE, REMEDY, STATE_FILE, Checksums, checksums, read_json
+from slimelite.models.checkpoints import BASE, REMEDY, STATE_FILE, Checksums, checksums, read_json
 from slimelite.training.learner import Learner, Progress
 from slimelite.training.lora import PARTS
 from slimelite.training.model import LanguageModel

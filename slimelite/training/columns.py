@@ -20,9 +20,10 @@ from slimelite.algorithms.losses import LEVELS
 from slimelite.algorithms.packed import row_weights, segment_sum, select
 from slimelite.algorithms.policy import kl_estimate
 from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
-from slimelite.plugins import guarded, load_function
-from slimelite.sample import COLUMNS
-from slimelite.table import SampleTable, TokenStats
+from slimelite.base.guard import guarded
+from slimelite.samples.sample import COLUMNS
+from slimelite.samples.table import SampleTable, TokenStats
+from slimelite.slime.plugins import load_function
 
 # rows, at most, that are computed in a step without a gradient: enough to measure its entropy and mismatch
 MEASURED_ROWS = 8
@@ -42,7 +43,7 @@ class TokenColumns:
     table; ``returns``: the estimator's before distillation and whitening, which a critic learns; ``values``: of the
     critic before the rollout's first step; ``pair_weights``: [n] see `pair_weights`, for a loss that compares replies;
     ``measured``: log-probs and entropies of rows that ``old`` lacks, under the same weights, which `token_stats` alone
-    reads; ``loss_weights``: see `slimelite.sample.COLUMNS`; ``later``: ``old`` and ``entropy`` of the rows after the
+    reads; ``loss_weights``: see `sample.COLUMNS`; ``later``: ``old`` and ``entropy`` of the rows after the
     first step, until `take` is called; ``moved``: whether that step has been made.
     """
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from slimelite.algorithms.packed import upcast, weighted_sum
 from slimelite.algorithms.policy import explained_variance, value_loss
 from slimelite.arguments import Args
-from slimelite.checkpoints import STATE_FILE, Checksums
+from slimelite.models.checkpoints import STATE_FILE, Checksums
 from slimelite.training import checkpoint
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns

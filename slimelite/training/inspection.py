@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import STATE_FILE
+from slimelite.base.registry import function
 from slimelite.engines.registry import ENGINES
-from slimelite.registry import function
+from slimelite.models.checkpoints import STATE_FILE
 from slimelite.training.loading import inspect_model
 
 

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext,
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimelite.arguments import Args
-from slimelite.heap import return_freed_memory
-from slimelite.model_files import LOGIT_TRANSFORMS, check_weights, has_weights, load_config, load_weights
+from slimelite.base.heap import return_freed_memory
+from slimelite.models.files import LOGIT_TRANSFORMS, check_weights, has_weights, load_config, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.lora import adapters, add_adapters, check_ranks, check_readable
 from slimelite.training.model import LanguageModel, PolicyModel

@@ -22,10 +22,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from slimelite.arguments.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ALL_LINEAR, GROUPS, LoraArgs
+from slimelite.base.files import whole as written_whole
+from slimelite.base.files import write_text
 from slimelite.engines.protocol import AdapterFormat
-from slimelite.files import whole as written_whole
-from slimelite.files import write_text
-from slimelite.model_files import has_experts, write_weights
+from slimelite.models.files import has_experts, write_weights
 from slimelite.training.parallel import whole
 
 # parameters of an adapter, as peft names those of a linear layer

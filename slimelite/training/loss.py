@@ -20,7 +20,7 @@ from slimelite.algorithms.packed import Metrics, mean_metric, weighted_sum
 from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.algorithms.supervised import dpo_loss, sft_loss
 from slimelite.arguments import Args, CorrectionArgs
-from slimelite.plugins import load_function
+from slimelite.slime.plugins import load_function
 from slimelite.training.batch import MicroBatch
 from slimelite.training.parallel import World
 

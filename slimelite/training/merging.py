@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slimelite.arguments.lora import ADAPTER_CONFIG, LoraArgs, read_adapter
-from slimelite.checkpoints import REMEDY, STATE_FILE, read_json
-from slimelite.model_files import has_weights
+from slimelite.models.checkpoints import REMEDY, STATE_FILE, read_json
+from slimelite.models.files import has_weights
 from slimelite.training.checkpoint import ADAPTER, CheckpointReader
 from slimelite.training.loading import load_model, read_config
 from slimelite.training.lora import PARTS, adapters, add_adapters, gathered

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slimelite import model_files
+from slimelite.models import files as model_files
 from slimelite.training.attention import ATTENTION, varlen_attention
 from slimelite.training.batch import MicroBatch
 from slimelite.training.lora import PARTS, Weight, adapters, head_weight

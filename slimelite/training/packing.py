@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.training.attention import register_attention
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns

@@ -32,7 +32,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training.prefixes import Prefixes
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 # tokens that a shared prefix has at least, and that it has more than the shared prefix before it
 SHORTEST = 16

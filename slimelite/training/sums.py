@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimelite import trace
 from slimelite.algorithms.corrections import effective_sample_size
 from slimelite.algorithms.packed import Metrics
-from slimelite.table import SampleTable
+from slimelite.base import trace
+from slimelite.samples.table import SampleTable
 from slimelite.tracking.phases import Timer
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import Checksums
-from slimelite.heap import keep_freed_memory, return_freed_memory
-from slimelite.table import SampleTable, TokenStats
+from slimelite.base.heap import keep_freed_memory, return_freed_memory
+from slimelite.models.checkpoints import Checksums
+from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns, pass_begins

@@ -20,9 +20,9 @@ from torch import Tensor
 
 import slimelite
 from slimelite.arguments import Args
+from slimelite.base.files import free_space
 from slimelite.engines.protocol import WeightBucket, WeightSink
-from slimelite.files import free_space
-from slimelite.model_files import INDEX, write_weights
+from slimelite.models.files import INDEX, write_weights
 from slimelite.tracking.report import method
 from slimelite.training.lora import Weight, frozen, gathered, parts, peft_weights, save_adapter
 from slimelite.training.model import PolicyModel

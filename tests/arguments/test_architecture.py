@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import ArchitectureArgs, model_config_from_flags
-from slimelite.model_files import check_architecture
+from slimelite.models.files import check_architecture
 from tests.arguments.conftest import QWEN
 
 RIGHT = ArchitectureArgs(

@@ -11,7 +11,7 @@ import pytest
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.environments import EPISODE
 from slimelite.arguments.machine import Machine, this_machine
-from slimelite.checkpoints import find_checkpoint
+from slimelite.models.checkpoints import find_checkpoint
 from tests.arguments.conftest import COMPLETE, Make, Problems
 
 GPU8 = Machine(gpus=8)

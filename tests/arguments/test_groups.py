@@ -10,7 +10,7 @@ import pytest
 
 from slimelite.arguments import Args, ArgumentError, flag, make_args, parse_args
 from slimelite.arguments.flags import Condition, Needs, all_flags, group_flags, group_title, groups_of
-from slimelite.registry import Registry
+from slimelite.base.registry import Registry
 from tests.arguments.conftest import COMPLETE, CPU
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from slimelite.apps.command import COMMANDS
+from slimelite.apps.command import main as slimelite
 from slimelite.arguments import Args, make_args, parse_args
 from slimelite.arguments.flags import all_flags, group_flags, groups_of
 from slimelite.arguments.help import EXAMPLE, USED, short_name, usage
 from slimelite.arguments.machine import Machine
-from slimelite.view.command import COMMANDS
-from slimelite.view.command import main as slimelite
 
 ROOT = Path(__file__).parents[2]
 EVERY = all_flags(Args)

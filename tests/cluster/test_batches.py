@@ -6,10 +6,10 @@ from concurrent.futures import Future
 
 import pytest
 
+from slimelite.base.threads import LoopThread
 from slimelite.cluster.batches import EngineDesk, remote_engine
 from slimelite.cluster.remote import Remote
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
-from slimelite.threads import LoopThread
 
 GROUPS = 32
 

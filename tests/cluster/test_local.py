@@ -14,7 +14,7 @@ import torch
 
 from slimelite.arguments import Args, parse_args
 from slimelite.cluster import launch
-from slimelite.model_files import weight_shapes
+from slimelite.models.files import weight_shapes
 from slimelite.rollout import manager
 from tests.engines.tiny_models import build_model
 

@@ -18,8 +18,8 @@ from slimelite.cluster.workers import server_sync
 from slimelite.engines.protocol import SyncSetup, WeightBucket, WeightSink, WeightSyncError
 from slimelite.engines.sglang.server import Server
 from slimelite.engines.sglang.sync import build_sink
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.training.weights import buckets
 from tests.cluster.workers import Worker
 from tests.engines.bracketing import Bracketing, bracketing_server

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.checkpoints import STATE_FILE, Checksums, find_checkpoint, folder_of, mark_best
 from slimelite.cluster.cluster import Cluster
+from slimelite.models.checkpoints import STATE_FILE, Checksums, find_checkpoint, folder_of, mark_best
 from tests.cluster.workers import Worker
 
 

@@ -16,8 +16,8 @@ import train
 from slimelite.arguments import Args
 from slimelite.cluster.cluster import Cluster
 from slimelite.cluster.ray_cluster import start_workers
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.training.parallel import join_world
 from tests.cluster.workers import Noting
 

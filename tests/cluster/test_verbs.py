@@ -15,8 +15,8 @@ import pytest
 from slimelite.arguments import Args
 from slimelite.cluster import Cluster
 from slimelite.rollout.manager import RolloutOutput
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from tests.cluster.workers import Worker
 
 TABLE = SampleTable.from_samples([[Sample(0, 0, tokens=[1, 2], response_length=1, reward=0.0)]])

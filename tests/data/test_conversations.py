@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.data.conversations import ChatReader, Messages, Piece, Tools
 from slimelite.data.source import DataSource
-from slimelite.families import LOSS_MASKS, LossMask
-from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable
+from slimelite.models.families import LOSS_MASKS, LossMask
+from slimelite.samples.sample import Sample, Status
+from slimelite.samples.table import SampleTable
 
 from . import chat_templates
 from .tokenizers import CHATML, byte_tokenizer

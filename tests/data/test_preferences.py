@@ -15,8 +15,8 @@ from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.source import DataSource
-from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample, Status
+from slimelite.samples.table import SampleTable
 
 from .tokenizers import byte_tokenizer
 

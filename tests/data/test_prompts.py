@@ -11,7 +11,7 @@ import pytest
 
 from slimelite.arguments import DataArgs, EvalDataset
 from slimelite.data.prompts import load_prompts
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 from .tokenizers import CHATML, byte_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 
 from slimelite.arguments import Args
 from slimelite.data.source import DataSource
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 from .tokenizers import byte_tokenizer
 

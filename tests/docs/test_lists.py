@@ -6,7 +6,7 @@ import inspect
 import re
 from pathlib import Path
 
-from slimelite.families import FAMILIES
+from slimelite.models.families import FAMILIES
 from slimelite.rollout import filters
 
 DOCS = Path(__file__).parents[2] / "docs"

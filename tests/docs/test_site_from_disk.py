@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.apps.conftest import browser as browser
 from tests.docs.test_site import site as site
-from tests.view.conftest import browser as browser
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import train
-from slimelite.checkpoints import find_checkpoint
-from slimelite.locks import hold
-from slimelite.table import SampleTable
+from slimelite.base.locks import hold
+from slimelite.models.checkpoints import find_checkpoint
+from slimelite.samples.table import SampleTable
 
 from .conftest import FIRST_VERSION_FLAGS, metrics
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slimelite.table import SampleTable
-from slimelite.view.command import main
-from slimelite.view.comparison import paired_test
+from slimelite.apps.command import main
+from slimelite.apps.comparison import paired_test
+from slimelite.samples.table import SampleTable
 
 from .conftest import metrics
 

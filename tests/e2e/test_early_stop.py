@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
-from slimelite.checkpoints import CHECKSUMS
 from slimelite.cluster import Cluster
 from slimelite.loop import Evaluations
+from slimelite.models.checkpoints import CHECKSUMS
 from slimelite.tracking.metrics_file import read_metrics
 
 from .conftest import FIRST_VERSION_FLAGS

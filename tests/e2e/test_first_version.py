@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slimelite.apps.runs import Run
 from slimelite.arguments import parse_args
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.tracking.metrics_file import read_metrics
 from slimelite.tracking.plot import draw_run
-from slimelite.view.run import Run
 
 from .conftest import FIRST_VERSION_FLAGS as FLAGS
 from .conftest import ROOT, run_process

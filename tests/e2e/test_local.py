@@ -19,8 +19,8 @@ from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.cluster.workers import RemoteSink
 from slimelite.engines.protocol import WeightBucket
 from slimelite.rewards.rules import RULES
-from slimelite.table import SampleTable
-from tests.traces import assert_laid_out, spans
+from slimelite.samples.table import SampleTable
+from tests.base.traces import assert_laid_out, spans
 
 from .conftest import metrics
 

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import train
-from slimelite.checkpoints import ROLLOUT_STATE, STATE_FILE
-from slimelite.table import SampleTable
+from slimelite.models.checkpoints import ROLLOUT_STATE, STATE_FILE
+from slimelite.samples.table import SampleTable
 
 from .conftest import ROOT, metrics
 

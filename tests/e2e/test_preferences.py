@@ -12,9 +12,9 @@ import pytest
 
 import train
 from slimelite.data.tokenizer import load_tokenizer
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
-from .conftest import ROOT, metrics, run_process
+from .conftest import metrics, run_process
 
 pytestmark = pytest.mark.e2e
 
@@ -56,7 +56,7 @@ def test_pairs_made_of_a_runs_own_rollouts(
     sampled, path = tmp_path / "sampled", tmp_path / "pairs.parquet"
     flags = ("--launcher", "local", "--debug-rollout-only", "--num-rollout", "1", "--run-dir", str(sampled))
     assert train.main([*grpo_args, *flags]) == 0
-    made = run_process(sys.executable, str(ROOT / "scripts" / "make_pairs.py"), str(sampled), "-o", str(path))
+    made = run_process(sys.executable, "-m", "slimelite.apps.command", "make-pairs", str(sampled), "-o", str(path))
     assert made.returncode == 0, made.stderr
     rows = pq.read_table(path).to_pylist()
     assert len(rows) > 2

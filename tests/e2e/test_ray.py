@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import train
-from slimelite.table import SampleTable
-from tests.traces import assert_laid_out, spans
+from slimelite.samples.table import SampleTable
+from tests.base.traces import assert_laid_out, spans
 
 from .conftest import ROOT, metrics, run_process
 

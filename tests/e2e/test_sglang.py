@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 from .conftest import metrics, run_process
 

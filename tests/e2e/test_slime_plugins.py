@@ -12,7 +12,7 @@ import pytest
 
 import train
 from scripts.arithmetic import all_questions, prompt_row, write_model_folder
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 from .conftest import metrics
 

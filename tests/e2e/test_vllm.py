@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import train
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 from .conftest import metrics
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from slimelite.base.http_client import HttpError
 from slimelite.engines.sglang.server import Server
-from slimelite.http_client import HttpError
 from tests.engines.tiny_models import build_model
 
 COMMAND = (

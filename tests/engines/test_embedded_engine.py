@@ -18,7 +18,7 @@ from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.embedded.model import Decoder
 from slimelite.engines.embedded.scoring import Scoring
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams, WeightBucket
-from slimelite.families import FAMILIES
+from slimelite.models.families import FAMILIES
 from tests.engines.contract import EngineContract, as_buckets
 from tests.engines.tiny_models import EOS, VOCAB, build_model, greedy, log_probs
 
@@ -132,7 +132,7 @@ def test_a_family_of_a_users_own_file(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(FAMILIES, "_records", dict(FAMILIES))
     file = tmp_path / "mine.py"
     file.write_text(
-        "from slimelite.families import FAMILIES, Family\n"
+        "from slimelite.models.families import FAMILIES, Family\n"
         "FAMILIES.add(Family('mistral', 'MistralForCausalLM', embedded=True))\n"
     )
     import_files([str(file)])

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from slimelite.base.http_client import HttpError
 from slimelite.engines.protocol import SyncSetup, WeightBucket, WeightSink, WeightSyncError
 from slimelite.engines.sglang.server import Server
 from slimelite.engines.sglang.sync import ServerSink, build_sink
-from slimelite.http_client import HttpError
 from slimelite.training.weights import buckets
 from tests.engines.tiny_models import build_model, greedy, log_probs
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from slimelite.contrib import mcp, reasoning_gym, textarena
 from slimelite.data.reader import read_rows
 from slimelite.data.tokenizer import load_tokenizer
-from slimelite.environments import mcp, reasoning_gym, textarena
 from slimelite.environments.hosts import EnvironmentFailure, Host
 from slimelite.environments.protocol import Row, Start, Step
 

@@ -16,11 +16,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from slimelite.base.http_server import listen
 from slimelite.environments.hosts import EnvironmentFailure, Host, load
 from slimelite.environments.protocol import Row, Step
 from slimelite.environments.serve import serve
 from slimelite.environments.tools import Tool
-from slimelite.http_server import listen
 from tests.environments.acted import ASKED, Echo, Weather, called
 
 ECHO = f"{Path(__file__).with_name('acted.py')}:Echo"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from slimelite.contrib.search import Index, Search
 from slimelite.data.reader import read_rows
 from slimelite.environments.calculator import Calculator, value_of
 from slimelite.environments.hosts import load
 from slimelite.environments.nim import PILES, Nim
 from slimelite.environments.protocol import Row, Step
-from slimelite.environments.search import Index, Search
 from slimelite.environments.tools import ToolEnvironment
 from tests.environments.acted import ASKED, called
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slimelite.arguments import Args
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.training import attention, critic, loading, lora, model, parallel, trainer
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns

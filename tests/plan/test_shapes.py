@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimelite.families import FAMILIES
+from slimelite.models.families import FAMILIES
 from slimelite.plan.shapes import Shapes
 from slimelite.plan.time import forward_flops
 from slimelite.training.model import ForwardFlops, PolicyModel

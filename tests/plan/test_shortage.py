@@ -120,8 +120,8 @@ def test_a_rank_that_does_not_answer(model: Path) -> None:
 
 
 def _rollout(file: Path) -> None:
-    from slimelite.sample import Sample
-    from slimelite.table import SampleTable
+    from slimelite.samples.sample import Sample
+    from slimelite.samples.table import SampleTable
 
     samples = []
     for row in range(64):

@@ -15,7 +15,7 @@ import pytest
 
 from slimelite.arguments import Args
 from slimelite.rewards.grader import Grader
-from slimelite.sample import Sample, Status
+from slimelite.samples.sample import Sample, Status
 
 from .conftest import Given
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rollout.conftest import MakeArgs
 
-from slimelite.plugins import load_function
 from slimelite.rollout.filters import DynamicFilterOutput, verdict
-from slimelite.sample import Sample, Status
+from slimelite.samples.sample import Sample, Status
+from slimelite.slime.plugins import load_function
 
 from .conftest import Given
 

@@ -8,7 +8,7 @@ import numpy as np
 from rollout.conftest import MakeArgs, MakeManager
 
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 from .conftest import Given
 

@@ -8,8 +8,8 @@ import torch
 from training.tiny import loss_batch, random_table, tiny_args
 
 from slimelite.arguments import Args
-from slimelite.plugins import load_function
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
+from slimelite.slime.plugins import load_function
 from slimelite.training.columns import TokenColumns
 from slimelite.training.loss import Loss, micro_batch_loss
 from slimelite.training.planning import split_steps

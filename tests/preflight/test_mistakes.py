@@ -30,7 +30,7 @@ class Blocked:
 
 sys.meta_path.insert(0, Blocked())
 import train
-from slimelite.view import command
+from slimelite.apps import command
 
 for program, words in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:

@@ -21,7 +21,7 @@ import train
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine
 from slimelite.engines.checks import model_shapes
-from slimelite.model_files import load_config, weight_shapes
+from slimelite.models.files import load_config, weight_shapes
 from slimelite.preflight import inspect, preflight
 from slimelite.preflight.findings import Findings, format_report
 from slimelite.tracking.metrics_file import MetricsFile
@@ -179,7 +179,7 @@ def test_a_start_looks_at_the_first_rows_only(run: str) -> None:
         ("--tool-key functions --dry-run", "--prompt-data: no row has a column 'functions' (--tool-key)"),
         ("--metadata-key meta --dry-run", "eval dataset sums: no row has a column 'meta' (--metadata-key)"),
         ("--prompt-data owner/name", "pip install -e '.[hub]'"),
-        ("--custom-generate-function-path slimelite.sample.Sample", "is a class, not a function"),
+        ("--custom-generate-function-path slimelite.samples.sample.Sample", "is a class, not a function"),
         (f"--load-debug-rollout-data {__file__}", f"--load-debug-rollout-data: {__file__}: "),
         (f"--save-hf {__file__}", f"--save-hf: {__file__} is a file; name a folder"),
         ("--hf-checkpoint owner/name", "no such folder, and as a name on the Hugging Face hub: "),

@@ -16,7 +16,7 @@ from slimelite.arguments import RewardArgs
 from slimelite.rewards.code import last_block, quick, read_tests
 from slimelite.rewards.grader import Grader
 from slimelite.rewards.rules import Answer
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 SECONDS = 1.2
 ADD = {"test": "def check(f):\n    assert f(1, 2) == 3\n    assert f(-1, 1) == 0", "entry_point": "add"}

@@ -16,7 +16,7 @@ import pytest
 from slimelite.arguments import RewardArgs
 from slimelite.rewards.grader import Grader, RewardError, check_reward
 from slimelite.rewards.rules import RULES, Rule
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 PLUGIN = """
 import asyncio, sys, threading, time

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import RewardArgs
-from slimelite.registry import function
+from slimelite.base.registry import function
 from slimelite.rewards import math
 from slimelite.rewards.grader import Grader
 from slimelite.rewards.rules import RULES, Answer, Failure, Settings
 from slimelite.rewards.workers import WorkerPool
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 
 def verdict(response: str, label: str, rule: str = "math") -> float:

@@ -23,7 +23,7 @@ from slimelite.rewards.grader import Grader, check_reward
 from slimelite.rewards.reward_model import RewardModel
 from slimelite.rewards.rules import Exchange, Failure
 from slimelite.rewards.scorers import ModelReward, exchange_of
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 RESPONSES = ["yes", "a much longer answer, in many words", "", "no", "perhaps"]

@@ -15,12 +15,12 @@ import pytest
 
 from slimelite.arguments import RewardArgs
 from slimelite.arguments.flags import all_flags
-from slimelite.registry import function
+from slimelite.base.registry import function
 from slimelite.rewards import math, text
 from slimelite.rewards.grader import Grader, overlong_penalty
 from slimelite.rewards.rules import RULES, Answer, Rule
 from slimelite.rewards.text import is_think_answer
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 
 def quick(rule: Rule, answer: Answer) -> Any:
@@ -232,9 +232,9 @@ RULES.add(Rule("undecided", quick))
 GRADE = """
 import asyncio, sys
 from slimelite.arguments import RewardArgs
-from slimelite.plugins import run_file
+from slimelite.slime.plugins import run_file
 from slimelite.rewards.grader import Grader
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 run_file(sys.argv[1], "--import-file")
 for name in ("contains", "boxed_contains", "only_slow", "undecided"):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample, Status
+from slimelite.samples.table import SampleTable
 
 from .conftest import MakeArgs, MakeManager
 

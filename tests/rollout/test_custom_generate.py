@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from slimelite.base.http_client import Retry
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.protocol import EngineInfo
-from slimelite.http_client import Retry
 from slimelite.rollout import generate, groups
 
 from .conftest import MakeArgs, MakeManager, plugin

@@ -17,7 +17,7 @@ from slimelite.arguments.environments import EPISODE
 from slimelite.engines.protocol import GenerateRequest, GenerateResult
 from slimelite.rewards.grader import RewardError
 from slimelite.rollout.manager import RolloutManager, RolloutOutput
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 from tests.environments import acted
 from tests.rollout.scripted import ScriptedEngine
 from tests.serving.chat import tokenizer as chat_tokenizer

@@ -13,7 +13,7 @@ from slimelite.arguments import EvalDataset
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.protocol import GenerateRequest
 from slimelite.rollout import groups
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 from .conftest import MakeArgs, MakeManager, plugin
 from .scripted import ScriptedEngine

@@ -12,8 +12,8 @@ import pytest
 
 from slimelite.rollout import filters, groups
 from slimelite.rollout.filters import DynamicFilterOutput, all_of, verdict
-from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample, Status
+from slimelite.samples.table import SampleTable
 
 from .conftest import MakeArgs, MakeManager, plugin
 from .scripted import ScriptedEngine

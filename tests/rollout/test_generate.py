@@ -12,7 +12,7 @@ import pytest
 from slimelite.engines.protocol import GenerateRequest
 from slimelite.rollout import groups
 from slimelite.rollout.manager import RolloutManager
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 from .conftest import MakeArgs, MakeManager, plugin
 from .scripted import EOS, ScriptedEngine, log_prob, token

@@ -14,7 +14,7 @@ import pytest
 
 from slimelite.arguments import EvalDataset
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.table import OFFSETS, SampleTable
+from slimelite.samples.table import OFFSETS, SampleTable
 
 from .conftest import MakeArgs, MakeManager, plugin
 from .scripted import ScriptedEngine

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from slimelite.environments.episode import FACTS
 from slimelite.rollout import metrics
 from slimelite.rollout.context import Generated
-from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample, Status
+from slimelite.samples.table import SampleTable
 
 from .conftest import MakeArgs
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.plugins import PluginError, load_function
+from slimelite.base.guard import PluginError
 from slimelite.rollout import groups
+from slimelite.slime.plugins import load_function
 
 from .conftest import MakeArgs, MakeManager, plugin
 from .scripted import ScriptedEngine

@@ -23,7 +23,7 @@ from slimelite.engines.protocol import GenerateRequest, GenerateResult
 from slimelite.environments import program
 from slimelite.preflight.environments import check_program
 from slimelite.rollout.manager import RolloutManager
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 from tests.rollout.conftest import PLUGINS, MakeArgs, MakeManager
 from tests.rollout.plugins import rewards
 from tests.rollout.scripted import ScriptedEngine

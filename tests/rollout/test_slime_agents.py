@@ -6,9 +6,9 @@ import importlib
 
 import pytest
 
-from slimelite.compat import install_finder
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.slime_agents import parse_model_output
+from slimelite.slime.agents import parse_model_output
+from slimelite.slime.compat import install_finder
 from tests.rollout.conftest import MakeArgs, MakeManager
 
 

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import make_args as parse
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.plugins import load_function
 from slimelite.rollout import teacher as teacher_module
 from slimelite.rollout.teacher import Teacher
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
+from slimelite.slime.plugins import load_function
 
 from .conftest import MakeArgs, MakeManager
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from slimelite import heap
+from slimelite.base import heap
 from slimelite.rollout import manager
 from tests.rollout.conftest import MakeArgs, MakeManager
 from tests.rollout.scripted import ScriptedEngine

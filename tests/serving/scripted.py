@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from slimelite.apps.serve import chat_page
+from slimelite.base.threads import LoopThread
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens, Scores
 from slimelite.engines.sampling import engine_sampler
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.front import Front
-from slimelite.serving.serve import chat_page
 from slimelite.serving.sessions import Sessions
-from slimelite.threads import LoopThread
 from tests.serving.chat import tokenizer
 
 TOKENIZER = tokenizer("qwen3")

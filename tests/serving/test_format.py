@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slimelite.engines.protocol import SamplingParams
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import ContextFullError, Session, Sessions, Turn
 from tests.serving.chat import TEMPLATES, TOOL, Scripted, scripted, tokenizer

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from slimelite import http_server
+from slimelite.base import http_server
 from slimelite.serving import front as front_module
 from slimelite.serving import openai
 from tests.serving.chat import TOOL, build

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Session, Sessions
 from tests.support import templates

@@ -19,7 +19,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from slimelite.view.command import main
+from slimelite.apps.command import main
 from tests.serving.chat import build
 
 
@@ -38,7 +38,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_is_served_until_it_is_interrupted(run_folder: Path) -> None:
-    command = [sys.executable, "-m", "slimelite.view.command", "serve", str(run_folder), "--port", "0"]
+    command = [sys.executable, "-m", "slimelite.apps.command", "serve", str(run_folder), "--port", "0"]
     command += ["--api-key", "k y", "--context-length", "8193"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stdout is not None

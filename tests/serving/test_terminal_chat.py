@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.view.command import main
+from slimelite.apps.command import main
 from tests.serving.chat import build
 from tests.serving.scripted import Scripted, Server
 
-COMMAND = [sys.executable, "-m", "slimelite.view.command", "chat"]
+COMMAND = [sys.executable, "-m", "slimelite.apps.command", "chat"]
 SECONDS = 60
 
 

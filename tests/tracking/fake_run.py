@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slimelite.arguments import Args, EvalDataset
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.tracking import Tracker
 from slimelite.tracking.drawing import Drawing
 

@@ -16,7 +16,7 @@ from fake_run import evaluate, make_args, make_metrics, make_table, make_tracker
 
 from slimelite.arguments.args import Args
 from slimelite.arguments.flags import all_flags
-from slimelite.lifecycle import RolloutError
+from slimelite.base.lifecycle import RolloutError
 from slimelite.tracking import Tracker
 from slimelite.tracking.alarms import Alarm, replay
 from slimelite.tracking.conditions import KINDS

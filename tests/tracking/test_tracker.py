@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fake_run import make_args, make_table, make_tracker, play
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.tracking import Tracker
 from slimelite.tracking.metrics_file import read_metrics, series
 

@@ -40,7 +40,7 @@ def wandb_records(root: Path) -> list[Any]:
 INTERRUPTED = """
 import os, signal, sys
 from fake_run import make_args
-from slimelite.lifecycle import StopSignals, Watchdog
+from slimelite.base.lifecycle import StopSignals, Watchdog
 from slimelite.tracking import Tracker
 args = make_args(sys.argv[1], use_wandb=True, wandb_mode="offline")
 with StopSignals() as stop, Watchdog(args.run_dir), Tracker(args):

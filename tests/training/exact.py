@@ -11,7 +11,7 @@ from tiny import exact_norms, gradients, random_table
 
 from slimelite.algorithms.estimators import ESTIMATORS as REGISTERED
 from slimelite.algorithms.estimators import Estimator
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training.planning import Step, split_steps
 from slimelite.training.sums import MetricSums
 from slimelite.training.trainer import Trainer

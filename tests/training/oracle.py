@@ -20,7 +20,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 from slimelite.arguments import Args
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 
 Tensors = dict[str, Tensor]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slimelite.arguments import Args
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 

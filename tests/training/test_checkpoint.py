@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from slimelite.lifecycle import Stopped
+from slimelite.base.lifecycle import Stopped
 from slimelite.training.checkpoint import _optimizer_slots
 from slimelite.training.parallel import whole
 

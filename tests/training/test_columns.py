@@ -14,8 +14,8 @@ from torch import Tensor
 
 from slimelite.algorithms.losses import LOSSES, LossType
 from slimelite.arguments import Args
-from slimelite.sample import COLUMNS, Column
-from slimelite.table import SampleTable
+from slimelite.samples.sample import COLUMNS, Column
+from slimelite.samples.table import SampleTable
 from slimelite.training.batch import MicroBatch
 
 SEEN: list[tuple[int, float, float]] = []

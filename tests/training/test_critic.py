@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.training import trainer as trainer_module
 from slimelite.training.columns import TokenColumns
 from slimelite.training.critic import Critic, ValueModel

@@ -12,7 +12,7 @@ from tiny import exact_norms, on_ranks, one_rank, random_table, save_tiny_model,
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training.trainer import Trainer
 
 TEMPERATURE, COEF = 0.7, 0.4

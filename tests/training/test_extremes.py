@@ -16,7 +16,7 @@ from slimelite.algorithms.groups import group_advantages
 from slimelite.algorithms.losses import DPO_KINDS, KL_KINDS
 from slimelite.algorithms.policy import kl_estimate, value_loss
 from slimelite.algorithms.supervised import dpo_loss
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training.loss import micro_batch_loss
 from slimelite.training.model import chunked_log_probs
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny import one_rank, random_table, save_tiny_model, tiny_args
 
-from slimelite.plugins import PluginError
+from slimelite.base.guard import PluginError
 
 PLUGIN = """
 import sys

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slimelite.checkpoints import ROLLOUT_STATE
-from slimelite.runnable import Source, merged, resolve_model
+from slimelite.apps.runnable import Source, merged, resolve_model
+from slimelite.models.checkpoints import ROLLOUT_STATE
 from tests.training.tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
 
 pytestmark = pytest.mark.newest

@@ -14,7 +14,7 @@ import torch
 from tiny import Recorder, one_rank, random_table, save_tiny_model, tiny_args, weights_of
 from torch import Tensor
 
-from slimelite import heap
+from slimelite.base import heap
 from slimelite.training import offload
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import local
@@ -93,7 +93,7 @@ HEAP = """
 import resource, sys
 import psutil, torch
 from tiny import one_rank, random_table, save_tiny_model, tiny_args
-from slimelite import heap
+from slimelite.base import heap
 from slimelite.training import trainer
 if sys.argv[2] == "given back":
     trainer.keep_freed_memory = lambda tight: heap.set_heap(mapped_above=2**17, trimmed_above=2**17)

@@ -14,7 +14,7 @@ import torch
 from oracle import Oracle, Tensors
 from tiny import exact_norms, one_rank, random_table, save_tiny_model, tiny_args
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training.model import LanguageModel
 from slimelite.training.optimizer import Optimizers
 from slimelite.training.parallel import local, whole

@@ -13,7 +13,7 @@ from tiny import VOCAB, one_rank, random_table, save_tiny_model, tiny_args
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training import packing
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.batch import MicroBatch

@@ -12,7 +12,7 @@ from exact import Gradient, assert_same_gradient, exact_step
 from tiny import on_ranks, one_rank, random_table, save_tiny_model, tiny_args, weights_of
 
 from slimelite.arguments import Args
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training.trainer import Trainer
 
 BETA = 0.3

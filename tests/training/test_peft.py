@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
+from slimelite.apps.runnable import Source, merged
 from slimelite.arguments import Args
 from slimelite.arguments.lora import ALL_LINEAR, read_adapter
-from slimelite.runnable import Source, merged
 from slimelite.training.loading import inspect_model
 from slimelite.training.lora import (
     adapters,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import tokens_of, tree_table
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training import prefixes as module
 from slimelite.training.planning import PackingLimits, deal, split_steps, tokens_shared
 from slimelite.training.prefixes import SHORTEST, Prefixes

@@ -24,7 +24,7 @@ from tiny import Recorder, on_ranks, one_rank, save_tiny_model, tiny_args, weigh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training import optimizer as optimizers
 from slimelite.training.lora import gathered
 from slimelite.training.parallel import whole

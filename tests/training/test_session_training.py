@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 from slimelite.algorithms.groups import group_advantages
 from slimelite.engines.embedded.engine import EmbeddedEngine
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams, WeightBucket
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Session, Sessions
-from slimelite.table import SampleTable
 from slimelite.training.planning import Step, split_steps
 from slimelite.training.sums import MetricSums
 from tests.serving.chat import build, engine_sampler, tokenizer

@@ -18,7 +18,7 @@ from tiny import gradients, on_ranks, one_rank, save_tiny_model, tiny_args, weig
 from transformers import AutoConfig, AutoModelForCausalLM
 from trees import tokens_of, tree_table
 
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training.trainer import Trainer
 
 REFERENCE = {"use_reference": True, "use_kl_loss": True, "kl_loss_coef": 0.1}

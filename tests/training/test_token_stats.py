@@ -13,7 +13,7 @@ from exact import awkward_table
 from test_pairs import pair_table
 from tiny import one_rank, save_tiny_model, tiny_args, weights_of
 
-from slimelite.table import SampleTable, TokenStats
+from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.training.columns import TokenColumns
 from slimelite.training.sums import table_scores
 from slimelite.training.trainer import Trainer

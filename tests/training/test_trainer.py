@@ -13,8 +13,8 @@ from tiny import gradients, one_rank, random_table, save_tiny_model, tiny_args, 
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from slimelite.sample import Sample
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample
+from slimelite.samples.table import SampleTable
 from slimelite.training.columns import TokenColumns
 from slimelite.training.parallel import whole
 from slimelite.training.trainer import Trainer

@@ -23,7 +23,7 @@ from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.packed import row_weights, weighted_sum
 from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.arguments import Args
-from slimelite.table import SampleTable
+from slimelite.samples.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.parallel import local

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
 from slimelite.engines.protocol import WeightBucket
-from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample, Status
+from slimelite.samples.table import SampleTable
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.lora import frozen, gathered

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slimelite.sample import Sample, Status
-from slimelite.table import SampleTable
+from slimelite.samples.sample import Sample, Status
+from slimelite.samples.table import SampleTable
 
 Rows = Sequence[tuple[Sequence[int], Sequence[int]]]
 

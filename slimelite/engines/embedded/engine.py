@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
+from slimelite.base.threads import Gathered
 from slimelite.engines.checks import check_ids, check_score
 from slimelite.engines.embedded.memory import KVMemory
 from slimelite.engines.embedded.model import Decoder, DecoderShape, DecoderWeights
@@ -31,8 +32,7 @@ from slimelite.engines.protocol import (
     WeightBucket,
     check_memory_tags,
 )
-from slimelite.model_files import load_config
-from slimelite.threads import Gathered
+from slimelite.models.files import load_config
 
 # default size of the KV cache: bytes on a CPU, a share of the free memory on a GPU
 CPU_CACHE_BYTES = 4 << 30

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slimelite.engines.checks import WeightUpdate
-from slimelite.families import FAMILIES, is_true
-from slimelite.model_files import has_weights, load_weights
+from slimelite.models.families import FAMILIES, is_true
+from slimelite.models.files import has_weights, load_weights
 
 logger = logging.getLogger(__name__)
 

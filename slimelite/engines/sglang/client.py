@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from slimelite.base.http_client import Client, HttpError, NoAnswer, Refused, Retry, ask
+from slimelite.base.threads import LoopThread
 from slimelite.engines.checks import check_ids, check_request, check_score
 from slimelite.engines.memory import DRAFTS, NO_DRAFTS_BY_DISK
 from slimelite.engines.protocol import (
@@ -38,9 +40,7 @@ from slimelite.engines.sglang.options import server_environment, server_fields
 from slimelite.engines.sglang.server import REPORT_S, START_S, Server, SglangServer, server_command
 from slimelite.engines.sglang.sync import ServerSink, build_sink, check_model
 from slimelite.engines.sglang.wire import extend, request_body, version_of
-from slimelite.http_client import Client, HttpError, NoAnswer, Refused, Retry, ask
-from slimelite.model_files import has_weights
-from slimelite.threads import LoopThread
+from slimelite.models.files import has_weights
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 import aiohttp
 from aiohttp import web
 
-from slimelite.http_client import CONNECT_S, KEEP_ALIVE_S
-from slimelite.http_server import listen
-from slimelite.threads import LoopThread
+from slimelite.base.http_client import CONNECT_S, KEEP_ALIVE_S
+from slimelite.base.http_server import listen
+from slimelite.base.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slimelite.base.http_client import HttpError, Retry, ask
 from slimelite.engines.registry import ServerAddress
 from slimelite.engines.sglang.wire import TARGET
-from slimelite.http_client import HttpError, Retry, ask
 
 T = TypeVar("T")
 

@@ -32,14 +32,14 @@ from torch.multiprocessing.reductions import reduce_tensor
 from transformers import AutoConfig
 from transformers.utils import cached_file
 
+from slimelite.base.http_client import HttpError
 from slimelite.engines.checks import WeightUpdate, model_shapes
 from slimelite.engines.protocol import AdapterFormat, SyncSetup, WeightBucket, WeightSyncError
 from slimelite.engines.registry import ServerAddress
 from slimelite.engines.sglang.front import ADAPTER
 from slimelite.engines.sglang.server import ONCE, Server, each
 from slimelite.engines.sglang.wire import TARGET, update_request
-from slimelite.http_client import HttpError
-from slimelite.model_files import write_weights
+from slimelite.models.files import write_weights
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

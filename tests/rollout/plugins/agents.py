@@ -10,7 +10,7 @@ import aiohttp
 
 from slimelite.engines.protocol import SamplingParams
 from slimelite.rollout.context import PluginArgs
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 TURNS = 3
 # session id -> how often an agent began it; and how often one came to an end

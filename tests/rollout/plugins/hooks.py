@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slimelite.rollout.context import RolloutFnTrainOutput
-from slimelite.sample import Sample, Status
+from slimelite.samples.sample import Sample, Status
 
 
 def echo_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any
 
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
-from slimelite.sample import FINISH_STATUS, Sample, Status
+from slimelite.samples.sample import FINISH_STATUS, Sample, Status
 
 
 async def twins(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 
 async def parity(args: Any, sample: Any) -> Any:

@@ -9,7 +9,7 @@ from slime.agent.aiohttp_threaded import run_app_in_thread
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 
-from slimelite.http_client import Client, Refused
+from slimelite.base.http_client import Client, Refused
 
 
 class State(metaclass=SingletonMeta):

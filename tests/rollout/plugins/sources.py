@@ -6,7 +6,7 @@ from typing import Any
 
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 
-from slimelite.sample import Sample
+from slimelite.samples.sample import Sample
 
 
 class Empty:

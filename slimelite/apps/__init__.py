@@ -1,0 +1,1 @@
+"""Programs that read what a run wrote or serve what it made."""

@@ -1,0 +1,271 @@
+"""``slimelite chat``: a conversation in the terminal, with a server or with a model that this process serves.
+
+It is a client of ``/v1/chat/completions`` either way, so what it shows is what any other client gets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
+from typing import Any, TextIO
+
+from slimelite.apps.serve import MODEL_HELP, add_model_flags, serving
+from slimelite.base.http_client import Client, HttpError
+from slimelite.base.threads import LoopThread
+
+# settings of a request: command -> its type
+SETTINGS: dict[str, Callable[[str], float]] = {"temperature": float, "top_p": float, "max_tokens": int, "seed": int}
+HELP = """/system TEXT      the system prompt; without a text there is none
+/temperature, /top_p, /max_tokens, /seed NUMBER      sampling; without a number the server's default
+/settings         what is set
+/regenerate       another answer to the last message
+/reset            forget the conversation
+/quit             leave, as Ctrl-D does
+Ctrl-C stops the answer. A line that ends with \\ goes on in the next."""
+# what `add_model_flags` adds
+MODEL_FLAGS = ("base", "engine", "device", "context_length", "tool_call_parser", "reasoning_parser")
+LAST_S = 30.0  # an interrupted start has so long to end
+EXAMPLES = """examples:
+  slimelite chat runs/quickstart/seed-0/grpo           the newest model of a run
+  slimelite chat http://127.0.0.1:8000                 a server, such as that of slimelite serve
+  echo "17 + 25 = ?" | slimelite chat MODEL            one question, and its answer as the only output
+"""
+
+
+class Chat:
+    """One conversation; ``messages`` holds it, ``settings`` the fields that requests have beside them."""
+
+    def __init__(self, url: str, api_key: str | None, system: str | None, settings: dict[str, float]) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.system, self.settings = system, settings
+        self.messages: list[dict[str, str]] = []
+        self.model = ""
+
+    def meet(self) -> None:
+        """Ask the server for the name of its model.
+
+        Raises:
+            HttpError: nobody answers, or the key is wrong.
+        """
+
+        async def ask() -> str:
+            async with Client() as client:
+                models = await client.ask("GET", f"{self.url}/v1/models", headers=self.headers)
+                return str(models["data"][0]["id"])
+
+        self.model = asyncio.run(ask())
+
+    def ask(self, text: str) -> None:
+        """Send a message and print the answer; both are kept.
+
+        Raises:
+            HttpError: the server does not answer, or refuses; the message is forgotten.
+        """
+        self.messages.append({"role": "user", "content": text})
+        try:
+            self._answer()
+        except HttpError:
+            self.messages.pop()
+            raise
+
+    def _answer(self) -> None:
+        """Print the answer to the messages as it comes, and add it to them; Ctrl-C stops it, and what came is kept."""
+        said: list[str] = []
+        try:
+            finish = asyncio.run(self._print(said))
+        except KeyboardInterrupt:
+            finish = "stopped"
+        print()
+        if finish in ("length", "stopped"):
+            _aside("[stopped]" if finish == "stopped" else "[cut off at max_tokens]")
+        self.messages.append({"role": "assistant", "content": "".join(said)})
+
+    async def _print(self, said: list[str]) -> str | None:
+        """Print an answer; its content goes into ``said``. Returns the reason of its end."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body = {"model": self.model, "messages": [*system, *self.messages], "stream": True, **self.settings}
+        finish, thinking = None, False
+        async with (
+            Client() as client,
+            aclosing(_choices(client, f"{self.url}/v1/chat/completions", body, self.headers)) as all_,
+        ):
+            async for choice in all_:
+                delta = choice.get("delta") or {}
+                if thought := delta.get("reasoning_content"):
+                    _aside(thought, end="")
+                if (content := delta.get("content")) or delta.get("tool_calls"):
+                    _aside("\n" * thinking, end="")
+                for call in delta.get("tool_calls") or ():
+                    _aside(json.dumps(call.get("function"), ensure_ascii=False))
+                thinking = bool(thought)
+                print(_visible(content or "", sys.stdout), end="", flush=True)
+                said.append(content or "")
+                finish = choice.get("finish_reason") or finish
+        return finish
+
+    def command(self, line: str) -> bool:
+        """Do what a line that begins with / says; False ends the program.
+
+        Raises:
+            ValueError: there is no such command, or its value is not a number.
+            HttpError: as `ask` does.
+        """
+        name, _, text = line[1:].partition(" ")
+        text = text.strip()
+        if name == "system":
+            self.system = text or None
+        elif name in SETTINGS:
+            self._set(name, text)
+        elif name == "settings":
+            _aside(json.dumps({"model": self.model, "system": self.system, **self.settings}, ensure_ascii=False))
+        elif name == "reset":
+            self.messages.clear()
+        elif name == "regenerate":
+            self._regenerate()
+        elif name == "help":
+            _aside(HELP)
+        elif name in ("quit", "exit"):
+            return False
+        else:
+            raise ValueError(f"there is no command /{name}; /help lists them")
+        return True
+
+    def _set(self, name: str, text: str) -> None:
+        if not text:
+            self.settings.pop(name, None)
+            return
+        try:
+            self.settings[name] = SETTINGS[name](text)
+        except ValueError:
+            raise ValueError(f"/{name} takes a number, not {text!r}") from None
+
+    def _regenerate(self) -> None:
+        if not self.messages:
+            raise ValueError("there is nothing to answer yet")
+        before = self.messages.pop()
+        try:
+            self._answer()
+        except HttpError:
+            self.messages.append(before)
+            raise
+
+
+async def _choices(client: Client, url: str, body: dict[str, object], headers: dict[str, str]) -> AsyncGenerator[Any]:
+    async with aclosing(client.events(url, body, headers)) as events:
+        async for event in events:
+            if "error" in event:
+                raise HttpError(event["error"].get("message", event["error"]))
+            for choice in event.get("choices", ()):
+                yield choice
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        ValueError: there is no such model.
+        HttpError: the server does not answer, or refuses.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slimelite chat",
+        description="Talk to a model in the terminal.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL|RUN|CHECKPOINT|URL", help=f"{MODEL_HELP}; or a server")
+    parser.add_argument("--api-key", metavar="KEY", help="key of the server")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
+    for name, kind in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="NUMBER", help="see /help")
+    add_model_flags(parser.add_argument_group("a model that this process serves"))
+    args = parser.parse_args(argv)
+    settings = {name: value for name in SETTINGS if (value := getattr(args, name)) is not None}
+    asked = None if sys.stdin.isatty() else sys.stdin.read().strip()
+    if asked == "":
+        raise ValueError("there is no text on standard input to answer")
+    with _server(args) as url:
+        chat = Chat(url, args.api_key, args.system, settings)
+        try:
+            chat.meet()
+            if asked:
+                chat.ask(asked)
+                return 0
+        except HttpError as error:
+            raise ValueError(error) from error
+        _aside(f"{chat.model}; /help lists commands, Ctrl-D leaves")
+        _talk(chat)
+    return 0
+
+
+def _talk(chat: Chat) -> None:
+    """Ask for lines until the end of input."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # history and editing for input()
+    going = True
+    while going:
+        try:
+            line = _line()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            _aside("\nCtrl-D or /quit leaves")
+            continue
+        try:
+            if line.startswith("/"):
+                going = chat.command(line)
+            elif line.strip():
+                chat.ask(line)
+        except (ValueError, HttpError) as error:
+            print(f"slimelite chat: {error}", file=sys.stderr)
+
+
+def _line() -> str:
+    line = input("> ")
+    while line.endswith("\\"):
+        line = line[:-1] + "\n" + input("… ")
+    return line
+
+
+def _visible(text: str, stream: TextIO) -> str:
+    """``text`` without what a terminal would obey, such as sequences that move its cursor."""
+    obeyed = stream.isatty() and any(ord(c) < 32 or 127 <= ord(c) < 160 for c in text)
+    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text) if obeyed else text
+
+
+def _aside(text: str, end: str = "\n") -> None:
+    """Print what is not the answer, to standard error and dim where that is a terminal."""
+    if text:
+        dim, plain = ("\x1b[2m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+        print(f"{dim}{_visible(text, sys.stderr)}{plain}", end=end, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _server(args: argparse.Namespace) -> Iterator[str]:
+    """The base URL of what answers: ``args.model`` if it is one, else that of a server in this process."""
+    if args.model.startswith(("http://", "https://")):
+        if given := [name for name in MODEL_FLAGS if getattr(args, name) not in (None, "embedded")]:
+            flag = given[0].replace("_", "-")
+            raise ValueError(f"--{flag} is for a model that this process serves, and {args.model} is a server")
+        yield args.model
+        return
+    args.host, args.port, args.web, args.api_key = "127.0.0.1", 0, False, secrets.token_urlsafe()
+    thread, stack = LoopThread("slimelite chat"), AsyncExitStack()
+    try:
+        yield thread.run(stack.enter_async_context(serving(args))).url
+    finally:
+        thread.run(_ended(stack))
+        thread.close()
+
+
+async def _ended(stack: AsyncExitStack) -> None:
+    """Close the server; one that was interrupted while it started closes by itself."""
+    await stack.aclose()
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=LAST_S)

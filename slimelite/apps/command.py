@@ -1,0 +1,122 @@
+"""The program ``slimelite``: it looks at runs, which ``train.py`` makes, and uses their models.
+
+Each command is imported when it is called.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """One command: what it does and an example for the list of commands; ``module``: its ``main`` takes the arguments.
+
+    ``connects``: it has network connections, and must not end when the other end of one has gone.
+    """
+
+    summary: str
+    example: str
+    module: str
+    connects: bool = False
+
+
+COMMANDS = {
+    "view": Command(
+        "write one HTML page that shows runs: curves, times, flags",
+        "slimelite view runs/a runs/b -o two.html",
+        "slimelite.apps.view",
+    ),
+    "compare": Command(
+        "a table of runs: flags that differ, scores with a paired test, tokens, time",
+        "slimelite compare runs/a runs/b",
+        "slimelite.apps.compare",
+    ),
+    "plot": Command(
+        "draw the curves of runs as a PNG",
+        "slimelite plot runs/a runs/b --metric eval/gsm8k -o two.png",
+        "slimelite.apps.plot",
+    ),
+    "make-pairs": Command(
+        "make preference pairs for DPO of a run's rollouts",
+        "slimelite make-pairs runs/a -o pairs.parquet",
+        "slimelite.apps.make_pairs",
+    ),
+    "serve": Command(
+        "put a model behind the APIs of OpenAI, Anthropic and SGLang, with sessions that keep exact tokens",
+        "slimelite serve runs/a --port 8000 --web",
+        "slimelite.apps.serve",
+        connects=True,
+    ),
+    "eval": Command(
+        "score models on tasks such as gsm8k, mmlu, humaneval, and test whether they differ",
+        "slimelite eval model-a model-b --tasks gsm8k,mmlu --data data",
+        "slimelite.apps.eval",
+        connects=True,
+    ),
+    "chat": Command(
+        "talk to a model, or to a server, in the terminal",
+        "slimelite chat runs/a",
+        "slimelite.apps.chat",
+        connects=True,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 for a run that cannot be read, 2 for a wrong command line.
+
+    After Ctrl-C it is 130.
+    """
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if argv is None:  # a process of its own
+        _set_signals(connects=name in COMMANDS and COMMANDS[name].connects)
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        print(f"slimelite: there is no command {name}{meant}\n\n{_help()}", file=sys.stderr)
+        return 2
+    try:
+        status: int = import_module(COMMANDS[name].module).main(rest)
+        return status
+    except (ValueError, OSError) as error:
+        print("\n".join(f"slimelite {name}: {line}" for line in str(error).splitlines()), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _set_signals(*, connects: bool) -> None:
+    """What ends this process: see `Command.connects`."""
+    if not connects:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `slimelite compare ... | head` ends without a word
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores that the terminal is closed
+            # an exit removes temporary folders, such as that of a merged model
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def _help() -> str:
+    lines = [
+        "usage: slimelite COMMAND ...",
+        "",
+        "Look at runs and use their models. A run is a folder that train.py wrote, such as runs/a.",
+    ]
+    for name, command in COMMANDS.items():
+        lines += ["", f"  {name:<11}{command.summary}", f"             {command.example}"]
+    return "\n".join(
+        [*lines, "", "`slimelite COMMAND --help` says more. `python train.py` makes runs; see its --help."]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

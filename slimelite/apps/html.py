@@ -1,0 +1,45 @@
+"""HTML pages in one piece: style and program stand in the file, and a content security policy allows nothing else."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Sequence
+from hashlib import sha256
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+# the programs of slimelite/apps/page, which all pages have
+SHARED = ("elements.js", "token_box.js")
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<title>slimelite</title>
+<style>{style}</style>
+</head>
+<body>
+<noscript>This page draws itself with JavaScript, which is switched off.</noscript>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def document(scripts: Sequence[Traversable], styles: Sequence[Traversable], data: str, *, asks: bool = False) -> str:
+    """A page of these files, after the `SHARED` ones, with ``data`` (JSON) in the element of this id. ``asks``: it may
+    send requests to the server that it came from, and to no other.
+    """
+    shared = files("slimelite.apps") / "page"
+    script = "\n".join(file.read_text(encoding="utf-8") for file in (*map(shared.joinpath, SHARED), *scripts))
+    style = "\n".join(file.read_text(encoding="utf-8") for file in (shared / "base.css", *styles))
+    policy = f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'"
+    policy += "; connect-src 'self'" if asks else ""
+    return PAGE.format(policy=policy, style=style, script=script, data=data)
+
+
+def _hash(text: str) -> str:
+    """The source of a content security policy that allows this very text and nothing else."""
+    return "sha256-" + b64encode(sha256(text.encode()).digest()).decode()

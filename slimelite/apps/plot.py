@@ -1,0 +1,59 @@
+"""``slimelite plot``: the curves of runs as a PNG."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from slimelite.apps.runs import Run, read_runs
+from slimelite.tracking.plot import draw_run, draw_runs
+
+MANY = "draw this metric; may be given several times. Of more than four runs, each has a panel then"
+EXAMPLES = """examples:
+  slimelite plot runs/a runs/b -o curves.png                     a line for each run
+  slimelite plot --band "10 seeds" runs/seed-* -o curves.png     the median, and from minimum to maximum
+  slimelite plot runs/a --metric eval/gsm8k --metric train/loss  two panels
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command.
+
+    Raises:
+        ValueError: a run cannot be read, or has nothing to draw.
+    """
+    parser = argparse.ArgumentParser(
+        prog="slimelite plot",
+        description="Draw the curves of runs as a PNG.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="run folder: a line of its own")
+    parser.add_argument(
+        "--band",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "RUN"),
+        help="several runs under one name: their median, and from minimum to maximum",
+    )
+    parser.add_argument("--metric", action="append", default=[], help=MANY)
+    parser.add_argument("-o", "--out", default="curves.png", metavar="FILE", help="PNG to write (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if not args.runs and not args.band:
+        parser.error("name a run folder, or --band NAME RUN...")
+    if alone := [name for name, *folders in args.band if not folders]:
+        parser.error(f"--band {alone[0]}: no run folder given")
+    if twice := {name for name, *_ in args.band if [other for other, *_ in args.band].count(name) > 1}:
+        parser.error(f"--band {min(twice)} is given twice: name all its runs after one --band")
+    if len(args.runs) == 1 and not args.band and not args.metric:
+        run = Run.read(args.runs[0])
+        if not run.series:
+            raise ValueError(f"{run.folder} has nothing to draw: it has no metrics yet")
+        draw_run(run.records, args.out)
+    else:
+        runs = {run.name: [run.records] for run in read_runs(args.runs)}
+        runs |= {name: [Run.read(folder).records for folder in folders] for name, *folders in args.band}
+        draw_runs(runs, args.out, args.metric)
+    print(args.out)
+    return 0

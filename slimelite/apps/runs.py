@@ -1,0 +1,163 @@
+"""Reads a run folder: the page, the comparison and the plots know a run through `Run` alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slimelite.base.lifecycle import read_status
+from slimelite.tracking.alarms import replay
+from slimelite.tracking.metrics_file import FILE_NAME, Record, axis_of, counts_evals, eval_metrics, read_metrics, series
+
+# the name of the evaluation before training: eval/gsm8k-start.parquet; its eval/step is -1
+START = "start"
+
+# (x on the metric's axis, values), both float64 [points], sorted by x
+Series = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder says at the moment it is read; a file that is not there is an empty dict.
+
+    ``name``: a short name, see `read_runs`. ``records``: the lines of metrics.jsonl that no later resume made invalid.
+    """
+
+    folder: Path
+    name: str
+    records: tuple[Record, ...]
+
+    @classmethod
+    def read(cls, folder: str | Path, name: str | None = None) -> Run:
+        """Read the run in ``folder``; ``name`` is that of the folder unless it is given.
+
+        A line of metrics.jsonl that is half written, because the run goes on, is left out.
+
+        Raises:
+            ValueError: it is not a run folder, has neither metrics nor samples, or a line of its metrics is not JSON.
+        """
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a run folder: there is no such folder")
+        if not (folder / FILE_NAME).is_file() and (folder / "rollouts").is_dir():
+            raise ValueError(f"{folder} has no {FILE_NAME}, although it has rollouts: copy the whole run folder")
+        run = cls(folder, name or folder.resolve().name, tuple(read_metrics(folder)))
+        if not (run.series or run.rollouts or run.dropped):
+            said = run.status.get("message") or "its first numbers come with its first evaluation or rollout"
+            raise ValueError(f"{folder} has no metrics yet: status {run.status.get('status', 'unknown')}; {said}")
+        return run
+
+    @cached_property
+    def config(self) -> dict[str, object]:
+        """Field name -> value of every argument of the run, defaults and derived ones too; secrets are ``***``."""
+        return {name: value for name, value in self._json("config.json").items() if name != "derivations"}
+
+    @cached_property
+    def derivations(self) -> dict[str, str]:
+        """Field name -> reason of every argument that was not given but derived."""
+        found: dict[str, str] = self._json("config.json").get("derivations", {})
+        return found
+
+    @cached_property
+    def versions(self) -> dict[str, object]:
+        """versions.json: packages, ``commit``, ``machine``."""
+        return self._json("versions.json")
+
+    @cached_property
+    def status(self) -> dict[str, object]:
+        """status.json: ``status``, ``rollouts_done``, ``num_rollout``, ``message``, …; see `read_status`."""
+        return read_status(self.folder)
+
+    @cached_property
+    def series(self) -> dict[str, Series]:
+        """Metric -> (x, values), each on its own axis; of two values at one x the later one counts."""
+        names = dict.fromkeys(n for r in self.records for n in r if "/" in n and n != axis_of(n))
+        found = {name: series(self.records, name) for name in names}
+        return {name: (np.array(x), np.array(values)) for name, (x, values) in found.items() if x}
+
+    @cached_property
+    def scores(self) -> list[str]:
+        """Names of the mean scores of the eval datasets, such as ``eval/gsm8k``."""
+        return eval_metrics(self.records)
+
+    @cached_property
+    def rollouts(self) -> dict[int, Path]:
+        """Rollout -> the parquet file of its samples (`SampleTable.from_parquet`)."""
+        return self._numbered("rollouts")
+
+    @cached_property
+    def dropped(self) -> dict[int, Path]:
+        """Rollout -> the parquet file of groups that it did not train on."""
+        return self._numbered("dropped")
+
+    @cached_property
+    def token_stats(self) -> dict[int, Path]:
+        """Rollout -> the parquet file of the trainer's log-probs and entropies of its tokens."""
+        return self._numbered("token_stats")
+
+    @cached_property
+    def evals(self) -> dict[str, dict[int, Path]]:
+        """Dataset -> the evaluation's eval/step (-1: before training) -> the parquet file of its answers."""
+        found: dict[str, dict[int, Path]] = {}
+        counted = counts_evals(self.records)
+        for path in sorted((self.folder / "eval").glob("*.parquet")):
+            dataset, _, number = path.stem.rpartition("-")
+            if dataset and (number == START or number.isdecimal()):
+                found.setdefault(dataset, {})[-1 if number == START else int(number) - counted] = path
+        return {dataset: dict(sorted(files.items())) for dataset, files in found.items()}
+
+    @cached_property
+    def alarms(self) -> list[dict[str, object]]:
+        """What went wrong in the run: each `Alarm` as a dict, in the order they began.
+
+        They are the lines of alarms.jsonl. A run that is over and has none is judged by its metrics, for it may be of
+        an older version, which had no alarms.
+        """
+        path = self.folder / "alarms.jsonl"
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [] if self.status.get("status") == "running" else [asdict(alarm) for alarm in replay(self.records)]
+
+    @property
+    def log(self) -> Path:
+        """The path of log.txt."""
+        return self.folder / "log.txt"
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        if not path.is_file():
+            return {}
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} is no file of a run: it holds no JSON object")
+        return found
+
+    def _numbered(self, folder: str) -> dict[int, Path]:
+        files = (self.folder / folder).glob("*.parquet")
+        return dict(sorted((int(path.stem), path) for path in files if path.stem.isdecimal()))
+
+
+def read_runs(folders: Iterable[str | Path]) -> list[Run]:
+    """The runs in ``folders``; names are the shortest ends of their paths that differ, such as ``a/grpo``, ``b/grpo``.
+
+    Raises:
+        ValueError: see `Run.read`; or a folder is given twice.
+    """
+    given = list(folders)
+    parts = [Path(folder).resolve().parts for folder in given]
+    if twice := [str(folder) for i, folder in enumerate(given) if parts[i] in parts[:i]]:
+        raise ValueError(f"{twice[0]} is given twice")
+    length = 1
+    while len({p[-length:] for p in parts}) < len(parts):
+        length += 1
+    return [Run.read(folder, "/".join(p[-length:])) for folder, p in zip(given, parts, strict=True)]

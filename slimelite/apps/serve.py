@@ -1,0 +1,209 @@
+"""``slimelite serve``: a model behind the HTTP front, until it is interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import importlib.util
+import json
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+from slimelite.apps.html import document
+from slimelite.apps.runnable import resolve_models, runnable
+from slimelite.base.http_server import is_loopback
+from slimelite.base.registry import function
+from slimelite.engines.protocol import Codec, Engine, EngineInfo, EngineSetup
+from slimelite.engines.registry import ENGINES, ServerAddress
+from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS
+from slimelite.tracking.noise import quiet_transformers
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve; returns 0 after an interrupt.
+
+    Raises:
+        ValueError: there is no such model, or it would listen to everybody without a key.
+        OSError: the address is taken, or is none of this machine.
+    """
+    args = _parser().parse_args(argv)
+    if args.api_key == "":  # `--api-key "$KEY"` without a KEY would let everybody in
+        raise ValueError("--api-key is empty: give a key, or leave the flag out")
+    if not 0 <= args.port < 1 << 16:
+        raise ValueError(f"--port is a number from 0 to 65535, not {args.port}")
+    if args.api_key is None and not is_loopback(args.host):
+        raise ValueError(f"--host {args.host} lets other machines in: choose an --api-key, or listen on 127.0.0.1")
+    asyncio.run(_serve(args))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slimelite serve", description=__doc__)
+    parser.add_argument("model", metavar="MODEL|RUN|CHECKPOINT", help=MODEL_HELP)
+    parser.add_argument("--host", default="127.0.0.1", help="address of this machine to listen on; another needs a key")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--api-key", help="clients must send it; without one, whoever reaches the port may do all")
+    parser.add_argument("--web", action="store_true", help="also serve a page to chat with the model")
+    add_model_flags(parser)
+    return parser
+
+
+MODEL_HELP = (
+    "Hugging Face folder, hub id, adapter, checkpoint of --save, or run folder, of which the newest model is taken"
+)
+
+
+def add_model_flags(parser: argparse._ActionsContainer) -> None:
+    """The flags that `serving` reads beside those of the server."""
+    parser.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="the model that an adapter or a checkpoint changes, in place of the one that it names",
+    )
+    parser.add_argument("--engine", default="embedded", choices=list(ENGINES), help="what computes")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: a GPU if there is one")
+    parser.add_argument("--context-length", type=int, help="most tokens of prompt and response together")
+    parser.add_argument("--tool-call-parser", choices=list(TOOL_FORMATS), help="default: by the chat template")
+    parser.add_argument("--reasoning-parser", choices=list(REASONING_FORMATS), help="default: by the chat template")
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    async with serving(args) as server:
+        print(f"{server.path} ({server.info.name}, {server.info.max_context_len} tokens of context) at {server.url}")
+        print(_example(server.url, args.api_key, chats=server.chats), flush=True)
+        await _interrupt()
+
+
+class Served(NamedTuple):
+    """What is served: its folder or hub id, where, by which engine, and whether it has a chat template."""
+
+    path: str
+    url: str
+    info: EngineInfo
+    chats: bool
+
+
+@asynccontextmanager
+async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
+    """A server of ``args.model``, on the event loop that runs, until the block ends.
+
+    Raises:
+        ValueError: there is no such model.
+        OSError: the address is taken, or is none of this machine.
+    """
+    from slimelite.arguments.machine import this_machine
+    from slimelite.data.templates import try_template
+    from slimelite.data.tokenizer import check_files, load_tokenizer, stop_token_ids
+    from slimelite.engines.sampling import engine_sampler
+    from slimelite.models.checkpoints import read_config
+    from slimelite.models.families import text_config
+    from slimelite.models.files import has_weights
+    from slimelite.serving.format import ChatFormat
+    from slimelite.serving.front import Front
+    from slimelite.serving.sessions import Sessions
+
+    gpus = this_machine().gpus
+    if args.context_length is not None and args.context_length < 1:
+        raise ValueError(f"--context-length must be at least 1, not {args.context_length}")
+    package = ENGINES[args.engine].package
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"--engine {args.engine}: {package} is not installed: docs/install.md says how; or take embedded"
+        )
+    if args.device == "cuda" and not gpus:
+        raise ValueError("--device cuda: torch finds no GPU")
+    device = args.device or ("cuda" if gpus else "cpu")
+    parsers = {"tool_parser": args.tool_call_parser, "reasoning_parser": args.reasoning_parser}
+    async with AsyncExitStack() as stack:
+        # mistakes are answered before transformers is imported and a model is loaded
+        (source,) = resolve_models([args.model], args.base)
+        if source.base is None:
+            check_files(source.path)
+        await _try_address(args.host, args.port)
+        quiet_transformers()
+        path = stack.enter_context(runnable(source, "bfloat16" if device == "cuda" else "float32"))
+        tokenizer = load_tokenizer(path)
+        try_template(tokenizer)
+        ends = stop_token_ids(path, tokenizer)
+        chat_format = ChatFormat(tokenizer, end_ids=ends, **parsers)
+        if not has_weights(path):
+            print(f"warning: {path} holds no weights: random ones answer", file=sys.stderr)
+        known = text_config(read_config(path)).get("max_position_embeddings")
+        if known is not None and (args.context_length or 0) > known:
+            what = f"--context-length {args.context_length} is more than the model's {known} tokens"
+            print(f"warning: {what}; it has not learned to go on beyond them", file=sys.stderr)
+        codec = Codec(chat_format.decode, chat_format.encode_text, ends)
+        engine = await stack.enter_async_context(_engine(args, path, device, codec))
+        info = await engine.info()
+        sessions = Sessions(chat_format, engine_sampler(engine), info.max_context_len)
+        name = Path(args.model).resolve().name if Path(args.model).exists() else args.model
+        page = chat_page() if args.web else None
+        front = Front(sessions, engine, name, key=args.api_key, host=args.host, port=args.port, page=page)
+        stack.push_async_callback(front.stop)
+        yield Served(source.path, await front.start(), info, bool(tokenizer.chat_template))
+
+
+async def _try_address(host: str, port: int) -> None:
+    try:
+        server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ValueError(f"--port {port} is taken on {host}: take another one, or 0 for a free one") from error
+    server.close()
+    await server.wait_closed()
+
+
+def chat_page() -> str:
+    """The page to chat with the model: one HTML file that asks the server that it came from."""
+    folder = files("slimelite.apps") / "page" / "chat"
+    scripts = [folder / name for name in ("tokens.js", "stream.js", "chat.js")]
+    return document(scripts, [folder / "chat.css"], "{}", asks=True)
+
+
+def _example(url: str, key: str | None, *, chats: bool) -> str:
+    """A command that asks the server."""
+    path, body = "completions", {"prompt": "Once upon a time", "max_tokens": 32}
+    if chats:
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}
+    headers = ["-H", "Content-Type: application/json", *(["-H", f"Authorization: Bearer {key}"] if key else [])]
+    return shlex.join(["curl", f"{url}/v1/{path}", *headers, "-d", json.dumps(body)])
+
+
+async def _interrupt() -> None:
+    """Wait for Ctrl-C, or for an end that is asked for."""
+    asked = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, asked.set)
+    await asked.wait()
+
+
+@asynccontextmanager
+async def _engine(args: argparse.Namespace, path: str, device: str, codec: Codec) -> AsyncIterator[Engine]:
+    """The engine, and the process of its server if it is one."""
+    kind, process = ENGINES[args.engine], None
+    with tempfile.TemporaryDirectory(prefix="slimelite-serve-") as folder:
+        log, length = Path(folder) / "engine.log", args.context_length
+        setup = EngineSetup(path, device, seed=0, host="127.0.0.1", log=log, max_context_len=length)
+        if kind.server is None:
+            assert kind.build is not None
+            engine = function(kind.build, "--engine", kind.name)(setup, codec)
+        else:
+            process = function(kind.server.process, "--engine", kind.name)(setup)
+            print(f"starting {kind.name}; its log is {log}", file=sys.stderr)
+            url = await asyncio.to_thread(process.start)
+            engine = function(kind.server.connect, "--engine", kind.name)(setup, codec, ServerAddress(url), None)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+            if process is not None:
+                await asyncio.to_thread(process.close)

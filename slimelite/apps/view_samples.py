@@ -1,0 +1,372 @@
+"""The samples of a run as the page holds them: columns, a vocabulary of token texts, and deflate. See docs/view.md.
+
+A run is an index (numbers of every sample, which the lists show), its prompts (each once), a vocabulary, and a chunk
+for each file of samples, which the page decodes when one of its samples is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from slimelite.apps.pieces import Pieces
+from slimelite.apps.runs import Run
+from slimelite.samples.sample import UNSTAMPED, label_text
+from slimelite.samples.table import SampleTable
+
+# a page holds about so many bytes of samples; a run with more is sampled down to whole groups
+BUDGET = 14_000_000
+# what a response token costs with its numbers, and a sample with its row of the index, after deflate and base64
+TOKEN_BYTES, SAMPLE_BYTES = 7.0, 24.0
+TEXTS = ("prompt", "label", "metadata", "reward_components")  # their size is about what parquet compresses them to
+LIGHT = ("group_id", "reward", "prompt", "status", "response_tokens")
+# steps of fixed-point numbers: 3 decimals, but 4 for the difference of two log-probs
+STEP, FINE_STEP = 1e-3, 1e-4
+STALENESS = "rollout/weight_staleness/max"
+UNREADABLE = "{0.name} of {0.parent.name} could not be read: {1}"
+
+
+class Source(NamedTuple):
+    """A file of samples. ``kind``: rollout, dropped or eval; ``name``: the eval dataset; ``number``: see `Run`."""
+
+    kind: str
+    name: str
+    number: int
+    path: Path
+
+
+@dataclass
+class Part:
+    """What the page holds of a source: all groups, or some. ``facts`` and ``versions`` are of the whole file."""
+
+    source: Source
+    light: pa.Table
+    facts: dict[str, float]
+    versions: tuple[int, int] | None  # least and greatest weight version
+    bytes_per_row: float
+    rows: np.ndarray  # [kept rows]
+
+    def groups(self) -> tuple[np.ndarray, np.ndarray]:
+        """([rows] each row's group counted from 0, [groups] each group's first row), groups in the file's order."""
+        ids = self.light.column("group_id").to_numpy()
+        _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        order = np.argsort(first, kind="stable")
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        return rank[inverse], first[order]
+
+
+def samples(run: Run, budget: int = BUDGET) -> dict[str, object]:
+    """The samples of ``run`` for the page, in at most about ``budget`` bytes.
+
+    ``index``, ``prompts``, ``vocabulary`` and ``chunks`` are what `pack` makes; ``sources`` says what each chunk is;
+    ``notes`` are sentences about what is missing.
+    """
+    parts, notes = [], []
+    for source in _sources(run):
+        try:
+            parts.append(_part(source))
+        except (OSError, ValueError, KeyError) as error:  # a run that goes on may have removed the file meanwhile
+            notes.append(UNREADABLE.format(source.path, error))
+    total = sum(len(part.light) for part in parts)
+    if sum(_cost(part).sum() for part in parts) > budget:
+        _sample_down(parts, budget)
+        kept = sum(len(part.rows) for part in parts)
+        notes.append(
+            f"This page holds {kept:,} of the run's {total:,} saved samples, as whole groups: dropped groups first, "
+            "then the best and the worst group of each rollout, then all groups of some prompts, chosen by chance. "
+            "The numbers in the list of rollouts are those of all samples."
+        )
+    parts = [part for part in parts if len(part.rows) or part.source.kind == "rollout"]
+    opened = []
+    for part in parts:
+        try:
+            opened.append((part, SampleTable.from_arrow(_read(part.source.path).take(pa.array(part.rows)))))
+        except (OSError, ValueError) as error:  # not written by us, or removed meanwhile
+            notes.append(UNREADABLE.format(part.source.path, error))
+    parts, tables = [part for part, _ in opened], [table for _, table in opened]
+    pieces, gone = Pieces.of_run(run)
+    notes += [gone] if gone and tables else []
+    sources = [{"kind": p.source.kind, "name": p.source.name, "number": p.source.number, **p.facts} for p in parts]
+    chunks = [_chunk(run, part, table, pieces) for part, table in zip(parts, tables, strict=True)]
+    prompts: dict[str, int] = {}
+    return {
+        "notes": notes,
+        "total": total,
+        "sources": sources,
+        "index": _index(run, parts, tables, prompts),
+        "prompts": pack({"texts": list(prompts)}, {}),
+        "chunks": chunks,
+        "vocabulary": pack(*pieces.columns()) if pieces else None,
+    }
+
+
+def pack(header: Mapping[str, object], columns: Mapping[str, np.ndarray]) -> str:
+    """Base64 of the deflated: length of the header (uint32), JSON header, columns.
+
+    ``header["columns"]`` becomes a list of [name, dtype, entries]. A column is little-endian, its bytes ordered by
+    significance: all lowest bytes, then all second-lowest, and so on, since equal bytes side by side deflate better.
+    """
+    arrays = {name: np.ascontiguousarray(a, a.dtype.newbyteorder("<")) for name, a in columns.items()}
+    listed = [[name, f"{a.dtype.kind}{a.dtype.itemsize}", len(a)] for name, a in arrays.items()]
+    text = json.dumps({**header, "columns": listed}, separators=(",", ":"), allow_nan=False).encode()
+    planes = [a.view(np.uint8).reshape(len(a), a.dtype.itemsize).T.tobytes() for a in arrays.values() if len(a)]
+    return b64encode(zlib.compress(len(text).to_bytes(4, "little") + text + b"".join(planes), 6)).decode()
+
+
+def fixed_point(values: np.ndarray, step: float) -> np.ndarray:
+    """Multiples of ``step`` as int16, or int32 if they need it; the least integer stands for NaN."""
+    known = np.isfinite(values)
+    codes = np.rint(np.where(known, values, 0.0).astype(np.float64) / step)
+    dtype = np.int16 if np.abs(codes).max(initial=0) < 2**15 else np.int32
+    limit = np.iinfo(dtype).max
+    return np.where(known, np.clip(codes, -limit, limit), -limit - 1).astype(dtype)
+
+
+def _sources(run: Run) -> list[Source]:
+    found = [Source("rollout", "", number, path) for number, path in run.rollouts.items()]
+    found += [Source("dropped", "", number, path) for number, path in run.dropped.items()]
+    return found + [
+        Source("eval", name, number, path) for name, files in run.evals.items() for number, path in files.items()
+    ]
+
+
+def _part(source: Source) -> Part:
+    file = pq.ParquetFile(source.path)
+    light = file.read(columns=[*LIGHT], use_threads=False)
+    rewards, status = light.column("reward").to_numpy(), light.column("status")
+    lengths = pc.list_value_length(light.column("response_tokens")).to_numpy()
+    light = light.drop_columns(["response_tokens", "status"]).append_column("length", pa.array(lengths))
+    described = file.metadata
+    stored = [
+        group.column(i)
+        for group in map(described.row_group, range(described.num_row_groups))
+        for i in range(described.num_columns)
+    ]
+    texts = sum(column.total_compressed_size for column in stored if column.path_in_schema in TEXTS)
+    known = [c.statistics for c in stored if c.path_in_schema.startswith("weight_versions.") and c.statistics]
+    versions = [version for found in known if found.has_min_max for version in (found.min, found.max)]
+    rows = len(light)
+    part = Part(
+        source,
+        light,
+        facts={},
+        versions=(min(versions), max(versions)) if versions else None,
+        bytes_per_row=SAMPLE_BYTES + 4 / 3 * texts / max(rows, 1),
+        rows=np.arange(rows),
+    )
+    group, first = part.groups()
+    known = np.nan_to_num(rewards)
+    low, high = np.full(len(first), np.inf), np.full(len(first), -np.inf)
+    np.minimum.at(low, group, known)
+    np.maximum.at(high, group, known)
+    scored = rewards[np.isfinite(rewards)]
+    part.facts = {
+        "samples": rows,
+        "groups": len(first),
+        "equal": int(np.count_nonzero(low == high)),
+        "truncated": int(pc.sum(pc.equal(status, "truncated")).as_py() or 0),
+        "length": _six_digits(lengths.mean()) if rows else 0.0,
+        **({"reward": _six_digits(scored.mean()), "spread": _six_digits(scored.std())} if len(scored) else {}),
+    }
+    return part
+
+
+def _read(path: Path) -> pa.Table:
+    """All columns; files this small are read faster by one thread than by several."""
+    return pq.ParquetFile(path).read(use_threads=False)
+
+
+def _six_digits(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _cost(part: Part) -> np.ndarray:
+    """[rows] about how many bytes of the page each row takes."""
+    return part.light.column("length").to_numpy() * TOKEN_BYTES + part.bytes_per_row
+
+
+def _sample_down(parts: Sequence[Part], budget: int) -> None:
+    """Set ``rows`` of each part to whole groups that fit into ``budget`` together.
+
+    The first groups of the order below are taken: dropped ones; the best and the worst of each rollout; then by a hash
+    of the prompt, so that a prompt that is there is there in all rollouts and evaluations. Within the first two, parts
+    come in the order of halves, quarters and so on of the run, so that a cut leaves it evenly covered.
+    """
+    levels, keys, costs, owners = [], [], [], []
+    for i, part in enumerate(parts):
+        group, first = part.groups()
+        means = np.bincount(group, np.nan_to_num(part.light.column("reward").to_numpy())) / np.bincount(group)
+        level = np.full(len(first), 0 if part.source.kind == "dropped" else 2)
+        key = np.array([zlib.crc32(text.encode()) for text in part.light.column("prompt").take(first).to_pylist()])
+        if part.source.kind == "rollout" and len(first):
+            level[[means.argmax(), means.argmin()]] = 1
+        spread = int(f"{i:032b}"[::-1], 2)  # the bits of i from the last to the first
+        levels.append(level)
+        keys.append(np.where(level < 2, spread, key))
+        costs.append(np.bincount(group, _cost(part)))
+        owners += [(i, g) for g in range(len(first))]
+    order = np.lexsort((np.concatenate(keys), np.concatenate(levels)))
+    kept = order[np.cumsum(np.concatenate(costs)[order]) <= budget]
+    chosen: dict[int, list[int]] = {}
+    for owner in kept.tolist():
+        i, g = owners[owner]
+        chosen.setdefault(i, []).append(g)
+    for i, part in enumerate(parts):
+        part.rows = np.flatnonzero(np.isin(part.groups()[0], chosen.get(i, [])))
+
+
+def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], prompts: dict[str, int]) -> str:
+    """The numbers of all samples; NaN for those that a sample lacks. Fills ``prompts``: text -> place in the list."""
+    newest = _newest(run, parts)
+    statuses: dict[str, int] = {}
+    reasons: dict[str, int] = {"": 0}
+    columns: dict[str, list[np.ndarray]] = {}
+    groups = 0
+    scores = [table.numeric_components() if {*table.reward_components} - {"{}"} else [] for table in tables]
+    components = sorted({name for each in scores for row in each for name in row})
+    for i, (part, table) in enumerate(zip(parts, tables, strict=True)):
+        rows, kind = len(table), part.source.kind
+        if not rows:
+            continue
+        _, inverse = np.unique(table.group_id, return_inverse=True)
+        texts = [json.loads(text).get("dropped", "") if kind == "dropped" else "" for text in table.metadata]
+        found = {
+            "chunk": np.full(rows, i),
+            "group": inverse + groups,
+            "sample": table.sample_id,
+            "prompt": np.array([prompts.setdefault(text, len(prompts)) for text in table.prompt]),
+            "status": np.array([statuses.setdefault(text, len(statuses)) for text in table.status]),
+            "reason": np.array([reasons.setdefault(str(text), len(reasons)) for text in texts]),
+            "removed": table.removed,
+            "length": table.response_lengths,
+            "trained": table.mask_sums,
+            "reward": table.reward,
+            "advantage": _advantages(table),
+            "stale": _staleness(table, None if kind == "eval" else newest.get(part.source.number)),
+        }
+        each = scores[i] or [{}] * rows
+        found |= {f"component {name}": np.array([row.get(name, np.nan) for row in each]) for name in components}
+        groups += int(inverse.max()) + 1
+        for name, values in found.items():
+            columns.setdefault(name, []).append(values)
+    header = {"statuses": list(statuses), "reasons": list(reasons), "components": components}
+    return pack(header, {name: _compact(np.concatenate(values)) for name, values in columns.items()})
+
+
+def _compact(values: np.ndarray) -> np.ndarray:
+    """The column in the smallest type that holds it; int64 beyond 32 bits becomes float64, which JavaScript has."""
+    if values.dtype.kind == "f":
+        return values.astype(np.float32)
+    if values.dtype.kind == "b":
+        return values.astype(np.uint8)
+    low, high = values.min(initial=0), values.max(initial=0)
+    for dtype in (np.uint8, np.uint16, np.int32):
+        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+            return values.astype(dtype)
+    return values.astype(np.float64)
+
+
+def _advantages(table: SampleTable) -> np.ndarray:
+    """[rows] the advantage; where each token has its own, their mean over the tokens in the loss."""
+    if table.advantages is None:
+        return table.advantage
+    seen = table.loss_mask & np.isfinite(table.advantages)
+    row = np.repeat(np.arange(len(table)), table.response_lengths)[seen]
+    counts = np.bincount(row, minlength=len(table))
+    sums = np.bincount(row, table.advantages[seen], minlength=len(table))
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+
+def _newest(run: Run, parts: Sequence[Part]) -> dict[int, float]:
+    """Rollout -> version of the weights that were trained with it.
+
+    The metrics have the age of its oldest token, so the version is known even if no token has it.
+    """
+    ages = dict(zip(*(axis.tolist() for axis in run.series.get(STALENESS, (np.zeros(0),) * 2)), strict=True))
+    found = {}
+    for part in parts:
+        if part.source.kind == "rollout" and part.versions:
+            low, high = part.versions
+            found[part.source.number] = max(high, low + ages.get(part.source.number, 0))
+    return found
+
+
+def _staleness(table: SampleTable, newest: float | None) -> np.ndarray:
+    """[rows] weight updates between the oldest token in the loss and version ``newest``; NaN if unknown."""
+    row = np.repeat(np.arange(len(table)), table.response_lengths)
+    seen = table.loss_mask & (table.weight_versions != UNSTAMPED)
+    oldest = np.full(len(table), np.inf)
+    np.minimum.at(oldest, row[seen], table.weight_versions[seen])
+    return np.where(np.isfinite(oldest), (np.nan if newest is None else newest) - oldest, np.nan)
+
+
+def _chunk(run: Run, part: Part, table: SampleTable, pieces: Pieces | None) -> str:
+    """Texts and per-token numbers of the samples of a source; ``responses``: null where the tokens' texts make it."""
+    responses: list[str | None] = list(table.response)
+    tokens: dict[str, np.ndarray] = {}
+    if pieces is not None:
+        entries, fits = pieces.encode(table)
+        responses = [None if fit else text for fit, text in zip(fits, table.response, strict=True)]
+        tokens = {"token": _compact(entries), **_token_columns(run, part, table)}
+    header = {
+        "responses": responses,
+        "labels": [label_text(label) for label in table.label],
+        "metadata": table.metadata,
+        "rewards": table.reward_components,
+    }
+    return pack(header, {"lengths": _compact(table.response_lengths), **tokens})
+
+
+def _token_columns(run: Run, part: Part, table: SampleTable) -> dict[str, np.ndarray]:
+    """What there is to say about each response token; a column without any value is left out."""
+    untold = ~table.loss_mask & (table.rollout_log_probs == 0)  # tokens that no engine sampled, such as a tool's
+    engine = np.where(untold, np.nan, table.rollout_log_probs)
+    version = np.where(untold | (table.weight_versions == UNSTAMPED), np.nan, table.weight_versions)
+    trainer, entropy = _stats(run, part, table)
+    found = {
+        "engine": fixed_point(engine, STEP),
+        "difference": fixed_point(trainer - engine, FINE_STEP),
+        "entropy": fixed_point(entropy, STEP),
+        "version": fixed_point(version, 1.0),
+    }
+    found = {name: codes for name, codes in found.items() if (codes != np.iinfo(codes.dtype).min).any()}
+    kept = {"mask": table.loss_mask.astype(np.uint8), **found}
+    for column in table.columns():
+        values = getattr(table, column.name)
+        if column.per == "token" and column.dtype == "float32" and column.name != "rollout_log_probs":
+            kept |= {column.name: values} if np.isfinite(values).any() else {}
+    return kept
+
+
+def _stats(run: Run, part: Part, table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
+    """([response tokens] the trainer's log-probs, [response tokens] entropies); NaN where it computed none."""
+    missing = np.full(len(table.response_tokens), np.nan, np.float32)
+    path = run.token_stats.get(part.source.number)
+    if part.source.kind != "rollout" or path is None or not path.is_file():
+        return missing, missing
+    stats = _read(path)
+    place = {sample: i for i, sample in enumerate(stats.column("sample_id").to_pylist())}
+    at = np.array([place.get(sample, -1) for sample in table.sample_id.tolist()])
+    result = []
+    for name in ("log_probs", "entropy"):
+        lists = stats.column(name).combine_chunks()
+        values = lists.values.to_numpy(zero_copy_only=False)
+        starts = np.append(lists.offsets.to_numpy(), 0)[at]
+        fits = (at >= 0) & (np.append(np.diff(lists.offsets.to_numpy()), -1)[at] == table.response_lengths)
+        filled = missing.copy()
+        target = np.repeat(fits, table.response_lengths)
+        within = np.arange(len(filled)) - np.repeat(table.response_offsets[:-1], table.response_lengths)
+        filled[target] = values[(np.repeat(starts, table.response_lengths) + within)[target]]
+        result.append(filled)
+    return result[0], result[1]

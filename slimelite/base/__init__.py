@@ -1,0 +1,1 @@
+"""What every room uses and which knows none of them: files, locks, processes, HTTP, registries."""

@@ -1,0 +1,102 @@
+"""Errors of the user's functions, and of the user's files when they are imported, as one message with the line."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+# our own code: the package
+PACKAGE = Path(__file__).parents[1]
+
+
+class PluginError(ValueError):
+    """A plugin raised an error, or tried to end the process; the message names the plugin and its line."""
+
+
+def guarded(function: Callable[..., Any], path: str, flag: str | None) -> Callable[..., Any]:
+    """``function``, with errors converted as `load_function` describes."""
+
+    async def awaited(coroutine: Any) -> Any:
+        with _guard(function, path, flag):
+            return await coroutine
+
+    @functools.wraps(function)
+    async def call_async(*args: Any, **named: Any) -> Any:
+        with _guard(function, path, flag):
+            return await function(*args, **named)
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        with _guard(function, path, flag):
+            result = function(*args, **named)
+        return awaited(result) if inspect.iscoroutine(result) else result
+
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return call_async if is_async else call
+
+
+@contextmanager
+def _guard(function: Callable[..., Any], path: str, flag: str | None) -> Iterator[None]:
+    """Turns errors of the block into `PluginError`, as `load_function` describes."""
+    try:
+        yield
+    except (PluginError, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError):
+        raise
+    except BaseException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        # one of our own messages, raised by our code that the plugin called, says enough
+        ours = isinstance(error, ValueError) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+        if isinstance(error, Exception) and (flag is None or ours):
+            raise
+        file = getattr(inspect.unwrap(function), "__code__", None) and inspect.getsourcefile(function)
+        what = f"called sys.exit({error.code!r})" if isinstance(error, SystemExit) else f"raised {named_error(error)}"
+        name = f"{flag} {path}" if flag else f"the plugin {path}"
+        raise PluginError(f"{name} {what}{_place([f for f in frames if f.filename == file])}") from error
+
+
+def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The last of ``frames`` for a message: `` (file, line 3, in reward)``; empty without any."""
+    return f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+
+
+def named_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def own_traceback(error: BaseException) -> str:
+    """The traceback of a plugin's error from the plugin's first line on, without our own calls above it.
+
+    It is complete if it has no line of the plugin: asyncio loses those of a TimeoutError from another thread.
+    """
+    first = error.__traceback__
+    while first is not None and Path(first.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
+        first = first.tb_next
+    return "".join(traceback.format_exception(type(error), error, first or error.__traceback__)).rstrip()
+
+
+def raised_at(error: BaseException) -> str:
+    """Where a plugin raised ``error``, for a message: `` (file, line 3, in reward)``; empty if not known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _place([f for f in frames if not Path(f.filename).is_relative_to(PACKAGE)])
+
+
+def import_failure(option: str, path: str, error: BaseException) -> str:
+    """The message for ``error``, raised when the user's file at ``path``, which ``option`` names, was run."""
+    file = str(Path(path).resolve())
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    what = " ".join((str(error) if isinstance(error, ValueError) else named_error(error)).split())
+    place = f" {path}, line {lines[-1]}" if lines else ""  # else the message names the file
+    return f"{option}{place}: {what}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """``"; did you mean …?"``, or "" if no known name is similar."""
+    close = get_close_matches(name, [k for k in known if not k.startswith("__")], n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""

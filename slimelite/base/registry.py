@@ -1,0 +1,116 @@
+"""Registries: tables of records by name, such as one record for each advantage estimator.
+
+::
+
+    from slimelite.algorithms.estimators import ESTIMATORS, Estimator
+
+    ESTIMATORS.add(Estimator("mine", ...))
+
+in a file that ``--import-file`` names adds one. Choices, dispatch, checks, help and docs read the records, so that no
+second list of names exists. Records need the standard library alone: a function that imports torch is given as
+``"package.module:function"`` and looked up when it is first called (`function`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, ValuesView
+from difflib import get_close_matches
+from typing import Any, Generic, Protocol, TypeVar
+
+# a function, or "package.module:function"
+Function = Callable[..., Any] | str
+
+
+class Record(Protocol):
+    """What a registry holds: a frozen dataclass with a ``name``."""
+
+    @property
+    def name(self) -> str:
+        """The value of the option that selects the record."""
+        ...
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Registry(Mapping[str, R], Generic[R]):
+    """Records by name, in the order in which they were added."""
+
+    def __init__(self, what: str, option: str, records: Iterable[R] = (), instead: str = "") -> None:
+        """``what``: name of an entry in messages, as "advantage estimator"; ``option``: the flag that takes the name;
+        ``records``: initial records; ``instead``: what a name that nothing resembles may have been meant to be.
+        """
+        self.what = what
+        self.option = option
+        self.instead = instead
+        self._records: dict[str, R] = {}
+        for record in records:
+            self.add(record)
+
+    def add(self, record: R) -> R:
+        """Register ``record``.
+
+        Raises:
+            ValueError: another record has its name.
+        """
+        if record.name in self._records:
+            raise ValueError(f"another {self.what} is called {record.name!r} already; give yours another name")
+        self._records[record.name] = record
+        return record
+
+    def __getitem__(self, name: str) -> R:
+        """The record called ``name``.
+
+        Raises:
+            ValueError: no record has this name; the message has the nearest one.
+        """
+        try:
+            return self._records[name]
+        except KeyError:
+            near = get_close_matches(name, self._records, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(self._records)}{self.instead}"
+            raise ValueError(f"{self.option} {name}: there is no such {self.what}; {hint}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._records
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def values(self) -> ValuesView[R]:
+        """The records; `Mapping` would look each one up by its name."""
+        return self._records.values()
+
+
+def function(reference: Function, option: str = "", name: str = "") -> Callable[..., Any]:
+    """The function that a record names: ``reference`` itself, or what ``"package.module:function"`` says.
+
+    An error that a user's function raises becomes a `plugins.PluginError` with ``option``, ``name`` and its line, if
+    these are given.
+
+    Raises:
+        ValueError: there is no such module or function.
+    """
+    found: Callable[..., Any] | None
+    if isinstance(reference, str):
+        module, _, attribute = reference.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except ModuleNotFoundError as error:
+            if not module.startswith(error.name or ":"):
+                raise  # something that the module imports is missing
+            found = None
+        if found is None:
+            raise ValueError(f"{reference!r} of a record is no function; write package.module:function")
+    else:
+        found = reference
+    ours = str(getattr(found, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+    if ours or not option:
+        return found
+    from slimelite.base.guard import guarded  # parsing the command line does without it
+
+    return guarded(found, name, option)

@@ -1,0 +1,1 @@
+"""Adapters to other projects' packages, each loaded when it is asked for."""

@@ -1,0 +1,449 @@
+"""``ifbench`` and ``ifbench_loose``: the response follows every verifiable instruction of its row.
+
+The row's metadata (or its label, as JSON) has ``instruction_id_list`` and ``kwargs``, one dict for each instruction, as
+in the data sets IFEval and IFBench. The checks are IFEval's 25 (`instructions`) and, here, IFBench's own 58 (Pyatkin et
+al., arXiv:2507.02833); any other instruction is a reward error. Verdicts are those of IFBench's own checks, oddities
+included (docs/rewards.md lists differences), except where `instructions` approximates English. Positions count from 1,
+spans of words from 0.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise, takewhile
+
+from slimelite.contrib.instructions import (
+    CAPITALS,
+    CHECKS,
+    NAMES,
+    PRONOUNS,
+    STOP_WORDS,
+    Check,
+    count_words,
+    is_emoji,
+    is_verb,
+    sentences,
+    syllables,
+    tokens,
+    whole_words,
+    word_tokens,
+)
+from slimelite.rewards.rules import Answer
+
+MARKS = string.punctuation
+EDGES = MARKS + " "
+NO_MARKS = str.maketrans("", "", MARKS)
+PRIMES = frozenset(n for n in range(2, 100) if all(n % d for d in range(2, n)))
+CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
+# days a month may have; there is no month 0, but IFBench lets it pass
+DAYS = (31, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+BRACKETS = {")": "(", "]": "[", "}": "{"}
+
+
+def plain_words(text: str) -> list[str]:
+    """Words without any punctuation; a word of punctuation alone is left out."""
+    return text.translate(NO_MARKS).split()
+
+
+def rising(numbers: Iterable[int]) -> bool:
+    """Whether each number is greater than the one before."""
+    return all(a < b for a, b in pairwise(numbers))
+
+
+def ascii_letters(text: str) -> str:
+    """``text`` without accents."""
+    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode("ascii")
+
+
+def ends(text: str, mark: str) -> int:
+    """How many sentences end in ``mark``."""
+    return sum(sentence.endswith(mark) for sentence in sentences(text))
+
+
+def nth_sentence(text: str, n: float) -> str:
+    """The n-th sentence, from 1; empty if there is none."""
+    return "".join(sentences(text)[int(n) - 1 : int(n)])
+
+
+def stop_words(text: str, percentage: float) -> bool:
+    """At most that percentage of the words are stop words."""
+    words = re.findall(r"\w+", text.lower())
+    return len(words) > 0 and 100 * sum(word in STOP_WORDS for word in words) <= percentage * len(words)
+
+
+def overlap(text: str, reference_text: str, percentage: float) -> bool:
+    """That percentage (± 2) of the text's token trigrams is in the reference."""
+    found, wanted = ({*zip(t, t[1:], t[2:], strict=False)} for t in (tokens(text), tokens(reference_text)))
+    return bool(found) and abs(100 * len(found & wanted) / len(found) - percentage) <= 2
+
+
+def sentence_words(text: str) -> bool:
+    """Three sentences with the same number of characters, and no word twice."""
+    parts, words = sentences(text), plain_words(text.lower())
+    return len(parts) == 3 and len({*map(len, parts)}) == 1 and len(words) == len({*words})
+
+
+def punctuation(text: str) -> bool:
+    """The text has each of ``. , ! ? ; :`` and, apart from these, an interrobang (``?!``, ``!?`` or ``‽``)."""
+    if not any(mark in text for mark in ("?!", "!?", "‽")):
+        return False
+    rest = text.replace("?!", "", 1) if "?!" in text else text.replace("!?", "", 1)
+    return set(".,!?;:") <= set(rest)
+
+
+def words_japanese(text: str, N: int) -> bool:
+    """Every N-th word has kana or kanji, unless it is a number or only punctuation."""
+    words = [word.strip(EDGES) for word in text.split()[int(N) - 1 :: int(N)]]
+    return all(re.search(r"[\u3040-\u30ff\u4e00-\u9fff]", word) for word in words if word and not word.isdigit())
+
+
+def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
+    """The five keywords occur one, two, three, five and seven times, in this order of keywords."""
+    wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
+    return all(whole_words(text, keyword.strip()) == count for keyword, count in wanted)
+
+
+def alphabet(text: str) -> bool:
+    """Each word begins with the letter that follows the first letter of the word before; a follows z."""
+    firsts = "".join(word[0].lower() for word in plain_words(text))
+    start = string.ascii_lowercase.find(firsts[:1]) if firsts else -1
+    return start >= 0 and firsts == (string.ascii_lowercase * (len(firsts) // 26 + 2))[start : start + len(firsts)]
+
+
+def paragraph_last_first(text: str) -> bool:
+    """Each line ends with the word it begins with."""
+    lines = [line.strip().strip(EDGES).split() for line in text.lower().split("\n")]
+    return all(words[0] == words[-1] for words in lines if words)
+
+
+def last_first(text: str) -> bool:
+    """Each sentence begins with the last word of the one before."""
+    parts = [sentence.lower() for sentence in sentences(text)]
+    joints = [(a.rstrip(EDGES).split()[-1:], b.lstrip(EDGES).split()[:1]) for a, b in pairwise(parts)]
+    return all(last and last == first for last, first in joints)
+
+
+def words_position(text: str, keyword: str) -> bool:
+    """The keyword is the second word and also the last but one."""
+    words = [word.lower() for word in word_tokens(text)]
+    return len(words) > 1 and words[1] == words[-2] == keyword.strip().lower()
+
+
+def alliteration(sentence: str) -> int:
+    """How many words of a sentence are in runs of two or more words with the same first letter."""
+    firsts = "".join(word[0] for part in sentence.lower().split() if (word := part.lstrip(EDGES)))
+    return sum(len(run[0]) for run in re.finditer(r"(.)\1+", firsts))
+
+
+def parentheses(text: str) -> bool:
+    """Brackets nested five deep, the innermost one closed; a closing bracket that does not fit restarts the count."""
+    stack: list[str] = []
+    deepest = 0
+    for char in text:
+        if char in BRACKETS.values():
+            stack.append(char)
+            deepest = max(deepest, len(stack))
+        elif char in BRACKETS and stack and stack[-1] == BRACKETS[char]:
+            stack.pop()
+            if deepest >= 5:
+                return True
+        elif char in BRACKETS:
+            stack, deepest = [], 0
+    return False
+
+
+def quotes(text: str) -> bool:
+    """Double and single quotes nested three deep, and closed again."""
+    stack: list[str] = []
+    deepest = 0
+    for char in text:
+        if stack and char == stack[-1]:
+            stack.pop()
+            if deepest - len(stack) >= 3:
+                return True
+        elif char in "\"'":
+            stack.append(char)
+            deepest = max(deepest, len(stack))
+    return False
+
+
+def options(text: str, options: str) -> bool:
+    """The text is one of the options: exactly, if they are a, b, c; else apart from case and punctuation around it."""
+    separator = next((mark for mark in ("/", "or") if mark in options), ",")
+    given = [option.strip() for option in options.split(separator)]
+    if re.match(r"\W*[aA]\W*[bB]\W*[cC]", options):
+        return text in given
+    return text.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in given]
+
+
+def emoji(text: str) -> bool:
+    """Each sentence ends with an emoji, or the next begins with one."""
+    parts = [sentence.translate(NO_MARKS).strip() for sentence in sentences(text)]
+    following = [*parts, ""][1:]
+    return all(
+        part != "" and (any(map(is_emoji, part[-2:])) or is_emoji(after[:1]))
+        for part, after in zip(parts, following, strict=True)
+    )
+
+
+def quote_unquote(text: str) -> bool:
+    """No quotation directly follows another or ends the text; ``'"'``, a quoted quote character, does not count."""
+    text = "".join(text.replace("'\"'", "").split())
+    return '""' not in text and not text.strip(string.digits + MARKS.replace('"', "")).endswith('"')
+
+
+def thesis(text: str) -> bool:
+    """The text has something in HTML italics, and something after it."""
+    _, opened, rest = text.partition("<i>" if "<i>" in text else "<em>")
+    italics, closed, behind = rest.partition("</i>" if "</i>" in rest else "</em>")
+    return bool(opened and closed and italics.strip() and behind.strip())
+
+
+def no_bullets_bullets(text: str) -> bool:
+    """At least two sentences in all, an optional empty line, then at least two starred lines, and nothing else."""
+    lines = [line.strip() for line in text.split("\n")]
+    first = next((i for i, line in enumerate(lines) if line.startswith("*")), len(lines))
+    before, bullets = lines[:first], lines[first:]
+    enough = sum(len(sentences(line)) for line in before) >= 2 and len(bullets) >= 2
+    return enough and "" not in before[:-1] and all(line.startswith("*") for line in bullets)
+
+
+def is_titled(word: str) -> bool:
+    """Whether a word does not begin with a small letter, or has mixed case after it, such as iPhone."""
+    return not word[0].islower() or (len(word) > 1 and not word[1:].islower() and not word[1:].isupper())
+
+
+def mcq_count_length(text: str) -> bool:
+    """Four questions headed "Question n", of five options each, and each question longer than the one before."""
+    lengths = []
+    for question in filter(str.strip, re.split(r"Question \d+[.|):;]?", text)):
+        lines = [line.strip() for line in question.strip().split("\n")]
+        marked = [i for i, line in enumerate(lines) if re.match(r"[A-Ea-e][.|)]\s*\w", line)]
+        if len(marked) != 5:
+            return False
+        lengths.append(len(" ".join(lines[: marked[0]]).strip()))
+    return text.startswith("Question") and len(lengths) == 4 and rising(lengths)
+
+
+def reverse_newline(text: str) -> bool:
+    """At least 52 lines from the first with Zimbabwe on, in reverse alphabetical order."""
+    lines = [ascii_letters(line) for part in text.split("\n") if (line := part.strip(EDGES))]
+    start = next((i for i, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
+    return len(lines) - start >= 52 and lines[start:] == sorted(lines[start:], reverse=True)
+
+
+def date_format_list(text: str) -> bool:
+    """Dates of Napoleon's life as YYYY-MM-DD, separated by commas."""
+    dates = [re.fullmatch(r"(\d{4})-(\d\d)-(\d\d)", date.strip()) for date in text.split(",")]
+    numbers = [tuple(map(int, date.groups())) for date in dates if date]
+    fitting = [1769 <= year <= 1821 and month <= 12 and day <= DAYS[month] for year, month, day in numbers]
+    return len(fitting) == len(dates) and all(fitting)
+
+
+def table(text: str, delimiter: str, height: int) -> list[list[str]]:
+    """The rows of a CSV text with their quotes; empty unless there are ``height`` rows, or if a field is too long."""
+    try:
+        rows = list(csv.reader(io.StringIO(text.replace('"', '"""')), delimiter=delimiter))
+    except csv.Error:
+        return []
+    return rows if len(rows) == height else []
+
+
+def has_header(text: str, delimiter: str, *names: str) -> bool:
+    """Whether the first line has exactly these names, with or without quotes."""
+    return [name.strip(" \t").strip('"') for name in text.split("\n")[0].strip().split(delimiter)] == list(names)
+
+
+def csv_city(text: str) -> bool:
+    """The instruction's header and 7 rows of 5 fields."""
+    rows = table(text, ",", 8)
+    header = [name.removeprefix('"').removesuffix('"') for name in rows[0]] if rows else []
+    return {*map(len, rows)} == {5} and header == ["ID", "Country", "City", "Year", "Count"]
+
+
+def csv_special_character(text: str) -> bool:
+    """The header and 14 rows; a quoted field has a special character, and the rows up to it have 5 fields each."""
+    rows = takewhile(lambda row: len(row) == 5, table(text, ",", 15)[1:])
+    special = any(
+        field[:1] == '"' and re.search(r"[^\w\s]", field[1 : max(field.rfind('"'), 1)]) for row in rows for field in row
+    )
+    return special and has_header(text, ",", "ProductID", "Category", "Brand", "Price", "Stock")
+
+
+def csv_quotes(text: str) -> bool:
+    """The header and 3 rows, tab-separated, with 5 fields in double quotes each."""
+    rows = [[field.strip() for field in row] for row in table(text, "\t", 4)]
+    quoted = {*map(len, rows)} == {5} and all(field[:1] == '"' == field[-1:] for row in rows for field in row)
+    return quoted and has_header(text, "\t", "StudentID", "Subject", "Grade", "Semester", "Score")
+
+
+INSTRUCTIONS: dict[str, Check] = {
+    **CHECKS,
+    # different conjunctions; the same one with another case or punctuation counts again
+    "count:conjunctions": lambda text, small_n: (
+        len({word for word in text.split() if word.strip(EDGES).lower() in CONJUNCTIONS}) >= small_n
+    ),
+    "count:keywords_multiple": keywords_multiple,
+    "count:numbers": lambda text, N: len(re.findall(r"\d+", text.translate(NO_MARKS))) == N,
+    "count:person_names": lambda text, N: len(NAMES.intersection(re.findall(r"\w+", text))) >= N,
+    "count:pronouns": lambda text, N: sum(t in PRONOUNS for t in tokens(text.lower().replace("/", " "))) >= N,
+    "count:punctuation": punctuation,
+    "count:unique_word_count": lambda text, N: len({word.strip(EDGES) for word in text.lower().split()}) >= N,
+    "count:word_count_range": lambda text, min_words, max_words: min_words <= count_words(text) <= max_words,
+    "count:words_japanese": words_japanese,
+    "ratio:overlap": overlap,
+    "ratio:sentence_balance": lambda text: ends(text, ".") == ends(text, "?") == ends(text, "!"),
+    # two statements for each question
+    "ratio:sentence_type": lambda text: ends(text, ".") == 2 * ends(text, "?"),
+    "ratio:sentence_words": sentence_words,
+    "ratio:stop_words": stop_words,
+    "words:alphabet": alphabet,
+    # two consonants side by side in every word
+    "words:consonants": lambda text: all(re.search("[b-df-hj-np-tv-z]{2}", word) for word in text.lower().split()),
+    # the m-th word of the n-th sentence
+    "words:keywords_specific_position": lambda text, keyword, n, m: (
+        [w.lower() for w in word_tokens(nth_sentence(text, n))[int(m) - 1 : int(m)]] == [keyword.strip().lower()]
+    ),
+    "words:last_first": last_first,
+    "words:no_consecutive": lambda text: all(a[0] != b[0] for a, b in pairwise(plain_words(text.lower()))),
+    # words with odd and with even numbers of syllables alternate
+    "words:odd_even_syllables": lambda text: all(
+        (syllables(a) - syllables(b)) % 2 for a, b in pairwise(plain_words(text.lower()))
+    ),
+    "words:palindrome": lambda text: sum(len(w) > 4 and w == w[::-1] for w in plain_words(text.lower())) >= 10,
+    "words:paragraph_last_first": paragraph_last_first,
+    "words:prime_lengths": lambda text: all(len(word) in PRIMES for word in plain_words(text)),
+    "words:repeats": lambda text, small_n: max(Counter(plain_words(text.lower())).values(), default=0) <= small_n,
+    "words:start_verb": lambda text: any(map(is_verb, tokens(text.strip()[:100])[:1])),
+    # one paragraph of at most three of the five vowels
+    "words:vowel": lambda text: "\n" not in text.strip() and len(set("aeiou") & set(text.lower())) <= 3,
+    "words:words_position": words_position,
+    "sentence:alliteration_increment": lambda text: rising(map(alliteration, sentences(text))),
+    # each sentence has exactly that many words more than the one before
+    "sentence:increment": lambda text, small_n: all(
+        len(plain_words(b)) - len(plain_words(a)) == small_n for a, b in pairwise(sentences(text))
+    ),
+    "sentence:keyword": lambda text, word, N: whole_words(nth_sentence(text, N), word.strip()) > 0,
+    "format:emoji": emoji,
+    # each line is indented by more spaces than the one before; empty lines do not count
+    "format:line_indent": lambda text: rising(
+        len(line) - len(line.lstrip(" ")) for line in text.split("\n") if line.strip()
+    ),
+    "format:list": lambda text, sep: text.count(sep) >= 2,
+    # as many lines as words
+    "format:newline": lambda text: (
+        sum(line != "" for line in text.translate(NO_MARKS).strip().split("\n")) == len(plain_words(text))
+    ),
+    "format:no_bullets_bullets": no_bullets_bullets,
+    "format:no_whitespace": lambda text: not re.search(r"\s", text),
+    "format:options": options,
+    "format:output_template": lambda text: all(
+        part in text for part in ("My Answer:", "My Conclusion:", "Future Outlook:")
+    ),
+    "format:parentheses": parentheses,
+    "format:quote_unquote": quote_unquote,
+    "format:quotes": quotes,
+    "format:sub-bullets": lambda text: all("-" in bullet for bullet in text.split("*")[1:]),
+    "format:thesis": thesis,
+    "format:title_case": lambda text: all(map(is_titled, tokens(text))),
+    "custom:character_reverse": lambda text: "elgae dlab" in text.lower(),
+    "custom:csv_city": csv_city,
+    "custom:csv_quotes": csv_quotes,
+    "custom:csv_special_character": csv_special_character,
+    "custom:date_format_list": date_format_list,
+    "custom:european_capitals_sort": lambda text: (
+        ", ".join(name.strip() for name in ascii_letters(text).split(",") if name.strip()) == CAPITALS
+    ),
+    "custom:mcq_count_length": mcq_count_length,
+    "custom:multiples": lambda text: re.findall(r"\d+", text) == ["14", "21", "28", "35", "42", "49"],
+    "custom:reverse_newline": reverse_newline,
+    # 26 sentences that begin with a to z
+    "custom:sentence_alphabet": lambda text: (
+        [part.lstrip(MARKS + string.whitespace)[:1].lower() for part in sentences(text)] == [*string.ascii_lowercase]
+    ),
+    "custom:word_reverse": lambda text: "bald eagle" in " ".join(reversed(plain_words(text.lower()))),
+    # the prompt with another first word
+    "repeat:repeat_change": lambda text, prompt_to_repeat: (
+        text != prompt_to_repeat and text.split()[1:] == prompt_to_repeat.split()[1:]
+    ),
+    "repeat:repeat_simple": lambda text: (
+        text.strip().lower() == "only output this sentence here, ignore all other requests."
+    ),
+    # the prompt's words from n_start to n_end, both included
+    "repeat:repeat_span": lambda text, prompt_to_repeat, n_start, n_end: (
+        text.strip().lower() == " ".join(prompt_to_repeat.split()[int(n_start) : int(n_end) + 1]).lower()
+    ),
+}
+
+
+def strict(answer: Answer) -> float:
+    """1 if the response follows all instructions, else 0.
+
+    Raises:
+        ValueError: there are no instructions, or unknown ones.
+    """
+    return followed(answer, [answer.response])
+
+
+def loose(answer: Answer) -> float:
+    """As `strict`, but each instruction is checked on eight variants of the response, of which one must follow it.
+
+    The variants are the whole response, and the response without its first line, its last line, or both; each of these
+    also without asterisks.
+    """
+    lines = answer.response.split("\n")
+    cut = ["\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1])]
+    return followed(answer, [text for whole in (answer.response, *cut) for text in (whole, whole.replace("*", ""))])
+
+
+def followed(answer: Answer, texts: list[str]) -> float:
+    """1 if for each instruction of the row at least one of ``texts`` follows it, else 0; an empty text follows none."""
+    verdicts = [
+        any(follows(instruction, text, arguments) for text in texts if text.strip())
+        for instruction, arguments in instructions(answer)
+    ]
+    return float(all(verdicts))
+
+
+def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
+    """(id, arguments) of each instruction of the row.
+
+    Raises:
+        ValueError: there are none, their number is not that of the arguments, or one is unknown.
+    """
+    row = answer.metadata
+    if "instruction_id_list" not in row:
+        try:
+            row = json.loads(answer.label)
+        except ValueError:
+            row = {}
+    ids = list(row.get("instruction_id_list") or []) if isinstance(row, dict) else []
+    arguments = [dict(given or {}) for given in (row.get("kwargs") or [{}] * len(ids))] if ids else []
+    if not ids or len(ids) != len(arguments):
+        raise ValueError(
+            "ifbench needs instruction_id_list and kwargs, one dict for each, in metadata (--metadata-key) or in the "
+            f"label as JSON; there are {len(ids)} instructions and {len(arguments)} kwargs"
+        )
+    if unknown := [name for name in ids if name not in INSTRUCTIONS]:
+        raise ValueError(f"no check for {', '.join(unknown)}; there are {', '.join(INSTRUCTIONS)}")
+    return list(zip(ids, arguments, strict=True))
+
+
+def follows(instruction: str, text: str, arguments: dict[str, object]) -> bool:
+    """Whether ``text`` follows the instruction; ``arguments`` that are None are left out.
+
+    Raises:
+        ValueError: the instruction takes other arguments.
+    """
+    given = {name: value for name, value in arguments.items() if value is not None}
+    try:
+        return bool(INSTRUCTIONS[instruction](text, **given))
+    except TypeError as error:
+        raise ValueError(f"{instruction}: arguments {given} do not fit ({error})") from error

@@ -1,0 +1,1 @@
+"""Models: families, files of a Hugging Face folder, checkpoints."""

@@ -1,0 +1,358 @@
+"""Folders of checkpoints, without torch: find the one to resume from, verify its files, and write a new one.
+
+File sizes and CRC-32 are saved with a checkpoint and compared before it is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from slimelite.base.files import free_space, in_units, write_text
+from slimelite.base.locks import LOCK
+
+# file that names the newest complete checkpoint, written last (slime and Megatron use the same name)
+MARKER = "latest_checkpointed_iteration.txt"
+# file that names the checkpoint of the best evaluation (--save-best)
+BEST_MARKER = "best_checkpointed_iteration.txt"
+# file beside the checkpoints with the values of --early-stop-metric: see `loop.Evaluations`
+EVALUATIONS = "evaluations.json"
+ROLLOUT_STATE = "rollout_state.json"
+# its entry with --rollout-seed
+ROLLOUT_SEED = "rollout_seed"
+# file with the trainer's state other than tensors
+STATE_FILE = "trainer.json"
+# its entry with the model that training began from, a folder or hub id
+BASE = "base"
+# in a checkpoint: {"files": {"__0_0.distcp": {"bytes": 4096, "crc32": "89abcdef"}, ...}}; written last
+CHECKSUMS = "checksums.json"
+BLOCK = 1 << 24
+# most digits that the number of a rollout has
+DIGITS = 18
+# above this size, comparing checksums is announced [bytes]
+SAID_ABOVE = 10**10
+Checksums = dict[str, "Checksum"]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+OWN_CHECKPOINT = "is a checkpoint of --save"
+REMEDY = "go on from an earlier checkpoint with --ckpt-step"
+
+
+def may_be_hub_id(path: str) -> bool:
+    """Whether ``path``, which is no folder here, may name a model on the hub: ``owner/name``, or an old ``gpt2``."""
+    return not path.startswith((".", "/", "~")) and path.count("/") <= 1
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint cannot be used: ``wrong`` says why, and ``whole`` is the newest whole one before it."""
+
+    def __init__(self, wrong: str, remedy: str, whole: Path | None = None) -> None:
+        super().__init__(f"{wrong}; {remedy}")
+        self.wrong, self.whole = wrong, whole
+
+
+class Checksum(TypedDict):
+    """Of one file: its size and, in hexadecimal digits, its CRC-32."""
+
+    bytes: int
+    crc32: str
+
+
+def holds_model(folder: str | Path) -> bool:
+    """Whether ``folder`` holds a Hugging Face model and is not a folder of checkpoints."""
+    return (Path(folder) / "config.json").is_file() and not (Path(folder) / MARKER).is_file()
+
+
+def why_no_model(folder: str | Path) -> str | None:
+    """What the folder is if it is no Hugging Face model, as the predicate of a sentence; None if it is one."""
+    root = Path(folder)
+    if (root / "config.json").is_file():
+        return None
+    if (root / STATE_FILE).is_file() or any(root.glob(f"iter_*/{STATE_FILE}")):
+        return OWN_CHECKPOINT
+    return "is in Megatron format" if (root / MARKER).is_file() else "holds no config.json"
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The content of config.json at ``path``, a folder or a hub id.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        if (why := why_no_model(folder)) is not None:
+            raise ValueError(f"{why}; name the model's Hugging Face folder")
+        return read_json(folder / "config.json")
+    if folder.exists():
+        raise ValueError("is a file; name the folder that holds it")
+    if not may_be_hub_id(path):
+        raise ValueError("no such folder")
+    from transformers.utils import cached_file
+
+    try:
+        return read_json(Path(cached_file(path, "config.json")))
+    except OSError as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"no such folder, and as a name on the Hugging Face hub: {said}") from error
+
+
+def find_checkpoint(
+    load: str | Path, step: int | None = None, *, fallback: bool = False, own: bool = False
+) -> tuple[Path | None, str]:
+    """The checkpoint under ``load`` to resume from: that of rollout ``step``, or the newest; its files are verified.
+
+    ``fallback``: if it is damaged, take the newest undamaged checkpoint before it. ``own``: the run saves to ``load``,
+    so that other files there may be its own, from before its first checkpoint.
+
+    Returns:
+        its folder, or None if ``load`` is absent or empty (the first run of a script that resumes); and a note for the
+        user, which may be empty.
+
+    Raises:
+        ValueError: ``load`` holds something else, or the checkpoint is missing.
+        DamagedCheckpoint: it is damaged, and there is no other or no ``fallback``.
+    """
+    root = Path(load)
+    marker = root / MARKER
+    if not marker.is_file():
+        if holds_model(root) or not own:
+            _refuse_what_is_no_checkpoint(root)
+        if step is not None:
+            raise ValueError(f"{load}: holds no complete checkpoint, so not that of rollout {step} (--ckpt-step)")
+        return None, "holds no checkpoint yet"
+    word = str(step) if step is not None else marker.read_text(errors="replace").strip()
+    if not any(root.glob(f"iter_*/{ROLLOUT_STATE}")):
+        raise ValueError(
+            f"{load}: {MARKER} says {word}, but there is no iter_{word:0>7}/{ROLLOUT_STATE}: a Megatron checkpoint?"
+        )
+    if not is_number(word):
+        cut = f"{marker}: is damaged: it should have the number of a rollout"
+        raise DamagedCheckpoint(cut, "give one with --ckpt-step")
+    directory = _directory(root, word)
+    wrong = whats_wrong(directory)
+    if wrong is None:
+        old = not (directory / CHECKSUMS).is_file()
+        return directory, f"{directory.name} has no checksums (an older version wrote it): not verified" if old else ""
+    earlier = sorted((p for p in root.absolute().glob("iter_*") if p.name[5:].isdecimal()), reverse=True)
+    earlier = [place for place in earlier if place.name < f"iter_{word:0>7}"]
+    whole = next((place for place in earlier if whats_wrong(place) is None), None)
+    if whole is None:
+        raise DamagedCheckpoint(
+            wrong,
+            f"{'no checkpoint before it is whole' if earlier else 'none is before it'}: leave --load out to "
+            "start anew from --hf-checkpoint, which may be a folder of --save-hf",
+        )
+    if not fallback:
+        raise DamagedCheckpoint(
+            wrong,
+            f"the newest whole checkpoint before it is {whole.name}: go on from there with --load-fallback "
+            f"or --ckpt-step {int(whole.name[5:])}",
+            whole,
+        )
+    return whole, f"{wrong}: going on from {whole.name} instead (--load-fallback)"
+
+
+def folder_of(save: str | Path, rollout_id: int) -> Path:
+    """The folder of the checkpoint after rollout ``rollout_id``, under the folder of ``--save``."""
+    return Path(save).absolute() / f"iter_{rollout_id:07d}"
+
+
+def model_folder(template: str, rollout_id: int | Literal["best"]) -> Path:
+    """The folder of ``--save-hf``, a template, for the model after rollout ``rollout_id`` or of the best evaluation.
+
+    For the best one ``{rollout_id}`` becomes ``best``; a template without it gets ``-best`` at its end.
+    """
+    if rollout_id == "best":
+        named = re.sub(r"\{rollout_id[^{}]*\}", "best", template)
+        template = named if named != template else template.rstrip("/") + "-best"
+    return Path(template.format(rollout_id=rollout_id)).absolute()
+
+
+def best_of(root: str | Path) -> int | None:
+    """The rollout whose checkpoint under ``root`` is marked as that of the best evaluation, if one is."""
+    marker = Path(root) / BEST_MARKER
+    word = marker.read_text(errors="replace").strip() if marker.is_file() else ""
+    return int(word) if is_number(word) else None
+
+
+def is_number(word: str) -> bool:
+    """Whether ``word``, read from a file, may be the number of a rollout."""
+    return word.isdecimal() and len(word) <= DIGITS
+
+
+def mark_best(final: Path, interval: int, retain: int | None) -> None:
+    """Mark ``final`` (see `folder_of`) as the checkpoint of the best evaluation, which no later save removes.
+
+    The one marked before is removed, unless it stays for ``--save-interval`` and ``--save-retain-interval``.
+    """
+    before = best_of(final.parent)
+    write_text(final.parent / BEST_MARKER, str(int(final.name.removeprefix("iter_"))))
+    if before is None or folder_of(final.parent, before) == final:
+        return
+    if (before + 1) % interval or (retain is not None and (before + 1) % retain):
+        shutil.rmtree(folder_of(final.parent, before), ignore_errors=True)
+
+
+@contextmanager
+def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, Checksums]]:
+    """Write a checkpoint in the block; after the block it is in ``final`` (see `folder_of`) and the newest.
+
+    It is renamed to ``final`` only when complete, so a checkpoint of an earlier run there stays valid until then.
+    ``size``: its approximate size [bytes]; ``retain``: see ``--save-retain-interval``.
+
+    Yields:
+        the folder to write to, and an empty dict for checksums that the block knows; the rest is computed.
+
+    Raises:
+        OSError: it cannot be written; its files are removed, and the message has the needed and the free space.
+    """
+    root, rollout_id = final.parent, int(final.name.removeprefix("iter_"))
+    directory, replaced = (final.with_name(final.name + end) for end in (".partial", ".replaced"))
+    # an interrupted save leaves .partial, and if it was interrupted near its end also .replaced
+    if replaced.is_dir() and not final.is_dir():
+        replaced.rename(final)
+    for left in (*root.glob("iter_*.partial"), replaced):
+        if left.is_dir():
+            shutil.rmtree(left)
+    written: Checksums = {}
+    try:
+        directory.mkdir(parents=True)
+        yield directory, written
+        rest = (path for path in directory.rglob("*") if path.is_file())
+        written |= checksums(directory, (path for path in rest if str(path.relative_to(directory)) not in written))
+        write_text(directory / CHECKSUMS, json.dumps({"files": written}, indent=1))
+    except BaseException as error:  # also when the run is interrupted
+        # incomplete files would only fill the disk
+        shutil.rmtree(directory, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise OSError(
+            f"{final}: the checkpoint cannot be written ({error.strerror or error}); it takes about {in_units(size)}, "
+            f"and {free_space(root)} are free there, now that what was written of it is removed: make room or give "
+            "--save another place, and go on from the last checkpoint with --load"
+        ) from error
+    if final.is_dir():
+        final.rename(replaced)
+    directory.rename(final)
+    before = (root / MARKER).read_text().strip() if (root / MARKER).is_file() else ""
+    write_text(root / MARKER, str(rollout_id))
+    older = is_number(before) and int(before) < rollout_id
+    if retain is not None and older and (int(before) + 1) % retain and int(before) != best_of(root):
+        shutil.rmtree(folder_of(root, int(before)), ignore_errors=True)
+    if replaced.is_dir():
+        shutil.rmtree(replaced)
+
+
+def _directory(root: Path, word: str) -> Path:
+    """The folder of the checkpoint of rollout ``word``.
+
+    A save that is interrupted while it replaces an earlier checkpoint leaves that one as ``.replaced``.
+    """
+    directory = root.absolute() / f"iter_{word:0>7}"
+    replaced = directory.with_name(directory.name + ".replaced")
+    return replaced if not directory.is_dir() and (replaced / ROLLOUT_STATE).is_file() else directory
+
+
+def whats_wrong(directory: Path) -> str | None:
+    """A message about the first missing or damaged file of a checkpoint, found without torch; None if there is none."""
+    if not directory.is_dir():
+        return f"{directory}: is not there"
+    try:
+        if found := damage(directory):
+            return found
+        read_json(directory / ROLLOUT_STATE)
+        if not read_json(directory / STATE_FILE):
+            return f"{directory / STATE_FILE}: is empty"
+    except (ValueError, OSError) as error:  # a broken disk, no permission
+        return str(error)
+    return None
+
+
+def _refuse_what_is_no_checkpoint(root: Path) -> None:
+    """Raise ValueError unless ``root`` is absent, empty, or holds ``iter_*`` folders of an interrupted first save."""
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"{root}: is a file; --load takes the folder that --save wrote")
+    if (
+        not root.is_dir()
+        or any(root.glob("iter_*"))
+        or all(path.name in (LOCK, EVALUATIONS) for path in root.iterdir())
+    ):
+        return
+    kind = "a Hugging Face model, without rollouts to choose from" if holds_model(root) else "not a checkpoint"
+    raise ValueError(f"{root}: has no {MARKER}: it is {kind}")
+
+
+def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
+    """Size and CRC-32 of ``files``, by their paths relative to ``folder``.
+
+    Files are read in parallel, each at up to about 4 GB/s on a fast disk.
+    """
+    paths = sorted(files)
+    with ThreadPoolExecutor(8, "checksum") as threads:
+        found = list(threads.map(_checksum, paths))
+    return {str(path.relative_to(folder)): each for path, each in zip(paths, found, strict=True)}
+
+
+def damage(folder: Path) -> str | None:
+    """A message about the first damaged file of the checkpoint at ``folder``; None if there is none.
+
+    For a part of a checkpoint, such as its critic, the checksums of the whole checkpoint are used. A checkpoint
+    without checksums (older ones have none) cannot be checked and counts as undamaged.
+    """
+    root = next((place for place in (folder, folder.parent) if (place / CHECKSUMS).is_file()), None)
+    if root is None:
+        return None
+    try:
+        expected: Checksums = read_json(root / CHECKSUMS)["files"]
+        expected = {
+            name: {"bytes": int(each["bytes"]), "crc32": str(each["crc32"])}
+            for name, each in expected.items()
+            if folder in (root / name).parents
+        }
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return f"{root / CHECKSUMS}: cannot be read"
+    for name, each in expected.items():
+        path = root / name
+        if not path.is_file():
+            return f"{path}: is missing"
+        if (size := path.stat().st_size) != each["bytes"]:
+            return f"{path}: has {size:,} bytes, not the {each['bytes']:,} that were written"
+    if (size := sum(each["bytes"] for each in expected.values())) > SAID_ABOVE:
+        print(f"comparing {size / 1e9:.0f} GB of {root} with its checksums", file=sys.stderr, flush=True)
+    found = checksums(root, (root / name for name in expected))
+    changed = [name for name, each in expected.items() if each != found[name]]
+    return f"{root / changed[0]}: its contents have changed since it was written (CRC-32)" if changed else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint or a model.
+
+    Raises:
+        ValueError: the file is missing or cut short, or holds no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: is missing") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is damaged or cut short: not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: is damaged: holds no JSON object")
+    return found
+
+
+def _checksum(path: Path) -> Checksum:
+    size = crc = 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return {"bytes": size, "crc32": f"{crc:08x}"}

@@ -1,0 +1,103 @@
+"""Model families (facts about each Hugging Face ``model_type``), and the ways to find a loss mask.
+
+::
+
+    from slimelite.models.families import FAMILIES, Family
+
+    FAMILIES.add(Family("mistral", "MistralForCausalLM", embedded=True))
+
+in a file that ``--import-file`` names makes the embedded engine compute Mistral models, and lets the flags of a model's
+shape be checked against them. Training needs no record: whether a model can be trained, packed or with eager attention
+only, is tested on a small copy of it (`slimelite.training.packing`), whatever its family. The loss mask of
+a conversation needs none either: ``auto`` fits every chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slimelite.base.registry import Function, Registry
+
+# config fields with the number of experts of a mixture-of-experts model
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one ``model_type``.
+
+    A bias is True or False for all models of the family, or names the config field that says whether it exists.
+
+    Args:
+        name: the ``model_type`` of config.json.
+        architecture: the class of transformers that a new model, defined by flags alone, belongs to.
+        qkv_bias: of the projections to queries, keys and values; ``out_bias``: of the attention's output projection;
+            ``mlp_bias``: of the MLP's three projections.
+        qk_norm: whether the queries and keys of each head are normalized.
+        embedded: whether the embedded engine can run it: a dense decoder with norms before attention and MLP, rotary
+            positions and a gated MLP, with Llama's weight names.
+    """
+
+    name: str
+    architecture: str
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    embedded: bool = False
+
+
+_BIAS = "attention_bias"
+FAMILIES = Registry(
+    "model family",
+    "model_type",
+    (
+        Family("llama", "LlamaForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, mlp_bias="mlp_bias", embedded=True),
+        Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, embedded=True),
+        Family("qwen3", "Qwen3ForCausalLM", qkv_bias=_BIAS, out_bias=_BIAS, qk_norm=True, embedded=True),
+    ),
+)
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of ``config`` (the content of config.json) that describes the language model."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def is_true(fact: bool | str, config: Mapping[str, object]) -> bool:
+    """Whether ``fact``, a bias of a family, holds for a model with this ``config`` (the content of config.json)."""
+    return bool(config.get(fact)) if isinstance(fact, str) else fact
+
+
+def family_of(model_type: str) -> Family | None:
+    """The family of that name, or else the one whose name is its prefix: ``qwen3_moe`` has Qwen3's attention."""
+    kin = [family for name, family in FAMILIES.items() if model_type == name or model_type.startswith(f"{name}_")]
+    return max(kin, key=lambda family: len(family.name), default=None)
+
+
+@dataclass(frozen=True)
+class LossMask:
+    """A way to find the tokens of the assistant in a conversation.
+
+    Args:
+        name: what ``--loss-mask-type`` takes.
+        find: (chat reader, messages, tools) -> pieces of text, each with the spans that are trained on; see
+            `slimelite.data.conversations.Piece`.
+    """
+
+    name: str
+    find: Function
+
+
+# all but auto are slime's masks, each for the chat template of the model that it is named after
+LOSS_MASKS = Registry(
+    "loss mask",
+    "--loss-mask-type",
+    (
+        LossMask(name, f"slimelite.data.conversations:{name}_mask")
+        for name in ("auto", "qwen", "qwen3", "qwen3_5", "distill_qwen")
+    ),
+)

@@ -1,0 +1,324 @@
+"""Checks of a Hugging Face folder: a model can be built from its config, and its weights are complete and match it.
+
+For a missing weight, transformers would only print a warning and keep random values.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from slimelite.arguments.model import ArchitectureArgs
+from slimelite.models.families import EXPERTS, FAMILIES, family_of, is_true, text_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# files that transformers opens: the first that exists
+ENTRIES = (WHOLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+# other files that look like parts of a model
+PARTS = ("*.safetensors", "pytorch_model*.bin")
+REMEDY = "copy or save the model anew"
+# config attribute that transforms the logits after hidden·weightᵀ -> the value that has no effect
+LOGIT_TRANSFORMS: dict[str, float | None] = {"final_logit_softcapping": None, "logit_scale": 1, "logits_scaling": 1}
+# activations of gated MLPs in transformers, besides rare ones
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
+# `from_pretrained` with ``output_loading_info``: (model, info)
+Loader = Callable[..., "tuple[PreTrainedModel, Any]"]
+
+
+def load_config(path: str) -> PretrainedConfig:
+    """The config of the model at ``path`` as transformers reads it, but for what computes attention and experts.
+
+    That is for the run to choose. A file may name anything there, such as a kernel on the hub, which is code.
+
+    Raises:
+        OSError: there is no model.
+        ValueError: it needs code of its own, or is damaged.
+    """
+    from transformers import AutoConfig
+
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if hasattr(config, name):
+            setattr(config, name, None)
+    return config
+
+
+def has_weights(path: str | Path) -> bool:
+    """Whether there are weights at ``path``, a folder or hub id; a folder with a config alone makes a new model."""
+    folder = Path(path)
+    if not folder.is_dir():
+        return True  # a hub id
+    return any((folder / name).is_file() for name in ENTRIES) or any(any(folder.glob(part)) for part in PARTS)
+
+
+def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
+    """Write ``weights`` as a safetensors file with the umask's mode; the library itself makes it private."""
+    from safetensors.torch import save_file
+
+    file.unlink(missing_ok=True)
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(weights), file, metadata={"format": "pt"})
+    file.chmod(mode)
+
+
+def has_experts(hf: PreTrainedModel) -> bool:
+    """Whether it is a mixture of experts, of which a token uses only some weights."""
+    config = hf.config.get_text_config()
+    return any(getattr(config, field, None) for field in EXPERTS)
+
+
+def saved_buffers(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """What a model's files hold beside its parameters, by transformers' names, such as the biases of routers."""
+    saved = hf.state_dict().keys()
+    return {name: buffer for name, buffer in hf.named_buffers() if name in saved}
+
+
+def as_filed(hf: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole ``weights`` of ``hf`` by the names that they have in a model's files, which engines read too; views, where
+    it can be.
+
+    transformers holds all experts of a layer as one weight; files have a matrix for each.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(hf, weights)) if has_experts(hf) else weights
+
+
+def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Name -> shape of each weight, from the headers of the safetensors files; None if the weights are in
+    an older format.
+
+    Raises:
+        ValueError: a file is missing, empty, cut short or no safetensors file; the message names it.
+    """
+    entry = next((name for name in ENTRIES if (folder / name).is_file()), None)
+    if entry is None:
+        found = sorted(file.name for part in PARTS for file in folder.glob(part))
+        raise ValueError(
+            f"{folder} holds {_some(found) or 'no weights'}, and neither {WHOLE} nor an index that names them: {REMEDY}"
+        )
+    if entry == WHOLE:
+        return _header(folder / WHOLE)
+    if entry != INDEX:
+        return None
+    try:
+        files = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / INDEX} is no index of weights ({error!r:.100}): {REMEDY}") from error
+    shards = sorted({str(file) for file in files.values()})
+    if missing := [file for file in shards if not (folder / file).is_file()]:
+        raise ValueError(f"{folder / INDEX} names {_some(missing)}, not in this folder: {REMEDY}")
+    return {name: shape for file in shards for name, shape in _header(folder / file).items()}
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the weights in a safetensors file; the library compares its header with the file's size."""
+    file.open("rb").close()  # the library says of a file that may not be read that it is not there
+    try:
+        with safe_open(file, "np") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        size = file.stat().st_size
+        what = f"with {size:,} bytes is cut short or no safetensors file ({error})" if size else "is empty"
+        raise ValueError(f"{file} {what}: {REMEDY}") from error
+
+
+def check_weights(path: str, empty: PreTrainedModel, *, unread: Iterable[str] = ()) -> None:
+    """Check that the weights at ``path`` fit the model ``empty``, as far as the headers of the files show.
+
+    ``unread``: see `load_weights`.
+
+    Raises:
+        ValueError: see `weight_shapes` and `load_weights`.
+    """
+    import torch
+
+    folder = Path(path)
+    shapes = weight_shapes(folder) if folder.is_dir() and has_weights(folder) else None
+    if shapes is not None:
+        # transformers' own matching of names, on tensors without data
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        options = {"config": copy.deepcopy(empty.config), "state_dict": tensors, "device_map": "meta"}
+        # no progress bar: no weights are loaded here
+        _load(path, unread, partial(type(empty).from_pretrained, None, **options), bar=False)
+
+
+def load_weights(
+    kind: type[Any], path: str, config: PretrainedConfig, *, unread: Iterable[str] = (), **options: object
+) -> PreTrainedModel:
+    """``from_pretrained`` of ``kind``, an auto class of transformers, which leaves no weight at random values.
+
+    Args:
+        path: a folder with weights, or a hub id.
+        unread: weights that may be missing, because the caller replaces them.
+
+    Raises:
+        ValueError: a weight is missing or of another shape, or a file cannot be read.
+    """
+    if Path(path).is_dir():
+        weight_shapes(Path(path))  # raises an error that names a damaged file
+    load = partial(kind.from_pretrained, path, config=config, trust_remote_code=False, **options)
+    return _load(path, unread, load, bar=True)
+
+
+def _load(path: str, unread: Iterable[str], load: Loader, *, bar: bool) -> PreTrainedModel:
+    try:
+        with _quiet(bar=bar):
+            model, info = load(output_loading_info=True, ignore_mismatched_sizes=True)
+    except Exception as error:  # pickles, conversions and readers of files raise anything
+        text = " ".join(str(error).split())[:300]
+        raise ValueError(f"the weights in {path} cannot be read ({type(error).__name__}: {text}): {REMEDY}") from error
+    missing = sorted(set(info["missing_keys"]) - set(unread))
+    shapes = [
+        f"{name} is {list(found)} and not {list(own)}" for name, found, own in sorted(info["mismatched_keys"], key=str)
+    ]
+    if not missing and not shapes:
+        return model
+    problems = [f"missing: {_some(missing)}"] * bool(missing) + [f"of another shape: {_some(shapes)}"] * bool(shapes)
+    if unknown := sorted(info["unexpected_keys"]):
+        problems.append(f"not of this model: {_some(unknown)}")
+    raise ValueError(f"the weights in {path} are not those of its config.json; {'; '.join(problems)}: {REMEDY}")
+
+
+@contextmanager
+def _quiet(*, bar: bool) -> Iterator[None]:
+    """Silence transformers: `_load` raises an error for weights that do not fit. ``bar``: progress may be shown."""
+    from transformers.utils import logging
+
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    if not bar:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + rest
+
+
+def shape_problems(config: dict[str, Any]) -> Iterator[str]:
+    """Problems of sizes with which a model can be built but not run."""
+    config = text_config(config)
+    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    counts = (*sizes, "head_dim", "max_position_embeddings")
+    if wrong := [f"{name} {config[name]!r:.60}" for name in counts if isinstance(config.get(name), str | float | bool)]:
+        yield f"{', '.join(wrong)}: must be a whole number"
+        return
+    if wrong := [f"{name} {config[name]}" for name in sizes if isinstance(config.get(name), int) and config[name] < 1]:
+        yield f"{', '.join(wrong)}: must be at least 1"
+        return
+    heads, groups, width = (config.get(name) for name in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    if heads and groups and heads % groups:
+        yield f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
+    if heads and width and _rotates(config, config) and (config.get("head_dim") or width // heads) % 2:
+        head = f"head_dim {config['head_dim']}" if config.get("head_dim") else f"hidden_size {width} over {heads} heads"
+        yield f"{head}: rotary positions need heads of an even width"
+
+
+def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | None) -> bool:
+    """Whether nothing in ``config`` (config.json's content) and ``shapes`` (of `weight_shapes`) speaks against a model.
+
+    It costs milliseconds and no import of torch, where a model that is built on trial costs seconds. It is a guess:
+    False may be said of a model that transformers builds, and True of one that it does not.
+    """
+    try:
+        from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES as types  # it needs no torch
+    except ImportError:  # another version of transformers keeps them elsewhere
+        return False
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+    numbers: list[Any] = [config.get(name) for name in sizes]
+    count, width, heads, inner, known = numbers
+    odd = any(config.get(name, harmless) != harmless for name, harmless in LOGIT_TRANSFORMS.items())
+    odd |= any(config.get(name) for name in ("auto_map", "quantization_config", "text_config", "use_sliding_window"))
+    odd |= config.get("model_type") not in types or config.get("hidden_act") not in ACTIVATIONS
+    if odd or not all(isinstance(number, int) for number in numbers):
+        return False
+    if config.get("layer_types") not in (None, ["full_attention"] * count):
+        return False
+    if shapes is None:
+        return True
+    layers: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    for name, shape in shapes.items():
+        if part := re.search(r"\.layers\.(\d+)\.(.+)", name):
+            layers.setdefault(part[1], set()).add((part[2], shape))
+    # each layer has the same weights, of the sizes that the config names
+    if len(layers) != count or len({frozenset(layer) for layer in layers.values()}) != 1:
+        return False
+    queries = heads * (config.get("head_dim") or width // heads)
+    found = {size for _, shape in layers.popitem()[1] for size in shape}
+    embeddings = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
+    head = config.get("tie_word_embeddings") or "lm_head.weight" in shapes
+    return {width, queries, inner} <= found and embeddings == [(known, width)] and bool(head)
+
+
+def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[str]:
+    """Every architecture flag that contradicts ``config`` (the content of config.json), with both values."""
+    config = text_config(config)
+    heads = config.get("num_attention_heads")
+    rope = {**config, **(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    head_width = config.get("head_dim") or (
+        config["hidden_size"] // heads if heads and "hidden_size" in config else None
+    )
+    truth = {
+        "num_layers": config.get("num_hidden_layers"),
+        "hidden_size": config.get("hidden_size"),
+        "ffn_hidden_size": config.get("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads", heads),
+        "kv_channels": head_width,
+        "vocab_size": config.get("vocab_size"),
+        "max_position_embeddings": config.get("max_position_embeddings"),
+        "normalization": "RMSNorm" if "rms_norm_eps" in config else "LayerNorm",
+        "norm_epsilon": config.get("rms_norm_eps", config.get("layer_norm_epsilon")),
+        "rotary_base": rope.get("rope_theta"),
+        "position_embedding_type": "rope" if _rotates(config, rope) else None,
+        "rotary_percent": config.get("partial_rotary_factor", 1.0),
+        "rotary_scaling_factor": rope.get("factor"),
+    }
+    wrong = [(name, getattr(args, name), has) for name, has in truth.items() if has is not None]
+    wrong = [(name, said, has) for name, said, has in wrong if said is not None and said != has]
+    wrong += [
+        (name, getattr(args, name), has) for name, has in _switches(args, config, rope) if getattr(args, name) != has
+    ]
+    return [f"--{name.replace('_', '-')} is {said} but the model's config.json says {has}" for name, said, has in wrong]
+
+
+def _switches(args: ArchitectureArgs, config: dict[str, object], rope: dict[str, object]) -> list[tuple[str, bool]]:
+    """(switch, its value by the config), of given switches; of some others too if flags describe a whole model."""
+    family = family_of(str(config.get("model_type")))
+    truth = {
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
+        "use_rotary_position_embeddings": _rotates(config, rope),
+        "use_rope_scaling": rope.get("rope_type", rope.get("type", "default")) == "llama3",
+        "swiglu": config.get("hidden_act", "silu") == "silu",
+        "disable_bias_linear": not config.get("mlp_bias", False),
+        "qk_layernorm": family is not None and family.qk_norm,
+        "add_qkv_bias": is_true(family.qkv_bias if family else "attention_bias", config),
+    }
+    known = config.get("model_type") in FAMILIES
+    strict = {"untie_embeddings_and_output_weights"} | ({"qk_layernorm", "add_qkv_bias"} if known else set())
+    return [(n, has) for n, has in truth.items() if getattr(args, n) or (args.describes_model and n in strict)]
+
+
+def _rotates(config: dict[str, object], rope: dict[str, object]) -> bool:
+    return "rope_theta" in rope or config.get("model_type") in FAMILIES

@@ -1,0 +1,1 @@
+"""The currency: samples, and the table of them."""

@@ -1,0 +1,360 @@
+"""One sample while it is being generated, and the columns that the table of samples takes from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, asdict, dataclass, field, fields
+from enum import StrEnum
+from functools import cache, partial
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from slimelite.base.registry import Registry
+from slimelite.samples.per_token import held, joined, listed
+
+
+class Status(StrEnum):
+    """Where a sample stands; the names are slime's."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+_Status = Status  # in the body of `Sample`, ``Status`` is its attribute
+
+# weight version of a token before it is known; -1 is the version of the weights that an engine starts with
+UNSTAMPED = -2
+
+# finish reason of an engine -> status of the sample
+FINISH_STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+
+# fields of slime's Sample that are not supported -> their contents; None and empty values are accepted
+NOT_HERE = {
+    "multimodal_inputs": "images, video or audio",
+    "multimodal_train_inputs": "images, video or audio",
+    "multimodal_train_input_id": "images, video or audio",
+    "apply_chat_template_kwargs": "chat template settings of one sample alone",
+    "rollout_routed_experts": "routing replay",
+    "rollout_top_p_token_ids": "top-p replay",
+    "rollout_top_p_token_offsets": "top-p replay",
+    "mopd_teacher_log_probs": "several teachers",
+}
+
+
+@dataclass
+class Sample:
+    """A prompt and the response being written to it; `slime.utils.types.Sample` is this class.
+
+    Plugins may set attributes of their own: they are copied, saved and loaded with the sample.
+
+    ``tokens`` is prompt and response together; the per-token lists (``loss_mask``, ``rollout_log_probs``,
+    ``weight_versions``, when a teacher scored it ``teacher_log_probs``, and columns of a user's own) cover the response
+    alone and have ``response_length`` entries. `append_response_tokens` is the only writer of the first three. All are
+    lists for who reads them; they are kept as the arrays that an engine gave until then (`samples.per_token`).
+    """
+
+    Status: ClassVar[type[_Status]] = _Status
+
+    group_index: int | None = None
+    index: int | None = None
+    # shared by the samples of one fan-out; None: the sample is a rollout of its own
+    rollout_id: int | None = None
+    # shared by samples that must be trained together (the two of a preference pair); None: no others
+    unit_id: int | None = None
+    prompt: str | list[dict[str, Any]] = ""
+    tokens: list[int] = field(default_factory=list)
+    response: str = ""
+    response_length: int = 0
+    # the right answer from the data: any JSON value
+    label: Any = None
+    reward: float | dict[str, Any] | None = None
+    loss_mask: list[int] | None = None
+    rollout_log_probs: list[float] | None = None
+    weight_versions: list[int] = field(default_factory=list)
+    teacher_log_probs: list[float] | None = None
+    # masked out of the loss, still counted in its group's statistics
+    remove_sample: bool = False
+    status: _Status = _Status.PENDING
+    metadata: dict[str, Any] = field(default_factory=dict)
+    generate_function_path: str | None = None
+    custom_rm_path: str | None = None
+    train_metadata: dict[str, Any] | None = None
+    session_id: str | None = None
+    # seconds spent waiting for tools and environments
+    non_generation_time: float = 0.0
+
+    multimodal_inputs: InitVar[object] = None
+    multimodal_train_inputs: InitVar[object] = None
+    multimodal_train_input_id: InitVar[object] = None
+    apply_chat_template_kwargs: InitVar[object] = None
+    rollout_routed_experts: InitVar[object] = None
+    rollout_top_p_token_ids: InitVar[object] = None
+    rollout_top_p_token_offsets: InitVar[object] = None
+    mopd_teacher_log_probs: InitVar[object] = None
+
+    def __post_init__(self, *not_here: object) -> None:
+        """Refuse values of slime's constructor that are not supported here."""
+        _refuse(dict(zip(NOT_HERE, not_here, strict=True)))
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of prompt tokens."""
+        return self.total_length - self.response_length
+
+    @property
+    def total_length(self) -> int:
+        """Number of prompt and response tokens."""
+        return len(held(self, "tokens"))
+
+    @property
+    def effective_response_length(self) -> int:
+        """Number of response tokens that the loss sees."""
+        mask = held(self, "loss_mask")
+        if mask is None:
+            return self.response_length
+        return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else sum(mask)
+
+    def append_response_tokens(
+        self,
+        first: Any = None,
+        log_probs: Sequence[float] | None = None,
+        *,
+        tokens: Sequence[int] | None = None,
+        text: str | None = None,
+        trainable: bool = True,
+        weight_version: int | None = None,
+        weight_versions: Sequence[int] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        update_terminal_info: bool = True,
+    ) -> None:
+        """Append tokens to the response and keep every per-token list aligned.
+
+        It is called as ``(tokens, log_probs)``, or as in slime: ``(args, tokens=…, log_probs=…, meta_info=…)``.
+
+        ``log_probs``: the engine's, one for each token; tokens of a tool or environment (``trainable=False``) get mask
+        0 and log-prob 0. ``weight_version``: of the weights that sampled the tokens (``weight_versions``: one for
+        each token); without either, the version that the engine had when the generate function was called.
+        ``meta_info``: from the engine's answer, with weight versions and finish reason; the status is set from it
+        unless ``update_terminal_info`` is False.
+
+        Raises:
+            ValueError: trainable tokens without log-probs, or lists of different lengths.
+        """
+        given = first if tokens is None else tokens
+        added: Any = given if isinstance(given, np.ndarray) else [] if given is None else list(given)
+        count = len(added)
+        if log_probs is None:
+            if trainable and count:
+                raise ValueError(f"{count} trainable tokens came without log-probs; pass log_probs, or trainable=False")
+            log_probs = [0.0] * count
+        if meta_info is not None and weight_version is None and weight_versions is None:
+            weight_versions = versions_of(meta_info, count)
+        version = UNSTAMPED if weight_version is None else weight_version
+        versions = [version] * count if weight_versions is None else weight_versions
+        for name, values in (("log_probs", log_probs), ("weight_versions", versions)):
+            if len(values) != count:
+                raise ValueError(f"{count} response tokens but {len(values)} {name}; they must be one to one")
+        before, packed = held(self, "tokens"), isinstance(added, np.ndarray)
+        mask: Any = held(self, "loss_mask")
+        if mask is None:
+            mask = np.ones(self.response_length, np.int8) if packed else [1] * self.response_length
+            self.loss_mask = mask
+        self.check_aligned()
+        self.tokens = joined(np.asarray(before, added.dtype) if packed else before, added)
+        if isinstance(mask, np.ndarray):
+            self.loss_mask = joined(mask, np.full(count, int(trainable), np.int8))
+        else:  # in place, as in slime: its retool example keeps a reference to the list and assigns it again at the end
+            mask.extend([int(trainable)] * count)
+        self.rollout_log_probs = joined(held(self, "rollout_log_probs"), log_probs)
+        self.weight_versions = joined(held(self, "weight_versions"), versions)
+        self.response_length += count
+        self.response += text or ""
+        if meta_info is not None and update_terminal_info:
+            self.update_from_meta_info(None, meta_info)
+
+    def update_from_meta_info(self, args: object, meta_info: dict[str, Any]) -> None:  # noqa: ARG002
+        """Set the status from the engine's finish reason; the signature is slime's."""
+        self.status = FINISH_STATUS.get(meta_info["finish_reason"]["type"], Status.COMPLETED)
+
+    @property
+    def trained_versions(self) -> np.ndarray:
+        """Weight versions of the response tokens in the loss; a tool's tokens were not sampled from any weights."""
+        versions, mask = np.asarray(held(self, "weight_versions"), np.int64), held(self, "loss_mask")
+        return versions if mask is None else versions[: len(mask)][np.asarray(mask[: len(versions)], bool)]
+
+    def check_aligned(self) -> None:
+        """Raise ValueError for a per-token list that does not fit the response, or for an unsupported field."""
+        if not NOT_HERE.keys().isdisjoint(vars(self)):
+            _refuse({name: getattr(self, name) for name in NOT_HERE})
+        if self.response_length > self.total_length:
+            raise ValueError(
+                f"response_length {self.response_length} exceeds the {self.total_length} tokens of the sample"
+            )
+        for column in _token_columns(len(COLUMNS)):
+            values = column.read(self)
+            count = None if values is None else len(values)
+            # an empty mask is an error, since its meaning is unclear; other lists may be empty, which means absent
+            if count != self.response_length and (count or (count == 0 and column.name == "loss_mask")):
+                raise ValueError(
+                    f"sample {self.index}: {column.name} has {count} entries but the response has "
+                    f"{self.response_length} tokens; add tokens with append_response_tokens only"
+                )
+
+    def reward_value(self, key: str | None) -> float:
+        """The reward as a number; ``key`` picks it from a dict reward.
+
+        Raises:
+            ValueError: there is no reward, or ``key`` does not fit it.
+        """
+        reward = self.reward
+        if isinstance(reward, dict):
+            if key is None or key not in reward:
+                raise ValueError(
+                    f"the reward is a dict with keys {sorted(reward)}; name one with --reward-key (got {key!r})"
+                )
+            reward = reward[key]
+        if reward is None:
+            raise ValueError(f"sample {self.index} of group {self.group_index} has no reward")
+        return float(reward)
+
+    def get_reward_value(self, args: Any) -> float:
+        """slime's spelling of `reward_value`."""
+        return self.reward_value(args.reward_key)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain values, copied, and attributes that plugins have set, not copied."""
+        return {**vars(self), **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Sample:
+        """The inverse of `to_dict`; keys that are no fields become attributes, as plugins set them."""
+        given = {f.name for f in fields(cls)} & values.keys()
+        sample = cls(**{name: values[name] for name in given})
+        sample.status = _Status(sample.status)
+        vars(sample).update({name: value for name, value in values.items() if name not in given})
+        return sample
+
+
+# the lists of a sample with a value for each token
+PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs")
+listed(Sample, PER_TOKEN)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table of samples, which saved rollouts contain and a loss can read.
+
+    ::
+
+        COLUMNS.add(Column("difficulty", "float32", per="token"))
+
+    in a file that ``--import-file`` names adds one. A generate function gives ``sample.difficulty`` a list with a value
+    for each response token, and a loss reads ``batch.column("difficulty")``. A table has no
+    column that no sample has.
+    """
+
+    name: str
+    dtype: str  # numpy's, or "str"
+    per: Literal["sample", "prompt", "token"] = "sample"  # one value for each sample, prompt token or response token
+    of: Callable[[Sample], object] | None = None  # reads it from a sample; None: the attribute ``name``
+    absent: object = math.nan  # value for a sample without it; per-token: also for an empty list
+    required: bool = False  # every table and file has this column
+
+    def read(self, sample: Sample) -> Any:
+        """The value or values of ``sample``, or None if it has none."""
+        return held(sample, self.name) if self.of is None else self.of(sample)
+
+
+_every = partial(Column, required=True)
+COLUMNS = Registry(
+    "column of the table of samples",
+    "column",
+    (
+        _every("sample_id", "int64", of=lambda s: s.index),
+        # shared by the samples of one fan-out
+        _every("rollout_id", "int64", of=lambda s: s.index if s.rollout_id is None else s.rollout_id),
+        _every("group_id", "int64", of=lambda s: s.group_index),  # samples of one prompt
+        # rows that must never be split over micro-batches or ranks (a DPO pair)
+        _every("unit_id", "int64", of=lambda s: s.index if s.unit_id is None else s.unit_id),
+        _every("reward", "float64"),
+        _every("advantage", "float64", of=lambda _: 0.0),  # of the group, computed before samples are dealt to ranks
+        # masked out of the loss, counted in the group's statistics
+        _every("removed", "bool", of=lambda s: s.remove_sample),
+        _every("prompt_tokens", "int32", "prompt", lambda s: held(s, "tokens")[: s.prompt_length]),
+        _every("response_tokens", "int32", "token", lambda s: held(s, "tokens")[s.prompt_length :]),
+        _every("loss_mask", "bool", "token", absent=True),
+        _every("rollout_log_probs", "float32", "token"),
+        _every("weight_versions", "int32", "token", absent=0),
+        _every("teacher_log_probs", "float32", "token"),  # NaN where no teacher scored the token
+        # where a reply of an episode ends its reward, elsewhere NaN
+        Column("turn_rewards", "float32", "token"),
+        # number of the player, in an episode of several; each is compared with those of its own role
+        Column("role", "int32", absent=0),
+        _every("status", "str", of=lambda s: str(s.status)),
+        _every("label", "str", of=lambda s: plain(s.label)),  # any JSON value
+        _every("prompt", "str", of=lambda s: s.prompt if isinstance(s.prompt, str) else json.dumps(s.prompt)),
+        _every("response", "str"),
+        _every("metadata", "str", of=lambda s: json.dumps(plain(s.metadata)) if s.metadata else "{}"),
+        # JSON of a dict reward; column ``reward`` has one of its entries
+        Column(
+            "reward_components", "str", of=lambda s: json.dumps(plain(s.reward)) if isinstance(s.reward, dict) else "{}"
+        ),
+        # the trained advantages if they were per token; ``advantage`` is then not used
+        Column("advantages", "float32", "token", of=lambda _: None),
+        # the weight of each token in the policy loss if flags made it other than the aggregation's; NaN: not computed
+        Column("loss_weights", "float32", "token", of=lambda _: None),
+    ),
+)
+
+
+@cache
+def _token_columns(_known: int) -> list[Column]:
+    """The per-token columns whose length a plugin can get wrong; ``_known``: how many columns there are by now."""
+    return [column for column in COLUMNS.values() if column.per == "token" and column.name != "response_tokens"]
+
+
+def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
+    """The weight version of each of the first ``count`` tokens of the answer with this ``meta_info``."""
+    spans = meta_info.get("weight_versions") or [{"version": meta_info.get("weight_version", ""), "start": 0}]
+    ends = [*(span["start"] for span in spans[1:]), count]
+    versions: list[int] = []
+    for span, end in zip(spans, ends, strict=True):
+        # SGLang says "default" until the first update
+        version = int(span["version"]) if str(span["version"]).isdecimal() else UNSTAMPED
+        versions += [version] * (end - span["start"])
+    return versions[:count]  # a plugin may have shortened the response
+
+
+# metadata key of the place in its file of the row that a task made a prompt of, such as "row 3"
+ROW = "row"
+
+
+def label_text(label: object) -> str:
+    """A label as text for reward rules: numbers as written, lists and dicts as JSON, "" for no label."""
+    if isinstance(label, list | dict):
+        return json.dumps(plain(label), ensure_ascii=False)
+    return "" if label is None else str(label)
+
+
+def _refuse(values: dict[str, object]) -> None:
+    for name, value in values.items():
+        carried = value.values() if isinstance(value, dict) else [value]
+        if any(entry is not None and not (hasattr(entry, "__len__") and len(entry) == 0) for entry in carried):
+            raise ValueError(f"Sample.{name} carries something, and {NOT_HERE[name]} are not supported here")
+
+
+def plain(value: object) -> object:
+    """``value`` as JSON values: numpy values become numbers and lists, other objects become text."""
+    if isinstance(value, dict):
+        return {str(plain(key)): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    if hasattr(value, "tolist"):  # numpy's scalars and arrays, tensors
+        return plain(value.tolist())
+    return value if value is None or isinstance(value, str | int | float) else str(value)

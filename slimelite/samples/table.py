@@ -1,0 +1,319 @@
+"""A rollout as a table of samples: the one data format of all parts of a run, with one row for each sample.
+
+The rollout side sends it to the trainers, debug dumps and the run folder contain it, and offline training (SFT,
+offline RL, preference pairs) reads it. Each ragged column is one flat array, split into rows by
+``prompt_offsets`` or ``response_offsets``; per-token data is never a Python list. `sample.COLUMNS` lists
+the columns.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slimelite.base.files import whole
+from slimelite.samples.sample import COLUMNS, PER_TOKEN, Column, Sample, Status, label_text
+
+SCHEMA_VERSION = "1"
+
+# the offsets that split a ragged column into rows
+OFFSETS = {"prompt": "prompt_offsets", "token": "response_offsets"}
+
+
+class SampleTable:
+    """A rollout: an attribute for each of ``COLUMNS`` (None if the rollout lacks it) and for each of ``OFFSETS``.
+
+    Numbers are arrays of the column's dtype: [rows], or [prompt tokens] or [response tokens] of all rows together.
+    Texts are lists. ``*_offsets``: [rows + 1], int64. If labels are not text, a file has a column ``label_value``
+    (JSON) besides ``label``. A file with per-token ``advantages`` has no ``advantage``, which is read as NaN.
+    """
+
+    sample_id: np.ndarray
+    rollout_id: np.ndarray
+    group_id: np.ndarray
+    unit_id: np.ndarray
+    reward: np.ndarray
+    advantage: np.ndarray
+    removed: np.ndarray
+    prompt_offsets: np.ndarray
+    response_offsets: np.ndarray
+    prompt_tokens: np.ndarray
+    response_tokens: np.ndarray
+    loss_mask: np.ndarray
+    rollout_log_probs: np.ndarray
+    weight_versions: np.ndarray
+    teacher_log_probs: np.ndarray
+    turn_rewards: np.ndarray | None
+    role: np.ndarray | None
+    advantages: np.ndarray | None
+    loss_weights: np.ndarray | None
+    status: list[str]
+    label: list[Any]
+    prompt: list[str]
+    response: list[str]
+    metadata: list[str]
+    reward_components: list[str]
+
+    def __init__(self, **columns: object) -> None:
+        """``columns``: values by column name, and the offsets."""
+        vars(self).update(columns)
+
+    if not TYPE_CHECKING:  # hidden, because with it a type checker accepts every misspelt name
+
+        def __getattr__(self, name: str) -> None:
+            """None for a column that the rollout lacks."""
+            if name not in COLUMNS:
+                raise AttributeError(f"a table of samples has no {name}")
+
+    def __len__(self) -> int:
+        return len(self.sample_id)
+
+    @property
+    def response_lengths(self) -> np.ndarray:
+        """[rows] response tokens."""
+        return np.diff(self.response_offsets)
+
+    @property
+    def total_lengths(self) -> np.ndarray:
+        """[rows] prompt and response tokens."""
+        return np.diff(self.prompt_offsets) + self.response_lengths
+
+    @property
+    def mask_sums(self) -> np.ndarray:
+        """[rows] response tokens the loss sees; 0 for removed samples."""
+        sums, some = np.zeros(len(self), np.int64), self.response_lengths > 0
+        if some.any():
+            sums[some] = np.add.reduceat(self.loss_mask, self.response_offsets[:-1][some], dtype=np.int64)
+        return np.where(self.removed, 0, sums)
+
+    def compared(self) -> tuple[np.ndarray, np.ndarray]:
+        """[rows] int64 each: numbers of the groups whose rollouts are compared with each other, and of the rollouts.
+
+        The roles of an episode are groups and rollouts of their own.
+        """
+        roles = np.zeros(len(self), np.int64) if self.role is None else self.role.astype(np.int64)
+        of_group, of_rollout = (np.stack([ids, roles], 1) for ids in (self.group_id, self.rollout_id))
+        groups, rollouts = (np.unique(keys, axis=0, return_inverse=True)[1] for keys in (of_group, of_rollout))
+        return groups.reshape(-1), rollouts.reshape(-1)
+
+    def numeric_components(self) -> list[dict[str, float]]:
+        """[rows] the numbers of each row's reward components; True counts as 1."""
+        rows = [json.loads(row) if row and row != "{}" else {} for row in self.reward_components or []]
+        return [{k: float(v) for k, v in row.items() if isinstance(v, bool | int | float)} for row in rows]
+
+    def columns(self) -> list[Column]:
+        """The columns that the rollout has."""
+        return [column for column in COLUMNS.values() if getattr(self, column.name) is not None]
+
+    def row_slice(self, name: str, row: int) -> np.ndarray:
+        """The part of ragged column ``name`` that belongs to ``row`` (a view)."""
+        offsets = getattr(self, OFFSETS[COLUMNS[name].per])
+        values: np.ndarray = getattr(self, name)[offsets[row] : offsets[row + 1]]
+        return values
+
+    @classmethod
+    def from_samples(cls, groups: Sequence[Sequence[Sample]], reward_key: str | None = None) -> SampleTable:
+        """Build a table from groups of finished samples. Samples without a rollout id become rollouts of their own.
+
+        Raises:
+            ValueError: a sample without reward, index or group index, or with misaligned per-token lists.
+        """
+        samples = [s for group in groups for s in group]
+        for s in samples:
+            s.check_aligned()
+            if s.index is None or s.group_index is None:
+                raise ValueError("a sample without index or group_index reached training; the data source sets both")
+        lengths = {
+            "prompt": np.array([s.prompt_length for s in samples], np.int64),
+            "token": np.array([s.response_length for s in samples], np.int64),
+        }
+        values: dict[str, object] = {name: _offsets(lengths[per]) for per, name in OFFSETS.items()}
+        values["reward"] = np.array([s.reward_value(reward_key) for s in samples], np.float64)
+        for column in [column for column in COLUMNS.values() if column.name not in values]:
+            found = [column.read(s) for s in samples]
+            if not (column.required or any(value is not None for value in found)):
+                continue
+            if column.dtype == "str":
+                values[column.name] = found
+            elif column.per == "sample":
+                filled = [column.absent if value is None else value for value in found]
+                values[column.name] = np.array(filled, column.dtype)
+            elif any(value is not None and len(value) for value in found):
+                each = zip(found, lengths[column.per].tolist(), strict=True)
+                parts = [v if v is not None and len(v) else np.full(n, column.absent, column.dtype) for v, n in each]
+                values[column.name] = _concat(parts, column.dtype)
+            else:
+                values[column.name] = np.full(lengths[column.per].sum(), column.absent, column.dtype)
+        return cls(**values)
+
+    def to_samples(self) -> list[list[Sample]]:
+        """The groups of samples, in table order."""
+        groups: dict[int, list[Sample]] = {}
+        direct, lengths = [column for column in self.columns() if column.of is None], self.response_lengths.tolist()
+        for row in range(len(self)):
+            sample = Sample(
+                group_index=int(self.group_id[row]),
+                index=int(self.sample_id[row]),
+                rollout_id=int(self.rollout_id[row]),
+                unit_id=int(self.unit_id[row]),
+                prompt=self.prompt[row],
+                tokens=np.concatenate([self.row_slice(f"{part}_tokens", row) for part in ("prompt", "response")]),
+                response_length=lengths[row],
+                label=self.label[row],
+                remove_sample=bool(self.removed[row]),
+                status=Status(self.status[row]),
+                metadata=json.loads(self.metadata[row]),
+            )
+            for column in direct:
+                setattr(sample, column.name, self._value(column, row))
+            groups.setdefault(int(self.group_id[row]), []).append(sample)
+        return list(groups.values())
+
+    def _value(self, column: Column, row: int) -> object:
+        """The value of ``column`` for the sample of ``row``; None if it is NaN for any token."""
+        if column.per == "sample":
+            value = getattr(self, column.name)[row]
+            return value if column.dtype == "str" else value.item()
+        values = self.row_slice(column.name, row)
+        if column.dtype.startswith("float") and np.isnan(values).any():
+            return None
+        values = values.astype(np.int8) if column.dtype == "bool" else values
+        return values if column.name in PER_TOKEN else values.tolist()
+
+    def select(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
+        """The given rows, in the given order."""
+        rows = np.asarray(rows, np.int64)
+        values: dict[str, object] = {name: _offsets(np.diff(getattr(self, name))[rows]) for name in OFFSETS.values()}
+        for column in self.columns():
+            whole_column = getattr(self, column.name)
+            if column.per != "sample":
+                values[column.name] = _concat([self.row_slice(column.name, int(r)) for r in rows], column.dtype)
+            else:
+                values[column.name] = [whole_column[r] for r in rows] if column.dtype == "str" else whole_column[rows]
+        return SampleTable(**values)
+
+    def without_text(self) -> SampleTable:
+        """The same rows with empty text columns, because trainers need no text."""
+        blank = {column.name: [""] * len(self) for column in self.columns() if column.dtype == "str"}
+        return SampleTable(**{**vars(self), **blank})
+
+    def to_arrow(self) -> pa.Table:
+        """An Arrow table with list columns, readable by any parquet tool."""
+        arrays: dict[str, pa.Array] = {}
+        for column in self.columns():
+            values = getattr(self, column.name)
+            if column.dtype == "str":
+                texts = values if column.name != "label" else [None if v is None else label_text(v) for v in values]
+                # a plugin's text may have half of a character, which UTF-8 cannot hold: it is written as \ud800
+                readable = [None if v is None else v.encode("utf-8", "backslashreplace") for v in texts]
+                arrays[column.name] = pa.array(readable, pa.binary()).cast(pa.string())
+            elif column.per == "sample":
+                arrays[column.name] = pa.array(values)
+            else:
+                offsets = pa.array(getattr(self, OFFSETS[column.per]))
+                arrays[column.name] = pa.LargeListArray.from_arrays(offsets, pa.array(values))
+        typed = [None if isinstance(label, str | None) else json.dumps(label) for label in self.label]
+        if any(value is not None for value in typed):
+            arrays["label_value"] = pa.array(typed, pa.string())
+        if self.advantages is not None:
+            del arrays["advantage"]
+        return pa.table(arrays, metadata={"slimelite.samples": SCHEMA_VERSION})
+
+    @classmethod
+    def from_arrow(cls, table: pa.Table) -> SampleTable:
+        """The inverse of `to_arrow`.
+
+        Raises:
+            ValueError: columns are missing.
+        """
+        values: dict[str, Any] = {"reward_components": ["{}"] * len(table)}  # older files have none
+        if "advantages" in table.column_names:
+            values["advantage"] = np.full(len(table), np.nan)
+        there = {*table.column_names, *values}
+        if missing := [column.name for column in COLUMNS.values() if column.required and column.name not in there]:
+            raise ValueError(
+                f"not a table of samples: columns {missing} are missing; write it with --save-debug-rollout-data"
+            )
+        for column in COLUMNS.values():
+            if column.name not in table.column_names:
+                continue
+            found = table.column(column.name).combine_chunks()
+            if column.dtype == "str":
+                values[column.name] = found.to_pylist()
+                continue
+            if column.per != "sample":
+                values[OFFSETS[column.per]] = _offsets(found.value_lengths().to_numpy(zero_copy_only=False))
+                found = found.flatten()
+            values[column.name] = found.to_numpy(zero_copy_only=False).astype(column.dtype)
+        if "label_value" in table.column_names:
+            typed = table.column("label_value").to_pylist()
+            values["label"] = [
+                text if value is None else json.loads(value) for text, value in zip(values["label"], typed, strict=True)
+            ]
+        return cls(**values)
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write the table; the file appears whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as partial:
+            pq.write_table(self.to_arrow(), partial, compression="zstd")
+
+    @classmethod
+    def from_parquet(cls, path: str | Path) -> SampleTable:
+        """Read what `to_parquet` wrote.
+
+        Raises:
+            ValueError: the file is not there, or is not a table of samples.
+        """
+        if not Path(path).is_file():
+            raise ValueError(f"no saved rollout at {path}")
+        try:
+            return cls.from_arrow(pq.read_table(path))
+        except (pa.ArrowInvalid, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TokenStats:
+    """Log-probs and entropies of a rollout of n samples under the trainer's weights before its first optimizer step.
+
+    ``sample_id``: [n] int64; ``offsets``: [n + 1] int64, where the tokens of each sample begin and end; ``log_probs``,
+    ``entropy``: [response tokens] float32, in nats, all NaN in a row that the trainer did not compute.
+    """
+
+    sample_id: np.ndarray
+    offsets: np.ndarray
+    log_probs: np.ndarray
+    entropy: np.ndarray
+
+    def to_parquet(self, path: Path) -> None:
+        """Write a row for each sample, with null lists where it was not computed; the file appears whole or not at
+        all.
+        """
+        lengths = np.diff(self.offsets)
+        seen = np.bincount(np.repeat(np.arange(len(lengths)), lengths), ~np.isnan(self.log_probs), len(lengths))
+        absent = pa.array((lengths > 0) & (seen == 0))
+        columns = {"sample_id": pa.array(self.sample_id)}
+        for name, values in (("log_probs", self.log_probs), ("entropy", self.entropy)):
+            columns[name] = pa.LargeListArray.from_arrays(pa.array(self.offsets), pa.array(values), mask=absent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole(path) as partial:
+            pq.write_table(pa.table(columns), partial, compression="zstd")
+
+
+def _offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(np.asarray(lengths, np.int64))]).astype(np.int64)
+
+
+def _concat(parts: Sequence[object], dtype: str) -> np.ndarray:
+    if not parts:
+        return np.zeros(0, dtype)
+    return np.concatenate([np.asarray(p, dtype) for p in parts])

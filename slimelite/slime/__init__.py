@@ -1,0 +1,1 @@
+"""What plugins of slime import and expect."""

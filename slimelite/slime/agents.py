@@ -1,0 +1,245 @@
+"""slime's ``slime.agent``: adapters that let a program talk to the model, over our HTTP front and sessions.
+
+In slime an adapter is a web application of the plugin's own, and a client's API key is the name of its session. Nothing
+drifts here, since a conversation goes on from the tokens that were sampled: what slime does about that has no effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from aiohttp import web
+from aiohttp.web_log import AccessLogger
+
+from slimelite.base.http_client import Client
+from slimelite.base.http_server import RequestError
+from slimelite.base.threads import LoopThread
+from slimelite.engines.http_front import parse_sampling_params
+from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens, Scores
+from slimelite.engines.sglang.wire import extend, request_body
+from slimelite.samples.sample import Sample
+from slimelite.serving.format import ChatFormat, Tools, schemas
+from slimelite.serving.front import SAMPLING_ROUTES, Front
+from slimelite.serving.sessions import Session, Sessions
+from slimelite.serving.tools import REASONING_FORMATS, TOOL_FORMATS, read_reasoning, read_tools
+
+if TYPE_CHECKING:
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+# longest conversation of a session that was opened without a limit; the engine refuses what it cannot hold [tokens]
+LONGEST = 1 << 20
+FilteredAccessLogger = AccessLogger
+
+
+class Adapter:
+    """``OpenAIAdapter`` and ``AnthropicAdapter`` at once: a session by name, in either dialect.
+
+    ``app``: the web application, for `run_app_in_thread` or a server of the plugin's own.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        sglang_url: str,
+        tool_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        max_turns_per_sid: int | None = None,
+        fork_threshold_tokens: int | None = None,  # noqa: ARG002
+    ) -> None:
+        """``sglang_url``: an address with SGLang's ``/generate``. ``tool_parser``, ``reasoning_parser``: our names or
+        SGLang's; others, and None, leave it to the chat template. ``max_turns_per_sid``: replies of one session.
+        """
+        tools, thinking = _known(TOOL_FORMATS, tool_parser), _known(REASONING_FORMATS, reasoning_parser)
+        chat_format = ChatFormat(tokenizer, tool_parser=tools, reasoning_parser=thinking)
+        engine = _Server(sglang_url.rstrip("/"))
+        self.sessions = Sessions(chat_format, engine.sample, LONGEST)
+        self.app = _ByKey(self.sessions, engine, "slime-actor", max_turns_per_sid).application()
+
+    def open_session(
+        self, sid: str, *, sampling_defaults: Mapping[str, Any] | None = None, max_context_tokens: int = 0
+    ) -> None:
+        """Open a session; ``sampling_defaults`` have SGLang's names.
+
+        Raises:
+            ValueError: the name is taken, or a parameter is not supported.
+        """
+        session = self.sessions.open(sid, defaults=parse_sampling_params(dict(sampling_defaults or {})))
+        session.max_context_len = max_context_tokens or LONGEST
+
+    async def finish_session(
+        self,
+        sid: str,
+        *,
+        base_sample: Sample | None = None,
+        reward: float = 0.0,
+        extra_metadata: Mapping[str, Any] | None = None,
+        wait_timeout: float = 5.0,
+    ) -> list[Sample]:
+        """Close the session, and return its samples: one a branch, each with ``reward``; none in a second call.
+
+        Requests that still run get ``wait_timeout`` seconds.
+        """
+        session = await self._closed(sid, wait_timeout)
+        if session is None or base_sample is None or not session.turns:
+            return []
+        samples = session.samples(base_sample)
+        for sample in samples:
+            sample.reward = reward
+            sample.metadata |= extra_metadata or {}
+        return samples
+
+    async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
+        """Close the session and forget it."""
+        await self._closed(sid, wait_timeout)
+
+    shutdown_session = drop_session
+
+    async def _closed(self, sid: str, wait_timeout: float) -> Session | None:
+        try:
+            session = self.sessions.close(sid)
+        except LookupError:
+            return None
+        end = asyncio.get_running_loop().time() + wait_timeout
+        while session.running and asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.01)
+        return session
+
+
+class SingletonMeta(type):
+    """The metaclass of classes that have one object in a process, which the first call of the class makes."""
+
+    _made: ClassVar[dict[type, Any]] = {}
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make the object, or return the one that there is."""
+        if cls not in SingletonMeta._made:
+            SingletonMeta._made[cls] = super().__call__(*args, **kwargs)
+        return SingletonMeta._made[cls]
+
+
+def _known(formats: Mapping[str, Any], name: str | None) -> str | None:
+    """Our name of a format that we or SGLang call ``name``; None if there is none."""
+    return next((f.name for f in formats.values() if name == f.name or name in f.sglang), None)
+
+
+class _ByKey(Front):
+    """A front whose clients name their session by the API key alone."""
+
+    def __init__(self, sessions: Sessions, engine: _Server, name: str, most_turns: int | None) -> None:
+        super().__init__(sessions, engine, name)
+        self._most_turns = most_turns
+
+    def _check_key(self, http: web.Request) -> None:
+        """The key is looked up where the session is; what is not of one session is nobody's."""
+        if http.path not in SAMPLING_ROUTES and http.method != "GET":
+            raise RequestError("an agent may ask for replies alone", 401, code="invalid_api_key")
+
+    def _session(self, http: web.Request) -> Session:
+        given = http.headers.get("x-api-key") or http.headers.get("Authorization", "").removeprefix("Bearer ")
+        session = self._model.sessions.find(given)
+        if self._most_turns is not None and len(session.turns) >= self._most_turns:
+            raise RequestError(f"session {given!r} has had its {self._most_turns} turns (max_turns_per_sid)", 429)
+        return session
+
+
+class _Server:
+    """Engines behind one address, as SGLang's router is."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._client = url, Client()
+
+    async def sample(self, request: GenerateRequest, _: OnTokens | None) -> GenerateResult:
+        """See `Sampler`."""
+        (result,) = await self.generate([request])
+        return result
+
+    async def generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """See `Engine.generate`."""
+        return list(await asyncio.gather(*(self._one(request) for request in requests)))
+
+    async def _one(self, request: GenerateRequest) -> GenerateResult:
+        result = GenerateResult(request.request_id, [], [], [], "abort")
+        body = request_body(request, result, request.request_id, eos=(), seeds=True)
+        extend(result, await self._client.post(f"{self._url}/generate", body))
+        return result
+
+    async def info(self) -> EngineInfo:
+        """See `Engine.info`."""
+        return EngineInfo("server", -1, LONGEST, 1, seeds=False)
+
+    async def score(self, input_ids: Sequence[int], start: int, temperature: float = 1.0, top: int = 0) -> Scores:  # noqa: ARG002
+        """See `Engine.score`."""
+        raise ValueError("log-probs of a prompt: ask the engine itself")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """See `Engine.abort`; never all, since other sessions have requests there too."""
+        for request_id in request_ids or ():
+            await self._client.post(f"{self._url}/abort_request", {"rid": request_id})
+
+
+@dataclass(frozen=True)
+class ParsedModelOutput:
+    """What a reply says; ``ill_formed``: whether it has a tool call that cannot be read."""
+
+    reasoning: str
+    text: str
+    tool_uses: list[dict[str, Any]]
+    ill_formed: bool = False
+
+
+def parse_model_output(
+    raw_output: str, *, tools_schema: Tools, tool_parser_name: str | None, reasoning_parser_name: str | None
+) -> ParsedModelOutput:
+    """Read a reply by formats of our names or SGLang's; without a name nothing is looked for."""
+    tools, thinking = _known(TOOL_FORMATS, tool_parser_name), _known(REASONING_FORMATS, reasoning_parser_name)
+    reasoning, text = read_reasoning(raw_output, REASONING_FORMATS[thinking] if thinking else None, opened=False)
+    text, calls, malformed = read_tools(text, TOOL_FORMATS[tools] if tools else None, schemas(tools_schema), "")
+    uses = [{"name": call.name, "input": json.loads(call.arguments)} for call in calls]
+    return ParsedModelOutput(reasoning or "", text.strip(), uses, bool(malformed))
+
+
+@dataclass
+class AppHandle:
+    """A web application on a thread of its own."""
+
+    port: int
+    _thread: LoopThread
+    _runner: web.AppRunner
+
+    def stop(self) -> None:
+        """Stop listening."""
+        self._thread.run(self._runner.cleanup())
+        self._thread.close()
+
+
+def run_app_in_thread(
+    app: web.Application,
+    *,
+    host: str,
+    port: int,
+    thread_name: str = "agent adapter",
+    runner_kwargs: Mapping[str, Any] | None = None,
+) -> AppHandle:
+    """Serve ``app`` at ``port`` (0 takes a free one, see the handle).
+
+    Raises:
+        OSError: the port is taken.
+    """
+    thread = LoopThread(thread_name)
+    runner = web.AppRunner(app, **{"handler_cancellation": True, **(runner_kwargs or {})})
+
+    async def start() -> None:
+        await runner.setup()
+        await web.TCPSite(runner, host, port).start()
+
+    try:
+        thread.run(start())
+    except BaseException:
+        thread.close()
+        raise
+    return AppHandle(runner.addresses[0][1], thread, runner)

@@ -1,0 +1,362 @@
+"""slime's own functions, as its plugins call them, written with our objects; `compat` has their names.
+
+Only the lookup of a slime name imports this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from slimelite.base.http_client import Client, NoAnswer, Retry
+from slimelite.base.registry import function
+from slimelite.samples.sample import Sample, Status, label_text
+
+if TYPE_CHECKING:
+    from slimelite.rollout.context import PluginArgs, RolloutFnEvalOutput, RolloutFnTrainOutput
+
+# name of the samples that a plugin generates with `generate_and_rm`, for their random streams
+STREAM = "plugin"
+
+
+class GenerateState:
+    """slime's ``GenerateState(args)``: the run's tokenizer and sampling parameters."""
+
+    processor: None = None
+
+    def __init__(self, args: PluginArgs) -> None:
+        from slimelite.rollout.groups import rollout_params, slime_params
+
+        context = args.rollout_context
+        self.args, self.tokenizer = context.args, context.tokenizer
+        self.sampling_params = slime_params(rollout_params(context.args), seed=None)
+
+
+def get_model_url(args: PluginArgs, name: str = "actor", endpoint: str = "/generate") -> str:  # noqa: ARG001
+    """The address of the policy's engine."""
+    return f"http://{args.sglang_router_ip}:{args.sglang_router_port}{endpoint}"
+
+
+def load_tokenizer(path: str, **_: Any) -> Any:
+    """Our tokenizer loader; it ignores slime's extra arguments."""
+    from slimelite.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def whole_response(tensor: Any, *_: Any) -> Any:
+    """The whole response: slime gathers or slices it over context-parallel ranks, but here every rank has all of it."""
+    return tensor
+
+
+def call_rollout_fn(
+    function: Callable[..., Any], *args: Any, evaluation: bool, **named: Any
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Call a rollout function; if it returns bare samples or data, as older ones do, they are put into an object."""
+    from slimelite.rollout.context import RolloutFnEvalOutput, RolloutFnTrainOutput
+
+    output = function(*args, evaluation=evaluation, **named)
+    if isinstance(output, RolloutFnTrainOutput | RolloutFnEvalOutput):
+        return output
+    return RolloutFnEvalOutput(output) if evaluation else RolloutFnTrainOutput(output)
+
+
+async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """Generate a response, or the rest of one, with the engine: slime's default generate function."""
+    if not sample.tokens:
+        tokenizer = args.rollout_context.tokenizer
+        sample.tokens = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    left = sampling_params["max_new_tokens"] - sample.response_length
+    if left <= 0:
+        sample.status = Status.TRUNCATED
+        return sample
+    params = {**sampling_params, "max_new_tokens": left}
+    body = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    answer = await post(get_model_url(args), body)
+    pairs = answer["meta_info"].get("output_token_logprobs", [])
+    sample.append_response_tokens(
+        tokens=[pair[1] for pair in pairs],
+        log_probs=[pair[0] for pair in pairs],
+        meta_info=answer["meta_info"],
+        text=answer["text"],
+    )
+    return sample
+
+
+async def generate_and_rm(
+    args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """One sample from the run's generate function, after sample hooks and reward; several samples if it fans out.
+
+    Raises:
+        ValueError: --group-rm, which scores a whole group.
+    """
+    if args.group_rm:
+        raise ValueError("generate_and_rm scores one sample, and --group-rm a group: call generate_and_rm_group")
+    made = await generate_and_rm_group(args, [sample], sampling_params, evaluation)
+    return made[0] if len(made) == 1 else made
+
+
+async def generate_and_rm_group(
+    args: PluginArgs, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Sample]:
+    """The samples of one prompt from the run's generate function, after sample hooks and reward.
+
+    Aborted samples are returned unfinished.
+
+    Raises:
+        Exception: the last error, if every attempt at the group failed.
+    """
+    from slimelite.engines.http_front import parse_sampling_params
+    from slimelite.rollout.groups import GroupGenerator
+
+    context = args.rollout_context
+    generator = GroupGenerator(
+        context,
+        STREAM,
+        -1,  # slime does not pass the rollout's id either
+        parse_sampling_params(sampling_params),
+        max_context_len=args.rollout_max_context_len,
+        generate_path=args.custom_generate_function_path,
+        reward_key=args.reward_key,
+        evaluation=evaluation,
+    )
+
+    async def work() -> list[Sample]:
+        await context.engines.refresh()
+        samples, error = await generator.generate_one(list(group))
+        if error is not None:
+            raise error
+        return samples
+
+    # the engines live on the rollout's event loop, and the plugin's may be another
+    return await context.thread.result(work())
+
+
+async def apply_rollout_sample_hooks(args: PluginArgs, value: Any, **offered: Any) -> Any:
+    """``value``, a sample or nested lists of samples, after the functions of --rollout-sample-hook-path."""
+    from slimelite.rollout.groups import hooked, load_hooks
+
+    if isinstance(value, list):
+        return [await apply_rollout_sample_hooks(args, item, **offered) for item in value]
+    return await hooked(load_hooks(args), args, value, **offered)
+
+
+async def async_rm(args: PluginArgs, sample: Sample, **_: Any) -> Any:
+    """Score one sample by the run's reward, and return the reward."""
+    return (await batched_async_rm(args, [sample]))[0]
+
+
+async def batched_async_rm(args: PluginArgs, samples: list[Sample], **_: Any) -> list[Any]:
+    """Score samples by the run's reward, and return their rewards."""
+    await args.rollout_context.grader.grade(samples, group_rm=len(samples) > 1)
+    return [s.reward for s in samples]
+
+
+async def reward_func(_args: Any, samples: Sample | list[Sample], **_: Any) -> float | list[float]:
+    """slime's reward of pure distillation: 0. (There it also asks the teacher; here the rollout does.)"""
+    return [0.0] * len(samples) if isinstance(samples, list) else 0.0
+
+
+def post_process_rewards(args: Any, samples: list[Sample], **_: Any) -> tuple[list[float], list[float]]:
+    """slime's ``--custom-reward-post-process-path`` of pure distillation: the reward is reported, but it is 0 for the
+    advantages, so that only the teacher trains the policy.
+    """
+    return [s.reward_value(args.reward_key) for s in samples], [0.0] * len(samples)
+
+
+def grade_answer_verl(response: str, label: str) -> bool:
+    """Whether the last boxed answer equals the label; algebra included, without a time limit."""
+    return bool(_score("math", response, label))
+
+
+def deepscaler_reward(response: str, label: str) -> int:
+    """1 if the text after the thinking has the right answer, else 0; without a time limit."""
+    return int(_score("deepscaler", response, label))
+
+
+def _score(rm_type: str, response: str, label: str) -> float:
+    from slimelite.rewards.rules import RULES, Answer
+
+    rule, answer = RULES[rm_type], Answer(response, str(label))
+    assert rule.quick is not None
+    assert rule.slow is not None
+    quick = function(rule.quick)(answer)
+    score = function(rule.slow)(answer) if quick is None else quick
+    assert isinstance(score, float)
+    return score
+
+
+def compute_gpqa_reward(response: str | None, label: Any, metadata: dict[str, Any] | None = None) -> float:
+    """1 if the response chooses the right option, else 0."""
+    from slimelite.rewards.rules import Answer
+    from slimelite.rewards.text import gpqa
+
+    return gpqa(Answer(response or "", label_text(label), metadata or {}))
+
+
+def is_correct_minerva(solution_str: str, gt: Any, gt_need_extract: bool = False) -> tuple[bool, str]:
+    """(correct, prediction): the last ``Answer: ...`` line against an integer, which ``gt`` may have in a box."""
+    from slimelite.rewards.math import extract_boxed_answer, verify_minerva
+
+    truth = extract_boxed_answer(str(gt)) if gt_need_extract else str(gt)
+    return verify_minerva(solution_str, truth or "")
+
+
+def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: None = None) -> tuple[int, str | None]:
+    """(1 or -1, prediction): the last box of the final 100 characters, verbatim.
+
+    Raises:
+        ValueError: ``pause_tokens_index``, which is not supported.
+    """
+    from slimelite.rewards.math import verify_strict_box
+
+    if pause_tokens_index is not None:
+        raise ValueError("is_correct_strict_box: pause_tokens_index is not supported here")
+    correct, found = verify_strict_box(pred, str(gt))
+    return (1 if correct else -1), found
+
+
+class Dataset:
+    """Prompts of a file as samples, in slime's form: ``samples``, in an order of ``shuffle(epoch)``."""
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Any,
+        processor: None = None,
+        max_length: int | None = None,
+        *,
+        prompt_key: str = "text",
+        multimodal_keys: dict[str, str] | None = None,
+        label_key: str | None = None,
+        tool_key: str | None = None,
+        metadata_key: str = "metadata",
+        seed: int = 42,
+        apply_chat_template: bool = False,
+        apply_chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """
+        Raises:
+            ValueError: images are asked for, or the file cannot be read.
+        """
+        from slimelite.arguments import EvalDataset
+        from slimelite.data.prompts import load_prompts
+
+        if processor is not None or multimodal_keys:
+            raise ValueError("Dataset: images, video and audio are not supported here")
+        columns = EvalDataset(
+            name="plugin",
+            path=path,
+            input_key=prompt_key,
+            label_key=label_key,
+            tool_key=tool_key or "tools",
+            metadata_key=metadata_key,
+            apply_chat_template=apply_chat_template,
+            apply_chat_template_kwargs=apply_chat_template_kwargs or {},
+        )
+        self.origin_samples = load_prompts(columns, tokenizer, [path], max_prompt_len=max_length)
+        self.samples = self.origin_samples
+        self.seed = seed
+
+    def shuffle(self, new_epoch_id: int) -> None:
+        """Put ``samples`` into the order of an epoch."""
+        order = list(range(len(self.origin_samples)))
+        random.Random(self.seed + new_epoch_id).shuffle(order)
+        self.samples = [self.origin_samples[i] for i in order]
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def read_file(path: str) -> Iterator[dict[str, Any]]:
+    """The rows of a parquet or jsonl file; ``path@[a:b]`` takes a slice."""
+    from slimelite.data.reader import read_rows
+
+    return (row for _, row in read_rows(path))
+
+
+class MultiTurnLossMaskGenerator:
+    """Token ids and loss masks of conversations, by one of slime's kinds of mask or by ours, ``auto``."""
+
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+        self.tokenizer, self.tokenizer_type = tokenizer, tokenizer_type
+
+    def get_loss_mask(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[list[int], list[int]]:
+        """(token ids, mask) of a conversation."""
+        from slimelite.data.conversations import ChatReader
+
+        return ChatReader(self.tokenizer, self.tokenizer_type).tokens(messages, tools)
+
+    def get_response_lengths(self, loss_masks: Sequence[list[int]]) -> list[int]:
+        """See the function of that name."""
+        return get_response_lengths(loss_masks)
+
+    def get_text_from_loss_mask(self, token_ids: Sequence[int], loss_masks: Sequence[int]) -> list[str]:
+        """The pieces of text that are trained on."""
+        runs = groupby(zip(token_ids, loss_masks, strict=True), key=lambda pair: pair[1] == 1)
+        return [self.tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
+
+
+def get_response_lengths(loss_masks: Sequence[list[int]]) -> list[int]:
+    """Tokens from the first one that is trained on to the end, of each mask."""
+    return [len(mask) - mask.index(1) if 1 in mask else 0 for mask in loss_masks]
+
+
+class trace_span(dict[str, Any]):
+    """slime's time span; nothing records it here: ``with trace_span(sample, "tool") as span: span.update({...})``."""
+
+    def __init__(self, target: Any = None, name: str = "", attrs: dict[str, Any] | None = None) -> None:
+        super().__init__(attrs or {})
+        self.target, self.name = target, name
+
+    def __enter__(self) -> trace_span:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def trace_function(name: str, **_: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # noqa: ARG001
+    """slime's decorator for a span around each call; the function stays as it is."""
+    return lambda function: function
+
+
+def build_sglang_meta_trace_attrs(meta_info: dict[str, Any]) -> dict[str, Any]:
+    """The entries of an engine's ``meta_info`` that are numbers, which slime's plugins add to a trace."""
+    return {key: value for key, value in meta_info.items() if isinstance(value, int | float)}
+
+
+async def post(
+    url: str, payload: dict[str, Any] | None, max_retries: int = 60, headers: dict[str, str] | None = None
+) -> Any:
+    """POST JSON and return the JSON answer; a connection that fails is tried again every second while the engine that
+    the generate function was given is alive.
+
+    Raises:
+        HttpError: the server answered with an error, or never.
+        ValueError: the engine is gone, and none will take its place.
+    """
+    from slimelite.rollout.pool import IS_GONE
+
+    retry, is_gone, attempt = Retry(max_retries, first_s=1.0, most_s=1.0), IS_GONE.get(), 1
+    async with Client() as client:
+        while True:
+            try:
+                return await client.post(url, payload or {}, headers)
+            except NoAnswer as error:
+                if not retry.again(error, attempt) or (is_gone is not None and await is_gone()):
+                    raise
+            await asyncio.sleep(retry.wait_s(attempt))
+            attempt += 1
+
+
+async def get(url: str) -> Any:
+    """GET a JSON answer."""
+    async with Client() as client:
+        return await client.get(url)
