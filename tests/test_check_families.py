@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slimelite.model_files import has_experts
+from slimelite.models.files import has_experts
 from slimelite.training.packing import small_config
 
 ROOT = Path(__file__).parent.parent
