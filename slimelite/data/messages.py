@@ -11,6 +11,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slimelite.data.templates import bounded
+
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -130,10 +132,11 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, settings: Mapping[str, object]) -> str:
     """The text of messages by the chat template, whose variables are ``settings``; whatever the template raises goes on
-    to the caller, and a template is a program.
+    to the caller, and a template is a program. One that takes too long raises `slimelite.data.templates.TooSlow`.
     """
     apply = tokenizer.apply_chat_template
-    return with_arguments(lambda m: str(apply(m, tools=tools, tokenize=False, **settings)), messages)
+    with bounded(tokenizer):
+        return with_arguments(lambda m: str(apply(m, tools=tools, tokenize=False, **settings)), messages)
 
 
 def with_arguments(render: Callable[[Messages], Rendered], messages: Messages) -> Rendered:

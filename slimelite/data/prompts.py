@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from slimelite.data.messages import BadCell, Messages, Tools, parsed, read_messages, render, sound
 from slimelite.data.reader import ENVIRONMENT, BadRows, Row, read_rows, split_path
+from slimelite.data.templates import TooSlow
 from slimelite.data.tokenizer import encode_text
 from slimelite.samples.sample import Sample, plain
 
@@ -79,10 +80,8 @@ def load_prompts(
             "--apply-chat-template: the tokenizer has no chat template; put a chat_template.jinja into the "
             "--hf-checkpoint folder, or leave the flag out when the prompts are plain text"
         )
-    prompts: list[Sample] = []
-    measured: list[str] = []
-    problems: list[str] = []
-    left_out: list[str] = []
+    prompts, measured = list[Sample](), list[str]()
+    problems, left_out = list[str](), list[str]()
     files, part = [path for path in paths if not path.startswith(ENVIRONMENT)], not whole
     # rows of a parquet file all have the same columns
     whole = bool(files) and (whole or all(split_path(path)[0].endswith(".parquet") for path in files))
@@ -101,6 +100,8 @@ def load_prompts(
                     prompts.append(prompt)
                 except BadCell as error:
                     bad.add(place, str(error))
+                except TooSlow as error:
+                    raise ValueError(f"{path}: {place}: {error}") from error
         except ValueError as error:
             problems.append(str(error))
     problems += [f"no row has a column {name!r} (--{key.replace('_', '-')})" for key, name in unseen.items()]
@@ -250,6 +251,8 @@ def _conversation(asked: Messages, cell: object, key: str, input_key: str) -> Me
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, columns: Columns) -> str:
     try:
         return render(tokenizer, messages, tools, {"add_generation_prompt": True, **columns.apply_chat_template_kwargs})
+    except TooSlow:
+        raise
     except Exception as error:  # a template may raise anything, such as ZeroDivisionError
         what = str(error) or type(error).__name__
         raise BadCell(columns.input_key, f"the chat template refuses these messages ({what})") from error

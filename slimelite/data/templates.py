@@ -1,12 +1,19 @@
-"""Chat templates are programs that come with a model: one is tried in a process with limits before it is used."""
+"""Chat templates are programs that come with a model: one is tried in a process with limits before it is used, and each
+rendering of real messages has a bound on its time.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import resource
 import signal
+import threading
 import time
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +22,9 @@ if TYPE_CHECKING:
 
 # what rendering a few short conversations may take: CPU time [s], memory beyond this process's [bytes], and time [s]
 CPU_S, MEMORY, DEADLINE_S = 2, 1 << 29, 60.0
+# CPU time that one rendering of real messages may take [s]; a long conversation takes milliseconds. POLL_S: how often a
+# thread looks at it
+RENDER_S, POLL_S = 30.0, 0.5
 # exit status of the trial
 WELL, NO_MEMORY = 0, 3
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "1"}}}
@@ -87,3 +97,88 @@ def _ended(child: int) -> int:
     finally:
         os.kill(child, signal.SIGKILL)  # does nothing to one that has ended
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class TooSlow(ValueError):
+    """A chat template that takes too long with some messages: others may take as long, and none is to be tried."""
+
+
+class _Stop(BaseException):
+    """Ends a rendering; what catches errors of a template does not catch it."""
+
+
+@dataclass
+class _Rendering:
+    """One that runs in a thread: the ``clock`` of the thread's CPU time, and when by it it is stopped."""
+
+    clock: int
+    until: float
+    stopped: bool = False
+
+
+class _Watch:
+    """Stops renderings of this process that take too long, from a thread of its own that lives while there are some."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: dict[int, _Rendering] = {}
+        self._thread: threading.Thread | None = None
+
+    def begin(self, seconds: float) -> None:
+        """The calling thread renders, for ``seconds`` of its CPU time at most; then `_Stop` is raised in it."""
+        ident = threading.get_ident()
+        clock = time.pthread_getcpuclockid(ident)
+        with self._lock:
+            self._running[ident] = _Rendering(clock, time.clock_gettime(clock) + seconds)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look, name="chat-templates", daemon=True)
+                self._thread.start()
+
+    def end(self) -> None:
+        """The calling thread has rendered."""
+        ident = threading.get_ident()
+        with self._lock:
+            found = self._running.pop(ident, None)
+            if found is not None and found.stopped:  # if it has not arrived, it would end something else
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), None)
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(POLL_S)
+            with self._lock:
+                if not self._running:
+                    self._thread = None
+                    return
+                for ident, each in self._running.items():
+                    if not each.stopped and time.clock_gettime(each.clock) > each.until:
+                        each.stopped = True
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(_Stop))
+
+
+_watch = _Watch()
+os.register_at_fork(after_in_child=_watch.__init__)  # type: ignore[misc]  # its thread is not in a child
+
+
+@contextlib.contextmanager
+def bounded(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """The block renders messages by the template of ``tokenizer``, in any thread, and costs some microseconds.
+
+    What a template does in Python is bounded: loops, and so the texts that they grow. One operation, such as a power of
+    huge numbers, is not.
+
+    Raises:
+        TooSlow: it takes longer than `RENDER_S` of CPU time.
+    """
+    try:
+        _watch.begin(RENDER_S)
+        try:
+            yield
+        finally:
+            _watch.end()
+    except _Stop:
+        _watch.end()
+        raise TooSlow(
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} takes more than {RENDER_S:g} s to "
+            "render these messages: it is broken or hostile; take that of the model's makers (chat_template.jinja or "
+            "tokenizer_config.json)"
+        ) from None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from slimelite.data.messages import render
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.models.files import load_config, load_weights
 from slimelite.rewards.rules import Exchange, Failure
@@ -52,8 +53,7 @@ class RewardModel:
             return exchange.prompt + exchange.response
         messages = exchange.messages or [{"role": "user", "content": exchange.prompt}]
         answered = [*messages, {"role": "assistant", "content": exchange.response}]
-        text: str = self.tokenizer.apply_chat_template(answered, tokenize=False)
-        return text
+        return render(self.tokenizer, answered, None, {})
 
     @torch.inference_mode()
     def scores(self, exchanges: list[Exchange]) -> list[float | Failure]:
