@@ -32,9 +32,8 @@ FORKER = """
 import os, sys, time
 from slimelite.base.locks import hold
 with hold({"--save": sys.argv[1]}):
-    child = os.fork()
-    if child:
-        print(child, flush=True)
+    if not os.fork():  # os.fork has returned in the child, too, so that it has given the lock back
+        print(os.getpid(), flush=True)
     time.sleep(60)
 """
 
