@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from slimelite.arguments import Args
@@ -22,7 +22,7 @@ from slimelite.environments.program import Programs
 from slimelite.rollout.pool import EnginePool
 from slimelite.rollout.sessions import Home, PooledSessions
 from slimelite.rollout.teacher import Teacher
-from slimelite.samples.sample import Sample
+from slimelite.samples.sample import Generated, Sample
 from slimelite.serving.format import ChatFormat
 from slimelite.slime.plugins import load_function
 
@@ -34,14 +34,6 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-
-
-class Generated(NamedTuple):
-    """What a rollout added to one response: ``tokens``, how many of them the loss sees, seconds spent on tools."""
-
-    tokens: int
-    effective: int
-    waited: float = 0.0
 
 
 @dataclass
@@ -90,8 +82,7 @@ def train_output(value: object) -> RolloutFnTrainOutput:
         samples = list(by_group.values())
     output = RolloutFnTrainOutput([flatten(group) for group in samples], metrics, generated)
     if generated is None:
-        lengths = ((s.response_length, s.effective_response_length, s.non_generation_time) for s in output.flat)
-        output.generated = [Generated(*length) for length in lengths]
+        output.generated = [sample.generated_since() for sample in output.flat]
     return output
 
 

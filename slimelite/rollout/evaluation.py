@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from slimelite.arguments import EvalDataset
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.rollout.context import RolloutContext, RolloutFnEvalOutput
-from slimelite.rollout.groups import GroupGenerator, Outcome, check_scored, eval_params, is_finished, without_dropped
+from slimelite.rollout.groups import GroupGenerator, check_scored, eval_params, is_finished, without_dropped
+from slimelite.rollout.sessions import Outcome
 from slimelite.samples.sample import Sample
 
 

@@ -25,8 +25,8 @@ from slimelite.data.conversations import ChatReader
 from slimelite.rollout.context import PluginArgs, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
 from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
-from slimelite.rollout.groups import GroupGenerator, Outcome, is_finished, restart, rollout_params, without_dropped
-from slimelite.rollout.sessions import Parked, PooledSessions
+from slimelite.rollout.groups import GroupGenerator, is_finished, restart, rollout_params, without_dropped
+from slimelite.rollout.sessions import Outcome, Parked, PooledSessions
 from slimelite.samples.per_token import held
 from slimelite.samples.sample import Sample
 
@@ -207,12 +207,10 @@ class Collection:
         return None
 
     def _go_on(self, parked: Parked) -> None:
-        agents, generator = self.context.sessions(), parked.generator
-        generator.stopping, generator.rollout_id = False, self.rollout_id
-        generator.generated = self.generator.generated
+        parked.go_on(self.rollout_id, self.generator.generated)
         self.in_flight += 1
         self.tasks[parked.task] = [parked.group]
-        agents.go_on([generator.session_id(sample) for sample in parked.group])
+        self.context.sessions().go_on([self.generator.session_id(sample) for sample in parked.group])
 
     async def _done(self, when: str, timeout: float | None = None) -> list[Outcome]:
         """Wait, then return the groups that are done, in submission order."""
@@ -314,7 +312,7 @@ class Collection:
             del self.tasks[task]
             left += part
             if self.args.partial_rollout and len(part) == 1:
-                agents.parked[part[0][0].group_index] = Parked(task, part[0], self.generator)
+                agents.parked[part[0][0].group_index] = Parked(task, part[0], self.generator.go_on)
             else:
                 task.cancel()
                 ended.append(task)

@@ -20,11 +20,11 @@ from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.base.guard import PluginError, own_traceback
 from slimelite.engines.protocol import RESULT_TOKENS, GenerateRequest, GenerateResult, SamplingParams
 from slimelite.rewards.grader import RewardError, route_of
-from slimelite.rollout.context import Generated, Plugin, PluginArgs, RolloutContext, flatten
+from slimelite.rollout.context import Plugin, PluginArgs, RolloutContext, flatten
 from slimelite.rollout.pool import IS_GONE
-from slimelite.rollout.sessions import Home
+from slimelite.rollout.sessions import Home, Outcome
 from slimelite.samples.per_token import held
-from slimelite.samples.sample import FINISH_STATUS, UNSTAMPED, Sample, Status
+from slimelite.samples.sample import FINISH_STATUS, UNSTAMPED, Generated, Sample, Status
 from slimelite.serving.sessions import stream_seed
 from slimelite.slime.plugins import load_function
 
@@ -148,10 +148,6 @@ def restart(sample: Sample) -> Sample:
     )
 
 
-# the samples of one prompt, and the error of the last attempt if they could not be generated
-Outcome = tuple[list[Sample], Exception | None]
-
-
 @dataclass(slots=True)
 class GroupGenerator:
     """Turns groups of unfinished samples into finished, scored ones, for a training rollout or an evaluation.
@@ -192,6 +188,10 @@ class GroupGenerator:
 
     def __post_init__(self) -> None:
         self._hooks = load_hooks(self.context.args)
+
+    def go_on(self, rollout_id: int, generated: list[Generated]) -> None:
+        """Generate for a later rollout, which counts in ``generated``, after `stopping` was set."""
+        self.stopping, self.rollout_id, self.generated = False, rollout_id, generated
 
     def parts(self, groups: list[list[Sample]]) -> list[list[list[Sample]]]:
         """Arguments for `generate`: each group by itself, or all at once under ``--deterministic-mode``."""
@@ -351,7 +351,7 @@ class GroupGenerator:
             s.status = Status.COMPLETED if s.status == Status.PENDING else s.status
             stamp_versions(s, self.context.engines.weight_version, sample)
             s.check_aligned()
-        self.generated += [_added(sample, s) for s in made]
+        self.generated += [s.generated_since(sample) for s in made]
         if any(s.status == Status.ABORTED for s in made):
             # a single unfinished response can be resumed, but a fan-out does not tell where it was interrupted
             return made if self.context.args.partial_rollout and isinstance(returned, Sample) else [sample]
@@ -437,11 +437,3 @@ async def hooked(hooks: Iterable[Plugin], args: PluginArgs, sample: Sample, **of
             raise ValueError(f"sample hook {hook.__name__} returned a {type(result).__name__}, not a Sample or None")
         sample = sample if result is None else result
     return sample
-
-
-def _added(before: Sample, after: Sample) -> Generated:
-    return Generated(
-        after.response_length - before.response_length,
-        after.effective_response_length - before.effective_response_length,
-        after.non_generation_time - before.non_generation_time,
-    )

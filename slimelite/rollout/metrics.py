@@ -13,9 +13,8 @@ import numpy as np
 
 from slimelite.arguments import Args
 from slimelite.environments.episode import FACTS
-from slimelite.rollout.context import Generated
 from slimelite.rollout.filters import rollout_rewards
-from slimelite.samples.sample import Sample, Status
+from slimelite.samples.sample import Generated, Sample, Status
 from slimelite.samples.table import SampleTable
 
 # a response repeats itself when its last characters compress better than this

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams
 from slimelite.rollout.pool import EnginePool
+from slimelite.samples.sample import Generated, Sample
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Session, Sessions, stream_seed
 
-if TYPE_CHECKING:
-    from slimelite.rollout.groups import GroupGenerator, Outcome
-    from slimelite.samples.sample import Sample
-
+# the samples of one prompt, and the error of the last attempt if they could not be generated
+Outcome = tuple[list[Sample], Exception | None]
 # tries of a request whose engine dies
 ATTEMPTS = 3
 
@@ -47,11 +45,11 @@ class Home:
 
 @dataclass(slots=True)
 class Parked:
-    """A ``group`` that waits for the next rollout: the task that generates it, and the generator of that task."""
+    """A ``group`` that waits for the next rollout: the task that generates it, and its `GroupGenerator.go_on`."""
 
     task: asyncio.Task[list[Outcome]]
     group: list[Sample]
-    generator: GroupGenerator
+    go_on: Callable[[int, list[Generated]], None]
 
     def cancel(self) -> None:
         """End it; what it was to become is forgotten."""

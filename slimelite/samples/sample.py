@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import cache, partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,14 @@ NOT_HERE = {
     "rollout_top_p_token_offsets": "top-p replay",
     "mopd_teacher_log_probs": "several teachers",
 }
+
+
+class Generated(NamedTuple):
+    """What a rollout added to one response: ``tokens``, how many of them the loss sees, seconds spent on tools."""
+
+    tokens: int
+    effective: int
+    waited: float = 0.0
 
 
 @dataclass
@@ -119,6 +127,16 @@ class Sample:
         if mask is None:
             return self.response_length
         return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else sum(mask)
+
+    def generated_since(self, before: Sample | None = None) -> Generated:
+        """What its response has beyond that of ``before``, an earlier state of it (None: the prompt)."""
+        if before is None:
+            return Generated(self.response_length, self.effective_response_length, self.non_generation_time)
+        return Generated(
+            self.response_length - before.response_length,
+            self.effective_response_length - before.effective_response_length,
+            self.non_generation_time - before.non_generation_time,
+        )
 
     def append_response_tokens(
         self,

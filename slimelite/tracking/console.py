@@ -1,11 +1,15 @@
-"""Console output of a run: plain aligned text, with colour on a terminal; all lines go to the log as well."""
+"""Console output of a run: plain aligned text, with colour on a terminal, and the progress of the current phase; all
+lines go to the log as well."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TextIO
 
 import rich.console
@@ -17,6 +21,9 @@ logger = logging.getLogger("slimelite.console")
 
 HEADER_EVERY = 20  # rows
 FILE_WIDTH = 120  # characters of a table where there is no terminal
+BAR_AFTER = 0.5  # seconds; shorter phases draw nothing
+REDRAW_EVERY = 0.2
+LINE_EVERY = 30.0
 
 
 def small(value: float) -> str:
@@ -165,6 +172,63 @@ class Console:
             logger.info(header)
             self._header, self._rows_since_header = header, 0
         self._rows_since_header += 1
+
+
+class Phase:
+    """A running phase. A separate thread draws its progress, so that `update` is cheap and the display never stops."""
+
+    def __init__(self, console: Console, name: str, line_every: float = LINE_EVERY) -> None:
+        self._console = console
+        self._name = name
+        self._done, self._note = 0, ""
+        self._total: int | None = None
+        self._line_every = line_every
+        self._began = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._draw, name=f"progress-{name}", daemon=True)
+
+    def update(self, done: int, total: int | None = None, note: str = "") -> None:
+        """Report that ``done`` of ``total`` (None: as before) units are finished. Any thread may call this.
+
+        ``note``: the name of the units, or the speed.
+        """
+        self._done, self._note = done, note
+        self._total = self._total if total is None else total
+
+    def __enter__(self) -> Phase:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def describe(self) -> str:
+        """The progress as text, such as ``12/64 groups, 37s, about 2m40s left``."""
+        elapsed = time.monotonic() - self._began
+        counted = f"{self._done}/{self._total}" if self._total else ""
+        parts = [" ".join(filter(None, (counted, self._note))), duration(elapsed)]
+        if self._total and self._done:
+            parts.append(f"about {duration(elapsed / self._done * max(self._total - self._done, 0))} left")
+        return ", ".join(filter(None, parts))
+
+    def _draw(self) -> None:
+        if not self._console.live:
+            while not self._over.wait(self._line_every):
+                self._console.line(f"  {self._name}: {self.describe()}")
+        elif not self._over.wait(BAR_AFTER):
+            self._draw_bar()
+
+    def _draw_bar(self) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = (TextColumn("{task.description:>9}"), BarColumn(30), TextColumn("{task.fields[text]}", style="dim"))
+        # rich must not redirect standard error, which goes to a file (noise.py)
+        bar = Progress(*columns, console=self._console.rich, transient=True, auto_refresh=False, redirect_stderr=False)
+        with bar:
+            task = bar.add_task(self._name, total=self._total, text="")
+            while not self._over.wait(REDRAW_EVERY):
+                bar.update(task, completed=self._done, total=self._total, text=self.describe(), refresh=True)
 
 
 class _WarningHandler(logging.Handler):

@@ -22,11 +22,11 @@ from slimelite.base.lifecycle import WITHOUT_A_WORD, RolloutError, Stopped, read
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm, Alarms
 from slimelite.tracking.ci import RunChecks
-from slimelite.tracking.console import Console
+from slimelite.tracking.console import Console, Phase
 from slimelite.tracking.drawing import Drawing
 from slimelite.tracking.metrics_file import FILE_NAME, Kind, axis_of, counts_evals, eval_metrics, read_metrics
 from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
-from slimelite.tracking.phases import LABELS, PERF_NAMES, Phase, Timer, duration
+from slimelite.tracking.phases import LABELS, PERF_NAMES, Timer, duration
 from slimelite.tracking.report import (
     eval_text,
     progress,

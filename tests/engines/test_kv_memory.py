@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.embedded.attention import causal_attention
-from slimelite.engines.embedded.memory import KVMemory, class_length
+from slimelite.engines.embedded.memory import KVMemory, Place, class_length
 from slimelite.engines.embedded.model import Decoder, DecoderShape
 from slimelite.engines.embedded.prefixes import Node, PrefixTree
 from slimelite.engines.embedded.rows import Running
@@ -46,9 +46,9 @@ def test_classes_grow_by_half_at_most() -> None:
 def test_rows_keep_their_content_when_others_come_and_go() -> None:
     random, kv = np.random.default_rng(0), memory(100 * 64)
     slab = kv.slab(64)
-    expected: dict[Running, float] = {}
+    expected: dict[Place, float] = {}
     for turn in range(40):
-        coming = [sequence() for _ in range(random.integers(1, 9))]
+        coming = [Place() for _ in range(random.integers(1, 9))]
         for row, place in zip(coming, range(*slab.extend(coming).indices(1000)), strict=True):
             expected[row] = float(turn * 100 + place)
             for layer in range(SMALL.num_layers):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from slimelite.environments.episode import FACTS
 from slimelite.rollout import metrics
-from slimelite.rollout.context import Generated
-from slimelite.samples.sample import Sample, Status
+from slimelite.samples.sample import Generated, Sample, Status
 from slimelite.samples.table import SampleTable
 
 from .conftest import MakeArgs

@@ -11,8 +11,7 @@ import pytest
 from fake_run import make_args, make_tracker
 from terminal import terminal
 
-from slimelite.tracking.console import Console
-from slimelite.tracking.phases import Phase
+from slimelite.tracking.console import Console, Phase
 
 
 def test_elsewhere_a_line_now_and_then_says_how_far_it_is() -> None:

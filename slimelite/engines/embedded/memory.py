@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 
 from slimelite.engines.embedded.model import DecoderShape
-
-if TYPE_CHECKING:
-    from slimelite.engines.embedded.rows import Running
 
 # the shortest row [tokens]; classes are this, and then 1.5 and 2 times the power of two before
 SHORTEST = 64
@@ -24,16 +21,32 @@ def class_length(tokens: int) -> int:
     return next(size for size in (length, length * 3 // 2, 2 * length) if size >= tokens)
 
 
-class Slab:
-    """Rows of ``length`` positions, one for each of ``rows``.
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where the keys and values of a running row are: number ``slot`` of ``slab``, None while it does not run.
 
-    ``layers``: for each layer [2, capacity, kv heads, length, head dim], keys, then values. A running row's first
-    position here is its `Running.base`: what comes before is in segments that it shares with other rows.
+    ``base``: the row's first token there; the tokens before it are in segments that it shares with other rows.
+    """
+
+    base: int = 0
+    slab: Slab | None = None
+    slot: int = 0
+
+    def at(self, layer: int) -> torch.Tensor:
+        """The keys and values in its slab [2, kv heads, class length, head dim]."""
+        assert self.slab is not None
+        return self.slab.layers[layer][:, self.slot]
+
+
+class Slab:
+    """Rows of ``length`` positions, one for each of the places ``rows``.
+
+    ``layers``: for each layer [2, capacity, kv heads, length, head dim], keys, then values.
     """
 
     def __init__(self, memory: KVMemory, length: int) -> None:
         self.length = length
-        self.rows: list[Running] = []
+        self.rows: list[Place] = []
         self.capacity = 0
         self._memory = memory
         self.layers = [memory.zeros(2, 0, memory.kv_heads, length, memory.head_dim) for _ in range(memory.num_layers)]
@@ -48,13 +61,13 @@ class Slab:
             more = min(self.capacity // 2, self._memory.free // self.length)
             self._resize(max(wanted, self.capacity + more))
 
-    def extend(self, rows: list[Running]) -> slice:
-        """Give each of ``rows`` a place; returns the places, whose content is undefined but finite."""
-        self.reserve(len(rows))
+    def extend(self, places: list[Place]) -> slice:
+        """Put ``places`` here; returns their slots, whose content is undefined but finite."""
+        self.reserve(len(places))
         first = len(self.rows)
-        for slot, row in enumerate(rows, first):
-            row.slab, row.slot = self, slot
-        self.rows += rows
+        for slot, place in enumerate(places, first):
+            place.slab, place.slot = self, slot
+        self.rows += places
         return slice(first, len(self.rows))
 
     def remove(self, slots: Collection[int]) -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from slimelite.engines.embedded.memory import KVMemory
-
-if TYPE_CHECKING:
-    from slimelite.engines.embedded.rows import Running
+from slimelite.engines.embedded.memory import KVMemory, Place
 
 
 class Node:
     """The tokens [start, end) of every sequence that runs through this node.
 
-    ``kv``: their keys and values [layers, 2, kv heads, end - start, head dim]; None if only the running row ``holder``
-    has them. ``users``: number of running or filling sequences that run through this node, which stays for them.
+    ``kv``: their keys and values [layers, 2, kv heads, end - start, head dim]; None if only the row at ``holder`` has
+    them. ``users``: number of running or filling sequences that run through this node, which stays for them.
     """
 
     __slots__ = ("children", "end", "holder", "kv", "parent", "start", "tokens", "users")
@@ -29,7 +25,7 @@ class Node:
         self.end: int = self.start + len(tokens)
         self.children: dict[int, Node] = {}
         self.users = 0
-        self.holder: Running | None = None
+        self.holder: Place | None = None
 
     def path(self) -> list[Node]:
         """The nodes from the root's child to this one."""
@@ -120,8 +116,8 @@ class PrefixTree:
             elif node.users == 0:
                 self._unlink(node)
 
-    def lend(self, node: Node, holder: Running) -> None:
-        """Free the segment of a used node, because the row ``holder`` has a copy."""
+    def lend(self, node: Node, holder: Place) -> None:
+        """Free the segment of a used node, because the row at ``holder`` has a copy."""
         assert node.users
         assert node.kv is not None
         self._memory.give_back(node.kv)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slimelite.engines.embedded.memory import Slab
+from slimelite.engines.embedded.memory import Place
 from slimelite.engines.embedded.prefixes import Node
 from slimelite.engines.embedded.sampler import SamplingBatch, stream_of
 from slimelite.engines.protocol import FinishReason, GenerateRequest, GenerateResult
@@ -52,8 +52,8 @@ class Running:
     ``tokens``: prompt and generated tokens while the request is in no row of the table; ``log_probs``: likewise, of the
     generated ones. ``versions``: (index of a generated token, weight version from that token on).
     ``leaf``: the node that ends its known prefix. ``fill``: its prefill; ``behind``: that of another request, which it
-    waits for, because both begin alike. ``base``: number of leading tokens that it reads from nodes; the later ones
-    are in its place ``slot`` of ``slab``.
+    waits for, because both begin alike. ``place``: where the keys and values of its tokens from ``place.base`` on are;
+    it reads those before from nodes.
     """
 
     request: GenerateRequest
@@ -67,19 +67,12 @@ class Running:
     leaf: Node | None = None
     fill: Fill | None = None
     behind: Fill | None = None
-    base: int = 0
-    slab: Slab | None = None
-    slot: int = 0
+    place: Place = field(default_factory=Place)
 
     @property
     def remaining(self) -> int:
         """Number of tokens that it may still generate."""
         return self.request.params.max_new_tokens - len(self.log_probs)
-
-    def at(self, layer: int) -> torch.Tensor:
-        """The keys and values in its slab [2, kv heads, class length, head dim]."""
-        assert self.slab is not None
-        return self.slab.layers[layer][:, self.slot]
 
     def deliver(self, reason: FinishReason) -> None:
         """End the request: its caller gets the tokens, log-probs and weight versions, and the ``reason`` of the end."""
@@ -118,15 +111,16 @@ class RowTable:
         """Start or continue a row for ``sequence``, which has a place in a slab."""
         request, params = sequence.request, sequence.request.params
         row, length, start = len(self.sequences), len(sequence.tokens), len(request.input_ids)
-        assert sequence.slab is not None
+        place = sequence.place
+        assert place.slab is not None
         self.sequences.append(sequence)
         self.state[row] = (
             length,
             start,
             start + params.max_new_tokens,
             start + params.min_new_tokens,
-            sequence.base,
-            sequence.slab.length,
+            place.base,
+            place.slab.length,
             stream_of(sequence.seed),
             request.position - start,
             params.temperature,

@@ -103,7 +103,7 @@ class Scheduler:
         for row in reversed(range(len(self.rows))):
             self.filling.insert(0, self.rows.remove(row))
         for sequence in self.filling:
-            sequence.slab = sequence.leaf = None
+            sequence.place.slab = sequence.leaf = None
             self._end_fill(sequence)
         for slab in list(self._memory.slabs.values()):
             self._memory.drop(slab)
@@ -272,11 +272,11 @@ class Scheduler:
         for sequence in ready:
             assert sequence.leaf is not None
             shared = self._shared(sequence.leaf)
-            sequence.base = shared[-1].end if shared else 0
-            length = class_length(len(sequence.tokens) - sequence.base + _headroom(sequence))
+            sequence.place.base = shared[-1].end if shared else 0
+            length = class_length(len(sequence.tokens) - sequence.place.base + _headroom(sequence))
             together.setdefault((sequence.leaf, length), []).append(sequence)
         # one allocation for these and for those that are likely to follow them into the same slab
-        lengths = Counter(class_length(len(s.tokens) - s.base + _headroom(s)) for s in self.filling)
+        lengths = Counter(class_length(len(s.tokens) - s.place.base + _headroom(s)) for s in self.filling)
         for length in {length for _, length in together}:
             if self._make_room((slab := self._memory.slab(length)).growth(lengths[length])):
                 slab.reserve(lengths[length])
@@ -285,18 +285,18 @@ class Scheduler:
             slab = self._memory.slab(length)
             if not self._make_room(slab.growth(len(members))) and (self.rows.sequences or placed):
                 continue
-            path, base = leaf.path(), members[0].base
+            path, base = leaf.path(), members[0].place.base
             for node in path:
                 if node.end <= base:
                     self.prefixes.own(node)
             copied = [node for node in path if node.end > base]
-            places = slab.extend(members)
+            slots = slab.extend([sequence.place for sequence in members])
             for layer in range(self._memory.num_layers):
                 for node in copied:
-                    slab.layers[layer][:, places, :, node.start - base : node.end - base] = node.at(layer)[:, None]
+                    slab.layers[layer][:, slots, :, node.start - base : node.end - base] = node.at(layer)[:, None]
             for node in copied:
                 if node.users == 1 and node.kv is not None:
-                    self.prefixes.lend(node, members[0])
+                    self.prefixes.lend(node, members[0].place)
             for sequence in members:
                 self.rows.add(sequence)
             placed.update(members)
@@ -333,11 +333,11 @@ class Scheduler:
             if not moving:
                 continue
             new, old = self._memory.slab(longer), self._memory.slabs[room]
-            members = [self.rows.sequences[row] for row in moving]
-            left = [sequence.slot for sequence in members]
-            source, places = torch.tensor(left, device=self._memory.device), new.extend(members)
+            members = [self.rows.sequences[row].place for row in moving]
+            left = [place.slot for place in members]
+            source, slots = torch.tensor(left, device=self._memory.device), new.extend(members)
             for layer in range(self._memory.num_layers):
-                new.layers[layer][:, places, :, :room] = old.layers[layer][:, source]
+                new.layers[layer][:, slots, :, :room] = old.layers[layer][:, source]
             old.remove(left)
             self.rows.state["room"][moving] = new.length
             self._layout = None
@@ -345,16 +345,16 @@ class Scheduler:
     def _arrange(self) -> Layout:
         """The order of the batch: slab after slab, so that each slab's keys and values are read where they are."""
         slabs = [slab for slab in self._memory.slabs.values() if slab.rows]
-        index = {sequence: row for row, sequence in enumerate(self.rows.sequences)}
-        ordered = [sequence for slab in slabs for sequence in slab.rows]
-        order = np.array([index[sequence] for sequence in ordered])
+        index = {sequence.place: row for row, sequence in enumerate(self.rows.sequences)}
+        order = np.array([index[place] for slab in slabs for place in slab.rows])
         levels: list[dict[Node, list[int]]] = []
-        for place, sequence in enumerate(ordered):
-            if sequence.base and sequence.leaf is not None:
-                for depth, node in enumerate(node for node in sequence.leaf.path() if node.end <= sequence.base):
+        for number, row in enumerate(order.tolist()):
+            sequence = self.rows.sequences[row]
+            if (base := sequence.place.base) and sequence.leaf is not None:
+                for depth, node in enumerate(node for node in sequence.leaf.path() if node.end <= base):
                     if depth == len(levels):
                         levels.append({})
-                    levels[depth].setdefault(node, []).append(place)
+                    levels[depth].setdefault(node, []).append(number)
         sharing = [[Sharing(node, rows) for node, rows in level.items()] for level in levels]
         back = torch.from_numpy(np.argsort(order)).to(self._memory.device)
         return Layout(slabs, order, back, sharing, self.prefixes.splits)
@@ -423,24 +423,24 @@ class Scheduler:
 
     def _retire(self, sequence: Running, *, keep: bool, places: dict[Slab, list[int]]) -> None:
         """Let go of a sequence's nodes and note its place; segments get what only the row holds and others may use."""
-        leaf, slab = sequence.leaf, sequence.slab
+        leaf, place = sequence.leaf, sequence.place
         assert leaf is not None
-        assert slab is not None
+        assert place.slab is not None
         known, count = sequence.tokens[:-1], len(sequence.tokens) - 1 - leaf.end
         if keep and count >= KEEP and self._make_room(count):
             kv = self._memory.segment(count)
             for layer in range(self._memory.num_layers):
-                kv[layer] = sequence.at(layer)[:, :, leaf.end - sequence.base : len(known) - sequence.base]
+                kv[layer] = place.at(layer)[:, :, leaf.end - place.base : len(known) - place.base]
             self.prefixes.add(known, kv, leaf.end, leaf)
         for node in reversed(leaf.path()):
-            if node.holder is not sequence:
+            if node.holder is not place:
                 continue
             size = len(node.tokens)
             if node.users > 1 or node.children or (keep and size >= KEEP and self._make_room(size)):
                 self.prefixes.own(node)
         self.prefixes.leave(leaf)
-        places.setdefault(slab, []).append(sequence.slot)
-        sequence.leaf = sequence.slab = None
+        places.setdefault(place.slab, []).append(place.slot)
+        sequence.leaf = place.slab = None
 
 
 def _headroom(sequence: Running) -> int:
