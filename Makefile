@@ -19,7 +19,7 @@ lint: ## linter, formatter and type checker
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
 docs: ## pages that are generated
-	$(BIN)/python scripts/generate_argument_docs.py
+	$(BIN)/python scripts/dev/generate_argument_docs.py
 
 site: ## docs/ as a site in build/site
 	@[[ -x $(BIN)/mkdocs ]] || { echo "mkdocs is not installed: bash scripts/setup.sh --dev installs it"; exit 1; }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,6 +161,7 @@ def prepare(name: str, source: str, out: Path, shots: int) -> None:
 def quickstart(out: Path, seed: int, held_out: int, sft_rows: int, worked_share: float, pairs: int) -> None:
     """The tiny arithmetic task: prompts that do not overlap, conversations and preference pairs on the training
     prompts, an empty model."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
     from arithmetic import all_questions, conversation_row, pair_row, prompt_row, write_model_folder
 
     rng = random.Random(seed)

@@ -12,7 +12,7 @@ TASK=$1 SPEC="$1?prompt=none&$2"
 shift 2
 SEED=${SEED:-0} OUT=${OUT:-runs/reasoning-gym/$TASK}
 DATA=$OUT/data OUT=$OUT/seed-$SEED
-[[ -f "$DATA/sft.parquet" ]] || PYTHONPATH=. python scripts/reasoning_gym_data.py "$SPEC&size=4000" --out "$DATA"
+[[ -f "$DATA/sft.parquet" ]] || PYTHONPATH=. python scripts/lib/reasoning_gym_data.py "$SPEC&size=4000" --out "$DATA"
 rm -rf "$OUT"
 
 COMMON=(--launcher local --use-dynamic-batch-size --max-tokens-per-gpu 16384 --seed "$SEED" --rollout-seed "$SEED")

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_families", ROOT / "scripts" / "check_families.py")
+    spec = importlib.util.spec_from_file_location("check_families", ROOT / "scripts" / "dev" / "check_families.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "gpu")]
 
 import gpu_check  # noqa: E402
 import gpu_group  # noqa: E402
@@ -32,7 +32,8 @@ NEEDS_GPU = {name for _, name, needs_gpu, _ in gpu_group.CHECKS if needs_gpu}
 def test_every_check_holds_on_a_cpu_or_says_that_it_needs_a_gpu(
     sglang_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    command = ["bash", str(ROOT / "scripts" / "gpu_check.sh"), "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    check = ROOT / "scripts" / "gpu" / "gpu_check.sh"
+    command = ["bash", str(check), "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     done = subprocess.run(
         command, env={**sglang_environment, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=280
     )
@@ -65,7 +66,7 @@ def test_neither_ray_nor_sglang_is_needed(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(blocked)
     command = [
         sys.executable,
-        ROOT / "scripts" / "gpu_check.py",
+        ROOT / "scripts" / "gpu" / "gpu_check.py",
         "--device",
         "cpu",
         "--tiny",

@@ -1,6 +1,6 @@
 """Name what became slower between two reports of `run.py`, by more than the noise; exit with status 1 if anything did.
 
-    python scripts/benchmarks/compare.py docs/benchmarks/OLD.json docs/benchmarks/NEW.json
+    python scripts/benchmarks/compare.py docs/benchmarks/0.1.0.json now.json
 
 Answers are compared, most of which are ratios to a rival or a limit of the same run: seconds of two days are not.
 The noise of an answer is the sum of both spreads (half the distance from the lowest to the highest round each), and at

@@ -21,13 +21,13 @@ PRODUCTS, BYTES = 0.5, 0.7
 # bytes that AdamW reads and writes for each parameter: gradient, weight and two moments in, the last three out
 ADAM = 28
 # bytes of a logit that a pass reads and writes: on a CPU, and on a GPU, where each operator is a kernel of its own
-# (scripts/predict_mfu.py)
+# (scripts/lab/predict_mfu.py)
 LOGIT = {4: 16, 2: 36}
-# share of a trainer's memory traffic that --compile leaves (scripts/predict_mfu.py; torchtitan's gain is the same)
+# share of a trainer's memory traffic that --compile leaves (scripts/lab/predict_mfu.py; torchtitan's gain is the same)
 COMPILED = 0.4
 # seconds of a decode step for each layer, however small: an engine's scheduler, and kernels that wait for one another.
 # Qwen3-0.6B in SGLang 0.4.6 takes 2.4 ms, of which its weights take 0.4 (qwen.readthedocs.io, speed benchmark, H20)
-# Without CUDA graphs Python launches 20 kernels of a layer (LAUNCH in scripts/predict_mfu.py) and runs its modules
+# Without CUDA graphs Python launches 20 kernels of a layer (LAUNCH in scripts/lab/predict_mfu.py) and runs its modules
 LAYER, EAGER_LAYER = 70e-6, 200e-6
 # seconds of a bucket of a weight sync into a server: slime takes 7 s for the 122 of Qwen3-30B-A3B
 # (hebiao064.github.io/rl-weight-sync)

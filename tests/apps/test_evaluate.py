@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from scripts.arithmetic import write_model_folder
+from scripts.lib.arithmetic import write_model_folder
 from slimelite.apps.command import main
 from slimelite.apps.eval import _rows
 from slimelite.apps.eval_run import RESULTS

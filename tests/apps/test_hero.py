@@ -10,7 +10,7 @@ import pytest
 from slimelite.apps.runs import Run
 from tests.tracking.fake_run import make_args, play
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "hero.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "figures" / "hero.py"
 SPEC = importlib.util.spec_from_file_location("hero", SCRIPT)
 assert SPEC is not None
 assert SPEC.loader is not None

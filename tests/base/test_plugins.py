@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.arithmetic import build_tokenizer
+from scripts.lib.arithmetic import build_tokenizer
 from slimelite.rollout import filters, generate
 from slimelite.samples.sample import UNSTAMPED, Sample, Status
 from slimelite.slime import compat

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from scripts.arithmetic import write_model_folder
+from scripts.lib.arithmetic import write_model_folder
 from slimelite.algorithms.advantages import RolloutTokens, token_advantages
 from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.groups import group_advantages

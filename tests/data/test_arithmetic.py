@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scripts.arithmetic import (
+from scripts.lib.arithmetic import (
     all_questions,
     build_tokenizer,
     conversation_row,

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from scripts.arithmetic import build_tokenizer
+from scripts.lib.arithmetic import build_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
 BOXED = " Let's think step by step and output the final answer within \\boxed{}."
@@ -52,8 +52,6 @@ def script() -> ModuleType:
 
 @pytest.fixture
 def prepare(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-
     def run(*arguments: str | Path) -> None:
         monkeypatch.setattr(sys, "argv", ["prepare_data.py", *map(str, arguments)])
         script.main()

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from scripts.arithmetic import write_model_folder
+from scripts.lib.arithmetic import write_model_folder
 from slimelite.data.tokenizer import (
     PROBES,
     beginning,

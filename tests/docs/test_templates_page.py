@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts import templates_table
+from scripts.dev import templates_table
 
 
 def test_the_table_of_chat_templates_is_the_scripts() -> None:
-    assert templates_table.PATH.read_text() == templates_table.page(), "python scripts/templates_table.py"
+    assert templates_table.PATH.read_text() == templates_table.page(), "python scripts/dev/templates_table.py"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import train
-from scripts.arithmetic import all_questions, prompt_row, write_model_folder
+from scripts.lib.arithmetic import all_questions, prompt_row, write_model_folder
 from slimelite.samples.table import SampleTable
 
 from .conftest import metrics

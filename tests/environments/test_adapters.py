@@ -102,7 +102,7 @@ class TestReasoningGym:
         assert steps[0].reward == 1.0
 
     def test_the_script_makes_a_tokenizer_that_keeps_the_texts(self, tmp_path: Path) -> None:
-        script = Path(__file__).parents[2] / "scripts" / "reasoning_gym_data.py"
+        script = Path(__file__).parents[2] / "scripts" / "lib" / "reasoning_gym_data.py"
         spec = "spell_backward,gcd?size=20&prompt=none"
         subprocess.run([sys.executable, script, spec, "--out", tmp_path], check=True)
         tokenizer = load_tokenizer(str(tmp_path / "model"))

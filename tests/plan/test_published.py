@@ -14,7 +14,7 @@ from slimelite.plan.memory import Load
 from slimelite.plan.shapes import Shapes
 from slimelite.plan.time import Work
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "lab"))
 from planner_published import ROOT, ROWS, planned, table
 
 
@@ -51,7 +51,7 @@ def test_tokens_a_second_that_torchtitan_published(compiled: bool, published: in
 
 @pytest.mark.parametrize(("title", "compiled"), [("plain", False), ("`--compile`", True)])
 def test_a_step_takes_what_the_count_of_its_kernels_gives(title: str, compiled: bool) -> None:
-    """docs/gpu_status.md has the milliseconds of scripts/predict_mfu.py."""
+    """docs/gpu_status.md has the milliseconds of scripts/lab/predict_mfu.py."""
     page = (ROOT / "docs" / "gpu_status.md").read_text().partition("## Speed: a prediction")[2]
     counted = next(line.split("|")[2] for line in page.splitlines() if line.startswith(f"| {title} |"))
     shapes = Shapes.of(ROWS["verl-qwen-05b"]["model"])

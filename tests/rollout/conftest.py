@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from scripts.arithmetic import all_questions, prompt_row, write_model_folder
+from scripts.lib.arithmetic import all_questions, prompt_row, write_model_folder
 from slimelite.arguments import Args
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.engines.embedded import EmbeddedEngine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from scripts.arithmetic import conversation_row, pair_row
+from scripts.lib.arithmetic import conversation_row, pair_row
 from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
 

@@ -194,7 +194,7 @@ def test_noise_is_no_alarm(seed: int) -> None:
 
 
 def recorded() -> dict[str, list[Record]]:
-    """The runs of scripts/planted_faults_table.py --csv, by name."""
+    """The runs of scripts/lab/planted_faults_table.py --csv, by name."""
     runs: dict[str, list[Record]] = defaultdict(list)
     with (ROOT / "tests/fixtures/alarms.csv").open() as file:
         for row in csv.DictReader(file):

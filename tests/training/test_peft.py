@@ -39,7 +39,7 @@ from slimelite.training.packing import VOCABULARY, small_config
 from tests.training.test_lora import log_probs
 from tests.training.tiny import Recorder, one_rank, random_table, tiny_args
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "dev"))
 from check_families import BEGIN, END, FIELDS, LAYERS, PAGE, REFUSED, UNSEEN
 
 logging.disable_progress_bar()

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from scripts.arithmetic import model_config
+from scripts.lib.arithmetic import model_config
 from slimelite.environments.calculator import Calculator
 from slimelite.environments.tools import Tool
 

@@ -1,4 +1,7 @@
-"""Seconds of published steps of GRPO and of their plans, as in docs/planner.md: python scripts/planner_published.py"""
+"""Seconds of published steps of GRPO and of their plans, as in docs/planner.md.
+
+python scripts/lab/planner_published.py
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slimelite.arguments import make_args
 from slimelite.arguments.machine import this_machine
 from slimelite.plan.run import Plan
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROWS: dict[str, Any] = tomllib.loads((ROOT / "tests" / "plan" / "published.toml").read_text())
 COMMON = (
     "--colocate --tokenizer t --prompt-data p --num-rollout 9 --dry-run --rollout-backend sglang "

@@ -1,7 +1,7 @@
 """Figures of sessions on a real model: exact tokens over ten turns, and an engine's work while tools sleep.
 
 python scripts/fetch_smollm2.py data/SmolLM2-135M-Instruct
-python scripts/session_figures.py data/SmolLM2-135M-Instruct
+python scripts/lab/session_figures.py data/SmolLM2-135M-Instruct
 """
 
 from __future__ import annotations

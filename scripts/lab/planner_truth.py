@@ -1,4 +1,4 @@
-"""Predicted beside measured, as docs/planner.md shows it: python scripts/planner_truth.py memory | host
+"""Predicted beside measured, as docs/planner.md shows it: python scripts/lab/planner_truth.py memory | host
 
 ``memory``: three models under four settings, their trainers simulated on one of eight GPUs that are not there
 (tests/gpu_sim; a C++ compiler builds its guard). ``host``: three smaller models on this machine's CPU: peak of resident
@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu_sim"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu_sim"))
 
 import fake_cuda
 
@@ -32,7 +32,7 @@ from slimelite.plan.time import Work, measured_cpu, train
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RANK, ROWS, PROMPT, RESPONSE = 16, 6, 512, 1024
 HERE = 128  # tokens of a prompt and of a response on this machine's CPU
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,8 @@
-"""The alarms of the runs that scripts/planted_faults.sh made: python scripts/planted_faults_table.py FAULTS [HEALTHY]
+"""The alarms of the runs that scripts/lab/planted_faults.sh made.
 
-``FAULTS`` has a folder NAME/grpo for each fault, and ``HEALTHY`` folders grpo/seed-N, of scripts/quickstart_seeds.sh.
+    python scripts/lab/planted_faults_table.py FAULTS [HEALTHY]
+
+``FAULTS`` has a folder NAME/grpo for each fault, and ``HEALTHY`` folders grpo/seed-N, of quickstart_seeds.sh.
 The exit status is 1 if a fault has not the alarm it should have, a healthy run has one, or the alarms that a run wrote
 to alarms.jsonl are not those found in its metrics. ``--csv FILE`` writes what the alarms read of every run, for
 tests/tracking/test_alarms.py.

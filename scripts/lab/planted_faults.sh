@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Five runs of the quickstart, each with one fault, that the alarms must find.   bash scripts/planted_faults.sh
+# Five runs of the quickstart, each with one fault, that the alarms must find.   bash scripts/lab/planted_faults.sh
 #
 #   length  a reward that pays for length          label   a label column that is not the answer
 #   lr      a learning rate 100 times too high     filter  a filter that drops every group (the run ends by itself)
 #   stale   an engine that never gets new weights
 #
 # Runs are in runs/planted-faults/NAME/grpo. The table of their alarms is printed, and the exit status is 1 if a fault
-# was not found. Runs of scripts/quickstart_seeds.sh, where there are any, are checked to have no alarm.
+# was not found. Runs of scripts/lab/quickstart_seeds.sh, where there are any, are checked to have no alarm.
 # MODEL=an/SFT/model is where they start; it is made by the quickstart if there is none. Takes about five minutes.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 bash scripts/setup.sh
 source scripts/lib/programs.sh
 DATA=${DATA:-data/quickstart}
@@ -55,4 +55,4 @@ run label --prompt-data "$RESULTS/train.parquet" --eval-prompt-data heldout "$RE
 run lr --lr 0.1
 run filter --dynamic-sampling-filter-path "$RESULTS/faults.py:drops_every_group"
 run stale --async-rollout --update-weights-interval 1000
-python scripts/planted_faults_table.py "$RESULTS" runs/quickstart-seeds
+python scripts/lab/planted_faults_table.py "$RESULTS" runs/quickstart-seeds

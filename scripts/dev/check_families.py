@@ -1,7 +1,7 @@
-"""Write docs/algorithms.md's table of model families: python scripts/check_families.py
+"""Write docs/algorithms.md's table of model families: python scripts/dev/check_families.py
 
 Every causal language model of the installed transformers, in the small copy that a run looks at before it trains
-(slimelite/training/packing.py). ``python scripts/check_families.py qwen3_5_text lfm2`` prints what is seen of some.
+(slimelite/training/packing.py). ``python scripts/dev/check_families.py qwen3_5_text lfm2`` prints what is seen of some.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as FAMILIES
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slimelite.training.attention import ATTENTION
 from slimelite.training.packing import NoSmallModel, NotTrainable, may_pack, why_alone
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
-BEGIN, END = "<!-- families: written by scripts/check_families.py -->\n", "<!-- end of families -->\n"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
+BEGIN, END = "<!-- families: written by scripts/dev/check_families.py -->\n", "<!-- end of families -->\n"
 SECONDS = 240  # for one family
 
 PACKED, ALONE, REFUSED, UNSEEN = "packed", "alone", "refused", "alone, not compared"

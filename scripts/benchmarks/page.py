@@ -1,7 +1,7 @@
 """Seconds and bytes of the page of ``slimelite view``, for run folders of made-up samples, and how soon it can be used.
 
-    python scripts/benchmark_view.py --rollouts 80 --samples 256
-    python scripts/benchmark_view.py --rollouts 1000 --samples 512
+    python scripts/benchmarks/page.py --rollouts 80 --samples 256
+    python scripts/benchmarks/page.py --rollouts 1000 --samples 512
 
 *Built* is the wall time of the whole command, with Python's start, and its processor time. *Usable* is the time from
 opening the file in headless chromium to the answer of a click: the curves are drawn. The default length of responses is

@@ -16,10 +16,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from arithmetic import write_model_folder
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from scripts.lib.arithmetic import write_model_folder
 from slimelite.arguments import Args
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.samples.sample import Sample

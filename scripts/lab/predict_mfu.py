@@ -1,6 +1,6 @@
 """Predicts a training step of Qwen2.5-0.5B on one H100, plain and with --compile. Nothing of it has run there.
 
-    python scripts/predict_mfu.py [--tokens 9216] [--length 1024] [--prompt 128]
+    python scripts/lab/predict_mfu.py [--tokens 9216] [--length 1024] [--prompt 128]
 
 The graphs that torch.compile makes of a decoder layer and of a chunk of the LM head, forward and backward, are recorded
 on a CPU for two small numbers of tokens; everything in them grows linearly between. Matrix products and attention take

@@ -1,8 +1,8 @@
 """Counts the house: files, lines, functions, import circles, `Any`.
 
-    python scripts/house_counts.py                        # this tree
-    python scripts/house_counts.py --before b7a4ee0       # a commit and this tree side by side
-    python scripts/house_counts.py --rooms                # lines and files of each package
+    python scripts/dev/house_counts.py                        # this tree
+    python scripts/dev/house_counts.py --before b7a4ee0       # a commit and this tree side by side
+    python scripts/dev/house_counts.py --rooms                # lines and files of each package
 
 The table is Markdown, as docs/design.md holds it. A line of code is one that is neither blank, nor a
 comment, nor an import, nor part of a docstring.
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "slimelite"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # bounds of docs/design.md

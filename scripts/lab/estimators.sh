@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Every advantage estimator on the quickstart's task, from the same SFT model: the table of docs/benchmarks.md.
-#   bash scripts/estimators.sh --launcher local                        ESTIMATORS="gspo ppo" SEEDS=0 bash scripts/estimators.sh
+#   bash scripts/lab/estimators.sh --launcher local                        ESTIMATORS="gspo ppo" SEEDS=0 bash scripts/lab/estimators.sh
 # Runs are collected in runs/estimators-table/; the table is printed, figures and curves go to docs/estimators/.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 RESULTS=runs/estimators-table
 # two optimizer steps a rollout: in the first the ratio is 1, and grpo, gspo and cispo have the same gradient
 STEPS=(--global-batch-size 128)
@@ -34,5 +34,5 @@ for SEED in ${SEEDS:-0 1 2}; do
     done
 done
 source scripts/lib/programs.sh
-python scripts/estimators_table.py "$RESULTS" docs/estimators/curves.png
-python scripts/figures.py "$RESULTS"/*/seed-* >docs/estimators/figures.csv
+python scripts/figures/estimators_table.py "$RESULTS" docs/estimators/curves.png
+python scripts/figures/figures.py "$RESULTS"/*/seed-* >docs/estimators/figures.csv

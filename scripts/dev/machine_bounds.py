@@ -1,4 +1,4 @@
-"""List the tests whose bound is a time, a count or an amount of the machine: python scripts/machine_bounds.py
+"""List the tests whose bound is a time, a count or an amount of the machine: python scripts/dev/machine_bounds.py
 
 Seconds, page faults and bytes of a process depend on what else runs on the machine, so a test that compares one with a
 number fails on a busy day. A test compares two of them, measured in the same run; what a number alone can judge is a
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # what measures the machine: functions of `time` and `os`, fields of `getrusage` and of psutil's answers
 MEASURES = (
     *("process_time", "perf_counter", "monotonic", "thread_time", "getloadavg", "times()", "/stat"),

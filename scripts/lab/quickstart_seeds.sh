@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The quickstart with ten seeds, at twice its length: the numbers of docs/benchmarks.md.   bash scripts/quickstart_seeds.sh
+# The quickstart with ten seeds, at twice its length: the numbers of docs/benchmarks.md.   bash scripts/lab/quickstart_seeds.sh
 # Runs are collected in runs/quickstart-seeds/; the table is printed, figures and curves go to docs/quickstart/.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 RESULTS=runs/quickstart-seeds
 for SEED in ${SEEDS:-0 1 2 3 4 5 6 7 8 9}; do
     export SEED
@@ -13,5 +13,5 @@ for SEED in ${SEEDS:-0 1 2 3 4 5 6 7 8 9}; do
     done
 done
 source scripts/lib/programs.sh
-python scripts/quickstart_table.py "$RESULTS" docs/quickstart/curves.png
-python scripts/figures.py "$RESULTS"/grpo/seed-* "$RESULTS"/sft/seed-* >docs/quickstart/figures.csv
+python scripts/figures/quickstart_table.py "$RESULTS" docs/quickstart/curves.png
+python scripts/figures/figures.py "$RESULTS"/grpo/seed-* "$RESULTS"/sft/seed-* >docs/quickstart/figures.csv

@@ -1,4 +1,4 @@
-"""The figures of runs as one small table, for docs/: python scripts/figures.py runs/a runs/b > docs/figures.csv
+"""The figures of runs as one small table, for docs/: python scripts/figures/figures.py runs/a runs/b > docs/figures.csv
 
 A row for every evaluation of a run (for every rollout, where there is none): rollouts trained, the scores, the mean
 reward and response length of the last rollout before it, and CPU-seconds spent by then.

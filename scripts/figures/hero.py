@@ -1,6 +1,6 @@
 """The README's picture of a run, light and dark: its curves, and a guess beside the steps that took its place.
 
-python scripts/hero.py runs/quickstart/seed-0/grpo docs/quickstart   writes hero-light.png and hero-dark.png there.
+python scripts/figures/hero.py runs/quickstart/seed-0/grpo docs/quickstart   writes hero-{light,dark}.png there.
 README's run: bash scripts/quickstart.sh --eval-interval 2
 """
 

@@ -1,6 +1,6 @@
-"""The ten-seed table and curves from the metrics that scripts/quickstart_seeds.sh collected.
+"""The ten-seed table and curves from the metrics that scripts/lab/quickstart_seeds.sh collected.
 
-python scripts/quickstart_table.py runs/quickstart-seeds docs/quickstart/curves.png
+python scripts/figures/quickstart_table.py runs/quickstart-seeds docs/quickstart/curves.png
 """
 
 from __future__ import annotations

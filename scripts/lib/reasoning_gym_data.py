@@ -1,6 +1,6 @@
 """A tiny model for tasks of reasoning-gym: its tokenizer, its shape, and answers for a first training.
 
-    python scripts/reasoning_gym_data.py 'chain_sum?size=4000&levels=2&prompt=none' --out data/reasoning-gym/chain_sum
+    python scripts/lib/reasoning_gym_data.py 'chain_sum?size=4000&levels=2&prompt=none' --out data/chain_sum
 
 The texts that all questions of a task begin and end with are one token each, and other characters too. Of the answers,
 ``--right`` are the right ones; the others are those of other questions. Reinforcement learning is to find out which.

@@ -1,6 +1,6 @@
 """Record the options of the installed SGLang's server in slimelite/arguments/sglang_fields.txt.
 
-    python scripts/record_sglang_fields.py             (after installing SGLang, and again with another version)
+    python scripts/dev/record_sglang_fields.py             (after installing SGLang, and again with another version)
 
 Options of versions recorded before stay, so that a command line for either version parses; a running engine checks
 against the SGLang that it finds.
@@ -15,15 +15,15 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slimelite.engines.sglang.server import installed_options
 
-PATH = Path(__file__).resolve().parents[1] / "slimelite" / "arguments" / "sglang_fields.txt"
+PATH = Path(__file__).resolve().parents[2] / "slimelite" / "arguments" / "sglang_fields.txt"
 HEADER = """\
 # Options of SGLang's server, taken as --sglang-<option>: field, kind (+: several values, *: or none, ?: one or none;
 # switch: has --sglang-no-<option> too), options, choices.
-# Written by scripts/record_sglang_fields.py from SGLang {}.
+# Written by scripts/dev/record_sglang_fields.py from SGLang {}.
 """
 # how SGLang's parser reads a word -> our kind; the rest are words that it takes apart itself
 KINDS = {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Grade other projects' own test cases with our rules, and print how often the verdict is theirs.
 
-    python scripts/grade_yardstick.py grading_cases.jsonl
+    python scripts/lab/grade_yardstick.py grading_cases.jsonl
 
 A line of the file is one case: ``grader`` (whose function), ``kind``, ``response``, ``label``, ``expected``, and
 perhaps ``params``, ``metadata`` and ``source``. docs/rewards.md shows the table this prints. math-verify's own cases

@@ -1,7 +1,7 @@
 """Photograph the pages for README and docs/:
 
-    python scripts/screenshots.py runs/quickstart/seed-0/grpo 4
-    python scripts/screenshots.py data/SmolLM2-135M-Instruct
+    python scripts/figures/screenshots.py runs/quickstart/seed-0/grpo 4
+    python scripts/figures/screenshots.py data/SmolLM2-135M-Instruct
 
 The first writes docs/view/{curves,samples}-{light,dark}.png, with the samples of a rollout of the run; the second
 docs/serving/chat-{light,dark}.png, a chat with a model. Needs playwright and a chromium (apt-get install chromium).
@@ -18,7 +18,7 @@ from typing import Literal
 
 from playwright.sync_api import Browser, ViewportSize, sync_playwright
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from slimelite.apps.view import main as view  # noqa: E402

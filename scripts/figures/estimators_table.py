@@ -1,6 +1,6 @@
-"""The table of estimators and their curves from the metrics that scripts/estimators.sh collected.
+"""The table of estimators and their curves from the metrics that scripts/lab/estimators.sh collected.
 
-python scripts/estimators_table.py runs/estimators-table docs/estimators/curves.png
+python scripts/figures/estimators_table.py runs/estimators-table docs/estimators/curves.png
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The quickstart with adapters of rank 16 beside all weights: the ten-seed table of docs/lora.md.
 
-    python scripts/lora_seeds.py 0 1 2 (none: ten seeds)
+    python scripts/lab/lora_seeds.py 0 1 2 (none: ten seeds)
 
 Runs are kept in runs/lora-seeds/; a seed that is there is not run again. Both kinds start from one SFT model a seed,
 and each is one process (``--launcher local``), so that its peak of resident memory is the run's.
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"full": [], "lora": ["--lora-rank", "16", "--lora-alpha", "32"]}
 COLUMNS = ("eval/heldout", "CPU-s", "peak GB", "bytes of a sync")
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Prove the GPU paths on a machine with a GPU, offline, in three calls of at most ten minutes each:
 #
-#   bash scripts/gpu_check.sh --call 1     kernels, an optimizer step, what GRPO is made of, the engine
-#   bash scripts/gpu_check.sh --call 2     learning, colocation, SGLang, speed, the machine
-#   bash scripts/gpu_check.sh --call 3     seconds and memory of models of 0.5B to 32B, predicted beside measured
-#   bash scripts/gpu_check.sh --device cpu --tiny        (tries the checks themselves, without a GPU)
+#   bash scripts/gpu/gpu_check.sh --call 1     kernels, an optimizer step, what GRPO is made of, the engine
+#   bash scripts/gpu/gpu_check.sh --call 2     learning, colocation, SGLang, speed, the machine
+#   bash scripts/gpu/gpu_check.sh --call 3     seconds and memory of models of 0.5B to 32B, predicted beside measured
+#   bash scripts/gpu/gpu_check.sh --device cpu --tiny        (tries the checks themselves, without a GPU)
 #
 # Without --call it makes all three. --out names the folder of the results, PYTHON=... the interpreter.
 #
@@ -12,7 +12,7 @@
 # installed. A line for each check and a
 # table; results.json and logs in --out. Exit status 0: nothing failed. docs/gpu_status.md says what it proves.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" # one GPU, where there are several
-exec "${PYTHON:-python3}" scripts/gpu_check.py "$@"
+exec "${PYTHON:-python3}" scripts/gpu/gpu_check.py "$@"
