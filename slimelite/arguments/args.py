@@ -61,6 +61,8 @@ class Args(
 ):
     """Every argument of a run, flat: ``args.rollout_temperature``. ``--help-all`` lists bases from right to left."""
 
+    # what the command line and its files gave, by field, before anything was derived
+    given: dict[str, object] = resolved({})
     derivations: tuple[Derivation, ...] = resolved(())
     notes: tuple[str, ...] = resolved(())
     # keys of --custom-config-path that are no flags; a plugin reads them as attributes

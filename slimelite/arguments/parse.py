@@ -72,7 +72,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     kind = args_type(argv, groups)
     vocabulary = Vocabulary(kind)
     settings = merge_sources(argv, vocabulary)
-    given = frozenset(settings.values)
+    own, given = dict(settings.values), frozenset(settings.values)
     for name, value in (*settings.values.items(), *((f"sglang_{k}", v) for k, v in settings.sglang.items())):
         if is_masked(value):
             settings.complain("--" + name.replace("_", "-"), MASKED)
@@ -84,7 +84,7 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
         if name not in given
     ]
     misread, blamed = list(settings.problems), set(settings.blamed)
-    draft = kind(**settings.values, derivations=tuple(chosen))
+    draft = kind(**settings.values, given=own, derivations=tuple(chosen))
     args = derive(draft, given, machine or _machine(draft.plan_gpu, settings), settings)
     args = replace(args, custom_config=settings.custom, notes=(*args.notes, *_own_keys(settings, vocabulary)))
     found = settings.problems[len(misread) :] + validate(args)

@@ -120,6 +120,15 @@ def sglang_options() -> dict[str, SglangOption]:
     return options
 
 
+def sglang_entry(field: str, value: object) -> tuple[str, object]:
+    """The key and the value with which a file of arguments gives SGLang's option ``field``."""
+    spelled = {o.kind: name for name, o in sglang_options().items() if o.field == field}
+    if value is False:
+        return f"sglang-{spelled['off']}", True
+    kind = next(kind for kind in spelled if kind != "off")
+    return f"sglang-{spelled[kind]}", json.dumps(value) if kind == "json" else value
+
+
 class Vocabulary:
     """Every option that a command line for ``args_type`` may hold, without its leading dashes."""
 

@@ -2,8 +2,8 @@
 
 ::
 
-    config.yaml            resolved arguments; --config reads it back
-    config.json            the same, with the reasons of derived arguments
+    config.yaml            the arguments that were given, and the others in comments; --config reads it back
+    config.json            the value of every argument, with the reasons of derived ones
     versions.json          packages, commit, hardware
     status.json            running, finished, failed or interrupted; rollouts done; the error
     metrics.jsonl          every metric (see metrics_file.py)
@@ -30,6 +30,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -37,6 +38,7 @@ import slimelite
 from slimelite.arguments import Args
 from slimelite.arguments.flags import group_flags, group_title, groups_of
 from slimelite.arguments.secret import HIDDEN, masked, masked_words
+from slimelite.arguments.vocabulary import sglang_entry
 from slimelite.base.files import FULL, write_text
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm
@@ -127,17 +129,20 @@ class RunFolder:
 
 def config_dict(args: Args) -> dict[str, object]:
     """All arguments as plain values, secrets masked; ``derivations``: name -> reason."""
-    values = dataclasses.asdict(args)
+    values = dataclasses.asdict(replace(args, given={}))
+    del values["given"]
     values["derivations"] = {d.name: d.reason for d in args.derivations}
     return {name: masked(name, value) for name, value in values.items()}
 
 
 def config_yaml(args: Args) -> str:
-    """The flags that have a value, by group, as ``--config`` reads them; derived ones have their reason beside them."""
-    import yaml
+    """What was given, as ``--config`` reads it; what was not given stands by in comments, with its reason.
 
+    A value that was derived, or is a default, is so again in a run with this file and other flags.
+    """
     reasons = {d.name: d.reason for d in args.derivations}
-    lines = ["# resolved arguments of this run; `python train.py --config` with this file repeats it"]
+    lines = ["# arguments of this run; `python train.py --config` with this file repeats it"]
+    lines += ["# a line that begins with # was not given: it is a default, or has its reason beside it"]
     lines += ["# " + " ".join(note.split()) for note in args.notes]
     lines += [f"# no effect here: {name}: {why}" for name, why in args.no_effect]
     if args.custom_config:
@@ -145,16 +150,32 @@ def config_yaml(args: Args) -> str:
         lines.append(f"# plugins also had {keys}: give --custom-config-path {args.custom_config_path} again")
     for group in groups_of(type(args)):
         lines += ["", f"# {group_title(group)[0]}"]
-        for flag in group_flags(group):
-            value = masked(flag.name, getattr(args, flag.name))
-            if value is None or flag.name in SOURCES:
-                continue
-            if value == HIDDEN:
-                lines.append(f"# {flag.name}: not saved; give it again")
-                continue
-            text = yaml.safe_dump({flag.name: value}, default_flow_style=True, width=10**6).strip()[1:-1]
-            lines.append(text + (f"  # {reasons[flag.name]}" if flag.name in reasons else ""))
+        for name in (flag.name for flag in group_flags(group) if flag.name not in SOURCES):
+            value, reason = getattr(args, name), reasons.get(name)
+            if name in args.given:
+                own = args.given[name]
+                reason = reason and (reason if own == value else f"here {_shown(value)}: {reason}")
+                lines.append(_entry(name, own) + (f"  # {reason}" if reason else ""))
+            elif value is not None:
+                lines.append(f"# {_entry(name, value)}" + (f"  # {reason}" if reason else ""))
+    if args.sglang_overrides:
+        options = (sglang_entry(name, value) for name, value in masked("", args.sglang_overrides).items())
+        lines += ["", "# SGLang's own options", *(_entry(name, value) for name, value in options)]
     return "\n".join(lines)
+
+
+def _entry(name: str, value: object) -> str:
+    """A line of YAML; for a secret, a comment that says so."""
+    shown = masked(name, value)
+    return f"# {name}: not saved; give it again" if shown == HIDDEN else f"{name}: {_shown(shown)}"
+
+
+def _shown(value: object) -> str:
+    """``value`` as YAML on one line."""
+    import yaml
+
+    text: str = yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False).strip()[1:-1]
+    return json.dumps(value) if "\n" in text else text
 
 
 PACKAGES = ("torch", "transformers", "ray", "sglang", "numpy", "pyarrow", "safetensors", "math-verify", "wandb")

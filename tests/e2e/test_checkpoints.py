@@ -160,4 +160,4 @@ def test_runs_of_two_seeds_sample_differently_and_a_resumed_one_keeps_its_seed(r
     assert sampled("again") == sampled("2")
     # the first version's --rollout-seed did not follow --seed
     assert run("--run-dir", "first", "--load", "checkpoints", "--seed", "7")[0] == 0
-    assert "\nrollout_seed: 42 " in (old / "first" / "config.yaml").read_text()
+    assert "\n# rollout_seed: 42 " in (old / "first" / "config.yaml").read_text()

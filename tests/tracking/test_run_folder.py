@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,27 +18,47 @@ from slimelite.tracking.run_folder import RunFolder, commit, gpus, versions
 
 COMPLETE = (
     "--hf-checkpoint owner/model --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4 --n-samples-per-prompt 2 "
-    "--rollout-max-response-len 16 "
+    "--rollout-max-response-len 16 --colocate "
 )
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "more"),
     [
-        "",
-        "--calculate-per-token-loss --eps-clip 0.3 --lr 2e-6 --swiglu --wandb-group x",
-        "--use-kl-loss --kl-loss-coef 0.01 --disable-grpo-std-normalization --eval-interval 2 "
-        '--eval-prompt-data a b.jsonl --apply-chat-template-kwargs {"a":1} --rollout-stop-token-ids 1 2 '
-        "--save x --save-interval 2",
+        ("", ""),
+        ("--calculate-per-token-loss --eps-clip 0.3 --lr 2e-6 --swiglu --wandb-group x", ""),
+        (
+            "--use-kl-loss --kl-loss-coef 0.01 --disable-grpo-std-normalization --eval-interval 2 "
+            '--eval-prompt-data a b.jsonl --apply-chat-template-kwargs {"a":1} --rollout-stop-token-ids 1 2 '
+            "--save x --save-interval 2 --preset dapo",
+            "",
+        ),
+        (
+            "--sglang-disable-radix-cache --sglang-no-enable-tf32-matmul --sglang-dtype half "
+            "--sglang-cuda-graph-bs 1 2 --sglang-sidecar-args [1] "
+            '--sglang-json-model-override-args {"a":1} --sglang-preferred-sampling-params {"a":1}',
+            "--sglang-dtype bfloat16",
+        ),
+        ("--train-backend megatron --debug-rollout-only", "--no-debug-rollout-only"),
+        ("--seed 3", "--seed 5"),
+        ("", "--seed 5"),
+        ("--seed 1234", "--lr 2e-6"),
+        ("--eps-clip 0.3", "--eps-clip 0.4 --lr 2e-6"),
+        ("--kl-coef 0.1 --advantage-estimator reinforce_plus_plus", "--kl-loss-type k1"),
+        ("", "--calculate-per-token-loss --rollout-batch-size 8 --hf-checkpoint owner/other"),
+        ("", "--use-tis"),
+        ("--lr 2e-6", "--preset dapo"),
+        ("--global-batch-size 4", "--n-samples-per-prompt 4"),
     ],
 )
-def test_config_yaml_gives_the_same_arguments_again(tmp_path: Path, words: str) -> None:
-    machine = Machine(gpus=0)
-    args = parse((COMPLETE + words).split(), machine=machine)
-    RunFolder(tmp_path).save_config(args)
-    again = parse(["--config", str(tmp_path / "config.yaml"), "--run-dir", args.run_dir], machine=machine)
-    sources: dict[str, Any] = {"config": None, "derivations": (), "notes": (), "no_effect": ()}
-    assert replace(again, **sources) == replace(args, **sources)
+def test_config_yaml_stands_for_the_words_of_the_command_line(tmp_path: Path, words: str, more: str) -> None:
+    """Alone it repeats a run; with other flags whatever was derived or a default is so again."""
+    machine = Machine(gpus=2, sglang=True)
+    first = [*COMPLETE.split(), *words.split()]
+    RunFolder(tmp_path).save_config(parse(first, machine=machine))
+    again = parse(["--config", str(tmp_path / "config.yaml"), "--run-dir", "r", *more.split()], machine=machine)
+    args = parse([*first, "--run-dir", "r", *more.split()], machine=machine)
+    assert replace(again, config=None, given={}) == replace(args, given={})
 
 
 def test_the_configuration_says_why_and_keeps_secrets(tmp_path: Path) -> None:
@@ -49,23 +68,42 @@ def test_the_configuration_says_why_and_keeps_secrets(tmp_path: Path) -> None:
         prompt_data=["a: b.jsonl@[0:10]", "#c"],
         train_env_vars={"A": "1"},
         wandb_key="secret",
-        derivations=(Derivation("global_batch_size", 8, "4 prompts x 2 samples"),),
+        wandb_group="two\nlines",
+        rollout_stop=["\n", "# x"],
+        sglang_overrides={"api_key": "secret"},
+        derivations=(
+            Derivation("global_batch_size", 8, "4 prompts x 2 samples"),
+            Derivation("train_backend", "fsdp", "there is one"),
+        ),
+        given={
+            "lr": 1e-6,
+            "prompt_data": ["a: b.jsonl@[0:10]", "#c"],
+            "train_env_vars": {"A": "1"},
+            "wandb_key": "secret",
+            "rollout_stop": ["\n", "# x"],
+            "train_backend": "megatron",
+        },
         notes=("two\nlines",),
         no_effect=(("--swiglu", "the model says so"),),
     )
     RunFolder(tmp_path).save_config(args)
     text = (tmp_path / "config.yaml").read_text()
-    values = yaml.safe_load(text)
-    assert values["lr"] == 1e-6
-    assert values["prompt_data"] == ["a: b.jsonl@[0:10]", "#c"]
-    assert values["train_env_vars"] == {"A": "1"}
-    assert not values.keys() & {"run_dir", "config", "eval_datasets", "wandb_key", "ref_load"}
-    assert "global_batch_size: 8  # 4 prompts x 2 samples" in text
+    assert yaml.safe_load(text) == {
+        "lr": 1e-6,
+        "prompt_data": ["a: b.jsonl@[0:10]", "#c"],
+        "train_env_vars": {"A": "1"},
+        "rollout_stop": ["\n", "# x"],
+        "train_backend": "megatron",
+    }
+    assert "\ntrain_backend: megatron  # here fsdp: there is one\n" in text
+    assert "\n# global_batch_size: 8  # 4 prompts x 2 samples\n" in text
+    assert "\n# eps_clip: 0.2\n" in text
+    assert "\n# sglang-api-key: not saved; give it again" in text
     assert "# two lines\n# no effect here: --swiglu: the model says so\n" in text
     assert "secret" not in text
 
     whole = json.loads((tmp_path / "config.json").read_text())
-    assert whole["derivations"] == {"global_batch_size": "4 prompts x 2 samples"}
+    assert whole["derivations"] == {"global_batch_size": "4 prompts x 2 samples", "train_backend": "there is one"}
     assert whole["eval_datasets"][0]["name"] == "sums"
     assert whole["wandb_key"] == "***"
 
