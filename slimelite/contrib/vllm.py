@@ -137,7 +137,7 @@ class Running:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self.result = GenerateResult(request.request_id, [], [], [], "abort")
+        self.result = GenerateResult(request.request_id)
         self.future: Future[GenerateResult] = Future()
         self.future.set_running_or_notify_cancel()
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from slimelite.engines.memory import KEEPS_ALL, Content, EngineMemory
-from slimelite.samples.per_token import held, listed
+from slimelite.samples.per_token import Listed, PerToken
 
 if TYPE_CHECKING:
     import torch
@@ -155,8 +155,8 @@ class GenerateRequest:
 
 @dataclass
 class GenerateResult:
-    """The tokens of one response. Arrays may be given for its per-token lists, and are read as lists: see
-    `slimelite.samples.per_token`.
+    """The tokens of one response. Arrays may be given for its per-token lists, and are read as lists; `columns` has
+    them as they are.
 
     ``log_probs``: one per token, under softmax(logits / temperature) before any top-p or top-k renormalisation;
     greedy requests (temperature 0 or top_k 1) report the same quantity, with temperature 1 in place of 0.
@@ -165,27 +165,32 @@ class GenerateResult:
     """
 
     request_id: str
-    output_ids: list[int]
-    log_probs: list[float]
-    weight_versions: list[int]
-    finish_reason: FinishReason
+    output_ids: Listed[list[int]] = Listed(())
+    log_probs: Listed[list[float]] = Listed(())
+    weight_versions: Listed[list[int]] = Listed(())
+    finish_reason: FinishReason = "abort"
     cached_tokens: int = 0
 
     @property
     def length(self) -> int:
         """Number of tokens."""
-        return len(held(self, "output_ids"))
+        return len(vars(self)["output_ids"])
+
+    @property
+    def columns(self) -> tuple[PerToken, PerToken, PerToken]:
+        """Tokens, log-probs and weight versions as they are held, arrays or lists."""
+        values = vars(self)
+        return values["output_ids"], values["log_probs"], values["weight_versions"]
 
     def packed(self) -> GenerateResult:
         """This result, with arrays of its own in place of lists: int32 tokens and versions, fp32 log-probs."""
-        for name, dtype in RESULT_TOKENS.items():
-            setattr(self, name, np.array(held(self, name), dtype))
+        columns = zip(self.columns, RESULT_TOKENS.values(), strict=True)
+        self.output_ids, self.log_probs, self.weight_versions = (np.array(column, dtype) for column, dtype in columns)
         return self
 
     def __reduce__(self) -> tuple[Callable[..., GenerateResult], tuple[object, ...]]:
         # Ray would send each array as a buffer of its own, 768 of them for 256 responses: that took it twice the time
-        columns = [held(self, name) for name in RESULT_TOKENS]
-        tokens = [(c.tobytes(), c.dtype.char) if isinstance(c, np.ndarray) else c for c in columns]
+        tokens = [(c.tobytes(), c.dtype.char) if isinstance(c, np.ndarray) else c for c in self.columns]
         return _unpickled, (self.request_id, *tokens, self.finish_reason, self.cached_tokens)
 
 
@@ -196,7 +201,6 @@ def _unpickled(request_id: str, *rest: object) -> GenerateResult:
 
 # the per-token columns of a result, and the dtypes of their arrays
 RESULT_TOKENS = {"output_ids": np.int32, "log_probs": np.float32, "weight_versions": np.int32}
-listed(GenerateResult, tuple(RESULT_TOKENS))
 
 
 @dataclass(frozen=True, slots=True)

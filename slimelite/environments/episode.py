@@ -12,7 +12,6 @@ from slimelite.engines.protocol import SamplingParams
 from slimelite.environments.hosts import EnvironmentFailure, Host, Live
 from slimelite.environments.protocol import Message, Row
 from slimelite.environments.registry import TOTAL
-from slimelite.samples.per_token import held
 from slimelite.samples.sample import Sample, Status
 from slimelite.serving.sessions import ContextFullError, Session, Turn
 
@@ -183,7 +182,7 @@ class Episode:
 def turn_rewards(path: Sequence[Turn], sample: Sample) -> list[float]:
     """A number for each response token: where a trained reply of ``path`` ends its reward, elsewhere NaN."""
     rewards = [math.nan] * sample.response_length
-    mask = held(sample, "loss_mask")
+    mask = vars(sample)["loss_mask"]
     for turn in path:
         end = len(turn.token_ids) - 1 - sample.prompt_length
         if turn.output_ids and mask[end]:

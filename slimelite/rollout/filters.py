@@ -22,7 +22,6 @@ from slimelite.base.guard import PluginError, raised_at
 from slimelite.base.lifecycle import RolloutError
 from slimelite.rollout.context import PluginArgs
 from slimelite.rollout.groups import check_scored
-from slimelite.samples.per_token import held
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
 
@@ -105,7 +104,7 @@ def check_response_diversity(
     _args: PluginArgs, samples: Sequence[Sample], *, minimum: float = 0.5, **_: object
 ) -> DynamicFilterOutput:
     """Keep groups in which at least ``minimum`` of the responses are different token sequences."""
-    different = {np.asarray(held(s, "tokens")[s.prompt_length :], np.int64).tobytes() for s in samples}
+    different = {np.asarray(s.response_ids, np.int64).tobytes() for s in samples}
     return DynamicFilterOutput(len(different) >= minimum * len(samples), "low_diversity")
 
 

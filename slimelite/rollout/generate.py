@@ -27,7 +27,6 @@ from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
 from slimelite.rollout.groups import GroupGenerator, is_finished, restart, rollout_params, without_dropped
 from slimelite.rollout.sessions import Outcome, Parked, PooledSessions
-from slimelite.samples.per_token import held
 from slimelite.samples.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -334,8 +333,9 @@ class Collection:
         self.accepted.sort(key=lambda samples: samples[0].index or 0)
         if self.args.mask_offpolicy_in_partial_rollout:
             for sample in (s for samples in self.accepted for s in samples):
-                current = np.asarray(held(sample, "weight_versions")) == self.context.engines.weight_version
-                mask = held(sample, "loss_mask")
+                values = vars(sample)
+                current = np.asarray(values["weight_versions"]) == self.context.engines.weight_version
+                mask = values["loss_mask"]
                 sample.loss_mask = np.where(current, 1 if mask is None else np.asarray(mask), 0).tolist()
         args = self.args
         if choose := load_plugin(args.rollout_sample_filter_path, "--rollout-sample-filter-path"):

@@ -18,12 +18,11 @@ import numpy as np
 from slimelite.arguments import Args, EvalDataset, RewardArgs, RolloutArgs
 from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.base.guard import PluginError, own_traceback
-from slimelite.engines.protocol import RESULT_TOKENS, GenerateRequest, GenerateResult, SamplingParams
+from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from slimelite.rewards.grader import RewardError, route_of
 from slimelite.rollout.context import Plugin, PluginArgs, RolloutContext, flatten
 from slimelite.rollout.pool import IS_GONE
 from slimelite.rollout.sessions import Home, Outcome
-from slimelite.samples.per_token import held
 from slimelite.samples.sample import FINISH_STATUS, UNSTAMPED, Generated, Sample, Status
 from slimelite.serving.sessions import stream_seed
 from slimelite.slime.plugins import load_function
@@ -83,10 +82,9 @@ def remaining_params(sample: Sample, params: SamplingParams, max_context_len: in
 
 def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> None:
     """Append an engine's tokens; decode the whole response again, because a token may be half a character."""
-    ids, log_probs, versions = (held(result, name) for name in RESULT_TOKENS)
+    ids, log_probs, versions = result.columns
     sample.append_response_tokens(ids, log_probs, weight_versions=versions)
-    response = held(sample, "tokens")[sample.prompt_length :]
-    sample.response = str(tokenizer.decode(response, skip_special_tokens=skip_special))
+    sample.response = str(tokenizer.decode(sample.response_ids, skip_special_tokens=skip_special))
     sample.status = FINISH_STATUS[result.finish_reason]
 
 
@@ -96,7 +94,7 @@ def stamp_versions(sample: Sample, version: int, before: Sample | None = None) -
     A generate function may record no versions, or one per call as slime's do. ``before``: the sample that the function
     continued; the tokens of ``before`` keep their versions.
     """
-    stamps: Any = held(sample, "weight_versions")
+    stamps: Any = vars(sample)["weight_versions"]
     if isinstance(stamps, np.ndarray) and len(stamps) == sample.response_length:
         if (unknown := stamps == UNSTAMPED).any():
             stamps = np.where(unknown, np.int32(version), stamps)

@@ -3,50 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 
+# what is read: list[int], list[float], or one of these or None
+L = TypeVar("L")
 # what an attribute holds: an engine gives arrays, and plugins and JSON give lists
-PerToken = Sequence[object] | np.ndarray
+PerToken = Sequence[Any] | np.ndarray
 
 
-class Listed:
+class Listed(Generic[L]):
     """An attribute that turns an array into a list when it is first read, and holds that list from then on.
 
     So ``sample.tokens += [5]`` and ``sample.loss_mask[0] = 0`` work as on any list, and a response that nobody looks at
-    token by token never becomes Python objects, which take 32 bytes a token and more. `held` reads it as it is.
+    token by token never becomes Python objects, which take 32 bytes a token and more. ``vars(sample)`` has what it
+    holds. ``default``: of the field of a dataclass.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, default: tuple[()] | None = None) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, owner: object | None, kind: type) -> object:
+    @overload
+    def __get__(self, owner: None, kind: type) -> Any: ...
+    @overload
+    def __get__(self, owner: object, kind: type) -> L: ...
+    def __get__(self, owner: object | None, kind: type) -> Any:
         if owner is None:
-            return None
+            return self._default
         values = vars(owner)
-        found = values[self._name]
-        if isinstance(found, np.ndarray):
-            found = values[self._name] = found.tolist()
-        return found
+        value = values[self._name]
+        if isinstance(value, np.ndarray):
+            value = values[self._name] = value.tolist()
+        return value
 
-    def __set__(self, owner: object, value: object) -> None:
-        vars(owner)[self._name] = value
-
-
-def listed(kind: type, names: Sequence[str]) -> None:
-    """Make the fields ``names`` of the dataclass ``kind``, which has no slots, such attributes."""
-    for name in names:
-        setattr(kind, name, Listed(name))
+    def __set__(self, owner: object, value: PerToken | None) -> None:
+        vars(owner)[self._name] = list(value) if isinstance(value, tuple) else value
 
 
-def held(owner: object, name: str) -> Any:
-    """The attribute ``name`` of ``owner`` as it is, array or list; None if there is none."""
-    values = vars(owner)
-    return values[name] if name in values else getattr(owner, name, None)
-
-
-def joined(before: PerToken | None, added: PerToken) -> Any:
+def joined(before: PerToken | None, added: PerToken) -> PerToken:
     """A new list of ``before`` and ``added``, or an array if ``added`` is one and ``before`` is one too or is empty."""
     if isinstance(added, np.ndarray) and (isinstance(before, np.ndarray) or not before):
         return np.concatenate([before, added]) if isinstance(before, np.ndarray) else added.copy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from enum import StrEnum
 from functools import cache, partial
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from slimelite.base.registry import Registry
-from slimelite.samples.per_token import held, joined, listed
+from slimelite.samples.per_token import Listed, PerToken, joined
 
 
 class Status(StrEnum):
@@ -76,16 +76,16 @@ class Sample:
     # shared by samples that must be trained together (the two of a preference pair); None: no others
     unit_id: int | None = None
     prompt: str | list[dict[str, Any]] = ""
-    tokens: list[int] = field(default_factory=list)
+    tokens: Listed[list[int]] = Listed(())
     response: str = ""
     response_length: int = 0
     # the right answer from the data: any JSON value
     label: Any = None
     reward: float | dict[str, Any] | None = None
-    loss_mask: list[int] | None = None
-    rollout_log_probs: list[float] | None = None
-    weight_versions: list[int] = field(default_factory=list)
-    teacher_log_probs: list[float] | None = None
+    loss_mask: Listed[list[int] | None] = Listed()
+    rollout_log_probs: Listed[list[float] | None] = Listed()
+    weight_versions: Listed[list[int]] = Listed(())
+    teacher_log_probs: Listed[list[float] | None] = Listed()
     # masked out of the loss, still counted in its group's statistics
     remove_sample: bool = False
     status: _Status = _Status.PENDING
@@ -118,12 +118,24 @@ class Sample:
     @property
     def total_length(self) -> int:
         """Number of prompt and response tokens."""
-        return len(held(self, "tokens"))
+        return len(vars(self)["tokens"])
+
+    @property
+    def prompt_ids(self) -> PerToken:
+        """The tokens of the prompt, as they are held: array or list."""
+        ids: PerToken = vars(self)["tokens"]
+        return ids[: self.prompt_length]
+
+    @property
+    def response_ids(self) -> PerToken:
+        """The tokens of the response, as they are held: array or list."""
+        ids: PerToken = vars(self)["tokens"]
+        return ids[self.prompt_length :]
 
     @property
     def effective_response_length(self) -> int:
         """Number of response tokens that the loss sees."""
-        mask = held(self, "loss_mask")
+        mask = vars(self)["loss_mask"]
         if mask is None:
             return self.response_length
         return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else sum(mask)
@@ -141,13 +153,13 @@ class Sample:
     def append_response_tokens(
         self,
         first: Any = None,
-        log_probs: Sequence[float] | None = None,
+        log_probs: PerToken | None = None,
         *,
-        tokens: Sequence[int] | None = None,
+        tokens: PerToken | None = None,
         text: str | None = None,
         trainable: bool = True,
         weight_version: int | None = None,
-        weight_versions: Sequence[int] | None = None,
+        weight_versions: PerToken | None = None,
         meta_info: dict[str, Any] | None = None,
         update_terminal_info: bool = True,
     ) -> None:
@@ -178,8 +190,8 @@ class Sample:
         for name, values in (("log_probs", log_probs), ("weight_versions", versions)):
             if len(values) != count:
                 raise ValueError(f"{count} response tokens but {len(values)} {name}; they must be one to one")
-        before, packed = held(self, "tokens"), isinstance(added, np.ndarray)
-        mask: Any = held(self, "loss_mask")
+        now, packed = vars(self), isinstance(added, np.ndarray)
+        before, mask = now["tokens"], now["loss_mask"]
         if mask is None:
             mask = np.ones(self.response_length, np.int8) if packed else [1] * self.response_length
             self.loss_mask = mask
@@ -189,8 +201,8 @@ class Sample:
             self.loss_mask = joined(mask, np.full(count, int(trainable), np.int8))
         else:  # in place, as in slime: its retool example keeps a reference to the list and assigns it again at the end
             mask.extend([int(trainable)] * count)
-        self.rollout_log_probs = joined(held(self, "rollout_log_probs"), log_probs)
-        self.weight_versions = joined(held(self, "weight_versions"), versions)
+        self.rollout_log_probs = joined(now["rollout_log_probs"], log_probs)
+        self.weight_versions = joined(now["weight_versions"], versions)
         self.response_length += count
         self.response += text or ""
         if meta_info is not None and update_terminal_info:
@@ -203,7 +215,7 @@ class Sample:
     @property
     def trained_versions(self) -> np.ndarray:
         """Weight versions of the response tokens in the loss; a tool's tokens were not sampled from any weights."""
-        versions, mask = np.asarray(held(self, "weight_versions"), np.int64), held(self, "loss_mask")
+        versions, mask = np.asarray(vars(self)["weight_versions"], np.int64), vars(self)["loss_mask"]
         return versions if mask is None else versions[: len(mask)][np.asarray(mask[: len(versions)], bool)]
 
     def check_aligned(self) -> None:
@@ -260,8 +272,7 @@ class Sample:
 
 
 # the lists of a sample with a value for each token
-PER_TOKEN = ("tokens", "loss_mask", "rollout_log_probs", "weight_versions", "teacher_log_probs")
-listed(Sample, PER_TOKEN)
+PER_TOKEN = tuple(name for name, value in vars(Sample).items() if isinstance(value, Listed))
 
 
 @dataclass(frozen=True)
@@ -286,7 +297,10 @@ class Column:
 
     def read(self, sample: Sample) -> Any:
         """The value or values of ``sample``, or None if it has none."""
-        return held(sample, self.name) if self.of is None else self.of(sample)
+        if self.of is not None:
+            return self.of(sample)
+        values = vars(sample)
+        return values[self.name] if self.name in values else getattr(sample, self.name, None)
 
 
 _every = partial(Column, required=True)
@@ -304,8 +318,8 @@ COLUMNS = Registry(
         _every("advantage", "float64", of=lambda _: 0.0),  # of the group, computed before samples are dealt to ranks
         # masked out of the loss, counted in the group's statistics
         _every("removed", "bool", of=lambda s: s.remove_sample),
-        _every("prompt_tokens", "int32", "prompt", lambda s: held(s, "tokens")[: s.prompt_length]),
-        _every("response_tokens", "int32", "token", lambda s: held(s, "tokens")[s.prompt_length :]),
+        _every("prompt_tokens", "int32", "prompt", lambda s: s.prompt_ids),
+        _every("response_tokens", "int32", "token", lambda s: s.response_ids),
         _every("loss_mask", "bool", "token", absent=True),
         _every("rollout_log_probs", "float32", "token"),
         _every("weight_versions", "int32", "token", absent=0),

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -63,14 +63,7 @@ class SampleTable:
 
     def __init__(self, **columns: object) -> None:
         """``columns``: values by column name, and the offsets."""
-        vars(self).update(columns)
-
-    if not TYPE_CHECKING:  # hidden, because with it a type checker accepts every misspelt name
-
-        def __getattr__(self, name: str) -> None:
-            """None for a column that the rollout lacks."""
-            if name not in COLUMNS:
-                raise AttributeError(f"a table of samples has no {name}")
+        vars(self).update({**dict.fromkeys(COLUMNS), **columns})
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -110,7 +103,7 @@ class SampleTable:
 
     def columns(self) -> list[Column]:
         """The columns that the rollout has."""
-        return [column for column in COLUMNS.values() if getattr(self, column.name) is not None]
+        return [column for column in COLUMNS.values() if getattr(self, column.name, None) is not None]
 
     def row_slice(self, name: str, row: int) -> np.ndarray:
         """The part of ragged column ``name`` that belongs to ``row`` (a view)."""

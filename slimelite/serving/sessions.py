@@ -23,9 +23,9 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from slimelite.engines.protocol import RESULT_TOKENS, GenerateRequest, GenerateResult, OnTokens, SamplingParams
+from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams
 from slimelite.engines.sampling import Sampler
-from slimelite.samples.per_token import held, joined
+from slimelite.samples.per_token import joined
 from slimelite.samples.sample import Sample, Status
 from slimelite.serving.format import ChatFormat, Message, Tools
 from slimelite.serving.messages import Reply, before_stop, comparable
@@ -313,7 +313,7 @@ class Session:
         self, turn: Turn, prompt_ids: list[int], params: SamplingParams, on_tokens: OnTokens | None
     ) -> GenerateResult:
         """The response to ``turn``. A request that a pause interrupts goes on after it, with the new weights."""
-        whole = GenerateResult(f"{self.id}/{turn.number}", [], [], [], "abort")
+        whole = GenerateResult(f"{self.id}/{turn.number}")
         self._unfinished[turn.number] = whole
         for part in count():
             await self._going.wait()
@@ -321,7 +321,7 @@ class Session:
                 # an engine holds a text to a schema from its first token on
                 if on_tokens is not None:
                     raise ConnectionError("the reply was interrupted, and one in JSON cannot go on: ask again")
-                whole = self._unfinished[turn.number] = GenerateResult(whole.request_id, [], [], [], "abort")
+                whole = self._unfinished[turn.number] = GenerateResult(whole.request_id)
             done = whole.length
             left = params.max_new_tokens - done
             request = GenerateRequest(
@@ -336,8 +336,8 @@ class Session:
                 result = await self._sampler(request, on_tokens)
             finally:
                 self.running -= 1
-            for name in RESULT_TOKENS:
-                setattr(whole, name, joined(held(whole, name), held(result, name)))
+            columns = map(joined, whole.columns, result.columns)
+            whole.output_ids, whole.log_probs, whole.weight_versions = columns
             whole.finish_reason = result.finish_reason
             whole.cached_tokens = whole.cached_tokens if part else result.cached_tokens
             if result.finish_reason != "abort" or self._going.is_set():

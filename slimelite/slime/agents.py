@@ -163,7 +163,7 @@ class _Server:
         return list(await asyncio.gather(*(self._one(request) for request in requests)))
 
     async def _one(self, request: GenerateRequest) -> GenerateResult:
-        result = GenerateResult(request.request_id, [], [], [], "abort")
+        result = GenerateResult(request.request_id)
         body = request_body(request, result, request.request_id, eos=(), seeds=True)
         extend(result, await self._client.post(f"{self._url}/generate", body))
         return result

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from slimelite.engines.protocol import RESULT_TOKENS, GenerateResult
-from slimelite.samples.per_token import held
 from slimelite.samples.sample import PER_TOKEN, Sample
 from slimelite.samples.table import SampleTable
 from tests.samples.test_sample_table import assert_equal
@@ -55,10 +54,10 @@ def _seen(sample: Sample) -> Sample:
 
 def test_an_array_becomes_a_list_when_it_is_read_and_remains_one() -> None:
     sample = answer(0, array)
-    assert all(isinstance(held(sample, name), np.ndarray) for name in PER_TOKEN[:-1])
+    assert all(isinstance(vars(sample)[name], np.ndarray) for name in PER_TOKEN[:-1])
     assert (sample.response_length, sample.total_length, sample.prompt_length) == (4, 6, 2)
     sample.check_aligned()
-    assert all(isinstance(held(sample, name), np.ndarray) for name in PER_TOKEN[:-1]), "counting does not look"
+    assert all(isinstance(vars(sample)[name], np.ndarray) for name in PER_TOKEN[:-1]), "counting does not look"
     assert sample.tokens == [5, 6, 7, 8, 9, 0]
     assert {type(token) for token in sample.tokens} == {int}
     assert sample.loss_mask == [1, 1, 1, 1]
@@ -72,10 +71,10 @@ def test_an_array_becomes_a_list_when_it_is_read_and_remains_one() -> None:
 
 def test_a_result_copies_what_it_packs() -> None:
     buffer = np.array([-0.25, -0.5], np.float32)
-    result = GenerateResult("a", [1, 2], buffer, [0, 0], "stop").packed()  # type: ignore[arg-type]
+    result = GenerateResult("a", [1, 2], buffer, [0, 0], "stop").packed()
     buffer[:] = 0
     assert result.length == 2
-    assert all(held(result, name).dtype == dtype for name, dtype in RESULT_TOKENS.items())
+    assert all(vars(result)[name].dtype == dtype for name, dtype in RESULT_TOKENS.items())
     assert result.log_probs == [-0.25, -0.5]
 
 
@@ -88,8 +87,8 @@ def test_a_result_travels_between_processes_in_one_piece() -> None:
     assert not buffers
     received, other = pickle.loads(sent)
     for name, dtype in RESULT_TOKENS.items():
-        assert held(received, name).dtype == dtype
-    assert held(other, "log_probs") == [-0.1, -0.2]
+        assert vars(received)[name].dtype == dtype
+    assert vars(other)["log_probs"] == [-0.1, -0.2]
     assert (received, other) == (result, plain)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -80,10 +79,8 @@ class Running:
         counts = np.diff(starts, append=len(self.log_probs))
         versions = np.repeat([version for _, version in self.versions], counts)
         tokens = self.tokens[len(self.request.input_ids) :]
-        columns: dict[str, Any] = {"output_ids": tokens, "log_probs": self.log_probs, "weight_versions": versions}
-        result = GenerateResult(
-            self.request.request_id, finish_reason=reason, cached_tokens=self.cached_tokens or 0, **columns
-        )
+        columns = tokens, self.log_probs, versions
+        result = GenerateResult(self.request.request_id, *columns, reason, self.cached_tokens or 0)
         self.future.set_result(result.packed())
 
 

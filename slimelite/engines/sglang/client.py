@@ -264,7 +264,7 @@ class SglangEngine(Engine):
     async def _complete(self, request: GenerateRequest, seeds: bool, on_tokens: OnTokens | None) -> GenerateResult:
         """Generate the whole response; send the rest again after a weight update or a lost connection."""
         running = self._running[request.request_id]
-        result = GenerateResult(request.request_id, [], [], [], "abort")
+        result = GenerateResult(request.request_id)
         failures = told = 0
         while not running.aborted:
             if self._released:
@@ -275,7 +275,7 @@ class SglangEngine(Engine):
                     raise RuntimeError(
                         f"request {request.request_id}: interrupted, and a response in JSON cannot go on"
                     )
-                result = GenerateResult(request.request_id, [], [], [], "abort")
+                result = GenerateResult(request.request_id)
             # SGLang aborts every request whose id starts with the given one, so no id may be a prefix of another
             running.rid = f"{request.request_id}.{uuid.uuid4().hex[:8]}"
             body = request_body(request, result, running.rid, self._eos, seeds) | (POLICY if self._front else {})
