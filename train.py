@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 def train(cluster: Cluster, tracker: Tracker) -> None:
     """Run every rollout from the first to the last; colocation requires this order. Each verb returns a future."""
     args, evaluations = cluster.args, Evaluations(cluster.args)
-    if not args.debug_train_only:
-        sync(cluster, tracker, version=args.start_rollout_id)
-        if evaluations.due_at_start():
-            evaluate(cluster, tracker, evaluations, args.start_rollout_id - 1)
+    sync(cluster, tracker, version=args.start_rollout_id)
+    if args.job.evaluates and evaluations.due_at_start():
+        evaluate(cluster, tracker, evaluations, args.start_rollout_id - 1)
 
     for rollout_id in range(args.start_rollout_id, args.num_rollout):
         if evaluations.stop:
@@ -40,7 +39,7 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
         if args.async_rollout and rollout_id + 1 < args.num_rollout:
             cluster.generate(rollout_id + 1)  # with the current weights, while this rollout trains
 
-        if not args.debug_rollout_only:
+        if args.job.trains:
             if args.offload_rollout:
                 cluster.release_engines().result()
             if args.offload_train:
@@ -54,10 +53,10 @@ def train(cluster: Cluster, tracker: Tracker) -> None:
             if args.save_hf and due(args.save_interval, rollout_id, args.num_rollout, last=True):
                 with tracker.phase("save_model"):
                     cluster.save_hf(rollout_id).result()
-            if not args.debug_train_only and due(args.update_weights_interval, rollout_id, args.num_rollout):
+            if due(args.update_weights_interval, rollout_id, args.num_rollout):
                 sync(cluster, tracker, version=rollout_id + 1)
 
-        if args.eval_interval and not args.debug_train_only and due(args.eval_interval, rollout_id, args.num_rollout):
+        if args.job.evaluates and due(args.eval_interval, rollout_id, args.num_rollout):
             evaluate(cluster, tracker, evaluations, rollout_id)
         tracker.log_perf(cluster.resources().result())
         tracker.finish_rollout(rollout_id)

@@ -146,9 +146,10 @@ def read_evaluations(args: Args) -> dict[int, float]:
 
 def sync(cluster: Cluster, tracker: Tracker, version: int) -> None:
     """Send the trainers' weights to the engines. If both take turns on the GPUs, trainers release their memory before
-    the engines allocate weights; the KV cache comes last, when no bucket of weights takes its room (slime's order)."""
+    the engines allocate weights; the KV cache comes last, when no bucket of weights takes its room (slime's order).
+    A run without trainers or without engines has nothing to send."""
     args = cluster.args
-    if args.debug_rollout_only:
+    if not args.job.syncs:
         return
     if args.offload_train:
         cluster.offload_trainers().result()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -117,6 +118,12 @@ def test_arguments_know_records_and_no_room() -> None:
     rooms = [f"slimelite.{path.name}" for path in PACKAGE.iterdir() if path.is_dir() and path.name != "arguments"]
     found = {o.split()[-1] for o in offenders("arguments", (*rooms, "slimelite.models.files", *records))}
     assert found == records
+
+
+def test_what_kind_of_run_it_is_is_read_as_args_job() -> None:
+    flags = re.compile(r"debug_train_only|debug_rollout_only|load_debug_rollout_data\b")
+    asking = {f for f in [ROOT / "train.py", *FILES] if flags.search(f.read_text())}
+    assert {f.relative_to(ROOT).parts[:2] for f in asking} == {("slimelite", "arguments")}
 
 
 def test_only_what_starts_a_run_asks_the_pre_flight() -> None:

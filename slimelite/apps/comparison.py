@@ -12,6 +12,7 @@ import numpy as np
 from slimelite.apps.runs import Run
 from slimelite.arguments import Args
 from slimelite.arguments.flags import all_flags
+from slimelite.arguments.job import gpus_of
 from slimelite.samples.sample import ROW, label_text
 from slimelite.samples.table import SampleTable
 from slimelite.tracking.phases import LABELS
@@ -114,7 +115,7 @@ def _prompt_scores(run: Run, dataset: str) -> dict[tuple[str, str, int], float]:
 def _facts(run: Run) -> Facts:
     rewards = run.series.get("rollout/raw_reward")
     wall = wall_seconds(run)
-    gpus = _gpus(run.config)
+    gpus = gpus_of(run.config)
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -174,15 +175,6 @@ def _cpu_hours(run: Run) -> float | None:
     """CPU time of all processes; each process of the run counted its own from its beginning."""
     spent = [[r["perf/cpu_seconds"] for r in segment if "perf/cpu_seconds" in r] for segment in _segments(run)]
     return sum(seconds[-1] for seconds in spent if seconds) / 3600 if any(spent) else None
-
-
-def _gpus(config: Mapping[str, Any]) -> int:
-    """How many GPUs the run holds; 0 on a CPU."""
-    if config.get("device") != "cuda":
-        return 0
-    ranks = 0 if config["debug_rollout_only"] else config["actor_num_nodes"] * config["actor_num_gpus_per_node"]
-    engines = 0 if config["debug_train_only"] else config["rollout_num_gpus"]
-    return max(ranks, engines) if config["colocate"] else ranks + engines
 
 
 class Paired(NamedTuple):

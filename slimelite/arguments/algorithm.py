@@ -36,6 +36,7 @@ from slimelite.arguments.conditions import (
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
+from slimelite.arguments.job import OfJob
 from slimelite.arguments.sources import PRESETS
 
 # this plugin gets the arguments: it may read reward flags that nothing else reads
@@ -45,7 +46,7 @@ COMPARES = when("an --advantage-estimator that compares the responses to a promp
 
 
 @dataclass(frozen=True)
-class AlgorithmArgs:
+class AlgorithmArgs(OfJob):
     """Algorithm."""
 
     preset: list[str] = flag(
@@ -154,7 +155,7 @@ class AlgorithmArgs:
     kl_loss_coef: float = flag(
         0.0,
         "the KL has this weight in the loss; with 0 no reference model is loaded",
-        POLICY_TRAINING & when("--use-kl-loss", lambda a: a.use_kl_loss or a.supervised).strictly(),
+        POLICY_TRAINING & when("--use-kl-loss", lambda a: a.use_kl_loss or not a.job.sampled).strictly(),
         at_least=0,
     )
     kl_loss_type: str = flag(
@@ -191,11 +192,6 @@ class AlgorithmArgs:
     def loss(self) -> LossType:
         """The record of ``--loss-type``."""
         return LOSSES[self.loss_type]
-
-    @property
-    def supervised(self) -> bool:
-        """Whether responses come from the data: none is sampled, so there is no temperature and no old policy."""
-        return self.loss.supervised
 
 
 @dataclass(frozen=True)

@@ -51,16 +51,12 @@ def chosen(registry: Registry[R], fact: Callable[[R], object]) -> Needs:
 
 
 # which halves of the loop run
-TRAINING = when("training", lambda a: not a.debug_rollout_only, ", and --debug-rollout-only leaves it out")
-INFERENCE = when("engines", lambda a: not a.debug_train_only, ", and --debug-train-only runs without")
+TRAINING = when("training", lambda a: a.job.trains, ", and --debug-rollout-only leaves it out")
+INFERENCE = when("engines", lambda a: a.job.engines, ", and --debug-train-only runs without")
 SYNC = TRAINING & INFERENCE
-NEW_ROLLOUTS = when(
-    "new rollouts", lambda a: not a.load_debug_rollout_data, ", and --load-debug-rollout-data brings saved ones"
-)
+NEW_ROLLOUTS = when("new rollouts", lambda a: not a.job.saved, ", and --load-debug-rollout-data brings saved ones")
 # --loss-type sft_loss without evaluation runs no engine; a rollout function of the user's may sample without one
-SAMPLING = when(
-    "responses to sample", lambda a: not a.debug_train_only or (a.rollout_function_path and not a.supervised)
-)
+SAMPLING = when("responses to sample", lambda a: a.job.engines or (a.rollout_function_path and a.job.sampled))
 EVALUATION = INFERENCE & given("--eval-interval")
 TASKS = EVALUATION & when("--eval-tasks", lambda a: a.eval_tasks or any(d.task for d in a.eval_datasets))
 BEST_EVALUATION = EVALUATION & when(
@@ -68,10 +64,10 @@ BEST_EVALUATION = EVALUATION & when(
 )
 
 # where it runs
-GPUS = when("GPUs", lambda a: a.device == "cuda")
-OWN_ENGINES = INFERENCE & when("no --rollout-external-engine-addrs", lambda a: not a.rollout_external_engine_addrs)
+GPUS = when("GPUs", lambda a: a.job.gpus)
+OWN_ENGINES = INFERENCE & when("no --rollout-external-engine-addrs", lambda a: a.job.engines == "own")
 EMBEDDED = INFERENCE & when("--rollout-backend embedded", lambda a: a.rollout_backend == "embedded")
-SGLANG = INFERENCE & when("--rollout-backend sglang", lambda a: a.engine_kind.server)
+SGLANG = INFERENCE & when("--rollout-backend sglang", lambda a: a.job.servers)
 
 # losses
 POLICY = chosen(LOSSES, lambda loss: not loss.supervised)
@@ -80,7 +76,7 @@ POLICY_SAMPLING = SAMPLING & POLICY
 POLICY_LOSS = TRAINING & chosen(LOSSES, lambda loss: loss.policy)
 SUPERVISED = chosen(LOSSES, lambda loss: loss.supervised)
 DPO = chosen(LOSSES, lambda loss: loss.paired)
-ADVANTAGES = when("a loss with advantages", lambda a: not a.supervised and a.compute_advantages_and_returns)
+ADVANTAGES = when("a loss with advantages", lambda a: a.job.sampled and a.compute_advantages_and_returns)
 REFERENCE = TRAINING & when(
     "a KL coefficient above 0, --log-ref-kl, or --loss-type dpo_loss", lambda a: a.use_reference
 )

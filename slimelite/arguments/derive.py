@@ -95,25 +95,25 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
 
 def _modes(draft: Draft) -> None:
     """Which halves of the loop run, what is dumped, and whose code runs."""
-    args = draft.args
+    args, job = draft.args, draft.args.job
     if args.train_backend == "megatron":
         draft.set("train_backend", "fsdp", "--train-backend megatron: FSDP2 trains the Hugging Face model instead")
     for name, paths in SLIME_DEFAULTS.items():
         root, _, path = str(getattr(args, name)).partition(".")
         if root in ("slime", "miles") and path in paths:
             draft.set(name, None, f"{root}.{path} is what runs anyway{AHEAD if 'async' in path else ''}")
-    if draft.args.rollout_function_path is not None and not args.supervised:
+    if draft.args.rollout_function_path is not None and job.sampled:
         draft.default("eval_function_path", args.rollout_function_path, "as --rollout-function-path")
-    if args.supervised:
+    if not job.sampled:
         why = f"--loss-type {args.loss_type}: nothing is generated"
         draft.default("rollout_function_path", OFFLINE_ROLLOUT, why)
-    if args.supervised and args.eval_interval is None and not (args.debug_train_only or args.debug_rollout_only):
+    if not job.sampled and args.eval_interval is None and job.syncs:
         draft.set("debug_train_only", True, f"--loss-type {args.loss_type} without --eval-interval needs no engine")
-    if args.loss.paired and args.n_samples_per_prompt != 1:
+    if job.loss == "paired" and args.n_samples_per_prompt != 1:
         draft.set("n_samples_per_prompt", 1, f"--loss-type {args.loss_type}: a prompt has its one pair")
-    if args.load_debug_rollout_data and not args.debug_train_only:
+    if job.saved and job.engines:
         draft.set("debug_train_only", True, "--load-debug-rollout-data needs no engine")
-    if args.debug_rollout_only and args.colocate:
+    if not job.trains and args.colocate:
         draft.set("colocate", False, "--debug-rollout-only has no trainer to share with")
     if args.save_rollouts in ("none", "0"):
         draft.set("token_stats", "none", f"--save-rollouts {args.save_rollouts}: they belong to a rollout's samples")
@@ -146,7 +146,7 @@ def _environment(draft: Draft) -> None:
     draft.default("reward_key", TOTAL, "--environment: rewards may have named parts")
     if args.apply_chat_template:
         draft.set("apply_chat_template", False, "--environment: an episode renders its messages itself")
-    if found and found[0].rows and not (args.prompt_data or args.data_source_path or args.load_debug_rollout_data):
+    if found and found[0].rows and not (args.prompt_data or args.data_source_path or args.job.saved):
         draft.set("prompt_data", [f"environment:{args.environment}"], "the environment brings its own")
 
 
@@ -156,16 +156,15 @@ def _transport(draft: Draft) -> None:
     Gloo on a CPU is many times faster than HTTP (docs/benchmarks.md). External servers may be on
     any machine, so their default is HTTP.
     """
-    args = draft.args
-    if not args.engine_kind.server:
-        synced = not (args.debug_train_only or args.debug_rollout_only)
-        if args.device == "cpu" and synced and "update_weight_buffer_size" not in draft.given:
+    args, job = draft.args, draft.args.job
+    if not job.servers:
+        if not job.gpus and job.syncs and "update_weight_buffer_size" not in draft.given:
             # a larger buffer is memory that the kernel has to clear anew for each sync; up to 32 MiB (`base.heap`)
             # the process that trains keeps it, and a bucket ends with the tensor that fills it
-            size = (16 if args.launcher == "local" else 64) * 1024**2
+            size = (16 if job.local else 64) * 1024**2
             draft.set("update_weight_buffer_size", size, "no request is saved by larger buckets on a CPU")
         return
-    shared = args.colocate and args.device == "cuda"
+    shared = args.colocate and job.gpus
     if args.update_weight_transport == "nccl" and shared:
         draft.set("update_weight_transport", "ipc", "NCCL takes one rank on a GPU: it is for engines with their own")
     elif args.update_weight_disk_dir:
@@ -195,7 +194,7 @@ def _lora(draft: Draft) -> None:
     for name, given in (("lora_targets", args.lora_target_modules), ("lora_excluded", args.lora_exclude_modules)):
         if given:
             draft.set(name, words(given), "--lora-target-modules and --lora-exclude-modules")
-    if args.lora_adapter_path is not None and not args.debug_rollout_only:
+    if args.lora_adapter_path is not None and args.job.trains:
         try:
             found = read_adapter(args.lora_adapter_path)
         except ValueError as error:
@@ -236,18 +235,18 @@ def _model(draft: Draft) -> None:
         "--kl-loss-coef": args.use_kl_loss and args.kl_loss_coef != 0,
         "--log-ref-kl": args.log_ref_kl,
     }
-    wanted = [option for option, on in compared.items() if on and not args.supervised]
+    wanted = [option for option, on in compared.items() if on and args.job.sampled]
     if wanted:
         draft.set("use_reference", True, f"{' and '.join(wanted)} compare{'s' * (len(wanted) == 1)} with it")
-    elif args.loss.paired:
+    elif args.job.loss == "paired":
         draft.set("use_reference", True, f"--loss-type {args.loss_type} compares with it")
     else:
         draft.set("use_reference", False, "nothing compares with a reference model, so none is loaded")
-    if args.use_kl_loss and args.kl_loss_coef == 0 and not (args.log_ref_kl or args.supervised):
+    if args.use_kl_loss and args.kl_loss_coef == 0 and args.job.sampled and not args.log_ref_kl:
         draft.notes.append(
             "--use-kl-loss with --kl-loss-coef 0 loads no reference model; --log-ref-kl logs the KL anyway"
         )
-    if not args.loss.policy and "--kl-loss-coef" in wanted:
+    if args.job.loss != "policy" and "--kl-loss-coef" in wanted:
         draft.notes.append(f"--loss-type {args.loss_type} adds no KL by itself: your function does, from inputs.ref")
     if args.ref_load is None and draft.args.model_config is None:
         draft.default("ref_load", args.hf_checkpoint, "as --hf-checkpoint")
@@ -291,8 +290,9 @@ def _batches(draft: Draft) -> None:
         return
     draft.default("over_sampling_batch_size", args.rollout_batch_size, "as --rollout-batch-size")
     samples = args.rollout_batch_size * args.n_samples_per_prompt
-    counted = "pairs" if args.loss.paired else "samples"
-    shape = "" if args.loss.paired else f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = "
+    pairs = args.job.loss == "paired"
+    counted = "pairs" if pairs else "samples"
+    shape = "" if pairs else f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} responses = "
     total = f"{shape}{samples} {counted}"
     steps, size = args.num_steps_per_rollout, args.global_batch_size
     if size is None:
@@ -319,7 +319,7 @@ def _lengths(draft: Draft) -> None:
     args = draft.args
     if args.rollout_max_context_len is not None:
         draft.default("rollout_max_prompt_len", args.rollout_max_context_len - 1, "--rollout-max-context-len less 1")
-    if args.rollout_max_response_len is None and (args.debug_train_only or args.rollout_function_path):
+    if args.rollout_max_response_len is None and (args.rollout_function_path or not args.job.engines):
         draft.set("rollout_max_response_len", args.rollout_max_context_len or 0, "no engine of ours generates")
 
 
@@ -339,7 +339,7 @@ def _algorithm(draft: Draft) -> None:
         draft.set("normalize_advantages", True, f"{args.advantage_estimator} is defined with whitened advantages")
         draft.notes.append(f"--advantage-estimator {args.advantage_estimator} implies --normalize-advantages")
     draft.default("critic_lr", args.lr, "as --lr")
-    if args.estimator.needs_critic and not args.supervised:
+    if args.estimator.needs_critic and args.job.sampled:
         draft.set("use_critic", True, f"--advantage-estimator {args.advantage_estimator}")
         if count := args.num_critic_only_steps:
             draft.notes.append(f"rollouts 1 to {count} train the critic alone: the policy stays as it is")

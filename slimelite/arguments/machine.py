@@ -92,13 +92,13 @@ def derive_devices(draft: Draft) -> None:
     if args.device == "auto":
         found = f"{gpus} GPU(s) {'of --plan-gpu' if args.plan_gpu else 'found'}" if gpus else "no GPU found"
         draft.set("device", "cuda" if gpus else "cpu", found)
-    cuda = draft.args.device == "cuda"
+    cuda = draft.args.job.gpus
     draft.default("distributed_backend", "nccl" if cuda else "gloo", f"on {draft.args.device}")
     if not cuda and draft.args.distributed_backend == "nccl":
         draft.set("distributed_backend", "gloo", "nccl needs GPUs")
     per_node, why = 1, "one rank on a CPU"
     if cuda:
-        taken = 0 if args.colocate or args.debug_train_only else (args.rollout_num_gpus or 0)
+        taken = 0 if args.colocate or not args.job.engines else (args.rollout_num_gpus or 0)
         per_node, why = (
             max(1, min(8, gpus) - taken),
             f"{gpus} GPU(s) here" + (f", {taken} of them for engines" if taken else ""),
@@ -121,7 +121,7 @@ def derive_engines(draft: Draft) -> None:
     args = draft.args
     if not args.async_rollout and args.update_weights_interval > 1:
         draft.set("update_weights_interval", 1, "without --async-rollout every rollout is made with the newest weights")
-    cuda = args.device == "cuda"
+    cuda = args.job.gpus
     repeats = ENGINES["sglang"].repeats_with(draft.settings.sglang)
     if args.rollout_backend == "auto":
         if args.rollout_external_engine_addrs:
@@ -136,17 +136,17 @@ def derive_engines(draft: Draft) -> None:
     ranks = args.training_ranks
     if servers := len(args.rollout_external_engine_addrs):
         draft.set("rollout_num_gpus", 0, "--rollout-external-engine-addrs: the servers' GPUs are not ours")
-        draft.set("num_engines", 0 if args.debug_train_only else servers, "--rollout-external-engine-addrs")
+        draft.set("num_engines", servers if args.job.engines else 0, "--rollout-external-engine-addrs")
         return
     if args.colocate:
         draft.default("rollout_num_gpus", ranks, "--colocate: the GPUs of training")
-        if cuda and draft.args.engine_kind.server and draft.args.rollout_num_gpus > ranks:
+        if cuda and draft.args.job.servers and draft.args.rollout_num_gpus > ranks:
             draft.set("rollout_num_gpus", ranks, f"--colocate: the engines share the GPUs of {ranks} training rank(s)")
-    elif args.debug_train_only:
+    elif not args.job.engines:
         draft.default("rollout_num_gpus", 0, "no engine runs")
     elif not cuda:
         draft.default("rollout_num_gpus", args.rollout_num_gpus_per_engine, "one engine on a CPU")
-    elif args.debug_rollout_only:
+    elif not args.job.trains:
         draft.default("rollout_num_gpus", ranks, "--debug-rollout-only: every GPU")
     elif args.rollout_num_gpus is None:
         none = "" if draft.machine.gpus else "; no GPU is found here, and --device cpu needs none"
@@ -156,12 +156,12 @@ def derive_engines(draft: Draft) -> None:
         )
         draft.args = replace(draft.args, rollout_num_gpus=ranks)
     total, width = draft.args.rollout_num_gpus, args.rollout_num_gpus_per_engine
-    if args.sglang_config and draft.args.engine_kind.server:
+    if args.sglang_config and draft.args.job.servers:
         return  # its groups say how many engines there are, and how wide
     if width < 1 or total % width:
         draft.complain("--rollout-num-gpus", f"{total} is not a multiple of --rollout-num-gpus-per-engine {width}")
         return
-    draft.set("num_engines", 0 if args.debug_train_only else total // width, f"{total} / {width} of one engine")
+    draft.set("num_engines", total // width if args.job.engines else 0, f"{total} / {width} of one engine")
 
 
 OPTION = "--sglang-config"
@@ -182,7 +182,7 @@ def derive_engine_groups(draft: Draft) -> None:
               - {worker_type: placeholder, num_gpus: 2}      # GPUs that stay free
     """
     args = draft.args
-    if args.sglang_config is None or not args.engine_kind.server:
+    if args.sglang_config is None or not args.job.servers:
         return
     content = load_yaml(args.sglang_config, OPTION, draft.settings)
     if content is None:
@@ -193,7 +193,7 @@ def derive_engine_groups(draft: Draft) -> None:
         draft.complain(OPTION, f"{args.sglang_config}: {error}")
         return
     draft.set("engine_places", places, f"{OPTION} {args.sglang_config}")
-    draft.set("num_engines", 0 if args.debug_train_only else len(places), OPTION)
+    draft.set("num_engines", len(places) if args.job.engines else 0, OPTION)
 
 
 def _places(draft: Draft, content: object) -> Iterator[EnginePlace]:

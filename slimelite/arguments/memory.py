@@ -23,7 +23,7 @@ def derive_memory(draft: Draft) -> None:
     args = draft.args
     if args.recompute_granularity is not None:
         draft.default("gradient_checkpointing", True, f"--recompute-granularity {args.recompute_granularity}")
-    if args.device != "cuda" or args.debug_rollout_only:
+    if not (args.job.gpus and args.job.trains):
         draft.default("gradient_checkpointing", False, "nothing is trained on a GPU")
         return
     load, here = training_load(args), draft.machine.gpu_bytes
@@ -39,7 +39,7 @@ def derive_memory(draft: Draft) -> None:
         return total(replace(load, checkpointing=checkpointing, whole_grads=whole_grads).train())
 
     usable = USABLE * here * (BESIDE_ENGINES if args.colocate and not args.offload_rollout else 1)
-    if args.colocate and args.engine_kind.server:
+    if args.colocate and args.job.servers:
         usable -= left_behind(args.rollout_num_gpus_per_engine)
     plain, saving = needs(checkpointing=False), needs(checkpointing=True)
     has = f"a GPU has {usable / 1e9:.0f} GB for training"
@@ -71,12 +71,12 @@ def training_load(args: Args) -> Load | str:
         shapes,
         tokens,
         shards=max(1, ranks // args.dp_replicate_size),
-        plain=ranks == 1 and args.device == "cpu",
+        plain=ranks == 1 and not args.job.gpus,
         checkpointing=bool(args.gradient_checkpointing),
         selective=args.recomputes_selectively,
         whole_grads=args.reduce_once_a_step and ranks > 1,
         on_host=args.fsdp_cpu_offload,
-        width=2 if args.device == "cuda" else 4,
+        width=2 if args.job.gpus else 4,
         lora=shapes.adapter(args.lora_rank),
         critic=shapes.adapter(args.critic_lora_rank) if args.use_critic else None,
         # with adapters the reference is the policy without them

@@ -19,6 +19,7 @@ from slimelite.arguments.conditions import (
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, resolved
+from slimelite.arguments.job import OfJob
 from slimelite.models.families import FAMILIES
 
 
@@ -31,7 +32,7 @@ class EnginePlace(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ClusterArgs:
+class ClusterArgs(OfJob):
     """Cluster.
 
     A "GPU" here is a training rank or an engine on a machine without GPUs, where every count defaults to 1.
@@ -92,7 +93,7 @@ class ClusterArgs:
         {},
         'training actors get this environment, as JSON: {"NAME": "value"}; a secret is better exported before Ray '
         "starts: everyone on the machine can read a command line",
-        TRAINING & when("--launcher ray (with another, export them)", lambda a: a.launcher == "ray"),
+        TRAINING & when("--launcher ray (with another, export them)", lambda a: not a.job.local),
     )
 
     # rollout_num_gpus / rollout_num_gpus_per_engine

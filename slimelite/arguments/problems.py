@@ -65,14 +65,15 @@ def _flags(args: Args) -> Iterator[str]:
 
 
 def _modes(args: Args) -> Iterator[str]:
-    if args.debug_rollout_only and args.debug_train_only:
-        other = "--load-debug-rollout-data" if args.load_debug_rollout_data else "--debug-train-only"
+    job = args.job
+    if not (job.trains or job.engines):
+        other = "--load-debug-rollout-data" if job.saved else "--debug-train-only"
         yield f"--debug-rollout-only and {other} leave nothing to run; take one"
     if args.num_rollout is None and args.num_epoch is None:
         yield "--num-rollout is missing: how long is the run? (--num-epoch counts in passes over the prompts)"
-    elif args.num_rollout is None and args.load_debug_rollout_data:
+    elif args.num_rollout is None and job.saved:
         yield "--num-epoch with --load-debug-rollout-data: saved rollouts make no epochs; give --num-rollout"
-    prompts = args.prompt_data or args.load_debug_rollout_data or args.num_rollout == 0
+    prompts = args.prompt_data or job.saved or args.num_rollout == 0
     if not prompts and args.rollout_global_dataset:
         yield "--prompt-data is missing: which prompts? (--load-debug-rollout-data trains on saved rollouts)"
     if args.curriculum_threshold is not None and (args.prompt_data_weights or not args.rollout_global_dataset):
@@ -90,12 +91,12 @@ def _modes(args: Args) -> Iterator[str]:
     for flag, (value, function) in ours.items():
         if value and args.custom_generate_function_path != function:
             yield f"{flag} and --custom-generate-function-path both make the responses; take one"
-    if args.debug_train_only and not (args.load_debug_rollout_data or args.supervised or args.rollout_function_path):
+    if not job.engines and job.sampled and not (job.saved or args.rollout_function_path):
         yield (
             "--debug-train-only has nothing to train on: give --load-debug-rollout-data, or --loss-type sft_loss or "
             "dpo_loss"
         )
-    if args.debug_rollout_only and args.supervised:
+    if not (job.trains or job.sampled):
         yield f"--debug-rollout-only with --loss-type {args.loss_type}: it generates nothing"
     if args.save_rollouts not in ("all", "none") and not re.fullmatch(r"\d{1,9}", args.save_rollouts):
         yield f"--save-rollouts {args.save_rollouts}: is a number of rollouts, all or none"
@@ -109,7 +110,7 @@ def _modes(args: Args) -> Iterator[str]:
             )
     # what is wrong in one of them has been said
     asked = args.eval_config or args.eval_prompt_data or any(task.strip(",") for task in args.eval_tasks)
-    if args.eval_interval is not None and not (asked or args.debug_train_only):
+    if args.eval_interval is not None and job.engines and not asked:
         yield "--eval-interval needs --eval-prompt-data, --eval-config or --eval-tasks"
 
 
@@ -128,14 +129,9 @@ def _workers(args: Args) -> Iterator[str]:
             f"update(s) old (--update-weights-interval); allow {oldest} or more"
         )
     ranks = args.training_ranks
-    if args.launcher == "local" and not args.debug_rollout_only and ranks > 1:
+    if args.job.local and args.job.trains and ranks > 1:
         yield f"--launcher local is one process: {ranks} training ranks need --launcher ray"
-    if (
-        args.launcher == "local"
-        and not args.debug_train_only
-        and args.num_engines > 1
-        and not args.rollout_external_engine_addrs
-    ):
+    if args.job.local and args.job.engines == "own" and args.num_engines > 1:
         yield f"--launcher local is one process: {args.num_engines} engines need --launcher ray"
     if ranks % max(args.dp_replicate_size, 1):
         yield f"--dp-replicate-size {args.dp_replicate_size} does not divide the {ranks} training ranks"
@@ -164,15 +160,15 @@ def _engines(args: Args) -> Iterator[str]:
             "for more engines raise --rollout-num-gpus"
         )
     widest = max((place.width for place in args.engine_places), default=args.rollout_num_gpus_per_engine)
-    if engine.server and args.device == "cpu" and widest > 1:
+    if engine.server and not args.job.gpus and widest > 1:
         yield f"--rollout-num-gpus-per-engine {widest}: on a CPU a server is one process"
     if args.sglang_config and external:
         yield "--sglang-config starts servers, and --rollout-external-engine-addrs names some that run; take one"
-    if not args.debug_train_only and args.rollout_num_gpus == 0 and not external:
+    if args.job.engines == "own" and args.rollout_num_gpus == 0:
         yield "--rollout-num-gpus 0 leaves no engine to generate"
     if not engine.wide and (size := args.rollout_num_gpus_per_engine) > 1:
         yield f"--rollout-num-gpus-per-engine {size}: the {engine.name} engine runs on one device"
-    shares = args.device == "cuda" and (args.colocate or args.launcher == "local")
+    shares = args.job.gpus and (args.colocate or args.job.local)
     if not engine.releases_memory and (args.offload_rollout or shares):
         yield (
             f"--rollout-backend {engine.name} keeps its memory: no --colocate, --offload-rollout or --launcher local "
@@ -186,16 +182,14 @@ def _weight_sync(args: Args) -> Iterator[str]:
         yield f"--update-weight-disk-dir with --update-weight-transport {way}: weights go one way; take disk"
     if way == "ipc" and not args.colocate:
         yield "--update-weight-transport ipc is for engines on the trainer's GPUs: add --colocate, or take nccl"
-    ranks = args.training_ranks
-    shared = args.engine_kind.server and args.colocate and way == "ipc"
-    syncs = not (args.debug_rollout_only or args.debug_train_only)
-    if shared and syncs and args.rollout_num_gpus > ranks:
+    ranks, job = args.training_ranks, args.job
+    shared = job.servers and args.colocate and way == "ipc"
+    if shared and job.syncs and args.rollout_num_gpus > ranks:
         yield (
             f"--rollout-num-gpus {args.rollout_num_gpus} with --colocate: the engines share the GPUs of {ranks} "
             f"training rank(s); lower it to {ranks}, or leave it out"
         )
-    starts_servers = args.engine_kind.server and not args.rollout_external_engine_addrs
-    if syncs and starts_servers and not args.sends_adapter:
+    if job.syncs and job.servers and job.engines == "own" and not args.sends_adapter:
         every = [args.sglang_overrides, *(place.overrides for place in args.engine_places)]
         yield from dict.fromkeys(problem for options in every for problem in _quantized(options))
         if way == "disk" and (drafts := next((found for each in every if (found := each.get(DRAFTS))), None)):
@@ -226,7 +220,7 @@ def _data(args: Args) -> Iterator[str]:
     context, prompt, response = args.rollout_max_context_len, args.rollout_max_prompt_len, args.rollout_max_response_len
     if response is None:
         yield "--rollout-max-response-len is missing: how many tokens may a response have?"
-    elif response < 1 and not args.debug_train_only and not args.rollout_function_path:
+    elif response < 1 and args.job.engines and not args.rollout_function_path:
         yield f"--rollout-max-response-len {response}: must be at least 1"
     if context is not None and prompt is not None and prompt > context - 1:
         yield f"--rollout-max-prompt-len {prompt} leaves no room in --rollout-max-context-len {context}"
@@ -238,7 +232,7 @@ def _data(args: Args) -> Iterator[str]:
                 f"{args.rollout_backend} does not give; take embedded"
             )
     truncated = args.rollout_top_p != 1 or args.rollout_top_k > 0
-    trains_on_it = args.loss.policy and not (args.debug_rollout_only or args.debug_train_only)
+    trains_on_it = args.job.loss == "policy" and args.job.syncs
     if truncated and trains_on_it and not args.allow_truncated_sampling:
         what = (
             f"--rollout-top-p {args.rollout_top_p}"
@@ -252,15 +246,15 @@ def _data(args: Args) -> Iterator[str]:
     if sum(args.prompt_data_weights) > 1e300:
         yield "--prompt-data-weights are shares: their sum must be finite"
     at_once, batch = args.over_sampling_batch_size, args.rollout_batch_size
-    if not args.debug_train_only and at_once is not None and batch is not None and at_once < batch:
+    if args.job.engines and at_once is not None and batch is not None and at_once < batch:
         yield f"--over-sampling-batch-size {at_once} must be at least --rollout-batch-size {batch}"
-    if args.n_samples_per_prompt != 1 or args.debug_train_only:
+    if args.n_samples_per_prompt != 1 or not args.job.engines:
         return
     if (args.dynamic_sampling_filter_path or "").split(".")[-1].split(":")[-1].startswith("check_reward_nonzero_std"):
         yield "--n-samples-per-prompt 1: the filter check_reward_nonzero_std drops every group of one; raise it"
-    compares = args.loss.policy and (args.estimator.group is not None or args.estimator.compares)
+    compares = args.job.loss == "policy" and (args.estimator.group is not None or args.estimator.compares)
     own_code = args.custom_reward_post_process_path or args.custom_advantage_function_path or args.rollout_function_path
-    if compares and args.rewards_normalization and not (own_code or args.debug_rollout_only or args.use_opd):
+    if compares and args.rewards_normalization and args.job.trains and not (own_code or args.use_opd):
         yield (
             f"--n-samples-per-prompt 1: {args.advantage_estimator} compares the responses to a prompt with each other; "
             "raise it, or take the reward as it is with --disable-rewards-normalization"
@@ -270,17 +264,17 @@ def _data(args: Args) -> Iterator[str]:
 def _loss(args: Args) -> Iterator[str]:
     if args.use_reference and not args.ref_load:
         yield "--ref-load is missing: a KL term or DPO compares with a reference model"
-    penalised = not args.supervised and args.kl_coef != 0
+    penalised = args.job.sampled and args.kl_coef != 0
     if penalised and args.kl_loss_coef != 0:
         yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; take one"
     if penalised and not args.estimator.takes_kl:
         instead = f"use --use-kl-loss --kl-loss-coef {args.kl_coef}"
         yield f"--kl-coef {args.kl_coef} has no effect with {args.advantage_estimator}: {instead}"
-    in_loss = not args.supervised and args.use_kl_loss and args.kl_loss_coef != 0
+    in_loss = args.job.sampled and args.use_kl_loss and args.kl_loss_coef != 0
     if in_loss and not (KL_KINDS[args.kl_loss_type].pulls or args.use_unbiased_kl):
         yield f"--kl-loss-type {args.kl_loss_type} has no gradient on average: use low_var_kl, or add --use-unbiased-kl"
     learner = f"the critic of {args.advantage_estimator}" if args.use_critic else "the policy loss"
-    learns = args.use_critic or (args.loss.policy and not args.debug_rollout_only)
+    learns = args.use_critic or (args.job.loss == "policy" and args.job.trains)
     if learns and not args.compute_advantages_and_returns:
         yield f"--disable-compute-advantages-and-returns leaves {learner} nothing to learn; leave it out"
     if args.calculate_per_token_loss and args.loss_aggregation != "token":
@@ -289,10 +283,10 @@ def _loss(args: Args) -> Iterator[str]:
         yield "--loss-aggregation constant and --custom-pg-loss-reducer-function-path both reduce the loss; take one"
     if args.loss_aggregation == "constant" and not args.rollout_max_response_len:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
-    if args.loss.paired and args.loss_aggregation != "rollout":
+    if args.job.loss == "paired" and args.loss_aggregation != "rollout":
         how = "--calculate-per-token-loss" if args.calculate_per_token_loss else "--loss-aggregation"
         yield f"--loss-type dpo_loss is a mean over pairs: leave {how} out"
-    if args.loss.paired and args.chosen_key == args.rejected_key:
+    if args.job.loss == "paired" and args.chosen_key == args.rejected_key:
         yield f"--chosen-key and --rejected-key are both {args.chosen_key!r}: a pair has two replies"
 
 
@@ -325,7 +319,7 @@ def _training(args: Args) -> Iterator[str]:
         yield f"--min-lr {args.min_lr} is above --critic-lr {args.critic_lr}"
     if args.sends_adapter and not (args.engine_kind.adapters and not args.rollout_external_engine_addrs):
         yield "--lora-sync adapter is for SGLang servers that the run starts (--rollout-backend sglang); take merged"
-    if args.lora_rank and args.optimizer == "muon" and not args.debug_rollout_only:
+    if args.lora_rank and args.optimizer == "muon" and args.job.trains:
         yield "--optimizer muon with --lora-rank: Muon is for whole matrices, not for the two factors of one; take adam"
     if args.lr_warmup_fraction is not None and args.lr_warmup_iters:
         yield "--lr-warmup-fraction and --lr-warmup-iters both say how long warm-up is; take one"
@@ -360,9 +354,9 @@ def _distillation(args: Args) -> Iterator[str]:
     """Distillation flags that contradict each other, or are missing."""
     if not args.use_opd:
         return
-    if args.supervised or not args.compute_advantages_and_returns:
-        why = f"--loss-type {args.loss_type}" if args.supervised else "--disable-compute-advantages-and-returns"
-        yield f"--use-opd adds to the advantages, and {why} has none"
+    if not (args.job.sampled and args.compute_advantages_and_returns):
+        cause = "--disable-compute-advantages-and-returns" if args.job.sampled else f"--loss-type {args.loss_type}"
+        yield f"--use-opd adds to the advantages, and {cause} has none"
     if args.opd_type is None:
         yield "--use-opd needs --opd-type: trainer (with --opd-teacher-load) or sglang (with --rm-url)"
     elif args.opd_type == "sglang":
@@ -373,7 +367,7 @@ def _teacher_server(args: Args) -> Iterator[str]:
     if args.opd_teacher_load is not None:
         yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; take one"
     # code of the user's that makes whole samples may have had a teacher score them already
-    scored_elsewhere = args.load_debug_rollout_data or args.rollout_function_path or args.custom_generate_function_path
+    scored_elsewhere = args.job.saved or args.rollout_function_path or args.custom_generate_function_path
     if args.rm_url is None and not scored_elsewhere:
         yield "--opd-type sglang needs --rm-url, the address of the teacher's /generate"
     elif args.rm_url is not None and not args.rm_url.startswith(("http://", "https://")):

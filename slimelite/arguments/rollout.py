@@ -22,6 +22,7 @@ from slimelite.arguments.conditions import (
     when,
 )
 from slimelite.arguments.flags import ALWAYS, SEEDS, flag, plugin, resolved
+from slimelite.arguments.job import OfJob
 from slimelite.engines.registry import ENGINES, EngineKind
 from slimelite.models.families import LOSS_MASKS
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES
@@ -38,7 +39,7 @@ CONVERSATIONS = SUPERVISED | when(
 
 
 @dataclass(frozen=True)
-class DataArgs:
+class DataArgs(OfJob):
     """Data."""
 
     prompt_data: list[str] = flag(
@@ -127,7 +128,7 @@ class DataArgs:
     n_samples_per_prompt: int = flag(
         1,
         "each prompt gets this many responses",
-        when("generated responses (a pair has its two replies already)", lambda a: not a.loss.paired),
+        when("generated responses (a pair has its two replies already)", lambda a: a.job.loss != "paired"),
         at_least=1,
     )
     global_batch_size: int = flag(
@@ -172,7 +173,7 @@ class DataArgs:
 
 
 @dataclass(frozen=True)
-class RolloutArgs:
+class RolloutArgs(OfJob):
     """Rollout."""
 
     rollout_backend: str = flag(

@@ -115,8 +115,7 @@ class ProfilingArgs:
         False,
         "CUDA's allocator remembers who took memory when, of each training rank, and a file keeps that: when memory "
         "runs out, after --memory-snapshot-num-steps, and when the run ends",
-        TRAINING
-        & when("GPUs", lambda a: a.device == "cuda", ": PyTorch keeps the history of CUDA's memory alone").strictly(),
+        TRAINING & when("GPUs", lambda a: a.job.gpus, ": PyTorch keeps the history of CUDA's memory alone").strictly(),
     )
     memory_snapshot_dir: str | None = flag(
         None,

@@ -42,7 +42,7 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
     try:
         with ExitStack() as stack:
             with loading():
-                if args.launcher == "local":
+                if args.job.local:
                     from slimelite.cluster.local import local_workers as workers
                 else:
                     if "RAY_ADDRESS" not in os.environ:

@@ -88,7 +88,7 @@ class Cluster:
     ) -> None:
         self.args = args
         self._rollout, self._trainers, self._engines, self._others = rollout, trainers, engines, others
-        self._turns = Turns(inline=args.launcher == "local", args=args)
+        self._turns = Turns(inline=args.job.local, args=args)
         # by id: rollouts that `generate` may return again or that a checkpoint may hold
         self._rollouts: dict[int, Pending[RolloutOutput]] = {}
         self._ahead: dict[int, RolloutOutput] = {}  # from the loaded checkpoint, until `generate` takes it
@@ -360,7 +360,7 @@ class Cluster:
     def _push(self, version: int) -> dict[str, float]:
         """Send the weights to every engine; once more if an engine died and --use-fault-tolerance is on."""
         self._version, self._moved = version, False
-        if not self.args.engine_kind.server:
+        if not self.args.job.servers:
             return self._all(TrainerWorker.push_to, self._engines, version)[0]
         retries = int(self.args.use_fault_tolerance)
         while True:
@@ -378,7 +378,7 @@ class Cluster:
 
         table = self._rollout.ask(RolloutManager.probe)
         gaps = disagreement(table, self._all(TrainerWorker.log_probs, self._trainers[0].share(table))[0], version)
-        limit = engine_threshold(self.args, exact=self.args.device == "cpu")
+        limit = engine_threshold(self.args, exact=not self.args.job.gpus)
         if not (gaps <= limit).all():
             raise ClusterError(
                 f"--check-weight-update-equal: after sync {version} the log-probs of engines and trainer differ by "
@@ -388,7 +388,7 @@ class Cluster:
         return float(gaps.max())
 
     def _load(self, directory: Path) -> int:
-        if self.args.debug_rollout_only:
+        if not self.args.job.trains:
             raise ValueError(
                 "--load with --debug-rollout-only: without a trainer nobody reads the checkpoint; write the model with "
                 "--save-hf and give that folder as --hf-checkpoint"

@@ -46,19 +46,18 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
     """
     import torch
 
-    if args.device == "cpu":
+    if not args.job.gpus:
         torch.set_num_threads(args.cpu_threads)
     with ExitStack() as stack:
         progress(0, 0, "loading the engine")
         engines, servers = _local_engines(args, stack)
         rollout = RolloutManager(args, engines, load_tokenizer(args.tokenizer))
         stack.callback(rollout.close)
-        trains = not args.debug_rollout_only
-        if trains and args.offload_rollout:
+        if args.job.trains and args.offload_rollout:
             rollout.release_memory()
         progress(0, 0, "loading the trainer")
         trainers = []
-        if trains:
+        if args.job.trains:
             from slimelite.cluster.trainer import TrainerWorker
 
             trainer = TrainerWorker(args)
@@ -70,12 +69,12 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
 
 def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[ServerAddress]]:
     """The engines, and the servers behind them, if they are servers."""
-    if args.debug_train_only:
+    if not args.job.engines:
         return [], []
     servers: list[ServerAddress] = []
-    if args.engine_kind.server:
+    if args.job.servers:
         processes: list[Remote[ServerProcess]] = []
-        if not args.rollout_external_engine_addrs:
+        if args.job.engines == "own":
             process = build_server(args, 0)
             stack.callback(process.close)
             process.start()

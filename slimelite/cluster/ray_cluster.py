@@ -233,7 +233,7 @@ class Actors:
             options, env = self._place(own[0], ENGINE_SHARE), _env(args.cpu_threads) | self._gpus_of(own)
             # on a single node, engines listen on the loopback address only
             host = self._host(own[0]) if len(set(self._hosts.values())) > 1 else LOCAL_HOST
-            if args.engine_kind.server:
+            if args.job.servers:
                 # other calls must be answered while a server restarts
                 options |= {"max_concurrency": 4}
                 found.append(self._start(Host, f"engine_{n}", own[0], options, env, build_server, args, n, host))
@@ -270,12 +270,12 @@ class Actors:
     def _place(self, bundle: int, share: float) -> dict[str, object]:
         """Options of an actor that has ``share`` of the device of ``bundle``."""
         strategy = PlacementGroupSchedulingStrategy(placement_group=self.group, placement_group_bundle_index=bundle)
-        gpus = share if self.args.device == "cuda" else 0
+        gpus = share if self.args.job.gpus else 0
         return {"num_cpus": share, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def _gpus_of(self, bundles: list[int]) -> dict[str, str]:
         """Environment of an engine that spans several bundles: makes the GPUs of all visible, not only the first's."""
-        if self.args.device != "cuda" or len(bundles) == 1:
+        if not self.args.job.gpus or len(bundles) == 1:
             return {}
         probe = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()))
         found = [probe.options(**self._place(bundle, ENGINE_SHARE)).remote() for bundle in bundles]
@@ -300,16 +300,16 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
         ClusterError: the Ray cluster has too few devices, or they do not become free in time.
     """
     progress(0, 0, "waiting for Ray")
-    world = 0 if args.debug_rollout_only else args.training_ranks
-    count = 0 if args.debug_train_only or args.rollout_external_engine_addrs else args.num_engines
+    world = args.training_ranks if args.job.trains else 0
+    count = args.num_engines if args.job.engines == "own" else 0
     bundles = max(world, (0 if args.colocate else world) + (args.rollout_num_gpus if count else 0))
     with _one_message(), connected(bundles) as kept, _reserved(args, bundles, progress, kept) as group:
         actors = Actors(args, group, world)
         try:
             engines, trainers = actors.engines(count), actors.trainers()
-            processes: list[RayRemote[ServerProcess]] = engines if args.engine_kind.server else []
+            processes: list[RayRemote[ServerProcess]] = engines if args.job.servers else []
             targets: Sequence[Target] = engines
-            if args.engine_kind.server and not args.debug_train_only:
+            if args.job.servers and args.job.engines:
                 targets = server_addresses(args, processes)
             rollout = actors.rollout(targets, processes)
             start_workers(args, rollout, trainers, engines, progress)
@@ -334,14 +334,14 @@ def start_workers(
     Only engines and trainers on the same GPUs load in turn, engines first: SGLang sizes its KV cache by free memory.
     With ``--offload-rollout`` such engines release their memory before the trainers load.
     """
-    first = ServerProcess.start if args.engine_kind.server else Engine.info
+    first = ServerProcess.start if args.job.servers else Engine.info
     loading: dict[Future[Any], str] = {engine.submit(first): engine.name for engine in engines}
     loading[rollout.submit(RolloutManager.num_prompts)] = rollout.name
     secrets = public_part(args.train_env_vars)[1]
     if trainers:  # what is wrong with a model is said once, before engines and trainers stumble over it
         progress(0, len(loading) + len(trainers), "workers are up; checking the models")
         trainers[0].make("slimelite.training.inspection:check_models", secrets, args).result()
-    if trainers and engines and args.colocate and args.device == "cuda":
+    if trainers and engines and args.colocate and args.job.gpus:
         _wait_until_up(loading, progress)
         loading = {}
         if args.offload_rollout:
@@ -370,7 +370,7 @@ def _wait_until_up(starting: dict[Future[object], str], progress: Progress) -> N
 
 @contextmanager
 def _reserved(args: Args, bundles: int, progress: Progress, kept: bool) -> Iterator[PlacementGroup]:
-    device = "GPU" if args.device == "cuda" else "CPU"
+    device = "GPU" if args.job.gpus else "CPU"
     total = int(ray.cluster_resources().get(device, 0))
     if total < bundles:
         nodes = sum(1 for node in ray.nodes() if node["Alive"])

@@ -42,7 +42,7 @@ class TrainerWorker(Trainer):
         store = meeting_store(args, address, rank, world_size, listener) if address else None
         super().__init__(args, rank=rank, world_size=world_size, store=store)
         self._servers: Transport | None = None
-        if args.engine_kind.server:
+        if args.job.servers:
             adapter = adapter_format(self.model.hf, args, args.hf_checkpoint) if args.sends_adapter else None
             self._servers = server_sync(args, self.world.device, host, adapter)
         self._profiler = Profiler(args, rank)

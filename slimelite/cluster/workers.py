@@ -93,7 +93,7 @@ def connect(args: Args, server: ServerAddress, owner: Restartable | None) -> Eng
 
 def server_addresses(args: Args, processes: Sequence[Remote[ServerProcess]]) -> list[ServerAddress]:
     """The servers of ``--rollout-external-engine-addrs``, or else of ``processes``."""
-    if args.rollout_external_engine_addrs:
+    if args.job.engines == "external":
         external = _function(args, _parts(args).external)
         addresses, way = args.rollout_external_engine_addrs, str(args.update_weight_transport)
         found: list[ServerAddress] = external(addresses, str(args.hf_checkpoint), way)

@@ -63,7 +63,7 @@ class DataSource:
             args,
             tokenizer,
             paths,
-            replies=(args.chosen_key, args.rejected_key) if args.loss.paired else None,
+            replies=(args.chosen_key, args.rejected_key) if args.job.loss == "paired" else None,
             max_prompt_len=args.rollout_max_prompt_len,
             skip_bad_rows=args.skip_bad_rows,
             keep_messages=args.reward_model_path is not None,

@@ -62,13 +62,13 @@ class Plan:
         load = training_load(args)
         if isinstance(load, str):
             return load
-        shared = args.device != "cuda"
+        shared = not args.job.gpus
         device = time.measured_cpu(args.cpu_threads) if shared and args.dry_run else machine.device
         memory = host_bytes() if shared else machine.gpu_bytes
         if not memory:
             return "the GPUs' memory is"
-        ranks = 0 if args.debug_rollout_only else args.training_ranks
-        engines = 0 if args.debug_train_only or args.rollout_external_engine_addrs else args.num_engines
+        ranks = args.training_ranks if args.job.trains else 0
+        engines = args.num_engines if args.job.engines == "own" else 0
         prompt = min(args.rollout_max_prompt_len or PROMPT, PROMPT)
         response = args.rollout_max_response_len or 0
         rows = (args.rollout_batch_size or 1, args.n_samples_per_prompt)
@@ -110,14 +110,14 @@ class Plan:
             sent = _sum({} if args.offload_train else state, *[sending] * self.summed, kept or weights)
             found["sync"] = _sum(sent, engine)
         if self.shared:
-            others = 0 if args.launcher == "local" else 2 + self.engines
+            others = 0 if args.job.local else 2 + self.engines
             processes = {"processes": BASE * others + (self.ranks * load.process() or BASE)}
             found = {name: _sum(parts, processes) for name, parts in found.items()}
         return found
 
     def _left(self, group: int) -> Parts:
         """What the process of the other side leaves on a GPU that both use, one of a ``group``."""
-        if not self.together or not self.args.engine_kind.server:
+        if not self.together or not self.args.job.servers:
             return {}
         return {"others": left_behind(group)}
 
@@ -159,7 +159,7 @@ class Plan:
         assert self.device is not None
         found = {name: cost.seconds(self.device) for name, cost in self.costs().items()}
         if self.engines and self.ranks:
-            server = bool(self.args.engine_kind.server) and not self.shared
+            server = self.args.job.servers and not self.shared
             found["sync"] = time.sync(self.pushed, self.buckets if server else 0, self.load, self.device, self.apart)
             if not self.shared:
                 moving = time.offloading(self.load, self.device) if self.args.offload_train else 0.0
@@ -232,7 +232,7 @@ class Plan:
 
 def _serving(args: Args, shapes: Shapes, work: Work, memory: float) -> Serving:
     """What an engine of the run holds."""
-    server, shared = bool(args.engine_kind.server), args.device != "cuda"
+    server, shared = args.job.servers, not args.job.gpus
     most = args.sglang_max_running_requests or SEQUENCES[server]
     sequences = min(most, args.sglang_server_concurrency if server else most, work.rows)
     width = 1 if shared else args.rollout_num_gpus_per_engine

@@ -95,9 +95,9 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
 
 def _check_packages(args: Args, findings: Findings) -> None:
     engine = args.engine_kind
-    runs_engine = not (args.debug_train_only or args.rollout_external_engine_addrs)
+    runs_engine = args.job.engines == "own"
     wanted = (
-        ("ray", args.launcher == "ray", "use --launcher local"),
+        ("ray", not args.job.local, "use --launcher local"),
         (
             engine.package,
             runs_engine and not args.plan_gpu,
@@ -109,7 +109,7 @@ def _check_packages(args: Args, findings: Findings) -> None:
     for package, needed, remedy in wanted:
         if package and needed and importlib.util.find_spec(package) is None:
             findings.problems.append(f"{package} is not installed: {remedy}")
-    if runs_engine and engine.lacking and args.device == "cuda" and not args.plan_gpu:
+    if runs_engine and engine.lacking and args.job.gpus and not args.plan_gpu:
         findings.warnings += function(engine.lacking, ENGINES.option, engine.name)()
     kept_away = [name for name in engine.memory.unset if name in os.environ]
     if runs_engine and args.offload_rollout and kept_away:

@@ -79,7 +79,7 @@ class FileChecks:
         if args.tokenizer is not None and (args.tokenizer != args.hf_checkpoint or self.config):
             with self.blaming_tokenizer():
                 check_files(args.tokenizer)
-        if not (args.rollout_function_path or args.debug_train_only):  # else no rule is called
+        if args.job.engines and not args.rollout_function_path:  # else no rule is called
             self.find_rules()
         for rows in self.rows():
             prompts = self.load_rows(rows, logger.debug, trial=True)  # who reads them with the tokenizer warns
@@ -129,7 +129,7 @@ class FileChecks:
             findings.problems += check_architecture(args, self.config)
         if self.config and not has_weights(path) and not args.resume_directory:
             what = f"training starts from random ones (--seed {args.seed})"
-            if args.debug_rollout_only:
+            if not args.job.trains:
                 what = f"the engines sample from random ones (--rollout-seed {args.rollout_seed})"
             findings.warnings.append(f"--hf-checkpoint {path} holds no weights: {what}")
         if self.config and not has_weights(path) and args.sends_adapter:
@@ -168,7 +168,7 @@ class FileChecks:
         ``shapes``, in fp32 the weight and its two means.
         """
         args = self.args
-        if args.save is None or args.debug_rollout_only or args.lora_rank or args.optimizer == "muon":
+        if args.save is None or not args.job.trains or args.lora_rank or args.optimizer == "muon":
             return
         size = sum(map(math.prod, shapes.values())) * (4 if args.no_save_optim else 12)
         there = next(place for place in (Path(args.save), *Path(args.save).absolute().parents) if place.is_dir())
@@ -181,7 +181,7 @@ class FileChecks:
 
     def read_saved_rollout(self) -> None:
         """Check the first rollout that ``--load-debug-rollout-data`` replays."""
-        option, template = "--load-debug-rollout-data", self.args.load_debug_rollout_data
+        option, template = "--load-debug-rollout-data", self.args.job.saved
         if template is None:
             return
         try:
@@ -195,14 +195,14 @@ class FileChecks:
     def rows(self) -> list[Rows]:
         """The files of training and of every evaluation dataset."""
         args, found = self.args, list[Rows]()
-        if args.rollout_global_dataset and args.prompt_data and not args.load_debug_rollout_data:
+        if args.rollout_global_dataset and args.prompt_data and not args.job.saved:
             found.append(Rows("--prompt-data", args.prompt_data, args.rollout_max_prompt_len))
-        if args.eval_interval is not None and not args.debug_train_only:
+        if args.job.evaluates:
             found += [Rows(f"eval dataset {d.name}", [d.path], d.max_prompt_len, d) for d in args.eval_datasets]
         return found
 
     def paired(self, rows: Rows) -> bool:
-        return rows.dataset is None and self.args.loss.paired
+        return rows.dataset is None and self.args.job.loss == "paired"
 
     def load_rows(self, rows: Rows, warn: Callable[[str], None], *, trial: bool = False) -> list[Sample]:
         """The prompts of the first rows, in a dry run of all; none if they cannot be read, which becomes a problem.
@@ -243,7 +243,7 @@ class FileChecks:
         args = self.args
         if rows.dataset is not None:
             return bool(args.eval_function_path or rows.dataset.custom_generate_function_path)
-        return bool(args.rollout_function_path or args.custom_generate_function_path or args.debug_train_only)
+        return bool(args.rollout_function_path or args.custom_generate_function_path or not args.job.engines)
 
     def check_reward(self, rows: Rows, prompt: Sample, *, rendered: bool) -> None:
         """Score the first row, with a right answer as the response if the rule can make one from the label.
@@ -259,7 +259,7 @@ class FileChecks:
             settings = replace(args, rm_type=rule, custom_rm_path=path, reward_key=args.eval_reward_key)
         scored = settings.custom_rm_path or settings.rm_type or prompt.metadata.get("rm_type")
         own_generate = (dataset or args).custom_generate_function_path
-        if own_rollout or args.debug_train_only or (own_generate and not scored):
+        if own_rollout or not args.job.engines or (own_generate and not scored):
             return  # the user's code sets the rewards
         pure = settings.custom_rm_path is None and (scored not in RULES or RULES[str(scored)].scorer is None)
         if pure == rendered or self.broken & {settings.custom_rm_path, settings.rm_type}:

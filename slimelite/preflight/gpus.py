@@ -21,14 +21,14 @@ OLDEST = (8, 0)
 
 def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
     """Whether there are enough GPUs here, and whether they are new enough; without torch."""
-    ranks = 0 if args.debug_rollout_only else args.training_ranks
-    engines = 0 if args.debug_train_only else args.rollout_num_gpus
+    ranks = args.training_ranks if args.job.trains else 0
+    engines = args.rollout_num_gpus if args.job.engines else 0
     needed = max(ranks, engines) if args.colocate else ranks + engines
     shared = "shared by" if args.colocate else "for"
     findings.facts.append(
         f"{needed} {args.device} device(s) {shared} {ranks} training rank(s) and {args.num_engines} engine(s)"
     )
-    if args.device != "cuda":
+    if not args.job.gpus:
         return
     if machine.capability and (args.plan_gpu or not _elsewhere(args)):
         _check_generation(machine.capability, findings)
@@ -41,7 +41,7 @@ def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
 
 def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
     """Check that torch can use the GPUs, which are on other machines if this one is to join a Ray."""
-    if args.device != "cuda" or args.dry_run or _elsewhere(args):
+    if not args.job.gpus or args.dry_run or _elsewhere(args):
         return
     import torch
 

@@ -31,7 +31,7 @@ class InputChecks(FileChecks):
     def load(self) -> None:
         """Check what `read_files` could not, as far as that is possible without the weights of a model."""
         args = self.args
-        if args.dry_run or args.debug_rollout_only or args.launcher == "local" or self._doubtful():
+        if args.dry_run or not args.job.trains or args.job.local or self._doubtful():
             from slimelite.training.inspection import inspect_models  # it needs torch
 
             problems, facts = inspect_models(args, self.broken)
@@ -60,11 +60,11 @@ class InputChecks(FileChecks):
         with self.blaming_tokenizer():
             tokenizer = load_tokenizer(args.tokenizer)
             try_template(tokenizer)
-            ends = [] if args.debug_train_only else stop_token_ids(args.tokenizer, tokenizer)
+            ends = stop_token_ids(args.tokenizer, tokenizer) if args.job.engines else []
             self.tokenizer = tokenizer
         if self.tokenizer is None:
             return
-        if args.resume_directory is not None and not (args.finetune or args.debug_rollout_only):
+        if args.resume_directory is not None and args.job.trains and not args.finetune:
             with self.findings.blaming(f"--load {args.resume_directory}"):
                 check_same(read_json(Path(args.resume_directory) / ROLLOUT_STATE).get(TOKENIZER, {}), tokenizer)
         known, rows = len(tokenizer), text_config(self.config).get("vocab_size")
@@ -90,7 +90,7 @@ class InputChecks(FileChecks):
         """Check that the teacher's server answers, or that the teacher's model has the student's vocabulary."""
         args, server = self.args, Teacher.of(self.args)
         with self.findings.blaming("--rm-url" if server else f"--opd-teacher-load {args.opd_teacher_load}"):
-            if server is not None and not args.debug_train_only:
+            if server is not None and args.job.engines:
                 server.ask_once()
                 self.findings.facts.append(f"the teacher at {server.url} scores prompts")
             elif self.teacher and args.opd_teacher_load:
@@ -134,7 +134,7 @@ class InputChecks(FileChecks):
         longest = max(len(prompt.tokens) for prompt in prompts)
         measured = f", the longest of {longest} tokens" if longest else ""
         findings.facts.append(f"{name}: {len(prompts)} {'pairs' if self.paired(rows) else 'prompts'}{measured}")
-        if rows.dataset is None and self.args.supervised:
+        if rows.dataset is None and not self.args.job.sampled:
             self._make_samples(rows, prompts)
             return
         if rows.dataset is None and self.args.custom_generate_function_path is None:
@@ -152,12 +152,12 @@ class InputChecks(FileChecks):
         """Make the samples of the first pair, or of some conversations, as training will: mistakes in them show now."""
         args, findings, name = self.args, self.findings, rows.name
         ours = str(args.rollout_function_path).startswith(("slime.", "miles.", "slimelite."))
-        if self.tokenizer is None or not (ours or args.loss.paired):
+        if self.tokenizer is None or not (ours or args.job.loss == "paired"):
             return
         settings = (args.loss_mask_type, args.apply_chat_template_kwargs, args.rollout_max_context_len)
         chat = ChatReader(self.tokenizer, *settings)
         with findings.blaming(name):
-            if args.loss.paired:
+            if args.job.loss == "paired":
                 pair = chat.pair(deal(prompts[0], 0, 0))
                 shown = (
                     f"{side.label} {side.response!r:.60} ({side.effective_response_length} tokens)" for side in pair
@@ -212,7 +212,7 @@ class InputChecks(FileChecks):
         context = args.rollout_max_context_len if dataset is None else dataset.max_context_len
         whole = longest + response if context is None else min(longest + response, context)
         limit = text_config(self.config).get("max_position_embeddings")
-        cache = None if args.debug_train_only or args.rollout_backend != "embedded" else args.kv_cache_tokens
+        cache = args.kv_cache_tokens if args.job.engines and args.rollout_backend == "embedded" else None
         limits = {"the model's context": limit, "--rollout-max-context-len": context, "--kv-cache-tokens": cache}
         full = [f"{whose} of {most}" for whose, most in limits.items() if most is not None and longest >= most]
         if full:

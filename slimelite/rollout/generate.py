@@ -74,7 +74,7 @@ def offline_rollout(
     chat = ChatReader(args.rollout_context.tokenizer, *settings)
     groups = data_source.get_samples(args.rollout_batch_size)
     samples = [s for group in groups for s in group]
-    if args.loss.paired:
+    if args.job.loss == "paired":
         pairs = [chat.pair(sample) for sample in samples]
         untrained = sum(chosen.remove_sample for chosen, _ in pairs)
         if untrained:

@@ -94,11 +94,11 @@ class RolloutManager:
             restarts=args.use_fault_tolerance,
             interval=args.rollout_health_check_interval,
             timeout=args.rollout_health_check_timeout,
-            syncs=not args.debug_rollout_only,
+            syncs=args.job.trains,
         )
         self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread, self._note, Teacher.of(args))
         self._context.grader.plugin_args = self._plugin_args()
-        if args.environment is not None and args.load_debug_rollout_data is None and not args.debug_train_only:
+        if args.environment is not None and args.job.engines:
             self._context.environment = Host(
                 args.environment,
                 processes=args.environment_processes,
@@ -117,7 +117,7 @@ class RolloutManager:
             args.custom_eval_rollout_log_function_path, "--custom-eval-rollout-log-function-path"
         )
         # a run on saved rollouts, or one that only evaluates, has no prompts
-        needs_prompts = args.load_debug_rollout_data is None and args.num_rollout != 0
+        needs_prompts = args.job.saved is None and args.num_rollout != 0
         self.source = build_source(args, self._plugin_args(), tokenizer) if needs_prompts else None
         self._warned_of_old_weights = False
         # imports and models stay: the collector need not walk their million objects again whenever samples are made
@@ -142,13 +142,13 @@ class RolloutManager:
         """
         self._note(0, 0, "")
         found = self._scored(rollout_id)
-        if self.args.launcher == "ray":  # a process of its own, which has no other use for the memory of the samples
+        if not self.args.job.local:  # a process of its own, which has no other use for the memory of the samples
             return_freed_memory(above=SAMPLES_BYTES)
         return found
 
     def _scored(self, rollout_id: int) -> RolloutOutput:
         started = time.monotonic()
-        if self.args.load_debug_rollout_data is None:
+        if self.args.job.saved is None:
             output, reward_key = self._generated(rollout_id), self.args.reward_key
             table = SampleTable.from_samples(output.samples, reward_key)
             metrics = output.metrics | self._shape(table, output.flat)
@@ -174,7 +174,7 @@ class RolloutManager:
             if function not in BUILT_IN and engines.engines:
                 self._thread.run(engines.refresh())  # built-in functions refresh the engines themselves
             output = train_output(function(self._plugin_args(function), rollout_id, self.source))
-        if engines.infos and not self.args.supervised:
+        if engines.infos and self.args.job.sampled:
             for sample in output.flat:
                 stamp_versions(sample, engines.weight_version)
         check_scored(output.flat, f"rollout {rollout_id}")
@@ -331,7 +331,7 @@ class RolloutManager:
 
     def _saved(self, rollout_id: int) -> SampleTable:
         """The rollout saved at ``--load-debug-rollout-data``; with a subsample, only its first groups."""
-        template, share = self.args.load_debug_rollout_data, self.args.load_debug_rollout_data_subsample
+        template, share = self.args.job.saved, self.args.load_debug_rollout_data_subsample
         assert template is not None
         table = SampleTable.from_parquet(template.format(rollout_id=rollout_id))
         if share is not None:
@@ -346,7 +346,7 @@ class RolloutManager:
     def _shape(self, table: SampleTable, samples: list[Sample]) -> dict[str, float]:
         """Add shaping terms to the table's rewards; the samples, and so pass rates and raw_reward, are not changed."""
         args, grader = self.args, self._context.grader
-        if args.supervised or not (args.format_reward_coef or args.overlong_buffer_len is not None):
+        if not args.job.sampled or not (args.format_reward_coef or args.overlong_buffer_len is not None):
             return {}
         added, metrics = self._thread.run(grader.shaping(samples, args.rollout_max_response_len))
         table.reward += np.asarray(added)
@@ -358,7 +358,7 @@ class RolloutManager:
             raw, rewards = self._post_process(self._plugin_args(), samples)
             table.reward, table.advantage = np.asarray(raw, np.float64), np.asarray(rewards, np.float64)
             return {}
-        if args.supervised or not args.compute_advantages_and_returns:
+        if not (args.job.sampled and args.compute_advantages_and_returns):
             return {}
         table.advantage, metrics = group_advantages(
             table.reward,
@@ -373,7 +373,7 @@ class RolloutManager:
         """Warn once if tokens from older weights are trained on without a correction."""
         args = self.args
         corrected = args.correction != "none" or args.use_opsm or args.use_rollout_logprobs
-        trained = args.loss.policy and not args.debug_rollout_only
+        trained = args.job.loss == "policy" and args.job.trains
         if self._warned_of_old_weights or corrected or not trained or version is None:
             return
         old = int(np.count_nonzero((table.weight_versions < version) & table.loss_mask))
@@ -396,9 +396,9 @@ class RolloutManager:
         seconds: float,
     ) -> dict[str, float]:
         metrics = rollout_metrics(self.args, output.samples, reward_key, version, table)
-        if self.args.supervised:
+        if not self.args.job.sampled:
             return {**metrics, "perf/rollout_time": seconds}
-        if self.args.load_debug_rollout_data is None:
+        if self.args.job.saved is None:
             metrics |= perf_metrics(self.args, output.generated or [], seconds)
             metrics["rollout/engine_deaths"] = float(self._context.engines.deaths.total())
         return {**metrics, **self._context.grader.metrics()}

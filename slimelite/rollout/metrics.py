@@ -32,7 +32,7 @@ def rollout_metrics(
     """
     samples = [s for group in groups for s in group]
     metrics = prefixed("rollout/", sample_metrics(samples))
-    if args.supervised:
+    if not args.job.sampled:
         return metrics
     metrics |= prefixed("rollout/", _conversations(samples, table))
     metrics |= prefixed("rollout/environment/", episode_metrics(samples, reward_key))

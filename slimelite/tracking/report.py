@@ -30,7 +30,7 @@ def run_facts(args: Args) -> dict[str, str]:
     """Name -> value of the first lines, in order; ``args`` must be complete (see `complete_args`)."""
     facts = {
         "model": args.hf_checkpoint or "new, random weights",
-        "data": ", ".join(args.prompt_data) or str(args.load_debug_rollout_data or args.data_source_path or "none"),
+        "data": ", ".join(args.prompt_data) or str(args.job.saved or args.data_source_path or "none"),
         "eval": ", ".join(f"{d.name} ({d.path})" for d in args.eval_datasets),
         "method": method(args),
         "plugins": ", ".join(_plugins(args)),
@@ -63,18 +63,19 @@ def batch_identity(args: Args) -> str:
     steps = [f"{full} step{'s' if full > 1 else ''} of {args.global_batch_size}"] if full else []
     steps += [f"1 of {rest}" if full else f"1 step of {rest}"] if rest else []
     samples = f"{args.rollout_batch_size} prompts x {args.n_samples_per_prompt} samples = {total}"
-    return f"{f'{total} pairs' if args.loss.paired else samples} = {' + '.join(steps)}"
+    counted = f"{total} pairs" if args.job.loss == "paired" else samples
+    return f"{counted} = {' + '.join(steps)}"
 
 
 def _device(args: Args) -> str:
     ranks = args.training_ranks
     parts: list[str] = [args.device]
-    if not args.debug_rollout_only:
+    if args.job.trains:
         parts.append(f"{ranks} training rank{'s' if ranks > 1 else ''}")
-    if not args.debug_train_only:
+    if args.job.engines:
         engines = args.num_engines
         parts.append(f"{engines} {args.rollout_backend} engine{'s' if engines > 1 else ''}")
-    parts.append("in one process" if args.launcher == "local" else "Ray")
+    parts.append("in one process" if args.job.local else "Ray")
     return ", ".join(parts)
 
 
@@ -88,13 +89,13 @@ def _plugins(args: Args) -> Iterator[str]:
 
 def method(args: Args) -> str:
     """Estimator or loss, optimizer and KL as text, such as ``grpo, adam lr 1e-06, KL loss 0.001 (low_var_kl)``."""
-    name = args.loss_type.removesuffix("_loss") if args.supervised else args.advantage_estimator
+    name = args.advantage_estimator if args.job.sampled else args.loss_type.removesuffix("_loss")
     critic = f", critic lr {args.critic_lr:g}" if args.use_critic else ""
     return f"{name}, {args.optimizer} lr {args.lr:g}{critic}{_kl(args)}"
 
 
 def _kl(args: Args) -> str:
-    if args.supervised:
+    if not args.job.sampled:
         return ""
     if args.use_kl_loss and args.kl_loss_coef:
         return f", KL loss {args.kl_loss_coef:g} ({args.kl_loss_type})"

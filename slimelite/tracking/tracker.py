@@ -174,7 +174,7 @@ class Tracker:
             "rollout/response_len/mean": float(table.response_lengths.mean()),
         }
         found = {"rollout/step": rollout_id, **from_table, **metrics}
-        if self.args.supervised:
+        if not self.args.job.sampled:
             del found["rollout/raw_reward"]  # there is no reward, and zeros would look like a bad one
         self._write("rollout", found)
 
@@ -267,7 +267,7 @@ class Tracker:
         if before.get("status") == WITHOUT_A_WORD:
             done = progress(before["rollouts_done"], before["num_rollout"])
             self.console.line(f"  the run before this one {WITHOUT_A_WORD} {done}: {before['message']}")
-        if self.args.launcher == "local" or "transformers" in sys.modules:
+        if self.args.job.local or "transformers" in sys.modules:
             quiet_transformers()
         self.folder.save_config(self.args)
         self.folder.save_json("versions.json", versions(self.args.device))
@@ -287,7 +287,7 @@ class Tracker:
     def _print_row(self, rollout_id: int, times: Mapping[str, float]) -> None:
         row, seconds = dict(self._now.row), times["perf/step_time"]
         phases = {label: times[key] for name, label in LABELS.items() if (key := f"perf/{name}_time") in times}
-        if not (self.args.supervised or self.args.debug_train_only):
+        if self.args.job.sampled and self.args.job.engines:
             # divide by rollout_time, since the phase "generate" only waits for a rollout that was generated ahead
             tokens = row.get("perf/generated_tokens", 0.0)
             row["tokens_per_sec"] = tokens / row["perf/rollout_time"] if tokens else 0.0

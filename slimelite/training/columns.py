@@ -105,7 +105,7 @@ class TokenColumns:
         self.weights = self.pg_weights = torch.from_numpy(weights)
         if args.custom_pg_loss_reducer_function_path:
             self.pg_weights = reducer_weights(args, self)
-        self.pair_weights = pair_weights(table, self.steps) if args.loss.paired else None
+        self.pair_weights = pair_weights(table, self.steps) if args.job.loss == "paired" else None
 
     def normalize_correction(self, args: CorrectionArgs) -> None:
         """``--mis-batch-normalize``: divide policy-loss weights by the mean correction weight of their optimizer step.
@@ -212,7 +212,7 @@ class TokenColumns:
         has none either.
         """
         counts = self.mask
-        only_advantages = args.loss.policy and not args.entropy_coef
+        only_advantages = args.job.loss == "policy" and not args.entropy_coef
         if only_advantages and not (args.use_kl_loss and args.kl_loss_coef):
             counts = counts & (self.advantages != 0)
         return self._rows_with(counts).numpy()
@@ -243,7 +243,7 @@ class TokenColumns:
                 torch.from_numpy(absent),
                 f"no {name}, which --loss-type {args.loss_type} reads: fill sample.{name} where samples are made",
             )
-        if args.loss.policy and (args.use_rollout_logprobs or args.correction != "none"):
+        if args.job.loss == "policy" and (args.use_rollout_logprobs or args.correction != "none"):
             self._refuse(
                 self.rollout_log_probs.isnan(),
                 "no engine log-probs, which --use-rollout-logprobs and --correction need; leave these out, or generate "
@@ -260,7 +260,7 @@ class TokenColumns:
             "ref_log_probs": self.ref,
             "teacher_log_probs": self.teacher,
         }
-        if not args.supervised:
+        if args.job.sampled:
             columns |= {"advantages": self.advantages, "rollout_log_probs": self.rollout_log_probs}
         if self.old is not None and self.ref is not None:
             columns["kl"] = kl_estimate(self.old, self.ref, self.mask, "k1")
@@ -344,10 +344,10 @@ def pass_begins(args: Args, num_steps: int, fresh: bool) -> int | None:
 
     ``fresh``: nothing was trained yet, so that --ci-test checks this rollout.
     """
-    if args.supervised:
+    if not args.job.sampled:
         return None
     normalizes = args.correction == "mis" and args.mis_batch_normalize
-    if not args.loss.policy or (args.ci_test and fresh) or normalizes:
+    if args.job.loss != "policy" or (args.ci_test and fresh) or normalizes:
         return 0
     spared = args.use_rollout_logprobs and args.correction == "none"
     return None if num_steps == 1 or spared else 1

@@ -23,17 +23,17 @@ def inspect_models(args: Args, broken: Collection[str] = ()) -> tuple[list[str],
     """
     problems, facts = list[str](), list[str]()
     check_config = args.engine_kind.check_config
-    if args.debug_rollout_only and not check_config:
+    if not (args.job.trains or check_config):
         return problems, facts
     for option, path in _models(args):
         if option in broken:
             continue
         try:
-            trained = option == "--hf-checkpoint" and not args.debug_rollout_only
+            trained = option == "--hf-checkpoint" and args.job.trains
             model, packed = inspect_model(args, path, new_head=option == "--critic-load", trained=trained)
             if not packed:
                 facts.append(f"{option}: {model.model_type} is trained on one sequence a forward pass")
-            if option == "--hf-checkpoint" and not args.debug_train_only and check_config:
+            if option == "--hf-checkpoint" and args.job.engines and check_config:
                 function(check_config, ENGINES.option, args.rollout_backend)(model)
         except (OSError, ValueError) as error:
             problems.append(f"{option} {path}: {' '.join(str(error).split())}")

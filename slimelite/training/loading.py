@@ -186,7 +186,7 @@ def inspect_model(
                 f"{', '.join(sorted(odd))} has an adapter too; take merged"
             )
     try:
-        return config, bool(may_pack(config, _attention(args), pairs=args.loss.paired))
+        return config, bool(may_pack(config, _attention(args), pairs=args.job.loss == "paired"))
     except NoSmallModel:  # the trainer warns of it
         return config, False
 
@@ -194,7 +194,7 @@ def inspect_model(
 def _may_pack(args: Args, config: PretrainedConfig, world: World) -> Packing:
     """`may_pack`, agreed on by all ranks: the least that any rank says; `Packing.ALONE` if one cannot test it."""
     try:
-        packing = may_pack(config, _attention(args), pairs=args.loss.paired)
+        packing = may_pack(config, _attention(args), pairs=args.job.loss == "paired")
     except NoSmallModel as error:
         packing = Packing.ALONE
         logger.warning("%s", error)

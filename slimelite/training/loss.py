@@ -218,10 +218,10 @@ def check_first_step(
     """
     exact = world.compute_dtype == torch.float32
     same = args.ref_load in (None, args.hf_checkpoint)
-    if args.loss.paired and initial and same and batch.ref is not None:
+    if args.job.loss == "paired" and initial and same and batch.ref is not None:
         drift, limit = _mean(mean_metric((log_probs - batch.ref).abs(), batch.mask)), 1e-6 if exact else 0.02
         assert drift < limit, f"--ci-test: mean |log-prob - ref| is {drift:.2e} on the first step, not below {limit}"
-    if not args.loss.policy or not batch.mask.any():
+    if args.job.loss != "policy" or not batch.mask.any():
         return
     assert batch.old is not None
     drift = _mean(mean_metric((log_probs - batch.old).abs(), batch.mask))
@@ -255,7 +255,7 @@ def engine_threshold(args: Args, *, exact: bool) -> float:
     rounding differs) at most ``EXACT_AGREEMENT``, except for saved rollouts, whose engine may not have used fp32.
     """
     threshold = args.ci_train_rollout_logprob_abs_diff_threshold
-    return min(threshold, EXACT_AGREEMENT) if exact and not args.debug_train_only else threshold
+    return min(threshold, EXACT_AGREEMENT) if exact and args.job.engines else threshold
 
 
 def _mean(metric: tuple[Tensor, Tensor]) -> float:

@@ -78,7 +78,7 @@ def join_world(args: Args, rank: int, world_size: int, store: dist.Store | None)
     # SGLang's servers set this variable, and a broadcast needs the same value on both sides. NCCL reads it at first use
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     device = torch.device("cpu")
-    if args.device == "cuda":
+    if args.job.gpus:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,cuda:{args.distributed_backend or 'nccl'}"

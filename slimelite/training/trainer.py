@@ -77,7 +77,7 @@ class Trainer(Learner[PolicyModel]):
         self.token_stats: TokenStats | None = None
         # losses of `forward_backward`, kept until `optim_step`
         self._losses: list[Tensor] = []
-        self.temperature = 1.0 if args.supervised else args.rollout_temperature
+        self.temperature = args.rollout_temperature if args.job.sampled else 1.0
         parts = [part for part in (self, self.reference, self.teacher, self.critic) if part is not None]
         leaking = {part.model.hf.config.model_type for part in parts if not part.model.packed}
         self._packed = not leaking
@@ -363,10 +363,10 @@ class Trainer(Learner[PolicyModel]):
             with self.timed("values", self.critic.model, table, dealt):
                 (columns.values,) = table_scores(self.critic.model, columns, dealt, self.world)
         args = self.args
-        if not args.supervised and (args.kl_coef != 0 or args.use_opd or args.custom_advantage_function_path):
+        if args.job.sampled and (args.kl_coef != 0 or args.use_opd or args.custom_advantage_function_path):
             columns.old, columns.entropy = self._pass("log_probs", self.model, columns, dealt)
-        if not self.args.supervised and self.args.compute_advantages_and_returns:
-            columns.set_advantages(self.args)
+        if args.job.sampled and args.compute_advantages_and_returns:
+            columns.set_advantages(args)
         return columns
 
     def _pass(
@@ -397,7 +397,7 @@ class Trainer(Learner[PolicyModel]):
         if seconds := metrics.get("perf/actor_train_time"):
             metrics["perf/actor_train_tok_per_s"] = int(columns.table.total_lengths[computed].sum()) / seconds
             metrics["perf/computed_rows_ratio"] = float(computed.mean())
-        if self.world.device.type == "cpu" and self.args.launcher == "ray":  # in one process the engine uses it next
+        if self.world.device.type == "cpu" and not self.args.job.local:  # in one process the engine uses it next
             return_freed_memory()
         return metrics
 
@@ -411,9 +411,9 @@ class Trainer(Learner[PolicyModel]):
 
 def _check(args: Args) -> None:
     """Assert that ``use_reference`` and ``use_critic`` were derived for a loss that needs these models."""
-    compares = not args.supervised and (args.kl_coef or (args.use_kl_loss and args.kl_loss_coef))
+    compares = args.job.sampled and (args.kl_coef or (args.use_kl_loss and args.kl_loss_coef))
     assert args.use_reference or not compares, "a KL coefficient without a reference: use_reference was not derived"
-    needs_critic = args.loss.policy and args.estimator.needs_critic
+    needs_critic = args.job.loss == "policy" and args.estimator.needs_critic
     assert args.use_critic or not needs_critic, "an estimator without its critic: use_critic was not derived"
 
 

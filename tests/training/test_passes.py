@@ -83,7 +83,7 @@ def test_passes(trainer: Trainer, case: str, steps: int, monkeypatch: pytest.Mon
     later = steps == 1 or "log_probs" in dict(made)  # whether more than the first step's log-probs are known
     assert ("rollout/log_probs" in metrics) == ("rollout/entropy" in metrics) == later
     measured = ["train/train_rollout_logprob_abs_diff" in of_step for of_step in trainer.step_metrics]
-    assert measured == [not args.supervised, later and not args.supervised][:steps]
+    assert measured == [args.job.sampled, later and args.job.sampled][:steps]
     stats = trainer.token_stats
     assert stats is not None
     known = ~np.isnan(stats.log_probs)
