@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 # environment variables of a run's child processes. The first marks them. The second is for setproctitle, with which
 # Ray names its processes: it stops a long name from overwriting the environment in /proc
@@ -58,10 +58,12 @@ class RolloutError(ValueError):
 class StopSignals:
     """While this context lasts, the first Ctrl-C or SIGTERM raises `Stopped`; a later one ends the process at once.
 
-    The context catches `Stopped`; ``status`` is then the exit status.
+    The context catches `Stopped`; ``status`` is then the exit status. Python drops an exception that a signal raises
+    inside a finalizer (``__del__``, of a file of pyarrow's, say): who waits calls `check`, which raises it again.
     """
 
     status = 0
+    _asked: ClassVar[int | None] = None  # the first signal's number, while the context lasts
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -77,6 +79,7 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        StopSignals._asked = None
         if isinstance(error, Stopped):
             self.status = error.status
         return isinstance(error, Stopped)
@@ -84,11 +87,17 @@ class StopSignals:
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         stopped, now = Stopped(number), time.monotonic()
         if self._first is None:
-            self._first = now
+            self._first, StopSignals._asked = now, number
             _say(f"{stopped}: the run is being ended; a second {stopped} ends it at once")
             raise stopped
         if now - self._first > SAME_SIGNAL_S:
             os._exit(stopped.status)
+
+    @classmethod
+    def check(cls) -> None:
+        """Raise `Stopped` if a signal has come; for the loop of a run, which goes on only if the first one was lost."""
+        if cls._asked is not None:
+            raise Stopped(cls._asked)
 
 
 def _say(text: str) -> None:

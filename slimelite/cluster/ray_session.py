@@ -13,13 +13,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.node import Node
-from ray._private.services import get_node_ip_address
 from ray.exceptions import (
     AuthenticationError,
     NodeDiedError,
@@ -108,13 +108,13 @@ def _start(bundles: int) -> None:
     # when it was imported, perhaps by a file of the user's, Ray read the variable that `_close_ray_to_others` sets, and
     # keeps it here
     ray_constants.ENABLE_RAY_CLUSTER = False
-    if not ipaddress.ip_address(here := get_node_ip_address()).is_loopback:
+    if not ipaddress.ip_address(here := services.get_node_ip_address()).is_loopback:
         raise ClusterError(f"Ray {ray.__version__} would be open to other machines, at {here}: {LOCAL}")
     for left in reversed(range(TRIES)):
         try:
             if (free := shutil.disk_usage(folder).free) < ROOM:
                 raise OSError(f"{free >> 20} MB are free in {folder}, and it takes {ROOM >> 20} MB at least")
-            with _without_needless():
+            with _without_needless(), _sessions_of_their_own():
                 _init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=dict(SETTINGS))
             return
         except OSError as error:
@@ -148,6 +148,25 @@ def _without_needless() -> Iterator[None]:
     finally:
         for name, method in kept.items():
             setattr(Node, name, method)
+
+
+@contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """While this lasts, each of Ray's processes begins a session, so that a signal for the run's process group (of
+    ``timeout``, a shell or a scheduler) leaves them to the run.
+
+    With the daemons gone first, Ray's threads in this process end it within a second, with status 1 and no word. A
+    version of Ray that has no such name starts them in the run's group.
+    """
+    name = "ConsolePopen"
+    if (kept := getattr(services, name, None)) is None:
+        yield
+        return
+    setattr(services, name, partial(kept, start_new_session=True))
+    try:
+        yield
+    finally:
+        setattr(services, name, kept)
 
 
 def _start_nothing(node: Any, **_options: Any) -> None:

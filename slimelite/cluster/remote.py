@@ -23,6 +23,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, over
 
 from slimelite.arguments import Args
 from slimelite.base import trace
+from slimelite.base.lifecycle import StopSignals
 from slimelite.samples.table import SampleTable
 
 T_co = TypeVar("T_co", covariant=True)
@@ -183,11 +184,14 @@ class Pending(Future[R]):
 
         Raises:
             Exception: the verb's error; later verbs run again after that.
+            Stopped: Ctrl-C or SIGTERM has come; see `StopSignals`.
             TimeoutError: there is no result after ``timeout`` [s]; the verb goes on.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
+        StopSignals.check()
         while not self.done() and (left := end - time.monotonic()) > 0:
             wait([self], min(POLL_S, left))
+            StopSignals.check()
             if self._attend and not self.done():
                 self._attend(progress)
         try:

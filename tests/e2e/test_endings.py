@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 import train
+from slimelite.training.trainer import Trainer
 
 from .conftest import ROOT
 
@@ -86,6 +87,32 @@ def test_sigterm_in_each_phase(
     assert "Traceback" not in out.out + out.err
     assert (run / "curves.png").is_file() == bool(done)
     assert not [left for left in run.rglob("*.partial") if left.is_file()]
+
+
+class Sender:
+    """Sends this process SIGTERM when it is deleted."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_sigterm_in_a_finalizer_ends_the_run_as_well(
+    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python drops what is raised in a ``__del__``, such as that of pyarrow's writers."""
+    real = Trainer.train
+
+    @wraps(real)
+    def interrupted(*given: object, **named: object) -> object:
+        Sender()
+        return real(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Trainer, "train", interrupted)
+    run = tmp_path / "run"
+    assert train.main([*args, "--num-rollout", "3", "--launcher", "local", "--run-dir", str(run)]) == 143
+    assert (status(run)["status"], status(run)["message"]) == ("interrupted", "SIGTERM")
+    assert status(run)["rollouts_done"] is None
 
 
 def start(args: list[str], run: Path, *flags: str, **variables: str) -> subprocess.Popen[str]:
@@ -183,6 +210,8 @@ def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
         commands = {member.pid: " ".join(member.cmdline()) for member in members}
         (gcs,) = [member for member in members if "gcs_server" in commands[member.pid]]
         token = gcs.environ()["RAY_AUTH_TOKEN"]
+        # daemons that a signal for the group ends before the run does would take the run with them, with status 1
+        assert [pid for pid in commands if os.getpgid(pid) == process.pid] == [process.pid]
 
         answers: set[str] = set()
         for member in members:
@@ -207,7 +236,7 @@ def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
             assert [words for pid, words in commands.items() if hidden in words and pid != process.pid] == []
         assert token not in commands[process.pid]
     finally:
-        # as Slurm and `timeout` do it: Ray's daemons get the signal too, and are gone before the run has left them
+        # as `timeout` and shells do it
         os.killpg(process.pid, signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 143, out
