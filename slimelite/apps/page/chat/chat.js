@@ -13,6 +13,7 @@ const ALTERNATIVES = 5; // that are shown of a token
 
 const turns = [];
 let [model, running] = ["", null]; // running: the AbortController of the answer that comes now
+let following = false; // whether the next frame scrolls to the end
 const ui = {};
 
 /** The page's parts, once. */
@@ -178,7 +179,7 @@ async function answer() {
 
 /** Add to a turn what a chunk brings; false if that is no text. */
 function write(turn, delta, tokens) {
-  const low = innerHeight + scrollY >= document.body.scrollHeight - 40;
+  follow();
   if (delta.reasoning_content) {
     turn.reasoning += delta.reasoning_content;
     turn.thoughts.hidden = false;
@@ -187,8 +188,21 @@ function write(turn, delta, tokens) {
     turn.content += delta.content;
     add(turn, turn.body, delta.content, tokens);
   } else return false;
-  if (low) scrollTo(0, document.body.scrollHeight);
   return true;
+}
+
+/**
+ * If the end of the page is in sight, keep it there when the next frame shows what is added now. Once a frame: a layout
+ * for each token would leave no frames, and a button that nobody can press.
+ */
+function follow() {
+  if (following) return;
+  following = true;
+  const low = innerHeight + scrollY >= document.body.scrollHeight - 40;
+  requestAnimationFrame(() => {
+    following = false;
+    if (low) scrollTo(0, document.body.scrollHeight);
+  });
 }
 
 function add(turn, root, text, tokens) {
