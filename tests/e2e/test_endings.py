@@ -145,6 +145,14 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return [driver, *driver.children(recursive=True)]
 
 
+def command(process: psutil.Process) -> str:
+    """Its command line; empty if it has just ended, as `git` and others that a start runs do."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def alive(processes: list[psutil.Process]) -> list[str]:
     found = []
     for process in processes:
@@ -204,10 +212,10 @@ def test_ray_is_closed_to_others_and_sigterm_for_all_in_training_leaves_nothing(
     run = tmp_path / "run"
     process = start(args, run, *flags)
     wait_until((tmp_path / "held").is_file, process)
-    members = family(process)
+    members = [member for member in family(process) if alive([member])]
     try:
         wait_until(lambda: (tmp_path / "held").read_text() == secret[::-1], process)
-        commands = {member.pid: " ".join(member.cmdline()) for member in members}
+        commands = {member.pid: command(member) for member in members}
         (gcs,) = [member for member in members if "gcs_server" in commands[member.pid]]
         token = gcs.environ()["RAY_AUTH_TOKEN"]
         # daemons that a signal for the group ends before the run does would take the run with them, with status 1
@@ -253,7 +261,7 @@ def test_sigkill_while_ray_starts_leaves_nothing(args: list[str], tmp_path: Path
     """Of Ray's processes two outlive a driver that is killed."""
     run = tmp_path / "run"
     process = start(args, run)
-    wait_until(lambda: sum("Agent" in " ".join(m.cmdline()) for m in family(process)) >= 2, process)
+    wait_until(lambda: sum("Agent" in command(member) for member in family(process)) >= 2, process)
     members = family(process)
     process.kill()
     process.communicate()
