@@ -22,6 +22,8 @@ Message = dict[str, Any]
 Messages = list[Message]
 # descriptions of functions, in OpenAI's form
 Tools = list[dict[str, object]] | None
+# what a tool looks like
+A_TOOL = '{"type": "function", "function": {"name": ...}}'
 # deepest nesting of a value: deeper ones may exceed the recursion limit when they are copied or written
 DEPTH = 100
 

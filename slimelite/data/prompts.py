@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from slimelite.data.messages import BadCell, Messages, Tools, parsed, read_messages, render, sound
+from slimelite.data.messages import A_TOOL, BadCell, Messages, Tools, parsed, read_messages, render, sound
 from slimelite.data.reader import ENVIRONMENT, BadRows, Row, read_rows, split_path
 from slimelite.data.templates import TooSlow
 from slimelite.data.tokenizer import encode_text
@@ -271,8 +271,7 @@ def _tools(row: Row, columns: Columns) -> Tools:
     if wrong := [number for number, tool in enumerate(tools) if not isinstance(tool, dict)]:
         raise BadCell(
             columns.tool_key,
-            f'tool {wrong[0]} is an object such as {{"type": "function", "function": {{"name": ...}}}}, not '
-            f"{tools[wrong[0]]!r:.60}",
+            f"tool {wrong[0]} is an object such as {A_TOOL}, not {tools[wrong[0]]!r:.60}",
         )
     for number, tool in enumerate(tools):
         named = tool.get("function", tool)

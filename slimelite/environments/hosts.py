@@ -21,7 +21,7 @@ from slimelite.base.guard import raised_at
 from slimelite.base.http_client import Client, HttpError, shown
 from slimelite.base.registry import function
 from slimelite.base.threads import call
-from slimelite.data.messages import read_messages, sound
+from slimelite.data.messages import A_TOOL, read_messages, sound
 from slimelite.environments.protocol import Environment, Row, Start, Step
 from slimelite.environments.registry import ENVIRONMENTS, is_address, known
 from slimelite.slime.plugins import files_run, load_function
@@ -223,8 +223,10 @@ def _sound(found: object, method: str, wanted: type[Start] | type[Step]) -> Any:
         if isinstance(found, Start):
             if not len(found.messages):
                 raise ValueError("there is no message that the model could answer")
-            if wrong := [tool for tool in found.tools if not isinstance(tool, dict)]:
-                raise TypeError(f"{wrong[0]!r:.60} is no tool")
+            for tool in found.tools:
+                function = tool.get("function") if isinstance(tool, dict) else None
+                if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                    raise TypeError(f"{tool!r:.60} is no tool; one looks like {A_TOOL}")
             return found
         if isinstance(found.done, str):  # which would be true
             raise TypeError(f"done is {found.done!r:.60}, not True or False")

@@ -19,7 +19,7 @@ class Echo:
         self.row = row
         if row.metadata.get("never"):
             raise OSError("no room")
-        return Start([*row.prompt, {"role": "user", "content": f"seed {row.seed}"}])
+        return Start([*row.prompt, {"role": "user", "content": f"seed {row.seed}"}], row.metadata.get("tools", ()))
 
     def step(self, reply: Mapping[str, Any]) -> Step:
         said = reply["content"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -210,6 +212,17 @@ def test_an_episode_begins_with_a_message() -> None:
         assert raised.value.kind == "invalid"
 
     played(ECHO.replace("Echo", "Winner"), play)
+
+
+@pytest.mark.parametrize("tool", [{"name": "f"}, {"type": "function", "function": {"name": None}}, "f", None])
+def test_what_is_no_tool_is_said_beside_what_is_one(tool: object) -> None:
+    async def play(host: Host) -> None:
+        said = 'is no tool; one looks like {"type": "function", "function": {"name": ...}}'
+        with pytest.raises(EnvironmentFailure, match=re.escape(f"{tool!r} {said}")) as raised:
+            await (await host.open()).reset(replace(ROW, metadata={"tools": [tool]}))
+        assert raised.value.kind == "invalid"
+
+    played(ECHO, play)
 
 
 def test_all_calls_of_an_episode_have_a_limit_together() -> None:
