@@ -1,9 +1,9 @@
-"""All groups in one flat, frozen object."""
+"""All groups in one flat, frozen object, and the draft of it that `derive` completes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
 from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
@@ -11,10 +11,12 @@ from slimelite.arguments.environments import EnvironmentArgs
 from slimelite.arguments.evaluation import EvalArgs
 from slimelite.arguments.flags import resolved
 from slimelite.arguments.lora import LoraArgs
+from slimelite.arguments.machine import Machine
 from slimelite.arguments.model import CheckpointArgs, ClusterArgs, ModelArgs
 from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
 from slimelite.arguments.training import OptimizerArgs, PerfArgs
+from slimelite.arguments.vocabulary import Settings
 
 # fixed values for slime's plugins, of flags that have no field here; the command line cannot change them
 PLUGIN_CONSTANTS: dict[str, object] = {
@@ -78,3 +80,29 @@ class Args(
                 return {**PLUGIN_CONSTANTS, **self.__dict__["custom_config"]}[name]
             except KeyError:
                 raise AttributeError(f"there is no argument {name}") from None
+
+
+@dataclass
+class Draft:
+    """The arguments while `derive` completes them."""
+
+    args: Args
+    given: frozenset[str]  # fields that the command line or a config file set, not a preset
+    machine: Machine
+    settings: Settings
+    derivations: list[Derivation] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def set(self, name: str, value: Any, reason: str) -> None:
+        """Give field ``name`` a value, and say why."""
+        self.args = replace(self.args, **{name: value})
+        self.derivations.append(Derivation(name, value, reason))
+
+    def default(self, name: str, value: object, reason: str) -> None:
+        """As `set`, unless the field has a value."""
+        if getattr(self.args, name) is None:
+            self.set(name, value, reason)
+
+    def complain(self, option: str, what: str) -> None:
+        """Record a problem of ``option`` that only derivation can find."""
+        self.settings.complain(option, what)

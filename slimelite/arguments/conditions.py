@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from slimelite.algorithms.estimators import ESTIMATORS
 from slimelite.algorithms.losses import CORRECTIONS, LOSSES
@@ -11,11 +11,8 @@ from slimelite.arguments.flags import Condition, Needs, Words
 from slimelite.base.registry import R, Registry
 from slimelite.rewards.rules import RULES
 
-if TYPE_CHECKING:
-    from slimelite.arguments.args import Args
 
-
-def when(words: Words, holds: Callable[[Args], object], why_not: str = "") -> Needs:
+def when(words: Words, holds: Callable[[Any], object], why_not: str = "") -> Needs:
     """One condition: ``holds`` tests the arguments; messages describe it by ``words``, then ``why_not``."""
     return Needs((Condition(words, holds, why_not),))
 
@@ -32,7 +29,7 @@ def rule_reads(flag: str) -> Needs:
     def reads(name: str) -> bool:
         return name in RULES and flag in (RULES[name].needs, *RULES[name].reads)
 
-    def holds(args: Args) -> bool:
+    def holds(args: Any) -> bool:
         chosen = [args.rm_type, *(dataset.rm_type for dataset in args.eval_datasets)]
         return any(name is None or reads(name) for name in chosen)
 

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 from slimelite.algorithms.losses import CORRECTIONS, MODES
-from slimelite.arguments.args import Args, Derivation
+from slimelite.arguments.args import Args, Draft
+from slimelite.arguments.engines import engine_places
 from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.evaluation import resolve_eval_datasets
+from slimelite.arguments.flags import SEEDS
 from slimelite.arguments.lora import INNER, read_adapter, words
-from slimelite.arguments.machine import Machine, derive_devices, derive_engine_groups, derive_engines
-from slimelite.arguments.memory import derive_memory
+from slimelite.arguments.machine import Machine
+from slimelite.arguments.memory import training_load
 from slimelite.arguments.model import model_config_from_flags
-from slimelite.arguments.resume import derive_resume
+from slimelite.arguments.sources import load_yaml
 from slimelite.arguments.vocabulary import Settings
+from slimelite.engines.registry import ENGINES
 from slimelite.environments.registry import TOTAL, known
-from slimelite.models.checkpoints import HUB_ID, OWN_CHECKPOINT, holds_model, why_no_model
+from slimelite.models.checkpoints import (
+    HUB_ID,
+    OWN_CHECKPOINT,
+    ROLLOUT_SEED,
+    ROLLOUT_STATE,
+    find_checkpoint,
+    holds_model,
+    read_json,
+    why_no_model,
+)
+from slimelite.plan.memory import BESIDE_ENGINES, USABLE, left_behind, total
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
 # slime's names for what runs here by default: a flag with one of them is treated as not given
@@ -32,32 +44,6 @@ AHEAD = "; --async-rollout generates ahead of training"
 OFFLINE_ROLLOUT = "slimelite.rollout.generate.offline_rollout"
 
 
-@dataclass
-class Draft:
-    """The arguments while `derive` completes them."""
-
-    args: Args
-    given: frozenset[str]  # fields that the command line or a config file set, not a preset
-    machine: Machine
-    settings: Settings
-    derivations: list[Derivation] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def set(self, name: str, value: Any, reason: str) -> None:
-        """Give field ``name`` a value, and say why."""
-        self.args = replace(self.args, **{name: value})
-        self.derivations.append(Derivation(name, value, reason))
-
-    def default(self, name: str, value: object, reason: str) -> None:
-        """As `set`, unless the field has a value."""
-        if getattr(self.args, name) is None:
-            self.set(name, value, reason)
-
-    def complain(self, option: str, what: str) -> None:
-        """Record a problem of ``option`` that only derivation can find."""
-        self.settings.complain(option, what)
-
-
 def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settings) -> Args:
     """``args`` with every open field filled in; a field for which that fails becomes a problem of ``settings``.
 
@@ -66,9 +52,9 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     draft = Draft(args, given, machine, settings, list(args.derivations))
     _modes(draft)
     _environment(draft)
-    derive_devices(draft)
-    derive_engines(draft)
-    derive_engine_groups(draft)
+    _devices(draft)
+    _engines(draft)
+    _engine_groups(draft)
     _transport(draft)
     _initial_weights(draft)
     _lora(draft)
@@ -78,8 +64,9 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     _distillation(draft)
     _algorithm(draft)
     _correction(draft)
-    derive_memory(draft)
-    derive_resume(draft)
+    _memory(draft)
+    _checkpoint(draft)
+    _rollout_seed(draft)
     _tracking(draft)
     draft.args = replace(draft.args, eval_datasets=resolve_eval_datasets(draft.args, settings))
     if draft.args.eval_datasets and (draft.args.early_stop_patience or draft.args.save_best):
@@ -148,6 +135,102 @@ def _environment(draft: Draft) -> None:
         draft.set("apply_chat_template", False, "--environment: an episode renders its messages itself")
     if found and found[0].rows and not (args.prompt_data or args.data_source_path or args.job.saved):
         draft.set("prompt_data", [f"environment:{args.environment}"], "the environment brings its own")
+
+
+def _devices(draft: Draft) -> None:
+    """The device, the training ranks of a node, and whether trainer and engines give memory back."""
+    args, gpus = draft.args, draft.machine.gpus
+    if args.device == "auto":
+        found = f"{gpus} GPU(s) {'of --plan-gpu' if args.plan_gpu else 'found'}" if gpus else "no GPU found"
+        draft.set("device", "cuda" if gpus else "cpu", found)
+    cuda = draft.args.job.gpus
+    draft.default("distributed_backend", "nccl" if cuda else "gloo", f"on {draft.args.device}")
+    if not cuda and draft.args.distributed_backend == "nccl":
+        draft.set("distributed_backend", "gloo", "nccl needs GPUs")
+    per_node, why = 1, "one rank on a CPU"
+    if cuda:
+        taken = 0 if args.colocate or not args.job.engines else (args.rollout_num_gpus or 0)
+        per_node, why = (
+            max(1, min(8, gpus) - taken),
+            f"{gpus} GPU(s) here" + (f", {taken} of them for engines" if taken else ""),
+        )
+    draft.default("actor_num_gpus_per_node", per_node, why)
+    if args.offload:
+        draft.default("offload_train", True, "--offload")
+        draft.default("offload_rollout", True, "--offload")
+    turns = cuda and draft.args.colocate
+    for name in ("offload_train", "offload_rollout"):
+        if not cuda and getattr(draft.args, name):
+            draft.set(name, False, "on a CPU there is only host memory")
+        draft.default(
+            name, turns, "trainer and engines take turns on the GPUs" if turns else "nobody else needs the memory"
+        )
+
+
+def _engines(draft: Draft) -> None:
+    """Which inference engine, how many, and how often they get weights."""
+    args = draft.args
+    if not args.async_rollout and args.update_weights_interval > 1:
+        draft.set("update_weights_interval", 1, "without --async-rollout every rollout is made with the newest weights")
+    cuda = args.job.gpus
+    repeats = ENGINES["sglang"].repeats_with(draft.settings.sglang)
+    if args.rollout_backend == "auto":
+        if args.rollout_external_engine_addrs:
+            draft.set("rollout_backend", "sglang", "--rollout-external-engine-addrs")
+        elif cuda and draft.machine.sglang and args.deterministic_mode and not repeats:
+            draft.set("rollout_backend", "embedded", "SGLang repeats with --sglang-enable-deterministic-inference only")
+        elif cuda and draft.machine.sglang:
+            planned_for = "--plan-gpu plans a machine with SGLang; --rollout-backend embedded plans without"
+            draft.set("rollout_backend", "sglang", planned_for if args.plan_gpu else "GPUs, and SGLang is installed")
+        else:
+            draft.set("rollout_backend", "embedded", "SGLang is not installed" if cuda else "no GPU")
+    ranks = args.training_ranks
+    if servers := len(args.rollout_external_engine_addrs):
+        draft.set("rollout_num_gpus", 0, "--rollout-external-engine-addrs: the servers' GPUs are not ours")
+        draft.set("num_engines", servers if args.job.engines else 0, "--rollout-external-engine-addrs")
+        return
+    if args.colocate:
+        draft.default("rollout_num_gpus", ranks, "--colocate: the GPUs of training")
+        if cuda and draft.args.job.servers and draft.args.rollout_num_gpus > ranks:
+            draft.set("rollout_num_gpus", ranks, f"--colocate: the engines share the GPUs of {ranks} training rank(s)")
+    elif not args.job.engines:
+        draft.default("rollout_num_gpus", 0, "no engine runs")
+    elif not cuda:
+        draft.default("rollout_num_gpus", args.rollout_num_gpus_per_engine, "one engine on a CPU")
+    elif not args.job.trains:
+        draft.default("rollout_num_gpus", ranks, "--debug-rollout-only: every GPU")
+    elif args.rollout_num_gpus is None:
+        none = "" if draft.machine.gpus else "; no GPU is found here, and --device cpu needs none"
+        draft.complain(
+            "--rollout-num-gpus",
+            f"is missing: give inference GPUs of its own, or share those of training with --colocate{none}",
+        )
+        draft.args = replace(draft.args, rollout_num_gpus=ranks)
+    total, width = draft.args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    if args.sglang_config and draft.args.job.servers:
+        return  # its groups say how many engines there are, and how wide
+    if width < 1 or total % width:
+        draft.complain("--rollout-num-gpus", f"{total} is not a multiple of --rollout-num-gpus-per-engine {width}")
+        return
+    draft.set("num_engines", total // width if args.job.engines else 0, f"{total} / {width} of one engine")
+
+
+def _engine_groups(draft: Draft) -> None:
+    """A place for each engine of ``--sglang-config``; settings that are not supported become problems."""
+    args, option = draft.args, "--sglang-config"
+    if args.sglang_config is None or not args.job.servers:
+        return
+    content = load_yaml(args.sglang_config, option, draft.settings)
+    if content is None:
+        return
+    gpus, width = args.rollout_num_gpus, args.rollout_num_gpus_per_engine
+    try:
+        places = tuple(engine_places(content, args.hf_checkpoint, gpus, width))
+    except ValueError as error:
+        draft.complain(option, f"{args.sglang_config}: {error}")
+        return
+    draft.set("engine_places", places, f"{option} {args.sglang_config}")
+    draft.set("num_engines", len(places) if args.job.engines else 0, option)
 
 
 def _transport(draft: Draft) -> None:
@@ -361,6 +444,82 @@ def _algorithm(draft: Draft) -> None:
         draft.set("eval_reward_key", args.reward_key, "as --reward-key")
     if args.optimizer_cpu_offload and not args.fsdp_cpu_offload:
         draft.set("fsdp_cpu_offload", True, "--optimizer-cpu-offload")
+
+
+def _memory(draft: Draft) -> None:
+    """Whether activations are recomputed, and when ranks add up their gradients."""
+    args = draft.args
+    if args.recompute_granularity is not None:
+        draft.default("gradient_checkpointing", True, f"--recompute-granularity {args.recompute_granularity}")
+    if not (args.job.gpus and args.job.trains):
+        draft.default("gradient_checkpointing", False, "nothing is trained on a GPU")
+        return
+    load, here = training_load(args), draft.machine.gpu_bytes
+    if isinstance(load, str) or here is None or load.shapes.router:
+        unknown = load if isinstance(load, str) else "the GPUs' memory is"
+        if not isinstance(load, str) and load.shapes.router:
+            unknown = "what experts keep for the backward pass is"
+        draft.default("gradient_checkpointing", True, f"{unknown} not known here, and a GPU may be too small without")
+        draft.set("reduce_once_a_step", False, f"{unknown} not known here, and whole gradients may not fit")
+        return
+
+    def needs(*, checkpointing: bool, whole_grads: bool = False) -> float:
+        return total(replace(load, checkpointing=checkpointing, whole_grads=whole_grads).train())
+
+    usable = USABLE * here * (BESIDE_ENGINES if args.colocate and not args.offload_rollout else 1)
+    if args.colocate and args.job.servers:
+        usable -= left_behind(args.rollout_num_gpus_per_engine)
+    plain, saving = needs(checkpointing=False), needs(checkpointing=True)
+    has = f"a GPU has {usable / 1e9:.0f} GB for training"
+    reason = f"without it a micro-batch of {load.tokens} tokens takes about {plain / 1e9:.0f} GB"
+    if plain > usable:
+        reason += f", with it {saving / 1e9:.0f} GB"
+    draft.default("gradient_checkpointing", plain > usable, f"{reason}; {has}")
+    chosen = draft.args.gradient_checkpointing
+    if needs(checkpointing=chosen) > usable:
+        draft.notes.append(
+            f"training takes about {needs(checkpointing=chosen) / 1e9:.0f} GB of a GPU, and {has}: it may run out of "
+            f"memory. {'A' if chosen else '--gradient-checkpointing, a'} lower --max-tokens-per-gpu, more GPUs or "
+            "--fsdp-cpu-offload take less"
+        )
+    whole = needs(checkpointing=chosen, whole_grads=True)
+    reason = f"with whole gradients on every rank a step takes about {whole / 1e9:.0f} GB; {has}"
+    ranks = args.training_ranks
+    once = ranks > 1 and whole <= usable
+    draft.set("reduce_once_a_step", once, reason if ranks > 1 else "one rank has no other to add to")
+
+
+def _checkpoint(draft: Draft) -> None:
+    """The checkpoint to resume from, if there is one."""
+    args = draft.args
+    if args.load is None or (holds_model(args.load) and args.ckpt_step is None):
+        return
+    try:
+        own = args.save is not None and Path(args.load).resolve() == Path(args.save).resolve()
+        found, note = find_checkpoint(args.load, args.ckpt_step, fallback=args.load_fallback, own=own)
+    except ValueError as error:
+        draft.complain("--load", str(error))
+        return
+    if found is None:
+        note += ": a new run begins" + " from --hf-checkpoint" * (args.hf_checkpoint is not None)
+    if note:
+        draft.notes.append(f"--load {args.load}: {note}")
+    newest = "the newest under --load" if args.ckpt_step is None else "--ckpt-step"
+    draft.set("resume_directory", None if found is None else str(found), note or newest)
+
+
+def _rollout_seed(draft: Draft) -> None:
+    """Runs that differ in --seed alone differ in what they sample; a run that goes on keeps the seed that it had."""
+    args = draft.args
+    if "rollout_seed" in draft.given:
+        return
+    if args.resume_directory is not None and not args.finetune:
+        # a checkpoint that does not name it is of a time when --rollout-seed did not follow --seed
+        saved = read_json(Path(args.resume_directory) / ROLLOUT_STATE).get(ROLLOUT_SEED, args.rollout_seed)
+        if saved != args.rollout_seed or "seed" in draft.given:
+            draft.set("rollout_seed", saved, "the checkpoint's: it goes on with the seed that it began with")
+    elif "seed" in draft.given and args.seed in SEEDS:
+        draft.set("rollout_seed", args.seed, "as --seed")
 
 
 def _tracking(draft: Draft) -> None:

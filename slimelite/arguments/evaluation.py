@@ -6,17 +6,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from slimelite.arguments.conditions import BEST_EVALUATION, EVALUATION, INFERENCE, TASKS, TRAINING
 from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.flags import ALWAYS, flag, group_flags, plugin, resolved
+from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.sources import load_yaml, read_entry
 from slimelite.arguments.tasks import load_task
 from slimelite.arguments.vocabulary import Settings, known_tables
-
-if TYPE_CHECKING:
-    from slimelite.arguments.args import Args
 
 # limit for a dataset's name: file names have at most 255 bytes and also contain the rollout's number
 NAME_BYTES = 200
@@ -106,7 +104,7 @@ def _setting(name: str, auto: str | None = None) -> Any:
 
 
 @dataclass(frozen=True)
-class EvalArgs:
+class EvalArgs(RewardArgs, RolloutArgs, DataArgs):
     """Evaluation."""
 
     eval_interval: int | None = flag(
@@ -181,7 +179,7 @@ class EvalArgs:
     eval_datasets: tuple[EvalDataset, ...] = resolved(())
 
 
-def resolve_eval_datasets(args: Args, settings: Settings) -> tuple[EvalDataset, ...]:
+def resolve_eval_datasets(args: EvalArgs, settings: Settings) -> tuple[EvalDataset, ...]:
     """Every evaluation dataset with all its settings; errors become problems of ``settings``."""
     if args.eval_config:
         defaults, entries = _read_eval_config(args.eval_config, settings)
@@ -197,7 +195,7 @@ def resolve_eval_datasets(args: Args, settings: Settings) -> tuple[EvalDataset, 
     return tuple(found)
 
 
-def _flag_values(args: Args) -> dict[str, Any]:
+def _flag_values(args: EvalArgs) -> dict[str, Any]:
     """Settings of every dataset, from the ``--eval-*`` flags, or ``--rollout-*`` where those are not given."""
 
     def first(value: object, fallback: object) -> object:
@@ -266,7 +264,7 @@ def _read_eval_config(path: str, settings: Settings) -> tuple[dict[str, Any], li
 
 
 def _dataset(
-    args: Args, base: dict[str, Any], defaults: dict[str, Any], entry: dict[str, Any], settings: Settings
+    args: EvalArgs, base: dict[str, Any], defaults: dict[str, Any], entry: dict[str, Any], settings: Settings
 ) -> EvalDataset | None:
     own = {**defaults, **entry}
     values = {**base, **own}
@@ -288,7 +286,7 @@ def _dataset(
     return dataset
 
 
-def _task_settings(args: Args, spec: str, values: dict[str, Any]) -> dict[str, Any]:
+def _task_settings(args: EvalArgs, spec: str, values: dict[str, Any]) -> dict[str, Any]:
     """The settings that the task file ``spec`` gives to its dataset; --eval-* flags of the command line replace them.
 
     A task of several choices takes one sample of each row, because its score does not depend on sampling.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+import re
 from dataclasses import FrozenInstanceError, dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -164,3 +167,14 @@ def test_what_is_open_by_default_is_resolved_after_parsing() -> None:
         "device"
     }
     assert [name for name in sorted(open_fields) if getattr(args, name) is None] == []
+
+
+def test_conditions_read_arguments_that_exist() -> None:
+    """A type checker does not see it: a condition stands below the groups whose flags it reads."""
+    args, read = make_args(COMPLETE.split(), machine=CPU), set[str]()
+    for file in (Path(__file__).parents[2] / "slimelite" / "arguments").glob("*.py"):
+        for call in ast.walk(ast.parse(file.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "when":
+                read.update(re.findall(r"\ba\.(?:job\.)?\w+", ast.unparse(call.args[1])))
+    assert len(read) > 40
+    assert [name for name in read if not hasattr(args.job if ".job." in name else args, name.split(".")[-1])] == []
