@@ -18,6 +18,7 @@ from slimelite.serving.sessions import ContextFullError, Session, Turn
 logger = logging.getLogger(__name__)
 # metadata key of what happened in a sample's episode
 FACTS = "episode"
+REMEDY = "let reset say less, or raise --rollout-max-context-len"
 
 
 @dataclass
@@ -125,7 +126,9 @@ class Episode:
                 return
             try:
                 turn = await role.session.chat(role.messages, tools or None, replace(self._params, max_new_tokens=left))
-            except ContextFullError:
+            except ContextFullError as error:
+                if not self.counts["turns"]:
+                    raise EnvironmentFailure("too_long", f"an episode begins too long: {error}; {REMEDY}") from error
                 self.status = Status.TRUNCATED
                 return
             if turn.finish_reason == "abort":

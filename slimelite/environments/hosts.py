@@ -33,7 +33,9 @@ PING_SECONDS = 5.0
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised, took too long, or went away; ``kind``: "exception", "timeout", "invalid" or "crash"."""
+    """An environment raised, took too long, went away, or said more than the context holds before the model's first
+    reply; ``kind``: "exception", "timeout", "crash", "invalid" or "too_long".
+    """
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

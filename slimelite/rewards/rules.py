@@ -72,7 +72,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A reward that could not be computed: ``kind`` is exception, timeout, crash, nonfinite or invalid.
+    """A reward that could not be computed: ``kind`` is exception, timeout, crash, nonfinite, invalid or too_long.
 
     A worker may also return ``costly``: an answer of a bounded rule took too long and counts as wrong.
     """

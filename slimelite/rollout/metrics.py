@@ -122,9 +122,13 @@ def mean_of_rollouts(values: Sequence[float], rollout_ids: Iterable[int | None])
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Lengths (counting only tokens that the loss sees), truncated share and repetitive share."""
+    """Lengths (counting only tokens that the loss sees), truncated share and repetitive share.
+
+    A response that failed before its first token has no length, unless there is no other.
+    """
+    begun = [s for s in samples if s.response_length or s.status != Status.FAILED] or samples
     return {
-        **prefixed("response_len/", summary([s.effective_response_length for s in samples])),
+        **prefixed("response_len/", summary([s.effective_response_length for s in begun])),
         "truncated_ratio": sum(s.status == Status.TRUNCATED for s in samples) / len(samples),
         "repetition_frac": sum(is_repetitive(s.response) for s in samples) / len(samples),
     }

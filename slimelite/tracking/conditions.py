@@ -160,6 +160,8 @@ def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
         share = row["rollout/zero_variance_groups"] / max(sum(equal.values()), 1)
         row["wrong"] = share * sum(n for reward, n in equal.items() if reward <= 0)
         row["right"] = share * sum(n for reward, n in equal.items() if reward > 0)
+    if row.get("length") == 0:  # see `no_tokens`: rewards of nothing say nothing
+        row = {name: value for name, value in row.items() if name not in ("reward", "wrong", "right")}
     return row
 
 
@@ -192,7 +194,7 @@ def reward_collapse(h: History) -> Seen | None:
 def all_wrong(h: History) -> Seen | None:
     """Three rollouts in a row, so that one hard batch is no alarm; a run that was better before has collapsed."""
     share = min(h.values["wrong"][-QUIET:], default=0.0)
-    if len(h.values["wrong"]) < QUIET or share < ALL or h.least_wrong <= 0.5 or no_tokens(h) is not None:
+    if len(h.values["wrong"]) < QUIET or share < ALL or h.least_wrong <= 0.5:
         return None
     says = f"{share:.0%} of the groups or more had no right answer in {QUIET} rollouts: there is nothing to learn from"
     return Seen(says, lambda h: h.now("wrong", QUIET) >= ALL)
@@ -204,7 +206,7 @@ def all_wrong(h: History) -> Seen | None:
     "Shorten it, or raise --rollout-max-context-len. If environments failed, log.txt says why.",
 )
 def no_tokens(h: History) -> Seen | None:
-    """One rollout: not a single token is never chance. The reward then says nothing, so it raises no alarm beside."""
+    """One rollout: not a single token is never chance."""
     if h.row.get("length") != 0:
         return None
     return Seen("no response has a token, so that nothing is trained", lambda h: h.row.get("length") == 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,21 @@ def test_an_episode_that_never_begins_is_a_sample_that_nothing_is_trained_on(pla
     assert output.table.reward.tolist() == [1.5, 1.5, 0.0, 0.0]
     assert output.metrics["rollout/environment/errors"] == 2
     assert output.metrics["rollout/turns_per_episode"] > 0
+
+
+def test_an_episode_that_begins_longer_than_the_context_is_counted_and_said(
+    play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"input": text, "label": "1"} for text in ("x", "long " * 2000)]
+    (tmp_path / "some.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    output = play(of("Echo"), lambda *_: "end", prompt_data=[str(tmp_path / "some.jsonl")])
+    assert output.table.removed.tolist() == [False, False, True, True]
+    assert output.metrics["rollout/environment/errors"] == output.metrics["rollout/reward_errors/too_long"] == 2
+    assert output.metrics["rollout/response_len/mean"] == output.table.loss_mask.sum() / 2
+    said = [record.getMessage() for record in caplog.records if "begins too long" in record.getMessage()]
+    assert len(said) == 1
+    assert re.search(r"the prompt has [\d,]+ (tokens|characters), which leaves? no room .* context of 4096", said[0])
+    assert "--rollout-max-context-len" in said[0]
 
 
 def test_an_environment_that_never_works_ends_the_run_with_its_message(play: Play) -> None:

@@ -76,7 +76,7 @@ FAULTS: dict[str, tuple[Change, int]] = {
     "all_right": (lambda i: {"rollout/raw_reward": 0.8, **groups(0, 32), **score(i, 0.6)}, 29),
     "entropy_collapse": (lambda i: {"train/entropy_loss": 0.1}, 22),
     "truncation": (lambda i: {"rollout/truncated_ratio": 0.5}, 22),
-    "no_tokens": (lambda i: {"rollout/response_len/mean": 0.0}, 20),
+    "no_tokens": (lambda i: {"rollout/raw_reward": 0.0, **groups(32, 0), "rollout/response_len/mean": 0.0}, 20),
     "length": (lambda i: {"rollout/response_len/mean": 300.0}, 22),
     "reward_without_eval": (lambda i: {"rollout/raw_reward": 0.9, **score(i, 0.3)}, 29),
     "mismatch": (lambda i: {"train/train_rollout_logprob_abs_diff": 0.05}, 20),
