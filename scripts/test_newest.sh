@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pass tests with the newest transformers and peft that pyproject.toml allows; the rest is .venv's.
 #   bash scripts/test_newest.sh                      the tests marked newest; scripts/test.sh ends with it
-#   bash scripts/test_newest.sh all                  all but those of SGLang, which pins a transformers of its own
+#   bash scripts/test_newest.sh all                  all but those of SGLang, which pins its own, and those marked pinned
 #   TORCH=2.14.1 bash scripts/test_newest.sh all     with another torch too
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,6 +16,11 @@ transformers=$(sed -n 's/^ *"\(transformers[^"]*\)",$/\1/p' pyproject.toml)
 torch=${TORCH:-$(sed -n 's/^torch==//p' constraints.txt)}
 "$NEWEST/bin/python" -m pip --disable-pip-version-check --quiet install --no-warn-conflicts --upgrade \
     "$transformers" peft ${TORCH:+"torch==$torch"}
+# the commands of what was not installed anew, with this python
+grep -lI '^#!.*/python' "$PINNED"/bin/* | while read -r command; do
+    copy="$NEWEST/bin/${command##*/}"
+    [[ "$copy" -nt "$command" ]] || { sed "1s|.*|#!$NEWEST/bin/python|" "$command" >"$copy" && chmod +x "$copy"; }
+done
 export PATH="$NEWEST/bin:$PATH" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 python - "$torch" <<'EOF'
 import sys
@@ -30,7 +35,7 @@ if not transformers.__file__.startswith(sys.prefix):
 EOF
 marked=(-m "newest and not sglang and not vllm and not browser and not slow")
 if [[ "${1:-}" == all ]]; then
-    marked=(-m "not sglang and not vllm and not browser and not slow")
+    marked=(-m "not pinned and not sglang and not vllm and not browser and not slow")
     shift
 elif [[ $# -eq 0 ]]; then
     mapfile -t files < <(grep -rlF --include='*.py' pytest.mark.newest tests) # no others are imported, in each process

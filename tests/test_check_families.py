@@ -34,6 +34,7 @@ def rows(page: Path, script: ModuleType) -> dict[str, tuple[str, str]]:
     return {family: (trained, why) for names, trained, why in cells[1:] for family in names.split(", ")}
 
 
+@pytest.mark.pinned
 def test_the_page_names_every_family_once_and_says_why(script: ModuleType) -> None:
     found = rows(ROOT / "docs" / "algorithms.md", script)
     assert set(found) == set(script.FAMILIES)
