@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from slimelite.arguments import Args
+from slimelite.arguments import EvalArgs
 from slimelite.base.files import write_text
 from slimelite.models.checkpoints import (
     BEST_MARKER,
@@ -39,7 +39,7 @@ class Evaluations:
     ``--early-stop-patience`` and ``--save-best`` there are no values.
     """
 
-    def __init__(self, args: Args) -> None:
+    def __init__(self, args: EvalArgs) -> None:
         self._args = args
         self._watched = args.early_stop_patience is not None or args.save_best
         self._values = {each: value for each, value in read_evaluations(args).items() if each < args.start_rollout_id}
@@ -122,7 +122,7 @@ class Evaluations:
         return f"{self._args.early_stop_metric} {self._values[self.best]:.3f} {when}"
 
 
-def read_evaluations(args: Args) -> dict[int, float]:
+def read_evaluations(args: EvalArgs) -> dict[int, float]:
     """The values beside the checkpoint that the run goes on from, as far as it needs them; others' metrics give none.
 
     Raises:

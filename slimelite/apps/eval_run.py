@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from slimelite.arguments import Args, EvalArgs, EvalDataset, make_args
+from slimelite.arguments import Args, EvalArgs, EvalDataset, ModelArgs, make_args
 from slimelite.arguments.flags import group_flags
 from slimelite.arguments.machine import this_machine
 from slimelite.arguments.tasks import SHIPPED
@@ -120,7 +120,7 @@ def known_results(args: Args) -> Results:
     return {name: result for name, result in known.items() if result == result | now[name]}
 
 
-def _made_of(args: Args, datasets: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _made_of(args: ModelArgs, datasets: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """What the score of each dataset comes from, beside settings: ``files``, and the ids that its texts begin with."""
     plain = [name for name, dataset in datasets.items() if not dataset["apply_chat_template"]]
     begins = beginning(load_tokenizer(str(args.tokenizer))) if plain else []
@@ -130,7 +130,7 @@ def _made_of(args: Args, datasets: Mapping[str, Mapping[str, Any]]) -> dict[str,
     }
 
 
-def _files(args: Args, dataset: Mapping[str, object]) -> dict[str, list[int]]:
+def _files(args: ModelArgs, dataset: Mapping[str, object]) -> dict[str, list[int]]:
     """Size and time of change [ns] of the files that a score comes from: the model's, the task's, its rows and scorer.
 
     Any other time counts as a change: a model that is moved to this place may be older than the results.

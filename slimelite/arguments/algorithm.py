@@ -37,6 +37,7 @@ from slimelite.arguments.conditions import (
 )
 from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
 from slimelite.arguments.job import OfJob
+from slimelite.arguments.rollout import RewardArgs
 from slimelite.arguments.sources import PRESETS
 
 # this plugin gets the arguments: it may read reward flags that nothing else reads
@@ -195,7 +196,7 @@ class AlgorithmArgs(OfJob):
 
 
 @dataclass(frozen=True)
-class PreferenceArgs:
+class PreferenceArgs(AlgorithmArgs):
     """Preference pairs.
 
     What --loss-type dpo_loss reads: the prompt is in --input-key, and batch sizes count pairs.
@@ -219,7 +220,7 @@ class PreferenceArgs:
 
 
 @dataclass(frozen=True)
-class CorrectionArgs:
+class CorrectionArgs(AlgorithmArgs):
     """Train/inference mismatch.
 
     The ratio is the trainer's probability of a token over the engine's; its metrics are logged whatever is chosen.
@@ -323,7 +324,7 @@ class CorrectionArgs:
 
 
 @dataclass(frozen=True)
-class CriticArgs:
+class CriticArgs(AlgorithmArgs):
     """Critic.
 
     Of --advantage-estimator ppo: a second model on the trainer's ranks. What is not here it shares with the policy.
@@ -351,7 +352,7 @@ class CriticArgs:
 
 
 @dataclass(frozen=True)
-class DistillationArgs:
+class DistillationArgs(AlgorithmArgs, RewardArgs):
     """On-policy distillation."""
 
     use_opd: bool = flag(

@@ -12,7 +12,7 @@ from slimelite.arguments.evaluation import EvalArgs
 from slimelite.arguments.flags import resolved
 from slimelite.arguments.lora import LoraArgs
 from slimelite.arguments.machine import Machine
-from slimelite.arguments.model import CheckpointArgs, ClusterArgs, ModelArgs
+from slimelite.arguments.model import ArchitectureArgs, CheckpointArgs, ClusterArgs, ModelArgs
 from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
 from slimelite.arguments.training import OptimizerArgs, PerfArgs
@@ -59,6 +59,7 @@ class Args(
     DataArgs,
     CheckpointArgs,
     ModelArgs,
+    ArchitectureArgs,
     ClusterArgs,
 ):
     """Every argument of a run, flat: ``args.rollout_temperature``. ``--help-all`` lists bases from right to left."""

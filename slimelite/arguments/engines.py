@@ -9,13 +9,14 @@ from typing import Any, Literal
 from slimelite.arguments.conditions import INFERENCE, OWN_ENGINES, SGLANG, SYNC, given, when
 from slimelite.arguments.flags import flag, resolved
 from slimelite.arguments.model import EnginePlace
+from slimelite.arguments.rollout import RolloutArgs
 from slimelite.arguments.vocabulary import known_tables, sglang_options
 
 FAULT_TOLERANCE = SGLANG & given("--use-fault-tolerance")
 
 
 @dataclass(frozen=True)
-class SglangArgs:
+class SglangArgs(RolloutArgs):
     """SGLang.
 
     Every other option of SGLang's server is taken as --sglang-<option>.

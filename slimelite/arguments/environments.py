@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from slimelite.arguments.conditions import NEW_ROLLOUTS, SAMPLING, given, when
 from slimelite.arguments.flags import flag
+from slimelite.arguments.rollout import RolloutArgs
 from slimelite.environments.registry import ENVIRONMENTS, is_address
 
 # the generate functions of runs with --environment and with --agent-command
@@ -18,7 +19,7 @@ IN_THIS_RUN = EPISODES & when(
 
 
 @dataclass(frozen=True)
-class EnvironmentArgs:
+class EnvironmentArgs(RolloutArgs):
     """Environments.
 
     The model's replies and the steps of an environment take turns: an episode. docs/agents.md says more.

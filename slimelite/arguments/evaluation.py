@@ -11,7 +11,8 @@ from typing import Any, Literal
 from slimelite.arguments.conditions import BEST_EVALUATION, EVALUATION, INFERENCE, TASKS, TRAINING
 from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.flags import ALWAYS, flag, group_flags, plugin, resolved
-from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
+from slimelite.arguments.model import CheckpointArgs, ClusterArgs
+from slimelite.arguments.rollout import RewardArgs
 from slimelite.arguments.sources import load_yaml, read_entry
 from slimelite.arguments.tasks import load_task
 from slimelite.arguments.vocabulary import Settings, known_tables
@@ -104,7 +105,7 @@ def _setting(name: str, auto: str | None = None) -> Any:
 
 
 @dataclass(frozen=True)
-class EvalArgs(RewardArgs, RolloutArgs, DataArgs):
+class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     """Evaluation."""
 
     eval_interval: int | None = flag(

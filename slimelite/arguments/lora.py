@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from slimelite.arguments.conditions import CRITIC, INFERENCE, LORA, TRAINING, given
 from slimelite.arguments.flags import flag, resolved
+from slimelite.arguments.model import CheckpointArgs, ModelArgs
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -36,7 +37,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 
 
 @dataclass(frozen=True)
-class LoraArgs:
+class LoraArgs(CheckpointArgs, ModelArgs):
     """LoRA.
 
     Low-rank adapters are trained instead of the weights, which stay as they are; docs/lora.md says more.

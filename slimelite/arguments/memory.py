@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 from slimelite.arguments.args import Args
+from slimelite.arguments.model import ModelArgs
+from slimelite.arguments.rollout import RolloutArgs
 from slimelite.plan.memory import Load
 from slimelite.plan.shapes import Shapes
 
@@ -34,7 +36,7 @@ def training_load(args: Args) -> Load | str:
     )
 
 
-def model_shapes(args: Args) -> Shapes | None:
+def model_shapes(args: ModelArgs) -> Shapes | None:
     """Shapes of the model, if its config.json can be read."""
     if args.model_config is not None:
         return Shapes.of(args.model_config)
@@ -45,7 +47,7 @@ def model_shapes(args: Args) -> Shapes | None:
         return None  # such as for a hub id; the pre-flight check reports a damaged folder
 
 
-def _longest_micro_batch(args: Args) -> int | None:
+def _longest_micro_batch(args: RolloutArgs) -> int | None:
     """Tokens of the longest micro-batch; a sample longer than the limit is a micro-batch of its own."""
     longest = args.rollout_max_context_len
     if longest is None and args.rollout_max_prompt_len and args.rollout_max_response_len:

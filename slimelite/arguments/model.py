@@ -166,7 +166,7 @@ class ArchitectureArgs:
 
 
 @dataclass(frozen=True)
-class ModelArgs(ArchitectureArgs):
+class ModelArgs(ArchitectureArgs, OfJob):
     """Model."""
 
     hf_checkpoint: str | None = flag(

@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterator, Mapping
 
 from slimelite.algorithms.losses import CORRECTIONS, KL_KINDS, MODES
+from slimelite.arguments.algorithm import CorrectionArgs, DistillationArgs
 from slimelite.arguments.args import Args
 from slimelite.arguments.conditions import SGLANG
 from slimelite.arguments.environments import EPISODE, PROGRAM
+from slimelite.arguments.evaluation import EvalArgs
 from slimelite.arguments.flags import all_flags
+from slimelite.arguments.rollout import RewardArgs
 from slimelite.arguments.tasks import CHOOSE
 from slimelite.arguments.vocabulary import SIMILAR
 from slimelite.engines.memory import DRAFTS, NO_DRAFTS_BY_DISK
@@ -290,7 +293,7 @@ def _loss(args: Args) -> Iterator[str]:
         yield f"--chosen-key and --rejected-key are both {args.chosen_key!r}: a pair has two replies"
 
 
-def _rewards(args: Args) -> Iterator[str]:
+def _rewards(args: RewardArgs) -> Iterator[str]:
     # the pre-flight check reports an unknown rule
     if args.rm_type and args.rm_type in RULES and (missing := RULES[args.rm_type].lacks(args)):
         yield missing
@@ -325,7 +328,7 @@ def _training(args: Args) -> Iterator[str]:
         yield "--lr-warmup-fraction and --lr-warmup-iters both say how long warm-up is; take one"
 
 
-def _correction(args: Args) -> Iterator[str]:
+def _correction(args: CorrectionArgs) -> Iterator[str]:
     """Correction flags that contradict each other, or change nothing."""
     chosen = args.correction
     if args.use_tis and chosen != "tis" and args.custom_tis_function_path is None:
@@ -350,7 +353,7 @@ def _correction(args: Args) -> Iterator[str]:
         yield "--mis-mode none corrects nothing by itself: give --mis-rejection-level or --mis-veto-threshold"
 
 
-def _distillation(args: Args) -> Iterator[str]:
+def _distillation(args: DistillationArgs) -> Iterator[str]:
     """Distillation flags that contradict each other, or are missing."""
     if not args.use_opd:
         return
@@ -363,7 +366,7 @@ def _distillation(args: Args) -> Iterator[str]:
         yield from _teacher_server(args)
 
 
-def _teacher_server(args: Args) -> Iterator[str]:
+def _teacher_server(args: DistillationArgs) -> Iterator[str]:
     if args.opd_teacher_load is not None:
         yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; take one"
     # code of the user's that makes whole samples may have had a teacher score them already
@@ -376,7 +379,7 @@ def _teacher_server(args: Args) -> Iterator[str]:
         yield f"--rm-type {args.rm_type} and --opd-type sglang both read --rm-url; write the reward as --custom-rm-path"
 
 
-def _evaluation(args: Args) -> Iterator[str]:
+def _evaluation(args: EvalArgs) -> Iterator[str]:
     """What decides the best evaluation."""
     metric, ours = args.early_stop_metric, not (args.eval_function_path or args.custom_eval_rollout_log_function_path)
     known = [name for dataset in args.eval_datasets for name in dataset.metrics()]

@@ -23,6 +23,7 @@ from slimelite.arguments.conditions import (
 )
 from slimelite.arguments.flags import ALWAYS, SEEDS, flag, plugin, resolved
 from slimelite.arguments.job import OfJob
+from slimelite.arguments.model import ClusterArgs
 from slimelite.engines.registry import ENGINES, EngineKind
 from slimelite.models.families import LOSS_MASKS
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES
@@ -173,7 +174,7 @@ class DataArgs(OfJob):
 
 
 @dataclass(frozen=True)
-class RolloutArgs(OfJob):
+class RolloutArgs(DataArgs, ClusterArgs):
     """Rollout."""
 
     rollout_backend: str = flag(
@@ -325,7 +326,7 @@ class RolloutArgs(OfJob):
 
 
 @dataclass(frozen=True)
-class RewardArgs:
+class RewardArgs(RolloutArgs):
     """Reward."""
 
     rm_type: str | None = flag(

@@ -20,10 +20,11 @@ from slimelite.arguments.conditions import (
     when,
 )
 from slimelite.arguments.flags import ALWAYS, SEEDS, flag
+from slimelite.arguments.job import OfJob
 
 
 @dataclass(frozen=True)
-class TrackingArgs:
+class TrackingArgs(OfJob):
     """Tracking."""
 
     run_dir: str = flag(
@@ -87,7 +88,7 @@ class TrackingArgs:
 
 
 @dataclass(frozen=True)
-class ProfilingArgs:
+class ProfilingArgs(TrackingArgs):
     """Profiling."""
 
     trace: bool = flag(
@@ -135,7 +136,7 @@ class ProfilingArgs:
 
 
 @dataclass(frozen=True)
-class DebugArgs:
+class DebugArgs(OfJob):
     """Debugging."""
 
     seed: int = flag(1234, "this seeds the whole run", ALWAYS, at_least=SEEDS[0], at_most=SEEDS[-1])

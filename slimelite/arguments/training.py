@@ -7,6 +7,7 @@ from typing import Literal
 
 from slimelite.arguments.conditions import DECAY, END_OF_DECAY, GPUS, MUON, TRAINING, WARMUP, WARMUP_SHARE, WSD, when
 from slimelite.arguments.flags import ALWAYS, flag, resolved
+from slimelite.arguments.model import ClusterArgs
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class OptimizerArgs:
 
 
 @dataclass(frozen=True)
-class PerfArgs:
+class PerfArgs(ClusterArgs):
     """Performance."""
 
     gradient_checkpointing: bool = flag(

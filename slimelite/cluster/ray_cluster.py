@@ -22,7 +22,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from slimelite.arguments import Args
+from slimelite.arguments import Args, ClusterArgs
 from slimelite.arguments.secret import public_part
 from slimelite.base import trace
 from slimelite.base.heap import loading, set_heap
@@ -369,7 +369,7 @@ def _wait_until_up(starting: dict[Future[object], str], progress: Progress) -> N
 
 
 @contextmanager
-def _reserved(args: Args, bundles: int, progress: Progress, kept: bool) -> Iterator[PlacementGroup]:
+def _reserved(args: ClusterArgs, bundles: int, progress: Progress, kept: bool) -> Iterator[PlacementGroup]:
     device = "GPU" if args.job.gpus else "CPU"
     total = int(ray.cluster_resources().get(device, 0))
     if total < bundles:

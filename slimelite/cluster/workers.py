@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from slimelite.arguments import Args
+from slimelite.arguments import Args, ModelArgs, RolloutArgs
 from slimelite.base.registry import Function, function
 from slimelite.cluster.batches import EngineDesk, remote_engine
 from slimelite.cluster.remote import Remote
@@ -135,18 +135,18 @@ def server_sync(
     return transport
 
 
-def _function(args: Args, reference: Function) -> Callable[..., Any]:
+def _function(args: RolloutArgs, reference: Function) -> Callable[..., Any]:
     """A function of the record of the run's engine."""
     return function(reference, ENGINES.option, args.rollout_backend)
 
 
-def _parts(args: Args) -> ServerParts:
+def _parts(args: RolloutArgs) -> ServerParts:
     parts = args.engine_kind.server
     assert parts is not None, f"the {args.rollout_backend} engine is no server"
     return parts
 
 
-def _codec(args: Args) -> Codec:
+def _codec(args: ModelArgs) -> Codec:
     tokenizer = load_tokenizer(args.tokenizer)
     return Codec(
         decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from slimelite.arguments import Args
+from slimelite.arguments import Args, DataArgs
 from slimelite.data.prompts import PAIR, deal, load_prompts
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.samples.sample import Sample, label_text, plain
@@ -209,7 +209,7 @@ class Curriculum:
 class _Stream:
     """An endless sequence of prompts; its only state is ``drawn``, the number of prompts drawn so far."""
 
-    def __init__(self, prompts: list[Sample], args: Args) -> None:
+    def __init__(self, prompts: list[Sample], args: DataArgs) -> None:
         self.prompts = prompts
         self.drawn = 0
         self.digest = _digest(prompts)
@@ -239,7 +239,7 @@ def _digest(prompts: list[Sample]) -> str:
     return state.hexdigest()
 
 
-def _first_in_first_out(args: Args, rollout_id: int | None, buffer: list[list[Sample]], n: int) -> list[list[Sample]]:  # noqa: ARG001
+def _first_in_first_out(args: object, rollout_id: int | None, buffer: list[list[Sample]], n: int) -> list[list[Sample]]:  # noqa: ARG001
     """The default buffer filter, with slime's signature: takes the first ``n`` groups out of ``buffer``."""
     taken = buffer[:n]
     del buffer[:n]

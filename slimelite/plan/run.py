@@ -28,7 +28,7 @@ from slimelite.plan.shapes import Shapes
 from slimelite.plan.time import Cost, Work
 
 if TYPE_CHECKING:
-    from slimelite.arguments import Args
+    from slimelite.arguments import Args, SglangArgs
 
 LORA_RANK = 16
 # sequences that an engine decodes at once, unless a flag says it: the embedded engine's default, and SGLang's bound
@@ -230,7 +230,7 @@ class Plan:
         return [words.strip() for words in dict.fromkeys(found) if words.strip()][:2]
 
 
-def _serving(args: Args, shapes: Shapes, work: Work, memory: float) -> Serving:
+def _serving(args: SglangArgs, shapes: Shapes, work: Work, memory: float) -> Serving:
     """What an engine of the run holds."""
     server, shared = args.job.servers, not args.job.gpus
     most = args.sglang_max_running_requests or SEQUENCES[server]

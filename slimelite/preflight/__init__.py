@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from slimelite.arguments import Args, ArgumentError, make_args
+from slimelite.arguments import Args, ArgumentError, EvalArgs, ModelArgs, make_args
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.base.heap import loading
 from slimelite.base.registry import function
@@ -134,7 +134,7 @@ def _check_run_folder(args: Args, findings: Findings) -> None:
         )
 
 
-def _check_evaluations(args: Args, findings: Findings) -> None:
+def _check_evaluations(args: EvalArgs, findings: Findings) -> None:
     try:
         read_evaluations(args)
     except ValueError as error:
@@ -178,7 +178,7 @@ def output_problems(args: Args) -> Iterator[str]:
             yield f"{option}: {place} cannot be written to: {error.strerror} ({there})"
 
 
-def _in_the_way(args: Args, target: Path) -> Iterator[str]:
+def _in_the_way(args: ModelArgs, target: Path) -> Iterator[str]:
     """Problems where ``--save-hf`` would replace a file, or a model that the run reads."""
     if target.exists() and not target.is_dir():
         yield f"--save-hf: {target} is a file; name a folder"

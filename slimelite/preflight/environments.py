@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slimelite.arguments import Args
+from slimelite.arguments import EnvironmentArgs
 from slimelite.environments.episode import row_of
 from slimelite.environments.hosts import EnvironmentFailure, Host
 from slimelite.environments.protocol import Start
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
-def check_environment(args: Args, tokenizer: PreTrainedTokenizerBase | None, prompt: Sample) -> tuple[str, int]:
+def check_environment(
+    args: EnvironmentArgs, tokenizer: PreTrainedTokenizerBase | None, prompt: Sample
+) -> tuple[str, int]:
     """What an episode with ``prompt`` shows the model first, in words and in tokens; without a tokenizer that is 0.
 
     Raises:
@@ -41,7 +43,7 @@ def check_environment(args: Args, tokenizer: PreTrainedTokenizerBase | None, pro
     return f"an episode begins with {length} tokens, {shown}", length
 
 
-async def _begin(args: Args, prompt: Sample) -> Start:
+async def _begin(args: EnvironmentArgs, prompt: Sample) -> Start:
     assert args.environment is not None
     host = Host(args.environment, call_seconds=args.environment_call_timeout, seconds=args.environment_timeout)
     try:

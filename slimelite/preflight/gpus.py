@@ -6,7 +6,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from slimelite.arguments import Args
+from slimelite.arguments import Args, ClusterArgs
 from slimelite.arguments.machine import Machine
 from slimelite.plan.devices import generation
 from slimelite.preflight.findings import Findings, one_line
@@ -66,7 +66,7 @@ def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
             )
 
 
-def _elsewhere(args: Args) -> bool:
+def _elsewhere(args: ClusterArgs) -> bool:
     """Whether Ray counts the GPUs, those of all nodes."""
     return args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slimelite.arguments import Args, EvalDataset, RewardArgs, RolloutArgs
+from slimelite.arguments import EvalDataset, RewardArgs, RolloutArgs
 from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.base.guard import PluginError, own_traceback
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
@@ -416,7 +416,7 @@ class GroupGenerator:
         return not route_of(last, custom, self.rm_type or args.rm_type).custom
 
 
-def load_hooks(args: Args | PluginArgs) -> list[Plugin]:
+def load_hooks(args: RolloutArgs | PluginArgs) -> list[Plugin]:
     """The functions of ``--rollout-sample-hook-path``."""
     return [load_function(path, "--rollout-sample-hook-path") for path in args.rollout_sample_hook_path]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slimelite.arguments import Args
+from slimelite.arguments import ClusterArgs, TrackingArgs
 from slimelite.environments.episode import FACTS
 from slimelite.rollout.filters import rollout_rewards
 from slimelite.samples.sample import Generated, Sample, Status
@@ -23,7 +23,11 @@ REPETITION_RATIO = 10
 
 
 def rollout_metrics(
-    args: Args, groups: Sequence[Sequence[Sample]], reward_key: str | None, version: int | None, table: SampleTable
+    args: TrackingArgs,
+    groups: Sequence[Sequence[Sample]],
+    reward_key: str | None,
+    version: int | None,
+    table: SampleTable,
 ) -> dict[str, float]:
     """``rollout/*`` and ``passrate/*`` of a training batch.
 
@@ -172,7 +176,7 @@ def episode_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[s
     return {**counts, **means, **rewards}
 
 
-def perf_metrics(args: Args, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
+def perf_metrics(args: ClusterArgs, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
     """``perf/*``: tokens per second per GPU (on a CPU: per engine) of the rollout, and those of the longest response.
 
     ``generated``: the responses of this rollout, which took ``seconds``; if there are none, speeds are left out.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from slimelite.arguments import Args
+from slimelite.arguments import DistillationArgs
 from slimelite.base.http_client import Client, HttpError, Refused, Retry, shown
 from slimelite.samples.sample import Sample
 
@@ -32,7 +32,7 @@ class Teacher:
         self._room = asyncio.Semaphore(CONNECTIONS)
 
     @classmethod
-    def of(cls, args: Args) -> Teacher | None:
+    def of(cls, args: DistillationArgs) -> Teacher | None:
         """The teacher of --rm-url under --opd-type sglang, or None."""
         is_server = args.use_opd and args.opd_type == "sglang" and args.rm_url is not None
         return cls(str(args.rm_url), args.rollout_temperature) if is_server else None

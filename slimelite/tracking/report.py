@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from slimelite.arguments import Args
+from slimelite.arguments import AlgorithmArgs, Args, DataArgs, RolloutArgs
 from slimelite.arguments.derive import OFFLINE_ROLLOUT
 from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.tasks import CHOOSE
@@ -56,7 +56,7 @@ def when(rollout_id: float) -> str:
     return "before training" if rollout_id < 0 else f"after rollout {rollout_id:.0f}"
 
 
-def batch_identity(args: Args) -> str:
+def batch_identity(args: DataArgs) -> str:
     """The batch as text, such as ``32 prompts x 8 samples = 256 = 2 steps of 100 + 1 of 56``."""
     total = args.rollout_batch_size * args.n_samples_per_prompt
     full, rest = divmod(total, args.global_batch_size)
@@ -67,7 +67,7 @@ def batch_identity(args: Args) -> str:
     return f"{counted} = {' + '.join(steps)}"
 
 
-def _device(args: Args) -> str:
+def _device(args: RolloutArgs) -> str:
     ranks = args.training_ranks
     parts: list[str] = [args.device]
     if args.job.trains:
@@ -94,7 +94,7 @@ def method(args: Args) -> str:
     return f"{name}, {args.optimizer} lr {args.lr:g}{critic}{_kl(args)}"
 
 
-def _kl(args: Args) -> str:
+def _kl(args: AlgorithmArgs) -> str:
     if not args.job.sampled:
         return ""
     if args.use_kl_loss and args.kl_loss_coef:

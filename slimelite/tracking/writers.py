@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from slimelite.arguments import Args
+from slimelite.arguments import Args, TrackingArgs
 from slimelite.arguments.secret import masked_words
 from slimelite.base.files import write_text
 from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFile, axis_of
@@ -169,13 +169,13 @@ def _command_line_masked() -> Iterator[None]:
         sys.argv = before
 
 
-def tensorboard_directory(args: Args) -> Path:
+def tensorboard_directory(args: TrackingArgs) -> Path:
     """``--tensorboard-dir``, else ``$TENSORBOARD_DIR`` (slime's), else the run folder; plus project and experiment."""
     base = args.tensorboard_dir or os.environ.get("TENSORBOARD_DIR") or str(Path(args.run_dir) / "tensorboard")
     return Path(base, *filter(None, (args.tb_project_name, args.tb_experiment_name)))
 
 
-def _wandb_identity(args: Args) -> dict[str, str]:
+def _wandb_identity(args: TrackingArgs) -> dict[str, str]:
     """id, group and name of the wandb run; saved in the run folder, so that a resumed run can continue it."""
     path = Path(args.run_dir) / "wandb_run.json"
     known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}

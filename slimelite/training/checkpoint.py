@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from slimelite.arguments import Args
+from slimelite.arguments import LoraArgs
 from slimelite.models.checkpoints import BASE, REMEDY, STATE_FILE, Checksums, checksums, read_json
 from slimelite.training.learner import Learner, Progress
 from slimelite.training.lora import PARTS
@@ -127,14 +127,14 @@ def _weights(learner: Learner[LanguageModel], reference: Reference) -> State:
     return {"model": trained} if reference is None else {"model": trained, "reference": dict(reference)}
 
 
-def _adapter(args: Args) -> dict[str, object] | None:
+def _adapter(args: LoraArgs) -> dict[str, object] | None:
     """What the adapters mean that a checkpoint keeps instead of the weights."""
     if not args.lora_rank:
         return None
     return {"rank": args.lora_rank, "scaling": args.lora_scaling}
 
 
-def _check_adapter(directory: Path, args: Args) -> None:
+def _check_adapter(directory: Path, args: LoraArgs) -> None:
     """Refuse adapters that would be scaled otherwise, or weights in place of adapters; warn of another base."""
     state, own = read_json(directory / STATE_FILE), _adapter(args)
     saved = state.get(ADAPTER)

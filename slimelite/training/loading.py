@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from slimelite.arguments import Args
+from slimelite.arguments import Args, LoraArgs, ModelArgs
 from slimelite.base.heap import return_freed_memory
 from slimelite.models.files import LOGIT_TRANSFORMS, check_weights, has_weights, load_config, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
@@ -153,7 +153,7 @@ def load_model(
 
 
 def inspect_model(
-    args: Args, path: str, *, new_head: bool = False, trained: bool = False
+    args: LoraArgs, path: str, *, new_head: bool = False, trained: bool = False
 ) -> tuple[PretrainedConfig, bool]:
     """Build the model at ``path`` without its weights, to find the errors of `build_model` before a run starts.
 
@@ -191,7 +191,7 @@ def inspect_model(
         return config, False
 
 
-def _may_pack(args: Args, config: PretrainedConfig, world: World) -> Packing:
+def _may_pack(args: ModelArgs, config: PretrainedConfig, world: World) -> Packing:
     """`may_pack`, agreed on by all ranks: the least that any rank says; `Packing.ALONE` if one cannot test it."""
     try:
         packing = may_pack(config, _attention(args), pairs=args.job.loss == "paired")
@@ -202,5 +202,5 @@ def _may_pack(args: Args, config: PretrainedConfig, world: World) -> Packing:
     return max(wanted for wanted, ranks in zip(Packing, refused.tolist(), strict=True) if not ranks)
 
 
-def _attention(args: Args) -> str:
+def _attention(args: ModelArgs) -> str:
     return ATTENTION if args.attn_implementation == "auto" else args.attn_implementation

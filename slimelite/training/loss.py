@@ -19,7 +19,7 @@ from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.algorithms.packed import Metrics, mean_metric, weighted_sum
 from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.algorithms.supervised import dpo_loss, sft_loss
-from slimelite.arguments import Args, CorrectionArgs
+from slimelite.arguments import Args, CorrectionArgs, DebugArgs, PreferenceArgs
 from slimelite.slime.plugins import load_function
 from slimelite.training.batch import MicroBatch
 from slimelite.training.parallel import World
@@ -61,7 +61,7 @@ def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: 
     return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
 
 
-def fine_tuning(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:  # noqa: ARG001
+def fine_tuning(args: object, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:  # noqa: ARG001
     """``--loss-type sft_loss``."""
     return sft_loss(log_probs, batch.mask), {}
 
@@ -73,7 +73,7 @@ def custom(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) ->
     return found
 
 
-def preferences(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
+def preferences(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
     """``--loss-type dpo_loss``."""
     assert batch.ref is not None
     assert batch.pairs is not None
@@ -92,7 +92,7 @@ def preferences(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tenso
     return Loss(total, {"loss": total, "dpo_loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
 
 
-def policy_gradient(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
+def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
     """``--loss-type policy_loss``: the estimator's policy loss with correction, entropy and KL terms."""
     own = log_probs.detach() if batch.old is None and not batch.columns.moved else batch.old
     old = batch.rollout_log_probs if args.use_rollout_logprobs else own
@@ -250,7 +250,7 @@ def check_values(world: World, values: Tensor, old: Tensor, mask: Tensor) -> Non
     assert drift < limit, f"--ci-test: mean |value - old value| is {drift:.2e} on the first step, not below {limit:.0e}"
 
 
-def engine_threshold(args: Args, *, exact: bool) -> float:
+def engine_threshold(args: DebugArgs, *, exact: bool) -> float:
     """The largest allowed mean |trainer − engine log-prob|, in nats: the flag's value. If ``exact`` (fp32, where only
     rounding differs) at most ``EXACT_AGREEMENT``, except for saved rollouts, whose engine may not have used fp32.
     """

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from slimelite.arguments import Args
+from slimelite.arguments import ClusterArgs, PerfArgs
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class World:
             dist.destroy_process_group()
 
 
-def meeting_store(args: Args, address: str, rank: int, world_size: int, listener: socket.socket | None) -> dist.Store:
+def meeting_store(
+    args: ClusterArgs, address: str, rank: int, world_size: int, listener: socket.socket | None
+) -> dist.Store:
     """The store at ``address`` (host:port) through which the ranks meet; rank 0 serves it on ``listener``, if given."""
     host, _, port = address.rpartition(":")
     return dist.TCPStore(
@@ -65,7 +67,7 @@ def meeting_store(args: Args, address: str, rank: int, world_size: int, listener
     )
 
 
-def join_world(args: Args, rank: int, world_size: int, store: dist.Store | None) -> World:
+def join_world(args: PerfArgs, rank: int, world_size: int, store: dist.Store | None) -> World:
     """Meet the other ranks at ``store``.
 
     One rank alone needs none and opens no port. CPU tensors always travel by gloo.

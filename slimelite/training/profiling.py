@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import profile
 
-from slimelite.arguments import Args
+from slimelite.arguments import ProfilingArgs
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Profiler:
     ``memory-rank{rank}.pickle`` in ``--memory-snapshot-dir``, for pytorch.org/memory_viz.
     """
 
-    def __init__(self, args: Args, rank: int) -> None:
+    def __init__(self, args: ProfilingArgs, rank: int) -> None:
         self.args, self.rank = args, rank
         folder = Path(args.run_dir).absolute() / "profile"
         self._folder = folder

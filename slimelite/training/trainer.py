@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slimelite.arguments import Args
+from slimelite.arguments import Args, CriticArgs
 from slimelite.base.heap import keep_freed_memory, return_freed_memory
 from slimelite.models.checkpoints import Checksums
 from slimelite.samples.table import SampleTable, TokenStats
@@ -409,7 +409,7 @@ class Trainer(Learner[PolicyModel]):
         return self.timed.metrics(self.world.ranks)
 
 
-def _check(args: Args) -> None:
+def _check(args: CriticArgs) -> None:
     """Assert that ``use_reference`` and ``use_critic`` were derived for a loss that needs these models."""
     compares = args.job.sampled and (args.kl_coef or (args.use_kl_loss and args.kl_loss_coef))
     assert args.use_reference or not compares, "a KL coefficient without a reference: use_reference was not derived"

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 import slimelite
-from slimelite.arguments import Args
+from slimelite.arguments import Args, LoraArgs
 from slimelite.base.files import free_space
 from slimelite.engines.protocol import WeightBucket, WeightSink
 from slimelite.models.files import INDEX, write_weights
@@ -234,7 +234,7 @@ def save_hf(
         ) from error
 
 
-def writes_adapter(args: Args) -> bool:
+def writes_adapter(args: LoraArgs) -> bool:
     """Whether ``--save-hf`` writes an adapter instead of a model."""
     return args.lora_rank > 0 and not args.lora_merge
 
