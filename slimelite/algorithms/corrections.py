@@ -125,7 +125,7 @@ def opsm_keep(
 
 @torch.no_grad()
 def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2.0, clip_low: float = 0.0) -> Metrics:
-    """How far engine and trainer are apart, over unmasked tokens that have an engine log-prob (``roll`` not NaN).
+    """How far engine and trainer are apart, over unmasked tokens that have log-probs of both (no NaN).
 
     =================================  ============================================================================
     train_rollout_logprob_abs_diff     mean |old − roll|
@@ -135,7 +135,7 @@ def mismatch_metrics(old: Tensor, roll: Tensor, mask: Tensor, *, clip: float = 2
     mismatch_clipfrac                  share of ρ outside [clip_low, clip], which TIS clips or would clip
     =================================  ============================================================================
     """
-    mask = mask & ~roll.isnan()
+    mask = mask & ~roll.isnan() & ~old.isnan()
     log_ratio = select(old, mask) - select(roll, mask)
     ratio = bounded_exp(log_ratio)
     return {

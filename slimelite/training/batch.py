@@ -119,16 +119,14 @@ class MicroBatch:
         return self.take(self.columns.advantages)
 
     @cached_property
-    def old(self) -> Tensor | None:
-        """[R], or None in a rollout's first step, where the current log-probs are the old ones too, unless a pass has
-        computed them before; after it (``columns.moved``) only with --use-rollout-logprobs.
-        """
-        return None if self.columns.old is None else self.take(self.columns.old)
+    def old(self) -> Tensor:
+        """[R]; in a rollout's first step, the current log-probs where no pass has computed them before."""
+        return self.take(self.columns.old)
 
     @cached_property
-    def ref(self) -> Tensor | None:
-        """[R], or None if it is not needed."""
-        return None if self.columns.ref is None else self.take(self.columns.ref)
+    def ref(self) -> Tensor:
+        """[R]."""
+        return self.take(self.columns.ref)
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor, Tensor] | None:

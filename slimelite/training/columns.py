@@ -7,8 +7,9 @@ rows without a gradient identically, before rows are dealt to ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -29,6 +30,14 @@ from slimelite.slime.plugins import load_function
 MEASURED_ROWS = 8
 # tokens whose means are computed at a time, since each step of it makes arrays as long
 TOKENS_AT_ONCE = 2**18
+# passes over rows before the first optimizer step -> the columns that each fills
+PASSES = {
+    "ref_log_probs": ("ref",),
+    "teacher_log_probs": ("teacher",),
+    "values": ("values",),
+    "token_stats": ("other_log_probs", "other_entropy"),
+    "log_probs": ("old", "entropy"),
+}
 
 
 @dataclass(kw_only=True)
@@ -37,14 +46,14 @@ class TokenColumns:
 
     ``steps``: rows of each optimizer step; ``mask``: bool, the trained tokens; ``segments``: int64, row of each token;
     ``rollout_log_probs``: the engine's, NaN where it gave none; ``weights``: weight of each token in its optimizer
-    step, ``pg_weights``: in the policy loss; ``old``, ``ref``: log-probs of the trainer before the rollout's first step
-    and of the reference, None if not needed, NaN in rows that were not computed; ``entropy``: computed with ``old``;
-    ``teacher``: log-probs of the teacher; ``of_tokens``: whether a token's advantage may differ from its row's in the
-    table; ``returns``: the estimator's before distillation and whitening, which a critic learns; ``values``: of the
-    critic before the rollout's first step; ``pair_weights``: [n] see `pair_weights`, for a loss that compares replies;
-    ``measured``: log-probs and entropies of rows that ``old`` lacks, under the same weights, which `token_stats` alone
-    reads; ``loss_weights``: see `sample.COLUMNS`; ``later``: ``old`` and ``entropy`` of the rows after the
-    first step, until `take` is called; ``moved``: whether that step has been made.
+    step, ``pg_weights``: in the policy loss; ``pair_weights``: [n] see `pair_weights`, for a loss of pairs;
+    ``of_tokens``: whether a token's advantage may differ from its row's in the table; ``returns``: the estimator's
+    before distillation and whitening, which a critic learns; ``loss_weights``: see `sample.COLUMNS`.
+
+    Passes fill the others, which are NaN where nothing was computed, all under the weights before the rollout's first
+    step: ``old`` and ``entropy``: log-probs and entropies of the policy; ``ref``, ``teacher``: log-probs of these;
+    ``values``: of the critic; ``other_log_probs``, ``other_entropy``: the policy's in rows that `token_stats` alone
+    reads.
     """
 
     table: SampleTable
@@ -55,23 +64,21 @@ class TokenColumns:
     weights: Tensor
     pg_weights: Tensor
     advantages: Tensor
-    old: Tensor | None = None
-    ref: Tensor | None = None
+    old: Tensor = field(init=False)
+    entropy: Tensor = field(init=False)
+    ref: Tensor = field(init=False)
+    teacher: Tensor = field(init=False)
+    values: Tensor = field(init=False)
+    other_log_probs: Tensor = field(init=False)
+    other_entropy: Tensor = field(init=False)
     of_tokens: bool = False
-    entropy: Tensor | None = None
     returns: Tensor | None = None
-    teacher: Tensor | None = None
-    values: Tensor | None = None
     pair_weights: np.ndarray | None = None
-    measured: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     loss_weights: Tensor | None = None
-    later: tuple[Tensor, Tensor] | None = None
-    moved: bool = False
 
-    @property
-    def rows(self) -> int:
-        """The number of rows, n."""
-        return len(self.table)
+    def __post_init__(self) -> None:
+        for column in chain(*PASSES.values()):  # one number in memory, however long the column is
+            setattr(self, column, torch.tensor(torch.nan).expand(len(self.mask)))
 
     @classmethod
     def from_table(cls, table: SampleTable, steps: list[np.ndarray] | None = None) -> TokenColumns:
@@ -89,9 +96,14 @@ class TokenColumns:
             advantages=torch.zeros(len(rows)),
         )
 
+    def fill(self, name: str, found: Iterable[Tensor]) -> None:
+        """Keep what the pass ``name`` has computed: [N] for each of its columns, NaN where it computed nothing."""
+        for column, values in zip(PASSES[name], found, strict=False):  # nobody reads the entropy of a reference
+            setattr(self, column, torch.where(values.isnan(), getattr(self, column), values))
+
     def set_weights(self, args: Args) -> None:
         """Set the weight of every token and every pair; it depends on all rows of the optimizer step."""
-        table, per_row = self.table, torch.zeros(self.rows, dtype=torch.float64)
+        table, per_row = self.table, torch.zeros(len(self.table), dtype=torch.float64)
         for rows in self.steps:
             per_row[rows] = row_weights(
                 torch.from_numpy(table.mask_sums[rows]),
@@ -114,15 +126,16 @@ class TokenColumns:
         veto drops count with their weight. At the levels sequence and geometric each response counts once, if it has a
         trained token. Needs ``old`` of every trained row.
         """
-        assert self.old is not None
-        tokens = (self.old, self.rollout_log_probs, self.mask, self.segments, self.rows)
+        tokens = (self.old, self.rollout_log_probs, self.mask, self.segments, len(self.table))
         level, upper, lower = args.mis_level, args.mis_upper_bound, args.mis_lower_bound
         weights, _ = mis_weights(*tokens, level=level, mode=args.mis_mode, upper=upper, lower=lower)
         weights = torch.where(weights > 0, weights, select(level_ratio(*tokens, level), self.mask))
         counts = self.mask.double()
         if LEVELS[args.mis_level].function is not None:
-            counts = counts / torch.bincount(self.segments[self.mask], minlength=self.rows).clamp(min=1)[self.segments]
-        factors = torch.ones(self.rows, dtype=torch.float64)
+            counts = (
+                counts / torch.bincount(self.segments[self.mask], minlength=len(self.table)).clamp(min=1)[self.segments]
+            )
+        factors = torch.ones(len(self.table), dtype=torch.float64)
         for rows in self.steps:
             of_step = counts * torch.isin(self.segments, torch.from_numpy(rows))
             mean = (weights * of_step).sum() / of_step.sum().clamp(min=1e-8)
@@ -144,8 +157,7 @@ class TokenColumns:
             )
         else:
             self._estimate_advantages(args)
-        if self.teacher is not None:
-            assert self.old is not None
+        if args.use_opd:
             self.advantages = adv.add_distillation(
                 self.advantages, self.old, self.teacher, self.mask, opd_kl_coef=args.opd_kl_coef
             )
@@ -154,7 +166,7 @@ class TokenColumns:
         if args.normalize_advantages:
             self.advantages = adv.whiten(self.advantages, self.mask)
         of_tokens = args.estimator.token or args.custom_advantage_function_path
-        self.of_tokens = bool(of_tokens or args.normalize_advantages or self.teacher is not None)
+        self.of_tokens = bool(of_tokens or args.normalize_advantages or args.use_opd)
 
     def _estimate_advantages(self, args: Args) -> None:
         per_row = torch.tensor(self.table.advantage, dtype=torch.float32)
@@ -162,8 +174,6 @@ class TokenColumns:
             self._check_finite(args, advantages=per_row[self.segments])  # a recurrence would spread it
         kl = torch.zeros(len(self.mask))
         if args.kl_coef:
-            assert self.old is not None
-            assert self.ref is not None
             kl = kl_estimate(self.old, self.ref, self.mask, args.kl_reward_type)
         groups, rollouts = self.table.compared()
         turns = self.table.turn_rewards if args.estimator.group is None else None
@@ -188,13 +198,16 @@ class TokenColumns:
             if column is not None:
                 self._refuse(~column.isfinite(), f"{name} that are not finite; look at {source}")
 
-    def rows_to_compute(self, args: Args) -> np.ndarray:
+    def rows_to_compute(self, args: Args, *, checked: bool) -> np.ndarray:
         """[n] bool: the rows that need a forward pass, because they can have a gradient.
 
         In a step where no row can have one, a few trained rows are computed anyway, to measure the entropy and the
-        mismatch with the engine.
+        mismatch with the engine. ``checked``: --ci-test checks this rollout, so that every trained row is computed.
         """
-        trained, computed = self.trained_rows(), self.rows_with_gradient(args)
+        trained = self.trained_rows()
+        if checked or normalizes(args):
+            return trained
+        computed = self.rows_with_gradient(args)
         for rows in self.steps:
             if not computed[rows].any():
                 candidates = rows[trained[rows]]
@@ -203,7 +216,11 @@ class TokenColumns:
 
     def trained_rows(self) -> np.ndarray:
         """[n] bool: rows with a token that the loss sees."""
-        return self._rows_with(self.mask).numpy()
+        return self._rows_with(self.mask)
+
+    def known_rows(self) -> np.ndarray:
+        """[n] bool: rows whose log-probs are in ``old``."""
+        return self._rows_with(~self.old.isnan())
 
     def rows_with_gradient(self, args: Args) -> np.ndarray:
         """[n] bool: rows whose loss can have a gradient; the others need no forward pass.
@@ -215,7 +232,7 @@ class TokenColumns:
         only_advantages = args.job.loss == "policy" and not args.entropy_coef
         if only_advantages and not (args.use_kl_loss and args.kl_loss_coef):
             counts = counts & (self.advantages != 0)
-        return self._rows_with(counts).numpy()
+        return self._rows_with(counts)
 
     def check(self, args: Args, vocab_size: int) -> None:
         """Refuse a table that the loss cannot use.
@@ -228,7 +245,7 @@ class TokenColumns:
         largest = max(table.prompt_tokens.max(initial=0), table.response_tokens.max(initial=0))
         if largest >= vocab_size:
             raise ValueError(f"token {largest} is not one of the model's {vocab_size}; --tokenizer is another model's")
-        if self.teacher is not None:
+        if args.use_opd and args.opd_type == "sglang":
             self._refuse(
                 self.teacher.isnan(),
                 "no teacher log-probs, which --opd-type sglang trains on: give the teacher's address as --rm-url, or "
@@ -250,11 +267,11 @@ class TokenColumns:
                 "the samples with log-probs",
             )
 
-    def means(self, args: Args) -> dict[str, float]:
-        """The mean over trained rows of each column's masked token mean; absent columns and NaN rows are left out."""
+    def means(self, args: Args, computed: np.ndarray) -> dict[str, float]:
+        """The mean over trained rows of each column's masked token mean; NaN rows are left out, and so are the policy's
+        log-probs where those of a row ``computed`` [n] bool are not known.
+        """
         columns = {
-            "log_probs": self.old,
-            "entropy": self.entropy,
             "returns": self.returns,
             "values": self.values,
             "ref_log_probs": self.ref,
@@ -262,10 +279,12 @@ class TokenColumns:
         }
         if args.job.sampled:
             columns |= {"advantages": self.advantages, "rollout_log_probs": self.rollout_log_probs}
-        if self.old is not None and self.ref is not None:
-            columns["kl"] = kl_estimate(self.old, self.ref, self.mask, "k1")
-        if self.old is not None and self.teacher is not None:
-            columns["opd_reverse_kl"] = self.old - self.teacher
+        if self.known_rows()[computed].all():
+            columns |= {"log_probs": self.old, "entropy": self.entropy}
+            if args.use_reference:
+                columns["kl"] = kl_estimate(self.old, self.ref, self.mask, "k1")
+            if args.use_opd:
+                columns["opd_reverse_kl"] = self.old - self.teacher
         counts = torch.from_numpy(self.table.mask_sums)
         trained, counts = counts > 0, counts.clamp(min=1)
         means = {}
@@ -279,34 +298,11 @@ class TokenColumns:
         found = {"advantages": self.advantages if self.of_tokens else None, "loss_weights": self.loss_weights}
         return {name: column.float().numpy() for name, column in found.items() if column is not None}
 
-    def take(self, log_probs: Tensor, entropy: Tensor, *, whole: bool) -> None:
-        """Keep what the first step's own pass computed, [N] each, with ``later``; ``whole``: all that ``old`` needs."""
-        if self.later is not None:
-            log_probs, entropy = (
-                torch.where(first.isnan(), rest, first)
-                for first, rest in zip((log_probs, entropy), self.later, strict=True)
-            )
-        if whole:
-            self.old, self.entropy = log_probs, entropy
-        else:
-            self.measured.append((log_probs, entropy))
-
-    def unknown_rows(self) -> np.ndarray:
-        """[n] bool: rows with a response whose log-probs under the weights before the first step are not in ``old``."""
-        prompts = np.diff(self.table.prompt_offsets)
-        known = np.zeros(self.rows, bool) if self.old is None else self._rows_with(~self.old.isnan()).numpy()
-        return (self.table.response_lengths > 0) & (prompts > 0) & ~known
-
     def token_stats(self) -> TokenStats:
         """Log-probs and entropies under the weights before the first step, as far as passes have computed them."""
-        passes = [] if self.old is None or self.entropy is None else [(self.old, self.entropy)]
-        passes += self.measured
-        log_probs, entropy = passes[0] if passes else (torch.full((len(self.mask),), torch.nan),) * 2
-        for more, of_more in passes[1:]:
-            log_probs, entropy = more.where(~more.isnan(), log_probs), of_more.where(~of_more.isnan(), entropy)
-        return TokenStats(
-            self.table.sample_id, self.table.response_offsets, log_probs.float().numpy(), entropy.float().numpy()
-        )
+        columns = ((self.old, self.other_log_probs), (self.entropy, self.other_entropy))
+        found = (torch.where(column.isnan(), other, column).float().numpy() for column, other in columns)
+        return TokenStats(self.table.sample_id, self.table.response_offsets, *found)
 
     def _refuse(self, tokens: Tensor, what: str) -> None:
         """Raise ValueError if a trained token is in ``tokens`` [N] bool; ``what``: the problem that its sample has."""
@@ -318,7 +314,7 @@ class TokenColumns:
         """[n] the mean of ``column`` [N] over the ``counts`` trained tokens of each row, some rows at a time."""
         ends = self.table.response_offsets
         parts, begin = [], 0
-        while begin < self.rows:
+        while begin < len(self.table):
             end = max(begin + 1, int(np.searchsorted(ends, ends[begin] + TOKENS_AT_ONCE, "right")) - 1)
             tokens = slice(int(ends[begin]), int(ends[end]))
             parts.append(
@@ -327,30 +323,65 @@ class TokenColumns:
             begin = end
         return torch.cat([*parts, column[:0]]) / counts
 
-    def _rows_with(self, tokens: Tensor) -> Tensor:
+    def _rows_with(self, tokens: Tensor) -> np.ndarray:
         """[n] bool: rows with a token in ``tokens`` [N] bool."""
-        found, some = np.zeros(self.rows, bool), self.table.response_lengths > 0
+        found, some = np.zeros(len(self.table), bool), self.table.response_lengths > 0
         if some.any():
             found[some] = np.logical_or.reduceat(tokens.numpy(), self.table.response_offsets[:-1][some])
-        return torch.from_numpy(found)
+        return found
 
 
-def pass_begins(args: Args, num_steps: int, fresh: bool) -> int | None:
+def passes(
+    args: Args, columns: TokenColumns, computed: np.ndarray | None = None, *, checked: bool = False
+) -> dict[str, np.ndarray]:
+    """The rows, by a name of ``PASSES``, that need a pass of their own before the first optimizer step.
+
+    Args:
+        computed: [n] bool, the rows that the steps will compute; None while there are no advantages, which say it:
+            then these are the passes that advantages and reference terms need.
+        checked: --ci-test checks this rollout, against log-probs of such a pass.
+    """
+    table = columns.table
+    if computed is None:
+        reads_old = args.kl_coef != 0 or args.use_opd or args.custom_advantage_function_path
+        needed = {
+            "ref_log_probs": args.use_reference,
+            "teacher_log_probs": args.use_opd and args.opd_type == "trainer",
+            "values": args.use_critic,
+            "log_probs": reads_old and args.job.sampled,
+        }
+        return {name: np.flatnonzero(table.mask_sums) for name, need in needed.items() if need}
+    first, later = np.zeros(len(table), bool), np.zeros(len(table), bool)
+    first[columns.steps[0]] = True
+    begin = pass_begins(args, len(columns.steps), checked)
+    if begin is not None:
+        later[np.concatenate(columns.steps[begin:])] = True
+    unknown = ~columns.known_rows()
+    found = {"log_probs": later & computed & (unknown | checked)}
+    if args.token_stats == "all":
+        unread = ~(computed & (first | later)) & (np.diff(table.prompt_offsets) > 0) & (table.response_lengths > 0)
+        found["token_stats"] = unknown & unread
+    return {name: np.flatnonzero(rows) for name, rows in found.items() if rows.any()}
+
+
+def pass_begins(args: Args, num_steps: int, checked: bool) -> int | None:
     """The step from which on rows need a pass of their own for the log-probs before the first step; None: no row does.
 
     In the first step the weights have not changed yet: its own pass computes those of its rows. They differ from those
     of a separate pass by the rounding of other micro-batches alone, and ratios are exactly 1. With
     --use-rollout-logprobs and no correction later steps need none: only the first measures the mismatch.
-
-    ``fresh``: nothing was trained yet, so that --ci-test checks this rollout.
     """
     if not args.job.sampled:
         return None
-    normalizes = args.correction == "mis" and args.mis_batch_normalize
-    if args.job.loss != "policy" or (args.ci_test and fresh) or normalizes:
+    if args.job.loss != "policy" or checked or normalizes(args):
         return 0
     spared = args.use_rollout_logprobs and args.correction == "none"
     return None if num_steps == 1 or spared else 1
+
+
+def normalizes(args: CorrectionArgs) -> bool:
+    """Whether the correction divides by a mean over all trained rows."""
+    return args.correction == "mis" and args.mis_batch_normalize
 
 
 FLAG = "--custom-pg-loss-reducer-function-path"

@@ -104,7 +104,6 @@ class Critic(Learner[ValueModel]):
         ``checked``: raise AssertionError where values differ from ``columns.values``, which were computed just before.
         """
         old, returns = columns.values, columns.returns
-        assert old is not None
         assert returns is not None
 
         def share(batch: MicroBatch) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -59,6 +60,11 @@ class Learner(Generic[Model]):
         self.run_steps = 0
         # True until the first step with a trained token is done; `--ci-test` checks that step
         self._fresh = True
+
+    @contextmanager
+    def weights(self) -> Iterator[Model]:
+        """A context with the weights on the device, where they are while it trains."""
+        yield self.model
 
     def accumulate(self, columns: TokenColumns, step: Step, share: Callable[[MicroBatch], Tensor]) -> Tensor:
         """Gradients of one optimizer step, summed over micro-batches and, after the last one, over ranks.

@@ -75,7 +75,6 @@ def custom(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) ->
 
 def preferences(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
     """``--loss-type dpo_loss``."""
-    assert batch.ref is not None
     assert batch.pairs is not None
     chosen, rejected, weights = batch.pairs
     losses, metrics = dpo_loss(
@@ -94,9 +93,7 @@ def preferences(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entr
 
 def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
     """``--loss-type policy_loss``: the estimator's policy loss with correction, entropy and KL terms."""
-    own = log_probs.detach() if batch.old is None and not batch.columns.moved else batch.old
-    old = batch.rollout_log_probs if args.use_rollout_logprobs else own
-    assert old is not None
+    old = batch.rollout_log_probs if args.use_rollout_logprobs else batch.old
     losses, metrics = policy_loss(
         log_probs,
         old,
@@ -109,8 +106,7 @@ def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, 
     )
     correction, uncorrected = CORRECTIONS[args.correction], losses
     if correction.function is not None:
-        assert own is not None
-        losses, found = correction(args, batch, losses, own)
+        losses, found = correction(args, batch, losses, batch.old)
         metrics |= found
     if args.use_opsm:
         keep, found = opsm_keep(log_probs, old, batch.advantages, *batch.where, delta=args.opsm_delta)
@@ -121,15 +117,14 @@ def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, 
         # corrections multiply the loss of a token: their factor is its derivative, also where that loss is 0
         (factors,) = torch.autograd.grad(losses.sum(), uncorrected, retain_graph=True, materialize_grads=True)
         weights = factors * batch.pg_weights
-    if own is not None:
-        metrics |= mismatch_metrics(
-            own, batch.rollout_log_probs, batch.mask, clip=args.tis_clip, clip_low=args.tis_clip_low
-        )
+    metrics |= mismatch_metrics(
+        *(batch.old, batch.rollout_log_probs, batch.mask), clip=args.tis_clip, clip_low=args.tis_clip_low
+    )
     metrics["entropy_loss"] = _weighted_mean(entropy, batch)
     total = pg_loss
     if args.entropy_coef:
         total = total - args.entropy_coef * weighted_sum(entropy, batch.weights)
-    if batch.ref is not None:
+    if args.use_reference:
         unbiased = old if args.use_unbiased_kl else None
         kl = kl_estimate(log_probs, batch.ref, batch.mask, args.kl_loss_type, old=unbiased)
         metrics["kl_loss"] = _weighted_mean(kl, batch)
@@ -218,12 +213,11 @@ def check_first_step(
     """
     exact = world.compute_dtype == torch.float32
     same = args.ref_load in (None, args.hf_checkpoint)
-    if args.job.loss == "paired" and initial and same and batch.ref is not None:
+    if args.job.loss == "paired" and initial and same:
         drift, limit = _mean(mean_metric((log_probs - batch.ref).abs(), batch.mask)), 1e-6 if exact else 0.02
         assert drift < limit, f"--ci-test: mean |log-prob - ref| is {drift:.2e} on the first step, not below {limit}"
     if args.job.loss != "policy" or not batch.mask.any():
         return
-    assert batch.old is not None
     drift = _mean(mean_metric((log_probs - batch.old).abs(), batch.mask))
     limit = 1e-6 if exact else 0.02
     assert drift < limit, f"--ci-test: mean |log-prob - old| is {drift:.2e} on the first step, not below {limit}"

@@ -21,7 +21,7 @@ from slimelite.models.checkpoints import Checksums
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch
-from slimelite.training.columns import TokenColumns, pass_begins
+from slimelite.training.columns import TokenColumns, normalizes, passes
 from slimelite.training.critic import Critic, FrozenPolicy, build_reference
 from slimelite.training.learner import Learner
 from slimelite.training.loading import build_policy
@@ -119,9 +119,8 @@ class Trainer(Learner[PolicyModel]):
         steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
         columns, sums = self._columns(table, steps), MetricSums(self.world)
         trains = self.critic is None or rollout_id >= self.args.num_critic_only_steps
-        computed = self._rows_to_compute(columns) if trains else np.zeros(len(table), bool)
-        if self.args.token_stats == "all":
-            self._measure_rest(columns, computed)
+        computed = columns.rows_to_compute(self.args, checked=self._checked) & trains
+        self._fill(columns, passes(self.args, columns, computed, checked=self._checked), alike=self.args.ci_test)
         if self.critic is not None:
             trained = columns.trained_rows()
             schedule = self._schedule(columns, trained)
@@ -150,7 +149,8 @@ class Trainer(Learner[PolicyModel]):
         self.timed.restart()
         steps = split_steps(table.rollout_id, table.unit_id, len(table))
         columns, sums = self._columns(table, steps), MetricSums(self.world)
-        computed = self._rows_to_compute(columns)
+        computed = columns.rows_to_compute(self.args, checked=self._checked)
+        self._fill(columns, passes(self.args, columns, computed, checked=self._checked), alike=self.args.ci_test)
         self._train_policy(columns, computed, sums, self._losses.append)
         return self._metrics(columns, computed, sums)
 
@@ -181,58 +181,25 @@ class Trainer(Learner[PolicyModel]):
         """Compute the policy's gradient for each step from the rows ``computed`` [n] bool, and call ``then``
         with each loss (see `gradient`).
         """
-        args, steps = self.args, columns.steps
-        checked = args.ci_test and self._fresh
-        schedule, begin = self._schedule(columns, computed), pass_begins(args, len(steps), self._fresh)
-        if begin is not None and (columns.old is None or checked):
-            if args.ci_test:  # over training's micro-batches, for bit-identical results
-                parts = zip(*(step.micro_batches for step in schedule[begin:]), strict=True)
-                dealt = [list(chain(*part)) for part in parts]
-            else:
-                rows = np.concatenate([np.sort(rows[computed[rows]]) for rows in steps[begin:]])
-                dealt = self._deal(columns.table, rows, args.log_probs_max_tokens_per_gpu)
-            found = self._pass("log_probs", self.model, columns, dealt)
-            if begin:
-                columns.later = found
-            else:
-                columns.old, columns.entropy = found
-        if self._normalizes:
-            columns.normalize_correction(args)
-        # the weights of the first step are those before it: a supervised loss has no other pass that computes `old`
-        takes = columns.old is None and (len(steps) == 1 or columns.later is not None)
-        measures = columns.old is None and args.token_stats != "none"
-        scores = Scores(len(columns.mask), self.world) if takes or measures else None
+        checked, schedule = self._checked, self._schedule(columns, computed)
+        if normalizes(self.args):
+            columns.normalize_correction(self.args)
         with self.timed("actor_train", self.model, columns.table, chain(*(step.micro_batches for step in schedule))):
             for sums.step, step in enumerate(schedule):
-                first = sums.step == 0
-                then(self.gradient(columns, step, sums, scores if first else None, checked=checked and first))
-                columns.moved = True
-                if first and scores is not None:
-                    columns.take(*scores.gather(), whole=takes)
+                # the weights of the first step are those before it: its own pass fills what no other has computed
+                scores = Scores(len(columns.mask), self.world) if sums.step == 0 else None
+                then(self.gradient(columns, step, sums, scores, checked=checked and sums.step == 0))
+                if scores is not None:
+                    columns.fill("log_probs", scores.gather())
         if self._weights:
             (columns.loss_weights,) = self._weights.gather()
         # a first step without a trained token had nothing to check, so the next rollout's is checked
-        self._fresh = self._fresh and not columns.trained_rows()[steps[0]].any()
+        self._fresh = self._fresh and not columns.trained_rows()[columns.steps[0]].any()
 
     @property
-    def _normalizes(self) -> bool:
-        """Whether the correction divides by a mean over all trained rows."""
-        return self.args.correction == "mis" and self.args.mis_batch_normalize
-
-    def _rows_to_compute(self, columns: TokenColumns) -> np.ndarray:
-        """[n] bool: the rows that the policy's training computes."""
-        every = (self.args.ci_test and self._fresh) or self._normalizes
-        return columns.trained_rows() if every else columns.rows_to_compute(self.args)
-
-    def _measure_rest(self, columns: TokenColumns, computed: np.ndarray) -> None:
-        """``--token-stats all``: compute the rows that no other pass computes before the weights change."""
-        rest = columns.unknown_rows()
-        every = pass_begins(self.args, len(columns.steps), self._fresh) is not None
-        soon = np.arange(columns.rows) if every else columns.steps[0]
-        rest[soon[computed[soon]]] = False
-        if rest.any():
-            dealt = self._deal(columns.table, np.flatnonzero(rest), self.args.log_probs_max_tokens_per_gpu)
-            columns.measured.append(self._pass("token_stats", self.model, columns, dealt))
+    def _checked(self) -> bool:
+        """Whether --ci-test checks this rollout."""
+        return self.args.ci_test and self._fresh
 
     def _check_no_gradient(self, verb: str) -> None:
         if self._losses:
@@ -253,15 +220,17 @@ class Trainer(Learner[PolicyModel]):
     ) -> Tensor:
         """Add up the gradients of one optimizer step, as `Learner.accumulate` does, and return what it returns.
 
-        Results are added to ``sums`` and ``scores``. ``checked``: run `check_first_step`, which raises AssertionError,
-        on each micro-batch.
+        Results are added to ``sums``. ``scores``: of the rollout's first step, gets the log-probs and entropies that no
+        pass has computed before. ``checked``: run `check_first_step`, which raises AssertionError, on each micro-batch.
         """
 
         def share(batch: MicroBatch) -> Tensor:
             batch.fetch()
             log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)
             if scores is not None:
-                scores.add(batch, log_probs, entropy)
+                unknown = batch.old.isnan()
+                scores.add(batch, *(values.where(unknown, torch.nan) for values in (log_probs, entropy)))
+                batch.old = torch.where(unknown, log_probs.detach(), batch.old)
             loss = micro_batch_loss(self.args, batch, log_probs, entropy)
             sums.add_all(loss.metrics)
             if loss.weights is not None:
@@ -351,31 +320,31 @@ class Trainer(Learner[PolicyModel]):
         readers = [part.model for part in (self, self.teacher, self.critic) if part is not None]
         columns.check(self.args, min(model.hf.config.vocab_size for model in readers))
         columns.set_weights(self.args)
-        rows = np.flatnonzero(table.mask_sums)
-        dealt = self._deal(columns.table, rows, self.args.log_probs_max_tokens_per_gpu)
-        if self.reference is not None:
-            with self.reference.weights() as model:
-                columns.ref, _ = self._pass("ref_log_probs", model, columns, dealt)
-        if self.teacher is not None:
-            with self.teacher.weights() as model:
-                columns.teacher, _ = self._pass("teacher_log_probs", model, columns, dealt)
-        if self.critic is not None:
-            with self.timed("values", self.critic.model, table, dealt):
-                (columns.values,) = table_scores(self.critic.model, columns, dealt, self.world)
-        args = self.args
-        if args.job.sampled and (args.kl_coef != 0 or args.use_opd or args.custom_advantage_function_path):
-            columns.old, columns.entropy = self._pass("log_probs", self.model, columns, dealt)
-        if args.job.sampled and args.compute_advantages_and_returns:
-            columns.set_advantages(args)
+        self._fill(columns, passes(self.args, columns))
+        if self.args.job.sampled and self.args.compute_advantages_and_returns:
+            columns.set_advantages(self.args)
         return columns
 
-    def _pass(
-        self, name: str, model: PolicyModel, columns: TokenColumns, dealt: list[list[np.ndarray]]
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the rollout under ``model``, timed and counted as ``name``."""
-        with self.timed(name, model, columns.table, dealt):
-            log_probs, entropy = table_scores(model, columns, dealt, self.world, self.temperature)
-            return log_probs, entropy
+    def _fill(self, columns: TokenColumns, todo: dict[str, np.ndarray], *, alike: bool = False) -> None:
+        """Make the passes ``todo`` (see `passes`); ``alike``: log-probs over the micro-batches of training, so that
+        they are those of the first step to the bit.
+        """
+        for name, rows in todo.items():
+            if alike and name == "log_probs":
+                parts = [self._deal(columns.table, step[np.isin(step, rows)]) for step in columns.steps]
+                dealt = [list(chain(*of_rank)) for of_rank in zip(*parts, strict=True)]
+            else:
+                dealt = self._deal(columns.table, rows, self.args.log_probs_max_tokens_per_gpu)
+            self._pass(name, columns, dealt)
+
+    def _pass(self, name: str, columns: TokenColumns, dealt: list[list[np.ndarray]]) -> None:
+        """Fill the columns of the pass ``name`` over the micro-batches ``dealt`` to each rank, timed and counted."""
+        others = {"ref_log_probs": self.reference, "teacher_log_probs": self.teacher, "values": self.critic}
+        source = others.get(name, self)
+        assert source is not None
+        options = () if name == "values" else (self.temperature,)
+        with source.weights() as model, self.timed(name, model, columns.table, dealt):
+            columns.fill(name, table_scores(model, columns, dealt, self.world, *options))
 
     def _schedule(self, columns: TokenColumns, computed: np.ndarray) -> list[Step]:
         """The steps; of each, the rows that ``computed`` [n] bool selects are dealt to ranks."""
@@ -392,7 +361,7 @@ class Trainer(Learner[PolicyModel]):
         metrics, *self.step_metrics = [
             {f"train/{name}": value for name, value in found.items()} for found in (means, *of_steps)
         ]
-        metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args).items()}
+        metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args, computed).items()}
         metrics |= self.timed.metrics(self.world.ranks)
         if seconds := metrics.get("perf/actor_train_time"):
             metrics["perf/actor_train_tok_per_s"] = int(columns.table.total_lengths[computed].sum()) / seconds

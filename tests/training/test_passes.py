@@ -69,9 +69,9 @@ def test_passes(trainer: Trainer, case: str, steps: int, monkeypatch: pytest.Mon
     table, made, run = random_table(masked=0.0), [], Trainer._pass
     args = tiny_args(trainer.args.hf_checkpoint, **{"token_stats": "computed", **given}, **(TWO if steps == 2 else {}))
 
-    def counted(self: Trainer, name: str, passed: Any, rollout: Any, dealt: list[list[np.ndarray]]) -> Any:
+    def counted(self: Trainer, name: str, columns: Any, dealt: list[list[np.ndarray]]) -> None:
         made.append((name, sum(len(rows) for parts in dealt for rows in parts)))
-        return run(self, name, passed, rollout, dealt)
+        run(self, name, columns, dealt)
 
     table.rollout_log_probs = trainer.log_probs(table).astype(np.float32)
     monkeypatch.setattr(Trainer, "_pass", counted)
@@ -100,7 +100,7 @@ def test_a_pass_over_every_row_trains_the_same(
     table, found = random_table(), []
     for long_way in (False, True):
         if long_way:
-            monkeypatch.setattr("slimelite.training.trainer.pass_begins", lambda *_: 0)
+            monkeypatch.setattr("slimelite.training.columns.pass_begins", lambda *_: 0)
         with one_rank(tiny_args(model, **given, **TWO)) as trainer:
             metrics = [trainer.train(i, table) for i in range(2)]
             found.append((metrics, weights_of(trainer)))

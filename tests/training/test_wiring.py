@@ -247,14 +247,16 @@ ELSEWHERE = {
     "dpo_beta": "test_oracle.py",
     "dpo_loss": "test_oracle.py",
     "dpo_label_smoothing": "test_oracle.py",
-    "ci_test": "test_passes.py, whether old log-probs are computed",
-    "mis_batch_normalize": "test_passes.py, likewise",
+    "mis_batch_normalize": "test_passes.py, whether old log-probs are computed",
     "custom_tis_function_path": "test_loss.py",
     "custom_pg_loss_reducer_function_path": "test_loss.py",
+    "use_opd": "test_distillation.py",
+    "opd_type": "test_distillation.py",
+    "use_reference": "in every case with a KL",
     "custom_reward_post_process_path": "named by an error alone; tests/rollout/test_manager.py",
 }
-# functions of --ci-test, whose flags are no part of the loss
-FIRST_STEP = ("check_first_step", "engine_threshold")
+# functions of --ci-test and of what is computed when, whose flags are no part of the loss
+OTHERS = ("check_first_step", "engine_threshold", "passes")
 
 
 def case_id(case: tuple[Flags, Flags, Any]) -> str:
@@ -338,7 +340,7 @@ def test_every_flag_of_the_loss_has_a_case() -> None:
         node.attr
         for file in ("batch.py", "columns.py", "loss.py")
         for part in ast.parse((TRAINING / file).read_text()).body
-        if getattr(part, "name", None) not in FIRST_STEP
+        if getattr(part, "name", None) not in OTHERS
         for node in ast.walk(part)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
     }
