@@ -81,5 +81,5 @@ def test_a_column_is_as_long_as_the_response() -> None:
     with pytest.raises(ValueError, match="sample 1: difficulty has 99 entries but the response has"):
         SampleTable.from_samples(groups)
     assert random_table(groups=1).difficulty is None  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="no dificulty"):
+    with pytest.raises(AttributeError, match="no attribute 'dificulty'"):
         _ = random_table(groups=1).dificulty  # type: ignore[attr-defined]
