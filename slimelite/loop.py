@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from slimelite.arguments import EvalArgs
+from slimelite.arguments.evaluation import seeks_best
 from slimelite.base.files import write_text
 from slimelite.models.checkpoints import (
     BEST_MARKER,
@@ -41,7 +42,7 @@ class Evaluations:
 
     def __init__(self, args: EvalArgs) -> None:
         self._args = args
-        self._watched = args.early_stop_patience is not None or args.save_best
+        self._watched = seeks_best(args)
         self._values = {each: value for each, value in read_evaluations(args).items() if each < args.start_rollout_id}
         if args.save_best and args.save is not None and best_of(args.save) not in self._values:
             # it marks a checkpoint of another run in this folder, or of a rollout that this one comes to again
@@ -128,8 +129,7 @@ def read_evaluations(args: EvalArgs) -> dict[int, float]:
     Raises:
         ValueError: the file is damaged.
     """
-    watched = args.early_stop_patience is not None or args.save_best
-    if not watched or args.resume_directory is None or args.finetune:
+    if not seeks_best(args) or args.resume_directory is None or args.finetune:
         return {}
     file = Path(args.resume_directory).parent / EVALUATIONS
     if not file.is_file():

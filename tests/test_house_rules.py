@@ -104,6 +104,7 @@ def test_arguments_know_records_and_no_room() -> None:
         "slimelite.base.guard",
         "slimelite.base.registry",
         "slimelite.engines.memory",
+        "slimelite.engines.params",
         "slimelite.engines.registry",
         "slimelite.environments.registry",
         "slimelite.models.checkpoints",

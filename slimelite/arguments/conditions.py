@@ -56,9 +56,6 @@ NEW_ROLLOUTS = when("new rollouts", lambda a: not a.job.saved, ", and --load-deb
 SAMPLING = when("responses to sample", lambda a: a.job.engines or (a.rollout_function_path and a.job.sampled))
 EVALUATION = INFERENCE & given("--eval-interval")
 TASKS = EVALUATION & when("--eval-tasks", lambda a: a.eval_tasks or any(d.task for d in a.eval_datasets))
-BEST_EVALUATION = EVALUATION & when(
-    "--early-stop-patience or --save-best", lambda a: a.early_stop_patience or a.save_best
-)
 
 # where it runs
 GPUS = when("GPUs", lambda a: a.job.gpus)

@@ -11,7 +11,7 @@ from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.arguments.args import Args, Draft
 from slimelite.arguments.engines import engine_places
 from slimelite.arguments.environments import EPISODE, PROGRAM
-from slimelite.arguments.evaluation import resolve_eval_datasets
+from slimelite.arguments.evaluation import resolve_eval_datasets, seeks_best
 from slimelite.arguments.flags import SEEDS
 from slimelite.arguments.lora import INNER, read_adapter, words
 from slimelite.arguments.machine import Machine
@@ -69,7 +69,7 @@ def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settin
     _rollout_seed(draft)
     _tracking(draft)
     draft.args = replace(draft.args, eval_datasets=resolve_eval_datasets(draft.args, settings))
-    if draft.args.eval_datasets and (draft.args.early_stop_patience or draft.args.save_best):
+    if draft.args.eval_datasets and seeks_best(draft.args):
         draft.default("early_stop_metric", f"eval/{draft.args.eval_datasets[0].name}", "the score of the first dataset")
     _context(draft)
     return replace(

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slimelite.arguments.conditions import BEST_EVALUATION, EVALUATION, INFERENCE, TASKS, TRAINING
+from slimelite.arguments.conditions import EVALUATION, INFERENCE, TASKS, TRAINING, when
 from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.flags import ALWAYS, flag, group_flags, plugin, resolved
 from slimelite.arguments.model import CheckpointArgs, ClusterArgs
 from slimelite.arguments.rollout import RewardArgs
+from slimelite.arguments.sampling import sampling_setting, sampling_values, with_sampling
 from slimelite.arguments.sources import load_yaml, read_entry
 from slimelite.arguments.tasks import load_task
 from slimelite.arguments.vocabulary import Settings, known_tables
@@ -21,7 +22,16 @@ from slimelite.arguments.vocabulary import Settings, known_tables
 NAME_BYTES = 200
 
 
+def seeks_best(args: Any) -> bool:
+    """Whether the run looks for its best evaluation."""
+    return args.early_stop_patience is not None or args.save_best
+
+
+BEST_EVALUATION = EVALUATION & when("--early-stop-patience or --save-best", seeks_best)
+
+
 @dataclass(frozen=True)
+@with_sampling("dataset")
 class EvalDataset:
     """One evaluation dataset.
 
@@ -45,18 +55,12 @@ class EvalDataset:
     custom_generate_function_path: str | None = flag(None, "this plugin makes one response", ALWAYS)
     n_samples_per_eval_prompt: int = flag(1, "each prompt gets this many responses", ALWAYS, at_least=1)
     pass_at_k: list[int] = flag([], "pass@k is measured for these k, and for 1, 2, 4 and so on", ALWAYS, at_least=1)
-    temperature: float = flag(1.0, "responses are sampled at this temperature; 0 is greedy", ALWAYS, at_least=0)
-    top_p: float = flag(1.0, "nucleus sampling takes the likeliest tokens up to this share", ALWAYS, above=0, at_most=1)
-    top_k: int = flag(-1, "only the k likeliest tokens are sampled; 1 is greedy", ALWAYS, at_least=1, except_for=-1)
-    max_response_len: int = flag(None, "a response has at most this length [tokens]", ALWAYS, at_least=1)
+    temperature: float = sampling_setting("temperature")
+    max_response_len: int = sampling_setting("max_new_tokens")
     max_prompt_len: int | None = flag(None, "longer prompts are left out [tokens]", ALWAYS, at_least=1)
     max_context_len: int | None = flag(
         None, "prompt and response together have at most this length [tokens]", ALWAYS, at_least=1
     )
-    min_new_tokens: int = flag(0, "a response has at least this length [tokens]", ALWAYS, at_least=0)
-    stop: list[str] = flag([], "these texts end a response", ALWAYS)
-    stop_token_ids: list[int] = flag([], "these token ids end a response", ALWAYS)
-    skip_special_tokens: bool = flag(False, "the response's text is without special tokens", ALWAYS)
 
     def problems(self) -> Iterator[str]:
         """A message for each invalid setting, whichever flag or file it came from."""
@@ -105,6 +109,7 @@ def _setting(name: str, auto: str | None = None) -> Any:
 
 
 @dataclass(frozen=True)
+@with_sampling("eval", EVALUATION)
 class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
     """Evaluation."""
 
@@ -147,11 +152,7 @@ class EvalArgs(RewardArgs, CheckpointArgs, ClusterArgs):
         None, "of a reward that is a dict, this entry is the score", EVALUATION, auto="--reward-key"
     )
     eval_temperature: float | None = _setting("temperature", auto="--rollout-temperature")
-    eval_top_p: float | None = _setting("top_p", auto="--rollout-top-p")
-    eval_top_k: int | None = _setting("top_k", auto="--rollout-top-k")
-    eval_max_response_len: int | None = _setting("max_response_len", auto="--rollout-max-response-len")
     eval_max_prompt_len: int | None = _setting("max_prompt_len")
-    eval_min_new_tokens: int | None = _setting("min_new_tokens")
     eval_max_context_len: int | None = _setting("max_context_len", auto="--rollout-max-context-len")
     eval_function_path: str | None = plugin("does what --rollout-function-path does, for evaluation", EVALUATION)
     early_stop_patience: int | None = flag(
@@ -214,16 +215,9 @@ def _flag_values(args: EvalArgs) -> dict[str, Any]:
         "custom_generate_function_path": args.custom_generate_function_path,
         "n_samples_per_eval_prompt": args.n_samples_per_eval_prompt,
         "pass_at_k": first(args.eval_pass_at_k, []),
-        "temperature": first(args.eval_temperature, args.rollout_temperature),
-        "top_p": first(args.eval_top_p, args.rollout_top_p),
-        "top_k": first(args.eval_top_k, args.rollout_top_k),
-        "max_response_len": first(args.eval_max_response_len, args.rollout_max_response_len),
         "max_prompt_len": args.eval_max_prompt_len,
         "max_context_len": first(args.eval_max_context_len, args.rollout_max_context_len),
-        "min_new_tokens": first(args.eval_min_new_tokens, 0),
-        "stop": args.rollout_stop,
-        "stop_token_ids": args.rollout_stop_token_ids,
-        "skip_special_tokens": args.rollout_skip_special_tokens,
+        **sampling_values(args),
     }
 
 

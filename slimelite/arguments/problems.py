@@ -17,6 +17,7 @@ from slimelite.arguments.rollout import RewardArgs
 from slimelite.arguments.tasks import CHOOSE
 from slimelite.arguments.vocabulary import SIMILAR
 from slimelite.engines.memory import DRAFTS, NO_DRAFTS_BY_DISK
+from slimelite.engines.params import SamplingParams
 from slimelite.rewards.rules import RULES
 
 
@@ -234,14 +235,11 @@ def _data(args: Args) -> Iterator[str]:
                 f"eval dataset {dataset.name}: its choices are scored by their likelihood, which --rollout-backend "
                 f"{args.rollout_backend} does not give; take embedded"
             )
-    truncated = args.rollout_top_p != 1 or args.rollout_top_k > 0
+    truncated = SamplingParams.of(args, "rollout").truncation()
     trains_on_it = args.job.loss == "policy" and args.job.syncs
     if truncated and trains_on_it and not args.allow_truncated_sampling:
-        what = (
-            f"--rollout-top-p {args.rollout_top_p}"
-            if args.rollout_top_p != 1
-            else f"--rollout-top-k {args.rollout_top_k}"
-        )
+        name, value = next(iter(truncated.items()))
+        what = f"--rollout-{name.replace('_', '-')} {value}"
         yield f"{what}: log-probs are those before truncation; leave it out, or insist: --allow-truncated-sampling"
     if args.prompt_data_weights and len(args.prompt_data_weights) != len(args.prompt_data):
         count = len(args.prompt_data_weights)

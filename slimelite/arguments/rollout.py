@@ -24,6 +24,8 @@ from slimelite.arguments.conditions import (
 from slimelite.arguments.flags import ALWAYS, SEEDS, flag, plugin, resolved
 from slimelite.arguments.job import OfJob
 from slimelite.arguments.model import ClusterArgs
+from slimelite.arguments.sampling import with_sampling
+from slimelite.engines.params import SamplingParams
 from slimelite.engines.registry import ENGINES, EngineKind
 from slimelite.models.families import LOSS_MASKS
 from slimelite.rewards.rules import GRADER_MEMORY_MB, RULES
@@ -174,6 +176,7 @@ class DataArgs(OfJob):
 
 
 @dataclass(frozen=True)
+@with_sampling("rollout", SAMPLING)
 class RolloutArgs(DataArgs, ClusterArgs):
     """Rollout."""
 
@@ -198,24 +201,10 @@ class RolloutArgs(DataArgs, ClusterArgs):
         POLICY | EVALUATION,
         at_least=0,
     )
-    rollout_top_p: float = flag(
-        1.0,
-        "nucleus sampling takes the likeliest tokens up to this share; below 1 needs --allow-truncated-sampling",
-        SAMPLING,
-        above=0,
-        at_most=1,
-    )
-    rollout_top_k: int = flag(
-        -1,
-        "only the k likeliest tokens are sampled, -1 means all; another number needs --allow-truncated-sampling",
-        SAMPLING,
-        at_least=1,
-        except_for=-1,
-    )
     allow_truncated_sampling: bool = flag(
         False,
         "training takes top-p or top-k samples although their log-probs are those of the untruncated distribution",
-        when("--rollout-top-p or --rollout-top-k", lambda a: a.rollout_top_p != 1 or a.rollout_top_k > 0),
+        when("--rollout-top-p or --rollout-top-k", lambda a: SamplingParams.of(a, "rollout").truncation()),
     )
     rollout_max_context_len: int | None = flag(
         None, "prompt and response together have at most this length [tokens]", ALWAYS, at_least=1
@@ -223,9 +212,6 @@ class RolloutArgs(DataArgs, ClusterArgs):
     rollout_max_response_len: int = flag(
         None, "a response has at most this length [tokens] (required to generate)", ALWAYS
     )
-    rollout_skip_special_tokens: bool = flag(False, "the text of a response leaves special tokens out", SAMPLING)
-    rollout_stop: list[str] = flag([], "these texts end a response", SAMPLING)
-    rollout_stop_token_ids: list[int] = flag([], "these token ids end a response", SAMPLING)
 
     over_sampling_batch_size: int = flag(
         None, "this many prompts are kept in flight", POLICY_SAMPLING, auto="--rollout-batch-size"

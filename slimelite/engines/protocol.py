@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from slimelite.engines.memory import KEEPS_ALL, Content, EngineMemory
+from slimelite.engines.params import SamplingParams
 from slimelite.samples.per_token import Listed, PerToken
 
 if TYPE_CHECKING:
@@ -115,26 +116,6 @@ class SyncSetup:
     timeout_s: float = 600.0
     adapter: AdapterFormat | None = None
     partial: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How to sample one response; temperature 0 or top_k 1 is greedy."""
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_new_tokens: int = 0
-    # the stop string stays in the output (slime's no_stop_trim); the token that completes it is the last one
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = False
-    # seed of this request's random stream: the draw of token t depends only on (seed, t); None: not repeatable
-    seed: int | None = None
-    # a JSON schema that the text is held to, where the engine can (`EngineInfo.schemas`)
-    json_schema: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,14 +118,12 @@ class Episode:
             role.messages += messages
             if not role.messages:
                 raise EnvironmentFailure("invalid", f"the role {name!r} speaks, but has no message to answer")
-            left = self._params.max_new_tokens
-            if self._max_tokens is not None:
-                left = min(left, self._max_tokens - self._tokens)
-            if left <= 0 or self.counts["turns"] >= self._max_turns:
+            params = self._params.after(0, None if self._max_tokens is None else self._max_tokens - self._tokens)
+            if params.max_new_tokens <= 0 or self.counts["turns"] >= self._max_turns:
                 self.status = Status.TRUNCATED
                 return
             try:
-                turn = await role.session.chat(role.messages, tools or None, replace(self._params, max_new_tokens=left))
+                turn = await role.session.chat(role.messages, tools or None, params)
             except ContextFullError as error:
                 if not self.counts["turns"]:
                     raise EnvironmentFailure("too_long", f"an episode begins too long: {error}; {REMEDY}") from error

@@ -5,6 +5,7 @@ the rows. Those of `slimelite.preflight.files` come first.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from slimelite.data.prompts import PAIR, deal
 from slimelite.data.replies import PROBE, renamed
 from slimelite.data.templates import try_template
 from slimelite.data.tokenizer import TOKENIZER, check_same, load_tokenizer, stop_token_ids
+from slimelite.engines.params import SamplingParams
 from slimelite.models.checkpoints import ROLLOUT_STATE, read_config, read_json
 from slimelite.models.families import FAMILIES, text_config
 from slimelite.models.files import has_weights, looks_sound
@@ -79,9 +81,14 @@ class InputChecks(FileChecks):
         if rows is not None and known > rows:
             findings.problems.append(f"the tokenizer has {known} tokens but the model's vocabulary has {rows}")
         size = rows or known
-        stops = {"--rollout-stop-token-ids": args.rollout_stop_token_ids}
+        stops: dict[str, Sequence[int]] = {
+            "--rollout-stop-token-ids": SamplingParams.of(args, "rollout").stop_token_ids
+        }
         stops["eos_token_id of generation_config.json, config.json or the tokenizer"] = ends
-        stops |= {f"eval dataset {d.name}: stop_token_ids": d.stop_token_ids for d in args.eval_datasets}
+        stops |= {
+            f"eval dataset {d.name}: stop_token_ids": SamplingParams.of(d, "dataset").stop_token_ids
+            for d in args.eval_datasets
+        }
         for name, ids in stops.items():
             if outside := [i for i in ids if not 0 <= i < size]:
                 findings.problems.append(f"{name} {outside}: token ids are 0 to {size - 1}, by the model's vocabulary")

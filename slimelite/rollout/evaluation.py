@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 from slimelite.arguments import EvalDataset
 from slimelite.data.prompts import deal, load_prompts
+from slimelite.engines.params import SamplingParams
 from slimelite.rollout.context import RolloutContext, RolloutFnEvalOutput
-from slimelite.rollout.groups import GroupGenerator, check_scored, eval_params, is_finished, without_dropped
+from slimelite.rollout.groups import GroupGenerator, check_scored, is_finished, without_dropped
 from slimelite.rollout.sessions import Outcome
 from slimelite.samples.sample import Sample
 
@@ -84,7 +85,7 @@ async def _evaluate(
         context,
         f"eval/{dataset.name}",
         rollout_id,
-        eval_params(dataset),
+        SamplingParams.of(dataset, "dataset"),
         max_context_len=dataset.max_context_len,
         generate_path=dataset.custom_generate_function_path,
         rm_type=dataset.rm_type,

@@ -22,10 +22,11 @@ import numpy as np
 
 from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
+from slimelite.engines.params import SamplingParams
 from slimelite.rollout.context import PluginArgs, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
 from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
-from slimelite.rollout.groups import GroupGenerator, is_finished, restart, rollout_params, without_dropped
+from slimelite.rollout.groups import GroupGenerator, is_finished, restart, without_dropped
 from slimelite.rollout.sessions import Outcome, Parked, PooledSessions
 from slimelite.samples.sample import Sample
 
@@ -106,7 +107,7 @@ class Collection:
             self.context,
             "train",
             rollout_id,
-            rollout_params(args),
+            SamplingParams.of(args, "rollout"),
             max_context_len=args.rollout_max_context_len,
             generate_path=args.custom_generate_function_path,
             reward_key=args.reward_key,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slimelite.arguments import EvalDataset, RewardArgs, RolloutArgs
+from slimelite.arguments import RewardArgs
 from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.base.guard import PluginError, own_traceback
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
@@ -37,33 +37,6 @@ RETRY_SECONDS = 0.5
 FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 
 
-def rollout_params(args: RolloutArgs) -> SamplingParams:
-    """Sampling parameters of training rollouts."""
-    return SamplingParams(
-        max_new_tokens=args.rollout_max_response_len,
-        temperature=args.rollout_temperature,
-        top_p=args.rollout_top_p,
-        top_k=args.rollout_top_k,
-        stop=tuple(args.rollout_stop),
-        stop_token_ids=tuple(args.rollout_stop_token_ids),
-        skip_special_tokens=args.rollout_skip_special_tokens,
-    )
-
-
-def eval_params(dataset: EvalDataset) -> SamplingParams:
-    """Sampling parameters of an evaluation dataset."""
-    return SamplingParams(
-        max_new_tokens=dataset.max_response_len,
-        temperature=dataset.temperature,
-        top_p=dataset.top_p,
-        top_k=dataset.top_k,
-        min_new_tokens=dataset.min_new_tokens,
-        stop=tuple(dataset.stop),
-        stop_token_ids=tuple(dataset.stop_token_ids),
-        skip_special_tokens=dataset.skip_special_tokens,
-    )
-
-
 def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
     """The sampling parameters as the dict that custom generate functions get, under SGLang's names."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
@@ -75,9 +48,7 @@ def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
 
 def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int, seed: int | None) -> SamplingParams:
     """``params`` with ``seed``, and with the tokens left for this response as max_new_tokens: 0 or less if none are."""
-    left = min(params.max_new_tokens - sample.response_length, max_context_len - sample.total_length)
-    fewest = max(0, params.min_new_tokens - sample.response_length)
-    return replace(params, max_new_tokens=left, min_new_tokens=min(fewest, max(left, 0)), seed=seed)
+    return replace(params.after(sample.response_length, max_context_len - sample.total_length), seed=seed)
 
 
 def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> None:

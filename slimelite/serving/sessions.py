@@ -290,8 +290,7 @@ class Session:
         seed = params.seed
         if seed is None and self._seed is not None:
             seed = stream_seed(self._seed, turn.number)
-        limit = min(room, params.max_new_tokens)
-        params = replace(params, max_new_tokens=limit, min_new_tokens=min(params.min_new_tokens, limit), seed=seed)
+        params = replace(params.after(0, room), seed=seed)
         try:
             whole = replace(params, stop=(*params.stop, *turn.ends))
             result = await self._whole(turn, prompt_ids, whole, on_tokens)
@@ -323,11 +322,10 @@ class Session:
                     raise ConnectionError("the reply was interrupted, and one in JSON cannot go on: ask again")
                 whole = self._unfinished[turn.number] = GenerateResult(whole.request_id)
             done = whole.length
-            left = params.max_new_tokens - done
             request = GenerateRequest(
                 request_id=f"{self.id}/{turn.number}/{part}",
                 input_ids=(*prompt_ids, *whole.output_ids),
-                params=replace(params, max_new_tokens=left, min_new_tokens=max(0, params.min_new_tokens - done)),
+                params=params.after(done),
                 prefix_key=self.id,
                 position=done,
             )

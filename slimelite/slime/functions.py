@@ -28,11 +28,12 @@ class GenerateState:
     processor: None = None
 
     def __init__(self, args: PluginArgs) -> None:
-        from slimelite.rollout.groups import rollout_params, slime_params
+        from slimelite.engines.params import SamplingParams
+        from slimelite.rollout.groups import slime_params
 
         context = args.rollout_context
         self.args, self.tokenizer = context.args, context.tokenizer
-        self.sampling_params = slime_params(rollout_params(context.args), seed=None)
+        self.sampling_params = slime_params(SamplingParams.of(context.args, "rollout"), seed=None)
 
 
 def get_model_url(args: PluginArgs, name: str = "actor", endpoint: str = "/generate") -> str:  # noqa: ARG001

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from slimelite.engines.embedded.sampler import SamplingBatch, sample, stream_of, uniforms
+from slimelite.engines.embedded.sampler import SHAPE, SamplingBatch, sample, stream_of, uniforms
 
 CPU = torch.device("cpu")
 
 
 def batch(n: int, vocab: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> SamplingBatch:
-    columns = (np.full(n, temperature), np.full(n, top_p), np.full(n, top_k))
-    return SamplingBatch.build(*columns, vocab, CPU)
+    return SamplingBatch.build(np.array([(temperature, top_p, top_k)] * n, SHAPE), vocab, CPU)
 
 
 def test_uniforms_are_splitmix64() -> None:
@@ -80,11 +79,11 @@ def test_truncation_keeps_the_likeliest_and_the_log_probs(top_p: float, top_k: i
 def test_each_row_is_sampled_its_own_way() -> None:
     logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(2))
     uniform = torch.full((5,), 0.999, dtype=torch.float64)
-    temperature, top_p, top_k = np.array([1, 0, 1, 0.5, 1.0]), np.array([1, 1, 1, 1, 0.1]), np.array([-1, -1, 1, -1, 0])
-    mixed = SamplingBatch.build(temperature, top_p, top_k, 400, CPU)
+    shapes = [(1.0, 1.0, -1), (0.0, 1.0, -1), (1.0, 1.0, 1), (0.5, 1.0, -1), (1.0, 0.1, 0)]
+    mixed = SamplingBatch.build(np.array(shapes, SHAPE), 400, CPU)
     tokens, log_probs = sample(logits.clone(), mixed, uniform)
-    for row in range(5):
-        alone = batch(1, 400, float(temperature[row]), float(top_p[row]), int(top_k[row]))
+    for row, shape in enumerate(shapes):
+        alone = batch(1, 400, *shape)
         token, log_prob = sample(logits[row : row + 1].clone(), alone, uniform[:1])
         assert (token.item(), log_prob.item()) == (tokens[row].item(), log_probs[row].item())
     assert tokens[1:3].tolist() == logits[1:3].argmax(-1).tolist()

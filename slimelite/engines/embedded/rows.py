@@ -10,7 +10,7 @@ import torch
 
 from slimelite.engines.embedded.memory import Place
 from slimelite.engines.embedded.prefixes import Node
-from slimelite.engines.embedded.sampler import SamplingBatch, stream_of
+from slimelite.engines.embedded.sampler import SHAPE, SamplingBatch, stream_of
 from slimelite.engines.protocol import FinishReason, GenerateRequest, GenerateResult
 
 ROW = np.dtype(
@@ -23,9 +23,7 @@ ROW = np.dtype(
         ("room", np.int64),  # tokens that the row's place in its slab holds
         ("stream", np.uint64),  # start of the row's random stream
         ("stream_shift", np.int64),  # add it to the length for the position in the stream
-        ("temperature", np.float64),
-        ("top_p", np.float64),
-        ("top_k", np.int64),
+        ("shape", SHAPE),
         ("has_stop_strings", np.bool_),
     ]
 )
@@ -120,9 +118,7 @@ class RowTable:
             place.slab.length,
             stream_of(sequence.seed),
             request.position - start,
-            params.temperature,
-            params.top_p,
-            params.top_k,
+            tuple(getattr(params, name) for name in SHAPE.names or ()),
             bool(params.stop),
         )
         self._widen(length)
@@ -169,9 +165,7 @@ class RowTable:
     def sampling(self) -> SamplingBatch:
         """How to sample the rows; recomputed only after a row is added or removed."""
         if self._sampling is None:
-            state = self.state[: len(self)]
-            columns = (state["temperature"], state["top_p"], state["top_k"])
-            self._sampling = SamplingBatch.build(*columns, self._vocab_size, self._device)
+            self._sampling = SamplingBatch.build(self.state["shape"][: len(self)], self._vocab_size, self._device)
         return self._sampling
 
     def banned(self) -> tuple[torch.Tensor, torch.Tensor] | None:

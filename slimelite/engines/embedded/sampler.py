@@ -13,6 +13,8 @@ BLOCK = 256
 # top-p and top-k first look among this many likeliest tokens; a wider nucleus sorts the whole vocabulary
 CANDIDATES = 1024
 BELOW_ONE = 1 - 2**-50
+# the sampling parameters that shape the distribution of a row
+SHAPE = np.dtype([("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64)])
 
 
 def stream_of(seed: int) -> int:
@@ -57,10 +59,9 @@ class SamplingBatch:
     top_k: torch.Tensor | None
 
     @classmethod
-    def build(
-        cls, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, vocab: int, device: torch.device
-    ) -> SamplingBatch:
-        """Build from arrays of n; temperature 0 or top_k 1 means greedy, top_k below 1 means no limit."""
+    def build(cls, shapes: np.ndarray, vocab: int, device: torch.device) -> SamplingBatch:
+        """Build from `SHAPE` [n]; temperature 0 or top_k 1 means greedy, top_k below 1 means no limit."""
+        temperature, top_p, top_k = (shapes[name] for name in SHAPE.names or ())
         greedy = (temperature == 0) | (top_k == 1)
         scale = np.where(temperature == 0, 1, temperature)
         top_k = np.where(top_k < 1, vocab, top_k)

@@ -6,7 +6,8 @@ import base64
 import json
 from typing import Any
 
-from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from slimelite.engines.params import names_at
+from slimelite.engines.protocol import GenerateRequest, GenerateResult
 
 # tokens of an event of a stream
 EVENT_TOKENS = 4
@@ -24,39 +25,31 @@ def request_body(
     request: GenerateRequest, done: GenerateResult, rid: str, eos: tuple[int, ...], seeds: bool
 ) -> dict[str, object]:
     """The JSON body for the rest of the request, in SGLang's format."""
-    params, count = request.params, len(done.output_ids)
+    params = request.params.after(len(done.output_ids))
     sampling: dict[str, object] = {
-        "max_new_tokens": params.max_new_tokens - count,
-        "min_new_tokens": max(0, params.min_new_tokens - count),
+        **{names[0]: getattr(params, field) for field, names in names_at("sglang").items()},
         "stop": list(params.stop),
         "stop_token_ids": sorted({*params.stop_token_ids, *(() if params.ignore_eos else eos)}),
-        "ignore_eos": params.ignore_eos,
-        "skip_special_tokens": params.skip_special_tokens,
         "no_stop_trim": True,
         "spaces_between_special_tokens": False,
         # an event of a stream repeats all tokens before it, so that one for each would be many
         "stream_interval": EVENT_TOKENS,
-        **_distribution(params),
     }
+    if params.top_k == 1 and params.temperature not in (0.0, 1.0):
+        # if all running requests are greedy, SGLang reports log-probs without temperature; a top-p that keeps one
+        # token is greedy as well, and its log-probs always use the temperature
+        sampling |= {"top_p": 1e-6, "top_k": -1}
     if params.json_schema is not None:
         sampling["json_schema"] = params.json_schema
-    if seeds and params.seed is not None:
-        # SGLang's random stream depends on the position in the sequence, so a continued response continues it
-        sampling["sampling_seed"] = params.seed
+    # SGLang's random stream depends on the position in the sequence, so a continued response continues it
+    if not seeds or params.seed is None:
+        del sampling["sampling_seed"]
     return {
         "rid": rid,
         "input_ids": [*request.input_ids, *done.output_ids],
         "sampling_params": sampling,
         "return_logprob": True,
     }
-
-
-def _distribution(params: SamplingParams) -> dict[str, float]:
-    if params.top_k == 1 and params.temperature not in (0.0, 1.0):
-        # if all running requests are greedy, SGLang reports log-probs without temperature; a top-p that keeps one
-        # token is greedy as well, and its log-probs always use the temperature
-        return {"temperature": params.temperature, "top_p": 1e-6, "top_k": -1}
-    return {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
 
 
 def extend(result: GenerateResult, answer: dict[str, Any]) -> None:

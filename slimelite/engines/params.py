@@ -1,0 +1,127 @@
+"""The sampling parameters, each in one place.
+
+Flags, evaluation datasets, engines and the bodies of every HTTP dialect take theirs from here, under the names that
+`parameter` gives: a new parameter is a field more of `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from typing import Any, Literal
+
+# who takes sampling parameters under names of its own: --rollout-* and --eval-* flags, the settings of an evaluation
+# dataset, and the dialects; "sglang" is /generate and what slime's generate functions get
+Place = Literal["rollout", "eval", "dataset", "openai", "anthropic", "sglang"]
+
+
+def parameter(
+    default: object = MISSING,
+    help: str = "",  # the word of the flags; nothing here needs the builtin
+    own: str = "",
+    *,
+    truncates: str = "",
+    bounds: dict[str, float] | None = None,
+    **names: str,
+) -> Any:
+    """A field of `SamplingParams`.
+
+    Args:
+        default: its value where nobody gives one.
+        help: of flags and settings.
+        own: the places that take it under its own name.
+        truncates: the values that leave likely tokens out, in words.
+        bounds: of flags and settings, as `slimelite.arguments.flags.flag` takes them.
+        names: place -> its names there, where they are others.
+    """
+    known = {**dict.fromkeys(own.split(), ()), **{place: tuple(said.split()) for place, said in names.items()}}
+    metadata = {"help": help, "truncates": truncates, "bounds": bounds or {}, "names": known}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one response; temperature 0 or top_k 1 is greedy."""
+
+    max_new_tokens: int = parameter(
+        help="a response has at most this length [tokens]",
+        own="sglang",
+        bounds={"at_least": 1},
+        rollout="max_response_len",
+        eval="max_response_len",
+        dataset="max_response_len",
+        openai="max_tokens max_completion_tokens",
+        anthropic="max_tokens",
+    )
+    temperature: float = parameter(
+        1.0,
+        "responses are sampled at this temperature; 0 is greedy",
+        "rollout eval dataset openai anthropic sglang",
+        bounds={"at_least": 0},
+    )
+    top_p: float = parameter(
+        1.0,
+        "nucleus sampling takes the likeliest tokens up to this share",
+        "rollout eval dataset openai anthropic sglang",
+        truncates="below 1",
+        bounds={"above": 0, "at_most": 1},
+    )
+    top_k: int = parameter(
+        -1,
+        "only the k likeliest tokens are sampled, -1 means all",
+        "rollout eval dataset openai anthropic sglang",
+        truncates="another number",
+        bounds={"at_least": 1, "except_for": -1},
+    )
+    min_new_tokens: int = parameter(
+        0,
+        "a response has at least this length [tokens]",
+        "eval dataset sglang",
+        bounds={"at_least": 0},
+        openai="min_tokens",
+    )
+    # the stop string stays in the output (slime's no_stop_trim); the token that completes it is the last one
+    stop: tuple[str, ...] = parameter(
+        (), "these texts end a response", "rollout dataset openai sglang", anthropic="stop_sequences"
+    )
+    stop_token_ids: tuple[int, ...] = parameter((), "these token ids end a response", "rollout dataset openai sglang")
+    ignore_eos: bool = parameter(False, own="openai sglang")
+    skip_special_tokens: bool = parameter(
+        False, "the text of a response leaves special tokens out", "rollout dataset sglang"
+    )
+    # seed of this request's random stream: the draw of token t depends only on (seed, t); None: not repeatable
+    seed: int | None = parameter(None, own="openai", sglang="sampling_seed")
+    # a JSON schema that the text is held to, where the engine can (`EngineInfo.schemas`)
+    json_schema: str | None = parameter(None)
+
+    @classmethod
+    def of(cls, source: object, place: Place) -> SamplingParams:
+        """The parameters that ``source`` has as attributes: the flags of a run, or the settings of a dataset."""
+        prefix = f"{place}_" if place in ("rollout", "eval") else ""
+        values: dict[str, Any] = {}
+        for name, names in names_at(place).items():
+            value = getattr(source, prefix + names[0])
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
+
+    def after(self, count: int, room: int | None = None) -> SamplingParams:
+        """What is left of them when ``count`` tokens are there and the context has ``room`` for more.
+
+        None: for as many as are wanted. ``max_new_tokens`` is 0 or less if no token is left.
+        """
+        left = self.max_new_tokens - count
+        left = left if room is None else min(left, room)
+        fewest = min(max(0, self.min_new_tokens - count), max(0, left))
+        return replace(self, max_new_tokens=left, min_new_tokens=fewest)
+
+    def truncation(self) -> dict[str, float]:
+        """Name -> value of the parameters that leave likely tokens out."""
+        values = {f: getattr(self, f.name) for f in fields(self) if f.metadata["truncates"]}
+        return {f.name: value for f, value in values.items() if value != f.default}
+
+
+@cache
+def names_at(place: Place) -> dict[str, tuple[str, ...]]:
+    """Field of `SamplingParams` -> its names at ``place``, the first of them the usual one."""
+    known = {f.name: f.metadata["names"] for f in fields(SamplingParams)}
+    return {name: names[place] or (name,) for name, names in known.items() if place in names}
