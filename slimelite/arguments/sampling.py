@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeVar
 
 from slimelite.arguments.flags import ALWAYS, Needs, flag
-from slimelite.engines.params import SamplingParams, names_at
+from slimelite.engines.params import PREFIXED, SamplingParams, names_at
 
 T = TypeVar("T")
 # types of settings and flags, where those of the parameters are others
@@ -29,7 +29,7 @@ def with_sampling(place: Literal["rollout", "eval", "dataset"], needs: Needs = A
     Those that the class has by name stay as they are. ``--eval-*`` flags are None until they are given: their bounds
     are those of the datasets.
     """
-    prefix = "" if place == "dataset" else f"{place}_"
+    prefix = f"{place}_" if place in PREFIXED else ""
 
     def decorated(group: type[T]) -> type[T]:
         own: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from typing import Any, Literal
 # who takes sampling parameters under names of its own: --rollout-* and --eval-* flags, the settings of an evaluation
 # dataset, and the dialects; "sglang" is /generate and what slime's generate functions get
 Place = Literal["rollout", "eval", "dataset", "openai", "anthropic", "sglang"]
+PREFIXED: tuple[Place, ...] = ("rollout", "eval")
 
 
 def parameter(
@@ -97,7 +98,7 @@ class SamplingParams:
     @classmethod
     def of(cls, source: object, place: Place) -> SamplingParams:
         """The parameters that ``source`` has as attributes: the flags of a run, or the settings of a dataset."""
-        prefix = f"{place}_" if place in ("rollout", "eval") else ""
+        prefix = f"{place}_" if place in PREFIXED else ""
         values: dict[str, Any] = {}
         for name, names in names_at(place).items():
             value = getattr(source, prefix + names[0])

@@ -9,6 +9,7 @@ import pytest
 
 from slimelite.arguments import ArchitectureArgs, Args, EvalDataset, make_args
 from slimelite.arguments.flags import all_flags, group_flags, groups_of
+from slimelite.engines.params import PREFIXED, names_at
 from tests.arguments.conftest import COMPLETE, CPU
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,9 @@ def _attributes_read() -> set[str]:
 
 def test_every_flag_is_read() -> None:
     architecture = {f.name for f in group_flags(ArchitectureArgs)}  # tests/arguments/test_architecture.py has each
-    unread = set(all_flags(Args)) - _attributes_read() - architecture
+    # tests/arguments/test_sampling.py has each
+    sampling = {f"{place}_{names[0]}" for place in PREFIXED for names in names_at(place).values()}
+    unread = set(all_flags(Args)) - _attributes_read() - architecture - sampling
     assert sorted(unread - set(CHECKED)) == []
 
 
