@@ -55,10 +55,10 @@ def token_advantages(estimator: str, tokens: RolloutTokens) -> tuple[Tensor, Ten
     """[T] advantages and [T] returns; they are equal unless the estimator's ``token`` function returns both."""
     make = ESTIMATORS[estimator].token
     if make is None:
-        found = tokens.advantages[tokens.segments]
+        advantages = returns = tokens.advantages[tokens.segments]
     else:
-        found = function(make, ESTIMATORS.option, estimator)(tokens)
-    advantages, returns = found if isinstance(found, tuple) else (found, found)
+        result = function(make, ESTIMATORS.option, estimator)(tokens)
+        advantages, returns = result if isinstance(result, tuple) else (result, result)
     length, what = len(tokens.segments), f"--advantage-estimator {estimator}: its token function"
     return checked(advantages, length, what), checked(returns, length, what)
 

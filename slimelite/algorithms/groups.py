@@ -126,11 +126,9 @@ def _on_tensors(call: Callable[..., Any], rewards: GroupedRewards[np.ndarray], w
 
     names = ("rewards", "group", "size", "centered", "std")
     tensors = {name: torch.from_numpy(getattr(rewards, name)) for name in names}
+    grouped = GroupedRewards(**tensors, divide_by_std=rewards.divide_by_std)
     with torch.no_grad():
-        found = checked(
-            call(GroupedRewards(**tensors, divide_by_std=rewards.divide_by_std)), len(rewards.rewards), what
-        )
-    return found.double().numpy()
+        return checked(call(grouped), len(rewards.rewards), what).double().numpy()
 
 
 def _means(values: np.ndarray, index: np.ndarray, size: int) -> np.ndarray:

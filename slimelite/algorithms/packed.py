@@ -114,6 +114,6 @@ def checked(values: object, length: int, what: str) -> Tensor:
         ValueError: they have another shape, which would be broadcast or indexed to a wrong result.
     """
     if not isinstance(values, Tensor) or values.shape != (length,):
-        found = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        raise ValueError(f"{what} returned {found}: make it a tensor of shape [{length}]")
+        actual = f"shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ValueError(f"{what} returned {actual}: make it a tensor of shape [{length}]")
     return values

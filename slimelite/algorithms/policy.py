@@ -64,13 +64,13 @@ def policy_loss(
     if record.sequence_ratio:
         log_ratio = segment_mean(log_ratio, mask, segments, num_segments)[segments]
     high = eps_clip if eps_clip_high is None else eps_clip_high
-    found = function(record.loss, ESTIMATORS.option, estimator)(
+    result = function(record.loss, ESTIMATORS.option, estimator)(
         log_probs, log_ratio, advantages, eps_clip=eps_clip, eps_clip_high=high, eps_clip_c=eps_clip_c
     )
     what = f"--advantage-estimator {estimator}: its loss function"
-    if not (isinstance(found, tuple) and len(found) == 2):
-        raise ValueError(f"{what} returned a {type(found).__name__}: make it a pair of losses and metrics by name")
-    losses, values = checked(found[0], len(log_probs), what), found[1]
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(f"{what} returned a {type(result).__name__}: make it a pair of losses and metrics by name")
+    losses, values = checked(result[0], len(log_probs), what), result[1]
     now = log_ratio.detach()
     values |= {"ppo_kl": -now, "logprob_abs_diff": now.abs(), "ois": bounded_exp(now)}
     return losses, {name: mean_metric(value, mask) for name, value in values.items()}

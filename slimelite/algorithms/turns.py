@@ -89,8 +89,8 @@ def ppo_turns(tokens: RolloutTokens) -> tuple[Tensor, Tensor]:
     assert tokens.values is not None, "an estimator with a critic has its values"
     turns = Turns.read(tokens)
     values, every = tokens.values.double()[turns.begin], torch.ones_like(turns.rows, dtype=torch.bool)
-    found = gae(turns.rewards, values, every, turns.rows, gamma=tokens.gamma, lambd=tokens.lambd)
-    advantages, returns = (turns.spread(of_turns, tokens.mask).float() for of_turns in found)
+    by_turn = gae(turns.rewards, values, every, turns.rows, gamma=tokens.gamma, lambd=tokens.lambd)
+    advantages, returns = (turns.spread(column, tokens.mask).float() for column in by_turn)
     return advantages, returns
 
 

@@ -88,9 +88,9 @@ class Server(ABC):
         """The handlers that answer anybody."""
         return [self._health]
 
-    def _opens(self, http: web.Request, given: str) -> bool:  # noqa: ARG002
-        """Whether the key ``given`` opens what ``http`` asks for; a subclass may have other keys."""
-        return self.key is None or hmac.compare_digest(given.encode(errors="replace"), self.key.encode())
+    def _opens(self, http: web.Request, key: str) -> bool:  # noqa: ARG002
+        """Whether ``key`` opens what ``http`` asks for; a subclass may have other keys."""
+        return self.key is None or hmac.compare_digest(key.encode(errors="replace"), self.key.encode())
 
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         """The answer of a request's handler.
@@ -102,7 +102,7 @@ class Server(ABC):
             # what has no key listens to this machine alone, whose browser may be showing somebody's page
             if self.key is None and not _is_asked_from_here(http):
                 raise RequestError("a page of another site may not use a server without an API key", 403)
-            if not self._opens(http, given_key(http)):
+            if not self._opens(http, request_key(http)):
                 raise RequestError("this needs the server's API key", 401, code="invalid_api_key")
         return await handler(http)
 
@@ -138,8 +138,8 @@ class Server(ABC):
             except (ConnectionResetError, ConnectionAbortedError):
                 return response  # the client has gone
             except Exception as error:
-                said = self._described(http, error, _status(error))
-                await response.write(sse(said, said.get("type")))
+                body = self._described(http, error, _status(error))
+                await response.write(sse(body, body.get("type")))
             return response
 
 
@@ -165,7 +165,7 @@ def with_key(url: str, key: str | None) -> str:
     return url if key is None else url.replace("://", f"://:{key}@", 1)
 
 
-def given_key(http: web.Request) -> str:
+def request_key(http: web.Request) -> str:
     """The key that a request brings, "" without one."""
     bearer = http.headers.get("Authorization", "")
     if bearer.startswith("Basic ") and "x-api-key" not in http.headers:

@@ -63,7 +63,7 @@ class StopSignals:
     """
 
     status = 0
-    _asked: ClassVar[int | None] = None  # the first signal's number, while the context lasts
+    _number: ClassVar[int | None] = None  # the first signal's number, while the context lasts
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -79,7 +79,7 @@ class StopSignals:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        StopSignals._asked = None
+        StopSignals._number = None
         if isinstance(error, Stopped):
             self.status = error.status
         return isinstance(error, Stopped)
@@ -87,7 +87,7 @@ class StopSignals:
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         stopped, now = Stopped(number), time.monotonic()
         if self._first is None:
-            self._first, StopSignals._asked = now, number
+            self._first, StopSignals._number = now, number
             _say(f"{stopped}: the run is being ended; a second {stopped} ends it at once")
             raise stopped
         if now - self._first > SAME_SIGNAL_S:
@@ -96,8 +96,8 @@ class StopSignals:
     @classmethod
     def check(cls) -> None:
         """Raise `Stopped` if a signal has come; for the loop of a run, which goes on only if the first one was lost."""
-        if cls._asked is not None:
-            raise Stopped(cls._asked)
+        if cls._number is not None:
+            raise Stopped(cls._number)
 
 
 def _say(text: str) -> None:
@@ -134,9 +134,9 @@ class Watchdog:
             if value is not None:
                 os.environ[name] = value
         assert self._process.stdin is not None
-        with self._process.stdin as told, suppress(BrokenPipeError):
+        with self._process.stdin as stdin, suppress(BrokenPipeError):
             if error is None:
-                told.write(ALL_IS_WELL)
+                stdin.write(ALL_IS_WELL)
         self._process.wait()
 
 

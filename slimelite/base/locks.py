@@ -32,12 +32,12 @@ def hold(folders: dict[str, str | None]) -> Iterator[None]:
     places = {Path(folder).resolve(): flag for flag, folder in folders.items() if folder is not None}
     with ExitStack() as stack:
         for folder, flag in places.items():
-            stack.enter_context(_held(folder, flag))
+            stack.enter_context(_folder_lock(folder, flag))
         yield
 
 
 @contextmanager
-def _held(folder: Path, flag: str) -> Iterator[None]:
+def _folder_lock(folder: Path, flag: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
     while True:

@@ -95,22 +95,22 @@ def function(reference: Function, option: str = "", name: str = "") -> Callable[
     Raises:
         ValueError: there is no such module or function.
     """
-    found: Callable[..., Any] | None
+    target: Callable[..., Any] | None
     if isinstance(reference, str):
         module, _, attribute = reference.partition(":")
         try:
-            found = getattr(importlib.import_module(module), attribute, None)
+            target = getattr(importlib.import_module(module), attribute, None)
         except ModuleNotFoundError as error:
             if not module.startswith(error.name or ":"):
                 raise  # something that the module imports is missing
-            found = None
-        if found is None:
+            target = None
+        if target is None:
             raise ValueError(f"{reference!r} of a record is no function; write package.module:function")
     else:
-        found = reference
-    ours = str(getattr(found, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+        target = reference
+    ours = str(getattr(target, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
     if ours or not option:
-        return found
+        return target
     from slimelite.base.guard import guarded  # parsing the command line does without it
 
-    return guarded(found, name, option)
+    return guarded(target, name, option)

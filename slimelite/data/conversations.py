@@ -98,7 +98,7 @@ class ChatReader:
 
         Reasoning before the last question does not count: templates take it out of the history on purpose.
         """
-        asked = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+        last_question = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
         hidden = ["tools"] if tools and PROBE not in self.render(messages, renamed(tools)) else []
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or not is_trained(message):
@@ -107,7 +107,7 @@ class ChatReader:
             probes = (
                 {"tool_calls": renamed(calls), "content": PROBE if message.get("content") else None} if calls else {}
             )
-            probes["reasoning_content"] = PROBE if message.get("reasoning_content") and i > asked else None
+            probes["reasoning_content"] = PROBE if message.get("reasoning_content") and i > last_question else None
             for key, probe in probes.items():
                 changed = [*messages[:i], {**message, key: probe}, *messages[i + 1 :]]
                 if probe and key not in hidden and PROBE not in self.render(changed, tools):
@@ -179,8 +179,8 @@ class ChatReader:
         ids = self.tokenizer(reply, add_special_tokens=False)["input_ids"]
         ended = reply.endswith(self._turn_ends)
         ids += [] if ended or self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        asked = len(prompt.tokens)
-        self._put(side, [*prompt.tokens, *ids], [0] * asked + [1] * len(ids), kept=asked)
+        prompt_length = len(prompt.tokens)
+        self._put(side, [*prompt.tokens, *ids], [0] * prompt_length + [1] * len(ids), kept=prompt_length)
         side.prompt = prompt.prompt
 
     def _put(self, sample: Sample, ids: list[int], mask: list[int], kept: int = 0) -> None:
@@ -205,8 +205,8 @@ class ChatReader:
     def _turn_ends(self) -> tuple[str, ...]:
         """Tokens that end an answer: the end-of-sequence token and those that the chat template puts after it."""
         ends = {str(self.tokenizer.eos_token)} if self.tokenizer.eos_token else set()
-        asked, answered = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
-        for turns in ([asked, answered], [asked, answered, asked]):  # a last turn may end in another way
+        question, reply = ({"role": role, "content": PROBE} for role in ("user", "assistant"))
+        for turns in ([question, reply], [question, reply, question]):  # a last turn may end in another way
             try:
                 after = self.render(turns).split(PROBE)[2].strip()
             except (TemplateError, ValueError, TypeError, IndexError):  # no template, or one that refuses or hides this

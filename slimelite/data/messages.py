@@ -49,10 +49,10 @@ def read_messages(content: object, column: str = "messages") -> Messages:
     messages: Messages = []
     called: dict[str | int, str] = {}  # id of a call -> name of the tool
     unanswered: list[str] = []
-    for number, given in enumerate(content):
-        if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-            raise BadCell(column, f"message {number} needs a role and a content, got {given!r:.60}")
-        message = {key: value for key, value in given.items() if value is not None}
+    for number, raw in enumerate(content):
+        if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
+            raise BadCell(column, f"message {number} needs a role and a content, got {raw!r:.60}")
+        message = {key: value for key, value in raw.items() if value is not None}
         calls = message.pop("tool_calls", None)
         if not calls and not message.keys() & {"content", "reasoning_content"}:
             raise BadCell(column, f"message {number} ({message['role']}) says nothing: content is missing")
@@ -66,11 +66,11 @@ def read_messages(content: object, column: str = "messages") -> Messages:
             unanswered = [call["function"]["name"] for call in message["tool_calls"]]
             called |= {call["id"]: call["function"]["name"] for call in message["tool_calls"] if "id" in call}
         elif message["role"] == "tool":
-            asked = message.get("tool_call_id", "")
-            if not isinstance(asked, str | int):
-                raise BadCell(column, f"message {number}: tool_call_id must be text, not {asked!r:.60}")
+            call_id = message.get("tool_call_id", "")
+            if not isinstance(call_id, str | int):
+                raise BadCell(column, f"message {number}: tool_call_id must be text, not {call_id!r:.60}")
             name = unanswered.pop(0) if unanswered else None
-            name = called.get(asked, name)
+            name = called.get(call_id, name)
             if name is not None:
                 message.setdefault("name", name)
         messages.append(message)
@@ -97,16 +97,16 @@ def sound(value: object, column: str, depth: int = 0) -> object:
     return value
 
 
-def _call(given: object, where: str, column: str) -> dict[str, object]:
+def _call(raw: object, where: str, column: str) -> dict[str, object]:
     """A tool call in OpenAI's form, but for its arguments, which are an object."""
-    call = {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else {}
+    call = {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else {}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadCell(column, f"{where} needs a function with a name and arguments, got {given!r:.80}")
+        raise BadCell(column, f"{where} needs a function with a name and arguments, got {raw!r:.80}")
     if not isinstance(call.get("id", ""), str | int):
         raise BadCell(column, f"{where} ({function['name']}): its id must be text, not {call['id']!r:.60}")
-    given_arguments = function.get("arguments") or {}  # some programs, such as PHP's, write an empty object as []
-    arguments = parsed(given_arguments, dict, column, f"{where} ({function['name']}): arguments are ")
+    raw_arguments = function.get("arguments") or {}  # some programs, such as PHP's, write an empty object as []
+    arguments = parsed(raw_arguments, dict, column, f"{where} ({function['name']}): arguments are ")
     rest = {key: value for key, value in call.items() if key in ("id", "index")}
     return {**rest, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -121,15 +121,15 @@ def parsed(value: object, kind: type[Kind], column: str, where: str = "") -> Kin
     """
     what = "an object" if kind is dict else "a list"
     try:
-        found = json.loads(value) if isinstance(value, str) and value else value
+        decoded = json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError) as error:
         raise BadCell(column, f"{where}not JSON ({error}): {value!r:.60}; write {what} or its JSON text") from error
-    if found is None or value == "":
+    if decoded is None or value == "":
         return kind()
-    if not isinstance(found, kind):
+    if not isinstance(decoded, kind):
         raise BadCell(column, f"{where}not {what}: {value!r:.60}; write {what} or its JSON text")
-    sound(found, column)
-    return found
+    sound(decoded, column)
+    return decoded
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, settings: Mapping[str, object]) -> str:

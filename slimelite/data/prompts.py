@@ -231,10 +231,10 @@ def _add_pair(
     return messages
 
 
-def _conversation(asked: Messages, cell: object, key: str, input_key: str) -> Messages:
-    """The prompt's messages ``asked``, followed by those of the reply in ``cell``."""
+def _conversation(prompt: Messages, cell: object, key: str, input_key: str) -> Messages:
+    """The messages of ``prompt``, followed by those of the reply in ``cell``."""
     reply = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else read_messages(cell, key)
-    whole = reply[: len(asked)] == asked
+    whole = reply[: len(prompt)] == prompt
     if not whole and reply[0]["role"] != "assistant":
         raise BadCell(
             key,
@@ -242,8 +242,8 @@ def _conversation(asked: Messages, cell: object, key: str, input_key: str) -> Me
             "assistant's turns, or the whole conversation from the prompt on (--input-key "
             f"{key} where no column has the prompt alone)",
         )
-    conversation = reply if whole else [*asked, *reply]
-    if len(conversation) == len(asked) or conversation[-1]["role"] != "assistant":
+    conversation = reply if whole else [*prompt, *reply]
+    if len(conversation) == len(prompt) or conversation[-1]["role"] != "assistant":
         raise BadCell(key, "does not end with a message of the assistant")
     return conversation
 

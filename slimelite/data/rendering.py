@@ -39,8 +39,8 @@ class TaskRows:
         self._prompt = self._template("prompt", task.prompt)
         self._answer = None if task.answer is None else self._template("answer", task.answer)
         self._same = self._expression("same", "none" if task.same is None else task.same)
-        given = {"label": task.label, "choices": task.choices, **task.metadata}
-        self._values = {name: self._expression(name, text) for name, text in given.items() if text is not None}
+        templates = {"label": task.label, "choices": task.choices, **task.metadata}
+        self._values = {name: self._expression(name, text) for name, text in templates.items() if text is not None}
 
     def read(self, path: str, shots: int, examples: str | None, bad: BadRows) -> Iterator[tuple[str, Row]]:
         """(place, row) for each row of the file or hub dataset ``path`` (see `read_rows`).
@@ -61,7 +61,7 @@ class TaskRows:
                 pairs = shown.get(self._same(row), [])
                 if len(pairs) < shots:
                     raise ValueError(f"{examples} has {len(pairs)} examples for this row, and {shots} are wanted")
-                yield place, self._asked(row, place, pairs)
+                yield place, self._prompt_row(row, place, pairs)
             except ValueError as error:
                 bad.add(place, str(error))
 
@@ -73,7 +73,7 @@ class TaskRows:
         pairs.append(self._pair(row))
         return True
 
-    def _asked(self, row: Row, place: str, pairs: list[tuple[str, str]]) -> Row:
+    def _prompt_row(self, row: Row, place: str, pairs: list[tuple[str, str]]) -> Row:
         question, values = self._prompt(row), {name: value(row) for name, value in self._values.items()}
         prompt: str | Messages = question
         if pairs and self._chat:
@@ -123,10 +123,10 @@ class TaskRows:
             raise ValueError(f"task {self.task.name}: {name} is no expression: {error}") from error
 
         def evaluated(row: Row) -> object:
-            found = expression(row, chat=self._chat)
-            if isinstance(found, Undefined):
-                str(found)  # raises the error that names what is not there
-            return found
+            value = expression(row, chat=self._chat)
+            if isinstance(value, Undefined):
+                str(value)  # raises the error that names what is not there
+            return value
 
         return lambda row: self._evaluated(name, lambda: evaluated(row))
 

@@ -68,28 +68,28 @@ class Finder:
         puts before a reply, such as an empty thinking block. To separate these two, the messages before the reply are
         rendered twice: answered by the probe, and with the generation prompt.
         """
-        asked = self.messages[:i]
-        while asked and asked[-1]["role"] == "assistant":
-            asked = asked[:-1]
+        context = self.messages[:i]
+        while context and context[-1]["role"] == "assistant":
+            context = context[:-1]
         for probe in _probes(self.messages[i]):
             around = self._around(i, probe, again=True)
             if around is None:
                 continue
             before, start = around[0], len(around[0])
             shared = _common(before, self.text)
-            if not asked:
+            if not context:
                 return min(start, shared)
-            answered = self._render([*asked, probe], False).partition(PROBE)[0]
-            plain, prompt = self._render(asked, False), self._render(asked, True)
+            answered = self._render([*context, probe], False).partition(PROBE)[0]
+            plain, prompt = self._render(context, False), self._render(context, True)
             header_end = _common(answered, prompt)
             if header_end >= _common(plain, prompt):
                 opening = answered[header_end:]
                 if before.endswith(opening):
                     start -= len(opening)
                     # the prompt may give more of this reply than of the probe: the line after an opened <think>
-                    given = prompt[header_end:]
-                    if given and self.text.startswith(given, start):
-                        start += len(given)
+                    prefill = prompt[header_end:]
+                    if prefill and self.text.startswith(prefill, start):
+                        start += len(prefill)
                     elif opening.startswith(self._header):
                         start += len(self._header)
             elif probe.keys() == {"role", "content"}:
@@ -112,9 +112,9 @@ class Finder:
     @cached_property
     def _header(self) -> str:
         """What begins a turn: Gemma's template writes it where the prompt, after a tool's answer, has none."""
-        asked = [{**_words(self.messages[0]), "role": "user"}]
+        question = [{**_words(self.messages[0]), "role": "user"}]
         try:
-            return self._render(asked, True).removeprefix(self._render(asked, False))
+            return self._render(question, True).removeprefix(self._render(question, False))
         except TemplateError:
             return ""
 
@@ -198,8 +198,8 @@ class Finder:
             text = self._render([*self.messages[:i], probe, *self.messages[i + 1 :]], False)
         except TemplateError:  # some templates require a call before a tool's answer
             return None
-        before, found, after = text.partition(PROBE)
-        return (before, after) if found and (again or PROBE not in after) else None
+        before, mark, after = text.partition(PROBE)
+        return (before, after) if mark and (again or PROBE not in after) else None
 
 
 def _words(reply: Message) -> Message:

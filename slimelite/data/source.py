@@ -41,13 +41,13 @@ class DataSource:
         if args.rollout_global_dataset and not args.prompt_data:
             raise ValueError("--prompt-data names no file; give one, or --disable-rollout-global-dataset")
         parts = [[path] for path in args.prompt_data] if self._weights else [args.prompt_data]
-        found = [self._load(paths, tokenizer) for paths in parts if args.rollout_global_dataset]
+        datasets = [self._load(paths, tokenizer) for paths in parts if args.rollout_global_dataset]
         self._curriculum = (
-            None if args.curriculum_threshold is None else Curriculum(args.curriculum_threshold, found[0])
+            None if args.curriculum_threshold is None else Curriculum(args.curriculum_threshold, datasets[0])
         )
         if self._curriculum is not None:
-            found = self._curriculum.parts
-        self._streams = [_Stream(prompts, args) for prompts in found]
+            datasets = self._curriculum.parts
+        self._streams = [_Stream(prompts, args) for prompts in datasets]
         self._returned: list[list[Sample]] = []
         self._pick = (
             load_function(args.buffer_filter_path, "--buffer-filter-path")
@@ -231,11 +231,11 @@ def _digest(prompts: list[Sample]) -> str:
     state = hashlib.blake2b(digest_size=8)
     for prompt in prompts:
         text = isinstance(prompt.prompt, str)
-        asked = prompt.prompt if text else json.dumps(prompt.prompt, sort_keys=True, default=str)
+        content = prompt.prompt if text else json.dumps(prompt.prompt, sort_keys=True, default=str)
         replies = [prompt.metadata[PAIR]] if PAIR in prompt.metadata else []
         # the label as text, as in earlier versions, so that positions saved by them stay valid
         label = None if prompt.label is None else label_text(prompt.label)
-        state.update(json.dumps([asked, label, *replies], default=str).encode())
+        state.update(json.dumps([content, label, *replies], default=str).encode())
     return state.hexdigest()
 
 

@@ -138,8 +138,8 @@ class _Watch:
         """The calling thread has rendered."""
         ident = threading.get_ident()
         with self._lock:
-            found = self._running.pop(ident, None)
-            if found is not None and found.stopped:  # if it has not arrived, it would end something else
+            rendering = self._running.pop(ident, None)
+            if rendering is not None and rendering.stopped:  # if it has not arrived, it would end something else
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), None)
 
     def _look(self) -> None:

@@ -113,7 +113,8 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
         "chat template": tokenizer.chat_template,
     }
     return {
-        part: hashlib.blake2b(json.dumps(found).encode(), digest_size=8).hexdigest() for part, found in parts.items()
+        part: hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
+        for part, content in parts.items()
     }
 
 
@@ -124,7 +125,7 @@ def check_same(saved: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> 
         ValueError: it does not; the message names the parts that differ.
     """
     now = fingerprint(tokenizer) if saved else {}
-    if differ := [part for part, found in now.items() if saved.get(part, found) != found]:
+    if differ := [part for part, digest in now.items() if saved.get(part, digest) != digest]:
         raise ValueError(
             f"the checkpoint was saved with another tokenizer, which differs in its {' and its '.join(differ)}; give "
             "the one that the run had with --tokenizer, or take the weights alone with --finetune"
@@ -182,8 +183,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> lis
     run's prompts that are text as they are: both take the ids of the text alone.
     """
     begin = beginning(tokenizer)
-    found: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    return [ids if ids[: len(begin)] == begin else [*begin, *ids] for ids in found]
+    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [ids if ids[: len(begin)] == begin else [*begin, *ids] for ids in encoded]
 
 
 def _short(error: BaseException) -> str:
@@ -211,7 +212,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """
     from transformers.utils import cached_file
 
-    found = {tokenizer.eos_token_id}
+    eos_ids = {tokenizer.eos_token_id}
     for name in ("generation_config.json", "config.json"):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
@@ -220,8 +221,8 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             named = eos if isinstance(eos, list) else [eos]
             if wrong := [i for i in named if not isinstance(i, int | None)]:
                 raise ValueError(f"{file}: eos_token_id {wrong[0]!r} is no token id")
-            found.update(named)
-    ids = sorted(i for i in found if i is not None)
+            eos_ids.update(named)
+    ids = sorted(i for i in eos_ids if i is not None)
     if not ids:
         raise ValueError(f"{path!r} names no end-of-sequence token; add eos_token_id to its generation_config.json")
     return ids

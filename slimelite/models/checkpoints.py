@@ -100,8 +100,8 @@ def read_config(path: str) -> dict[str, Any]:
     try:
         return read_json(Path(cached_file(path, "config.json")))
     except OSError as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"no such folder, and as a name on the Hugging Face hub: {said}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"no such folder, and as a name on the Hugging Face hub: {reason}") from error
 
 
 def find_checkpoint(
@@ -266,8 +266,8 @@ def whats_wrong(directory: Path) -> str | None:
     if not directory.is_dir():
         return f"{directory}: is not there"
     try:
-        if found := damage(directory):
-            return found
+        if problem := damage(directory):
+            return problem
         read_json(directory / ROLLOUT_STATE)
         if not read_json(directory / STATE_FILE):
             return f"{directory / STATE_FILE}: is empty"
@@ -297,8 +297,8 @@ def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
     """
     paths = sorted(files)
     with ThreadPoolExecutor(8, "checksum") as threads:
-        found = list(threads.map(_checksum, paths))
-    return {str(path.relative_to(folder)): each for path, each in zip(paths, found, strict=True)}
+        sums = list(threads.map(_checksum, paths))
+    return {str(path.relative_to(folder)): each for path, each in zip(paths, sums, strict=True)}
 
 
 def damage(folder: Path) -> str | None:
@@ -327,8 +327,8 @@ def damage(folder: Path) -> str | None:
             return f"{path}: has {size:,} bytes, not the {each['bytes']:,} that were written"
     if (size := sum(each["bytes"] for each in expected.values())) > SAID_ABOVE:
         print(f"comparing {size / 1e9:.0f} GB of {root} with its checksums", file=sys.stderr, flush=True)
-    found = checksums(root, (root / name for name in expected))
-    changed = [name for name, each in expected.items() if each != found[name]]
+    actual = checksums(root, (root / name for name in expected))
+    changed = [name for name, each in expected.items() if each != actual[name]]
     return f"{root / changed[0]}: its contents have changed since it was written (CRC-32)" if changed else None
 
 
@@ -339,14 +339,14 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: the file is missing or cut short, or holds no JSON object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path}: is missing") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: is damaged or cut short: not JSON ({error})") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{path}: is damaged: holds no JSON object")
-    return found
+    return content
 
 
 def _checksum(path: Path) -> Checksum:

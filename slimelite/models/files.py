@@ -107,9 +107,9 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
     """
     entry = next((name for name in ENTRIES if (folder / name).is_file()), None)
     if entry is None:
-        found = sorted(file.name for part in PARTS for file in folder.glob(part))
+        names = sorted(file.name for part in PARTS for file in folder.glob(part))
         raise ValueError(
-            f"{folder} holds {_some(found) or 'no weights'}, and neither {WHOLE} nor an index that names them: {REMEDY}"
+            f"{folder} holds {_some(names) or 'no weights'}, and neither {WHOLE} nor an index that names them: {REMEDY}"
         )
     if entry == WHOLE:
         return _header(folder / WHOLE)
@@ -184,7 +184,7 @@ def _load(path: str, unread: Iterable[str], load: Loader, *, bar: bool) -> PreTr
         raise ValueError(f"the weights in {path} cannot be read ({type(error).__name__}: {text}): {REMEDY}") from error
     missing = sorted(set(info["missing_keys"]) - set(unread))
     shapes = [
-        f"{name} is {list(found)} and not {list(own)}" for name, found, own in sorted(info["mismatched_keys"], key=str)
+        f"{name} is {list(shape)} and not {list(own)}" for name, shape, own in sorted(info["mismatched_keys"], key=str)
     ]
     if not missing and not shapes:
         return model
@@ -265,10 +265,10 @@ def looks_sound(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]] | 
     if len(layers) != count or len({frozenset(layer) for layer in layers.values()}) != 1:
         return False
     queries = heads * (config.get("head_dim") or width // heads)
-    found = {size for _, shape in layers.popitem()[1] for size in shape}
+    widths = {size for _, shape in layers.popitem()[1] for size in shape}
     embeddings = [shape for name, shape in shapes.items() if name.endswith("embed_tokens.weight")]
     head = config.get("tie_word_embeddings") or "lm_head.weight" in shapes
-    return {width, queries, inner} <= found and embeddings == [(known, width)] and bool(head)
+    return {width, queries, inner} <= widths and embeddings == [(known, width)] and bool(head)
 
 
 def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[str]:
@@ -296,11 +296,13 @@ def check_architecture(args: ArchitectureArgs, config: dict[str, Any]) -> list[s
         "rotary_scaling_factor": rope.get("factor"),
     }
     wrong = [(name, getattr(args, name), has) for name, has in truth.items() if has is not None]
-    wrong = [(name, said, has) for name, said, has in wrong if said is not None and said != has]
+    wrong = [(name, value, has) for name, value, has in wrong if value is not None and value != has]
     wrong += [
         (name, getattr(args, name), has) for name, has in _switches(args, config, rope) if getattr(args, name) != has
     ]
-    return [f"--{name.replace('_', '-')} is {said} but the model's config.json says {has}" for name, said, has in wrong]
+    return [
+        f"--{name.replace('_', '-')} is {value} but the model's config.json says {has}" for name, value, has in wrong
+    ]
 
 
 def _switches(args: ArchitectureArgs, config: dict[str, object], rope: dict[str, object]) -> list[tuple[str, bool]]:

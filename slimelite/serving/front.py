@@ -101,15 +101,15 @@ class Front(GenerateServer):
     def _public(self) -> list[Handler]:
         return [*super()._public(), self._page]
 
-    def _opens(self, http: web.Request, given: str) -> bool:
+    def _opens(self, http: web.Request, key: str) -> bool:
         """Without a session the front's key opens, with one that or the session's."""
         session = http.match_info.get("session")
-        if self.key is not None and super()._opens(http, given):
+        if self.key is not None and super()._opens(http, key):
             return True
         if session is None or http.method == "DELETE":
             return self.key is None
         try:
-            self._model.sessions.get(session, given)
+            self._model.sessions.get(session, key)
         except (LookupError, PermissionError):
             # whether there is such a session is nobody's business without a key
             raise RequestError(f"this key does not open session {session!r}", 401, code="invalid_api_key") from None

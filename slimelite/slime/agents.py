@@ -140,10 +140,10 @@ class _ByKey(Front):
             raise RequestError("an agent may ask for replies alone", 401, code="invalid_api_key")
 
     def _session(self, http: web.Request) -> Session:
-        given = http.headers.get("x-api-key") or http.headers.get("Authorization", "").removeprefix("Bearer ")
-        session = self._model.sessions.find(given)
+        session_id = http.headers.get("x-api-key") or http.headers.get("Authorization", "").removeprefix("Bearer ")
+        session = self._model.sessions.find(session_id)
         if self._most_turns is not None and len(session.turns) >= self._most_turns:
-            raise RequestError(f"session {given!r} has had its {self._most_turns} turns (max_turns_per_sid)", 429)
+            raise RequestError(f"session {session_id!r} has had its {self._most_turns} turns (max_turns_per_sid)", 429)
         return session
 
 

@@ -106,8 +106,8 @@ def install_finder() -> None:
     """Serve ``SLIME_NAMES`` to ``import slime…`` and ``import miles…`` from now on, unless these are installed."""
     served = {f.root for f in sys.meta_path if isinstance(f, SlimeFinder)}
     for root in {"slime", "miles"} - served:
-        found = importlib.util.find_spec(root)
-        if found is None or found.origin is None:  # a folder of that name without code is not slime
+        spec = importlib.util.find_spec(root)
+        if spec is None or spec.origin is None:  # a folder of that name without code is not slime
             sys.meta_path.append(SlimeFinder(root))
 
 

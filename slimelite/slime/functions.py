@@ -217,8 +217,8 @@ def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: None = None) -
 
     if pause_tokens_index is not None:
         raise ValueError("is_correct_strict_box: pause_tokens_index is not supported here")
-    correct, found = verify_strict_box(pred, str(gt))
-    return (1 if correct else -1), found
+    correct, prediction = verify_strict_box(pred, str(gt))
+    return (1 if correct else -1), prediction
 
 
 class Dataset:
