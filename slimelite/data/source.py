@@ -174,8 +174,8 @@ class Curriculum:
             level = prompt.metadata.get("level")
             if not isinstance(level, int | float):
                 raise ValueError(
-                    "--curriculum-threshold needs rows with a number as level in their metadata, such as those of "
-                    f"--environment 'reasoning-gym:gcd?levels=3'; one has {level!r}"
+                    "--curriculum-threshold: rows need a number as level in their metadata, such as those of "
+                    f"--environment 'reasoning-gym:gcd?levels=3' have; one has {level!r}"
                 )
             by_task.setdefault(str(prompt.metadata.get("task", "")), {}).setdefault(level, []).append(prompt)
         self.parts: list[list[Sample]] = []

@@ -15,6 +15,7 @@ from slimelite.data.conversations import ChatReader
 from slimelite.data.messages import render
 from slimelite.data.prompts import PAIR, deal
 from slimelite.data.replies import PROBE, renamed
+from slimelite.data.source import Curriculum
 from slimelite.data.templates import try_template
 from slimelite.data.tokenizer import TOKENIZER, check_same, load_tokenizer, stop_token_ids
 from slimelite.engines.params import SamplingParams
@@ -138,6 +139,9 @@ class InputChecks(FileChecks):
                 f"{name}: conversations in column {column!r} end with an answer of the assistant, which the model sees "
                 "before it writes its own: leave it out of the prompts"
             )
+        if rows.dataset is None and self.args.curriculum_threshold is not None:
+            with findings.blaming("--curriculum-threshold"):
+                Curriculum(self.args.curriculum_threshold, prompts)
         longest = max(len(prompt.tokens) for prompt in prompts)
         measured = f", the longest of {longest} tokens" if longest else ""
         findings.facts.append(f"{name}: {len(prompts)} {'pairs' if self.paired(rows) else 'prompts'}{measured}")

@@ -92,6 +92,14 @@ def test_dry_run_report(run: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(text.splitlines()) < 70
 
 
+def test_a_curriculum_needs_levels(run: str) -> None:
+    (problem,) = problems(f"{run} --curriculum-threshold 0.5 --launcher local")
+    assert problem == (
+        "--curriculum-threshold: rows need a number as level in their metadata, such as those of --environment "
+        "'reasoning-gym:gcd?levels=3' have; one has None"
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "package"),
     [
