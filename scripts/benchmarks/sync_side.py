@@ -115,13 +115,13 @@ def ray_sink(args: Args, log: Path) -> Iterator[WeightSink]:
     import ray
 
     from slimelite.cluster.ray_cluster import AsyncHost, RayRemote
-    from slimelite.cluster.workers import RemoteSink, build_engine
+    from slimelite.cluster.workers import EngineFactory, RemoteSink
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     engine = (
         ray.remote(AsyncHost)
         .options(num_cpus=1)
-        .remote(os.getcwd(), str(log), "engine", None, {}, build_engine, args, 0)
+        .remote(os.getcwd(), str(log), "engine", None, {}, EngineFactory(args).engine, 0)
     )
     try:
         yield RemoteSink([RayRemote(engine, "engine", log, "127.0.0.1")])

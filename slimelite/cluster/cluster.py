@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -25,6 +26,7 @@ from slimelite.cluster.remote import (
     Turns,
     check_number,
     check_table,
+    with_memory,
 )
 from slimelite.cluster.workers import Target, TrainOutput
 from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
@@ -88,7 +90,7 @@ class Cluster:
     ) -> None:
         self.args = args
         self._rollout, self._trainers, self._engines, self._others = rollout, trainers, engines, others
-        self._turns = Turns(inline=args.job.local, args=args)
+        self._turns = Turns(inline=args.job.local, explained=partial(with_memory, args=args))
         # by id: rollouts that `generate` may return again or that a checkpoint may hold
         self._rollouts: dict[int, Pending[RolloutOutput]] = {}
         self._ahead: dict[int, RolloutOutput] = {}  # from the loaded checkpoint, until `generate` takes it

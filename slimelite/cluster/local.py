@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from slimelite.arguments import Args
 from slimelite.cluster.remote import LocalRemote, Progress, Remote
-from slimelite.cluster.workers import (
-    Target,
-    build_engine,
-    build_server,
-    clients,
-    server_addresses,
-)
+from slimelite.cluster.workers import EngineFactory, Target
 from slimelite.data.tokenizer import load_tokenizer
-from slimelite.engines.protocol import Engine, ServerProcess
-from slimelite.engines.registry import ServerAddress
 from slimelite.rollout.manager import RolloutManager
 
 if TYPE_CHECKING:
@@ -50,7 +41,7 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
         torch.set_num_threads(args.cpu_threads)
     with ExitStack() as stack:
         progress(0, 0, "loading the engine")
-        engines, servers = _local_engines(args, stack)
+        engines, servers = EngineFactory(args).local(stack)
         rollout = RolloutManager(args, engines, load_tokenizer(args.tokenizer))
         stack.callback(rollout.close)
         if args.job.trains and args.offload_rollout:
@@ -65,24 +56,3 @@ def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
             trainers.append(LocalRemote(trainer, "trainer_0"))
         remotes = [LocalRemote(engine, "engine_0") for engine in engines]
         yield Workers(LocalRemote(rollout, "rollout"), trainers, servers or remotes)
-
-
-def _local_engines(args: Args, stack: ExitStack) -> tuple[list[Engine], list[ServerAddress]]:
-    """The engines, and the servers behind them, if they are servers."""
-    if not args.job.engines:
-        return [], []
-    servers: list[ServerAddress] = []
-    if args.job.servers:
-        processes: list[Remote[ServerProcess]] = []
-        if args.job.engines == "own":
-            process = build_server(args, 0)
-            stack.callback(process.close)
-            process.start()
-            processes.append(LocalRemote(process, "engine_0"))
-        servers = server_addresses(args, processes)
-        engines = clients(args, servers, processes)
-    else:
-        engines = [build_engine(args, 0)]
-    for engine in engines:
-        stack.callback(asyncio.run, engine.close())
-    return engines, servers

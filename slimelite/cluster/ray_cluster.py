@@ -30,14 +30,7 @@ from slimelite.base.registry import function
 from slimelite.cluster.local import Workers
 from slimelite.cluster.ray_session import connected, explained, last_line
 from slimelite.cluster.remote import Closing, ClusterError, Progress, Remote
-from slimelite.cluster.workers import (
-    LOCAL_HOST,
-    Target,
-    build_desk,
-    build_server,
-    rollout_manager,
-    server_addresses,
-)
+from slimelite.cluster.workers import LOCAL_HOST, EngineFactory, Target
 from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.rollout.manager import RolloutManager
 from slimelite.tracking.noise import redirect_process_output
@@ -206,6 +199,7 @@ class Actors:
 
     def __init__(self, args: Args, group: PlacementGroup, world: int) -> None:
         self.args, self.group, self.world = args, group, world
+        self.factory = EngineFactory(args)
         self.started: list[RayRemote[object]] = []
         self._nodes = placement_group_table(group)["bundles_to_node_id"]
         self._bundles = bundles_by_node(self._nodes, str(ray.get_runtime_context().get_node_id()))
@@ -236,17 +230,17 @@ class Actors:
             if args.job.servers:
                 # other calls must be answered while a server restarts
                 options |= {"max_concurrency": 4}
-                found.append(self._start(Host, f"engine_{n}", own[0], options, env, build_server, args, n, host))
+                found.append(self._start(Host, f"engine_{n}", own[0], options, env, self.factory.server, n, host))
             else:
-                found.append(self._start(AsyncHost, f"engine_{n}", own[0], options, env, build_desk, args, n, host))
+                found.append(self._start(AsyncHost, f"engine_{n}", own[0], options, env, self.factory.desk, n, host))
         return found
 
     def rollout(
         self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]
     ) -> RayRemote[RolloutManager]:
-        """The actor of the rollout side, on the driver's node; see `rollout_manager`."""
+        """The actor of the rollout side, on the driver's node; see `EngineFactory.rollout_manager`."""
         options = {"num_cpus": 0, "max_concurrency": 4}
-        make = (rollout_manager, self.args, engines, processes)
+        make = (self.factory.rollout_manager, engines, processes)
         return self._start(Host, "rollout", self._bundles[0], options, _env(1), *make)
 
     def _start(
@@ -310,7 +304,7 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
             processes: list[RayRemote[ServerProcess]] = engines if args.job.servers else []
             targets: Sequence[Target] = engines
             if args.job.servers and args.job.engines:
-                targets = server_addresses(args, processes)
+                targets = actors.factory.addresses(processes)
             rollout = actors.rollout(targets, processes)
             start_workers(args, rollout, trainers, engines, progress)
             yield Workers(rollout, trainers, targets, engines)

@@ -205,11 +205,13 @@ class Turns:
     """Runs jobs one after the other, in the order of the calls, on a thread; ``inline``: in the caller's thread.
 
     After an error no job runs until a `Pending.result` has raised that error to the caller. Jobs that were queued
-    before the error fail with it even then. ``args``: of the run, see `with_memory`.
+    before the error fail with it even then. ``explained``: what an error is raised as, such as `with_memory`.
     """
 
-    def __init__(self, *, inline: bool, args: Args | None = None) -> None:
-        self._args = args
+    def __init__(
+        self, *, inline: bool, explained: Callable[[BaseException], BaseException] = lambda error: error
+    ) -> None:
+        self._explained = explained
         self.failed: BaseException | None = None
         self.errors = 0
         self._last: BaseException | None = None
@@ -287,13 +289,11 @@ class Turns:
             result = work()
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)  # in the main thread
-            told = error
-            if self._args is not None and not (interrupted or pending.left_out):
-                told = with_memory(error, self._args)
             if not (interrupted or pending.left_out):
-                self._last, self.failed = told, self.failed or told
+                error = self._explained(error)
+                self._last, self.failed = error, self.failed or error
                 self.errors += 1
-            pending.set_exception(told)
+            pending.set_exception(error)
             if interrupted:
                 raise
         else:

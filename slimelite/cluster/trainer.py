@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from slimelite.arguments import Args
-from slimelite.cluster.workers import LOCAL_HOST, RemoteSink, server_sync
+from slimelite.cluster.workers import LOCAL_HOST, EngineFactory, RemoteSink
 from slimelite.engines.protocol import Transport, WeightSink
 from slimelite.samples.table import SampleTable
 from slimelite.training.lora import adapter_format
@@ -44,7 +44,7 @@ class TrainerWorker(Trainer):
         self._servers: Transport | None = None
         if args.job.servers:
             adapter = adapter_format(self.model.hf, args, args.hf_checkpoint) if args.sends_adapter else None
-            self._servers = server_sync(args, self.world.device, host, adapter)
+            self._servers = EngineFactory(args).transport(self.world.device, host, adapter)
         self._profiler = Profiler(args, rank)
         self.timed.around = self._profiler.of_pass
 

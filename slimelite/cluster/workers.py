@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from slimelite.arguments import Args, ModelArgs, RolloutArgs
+from slimelite.arguments import Args
 from slimelite.base.registry import Function, function
 from slimelite.cluster.batches import EngineDesk, remote_engine
-from slimelite.cluster.remote import Remote
+from slimelite.cluster.remote import LocalRemote, Remote
 from slimelite.data.tokenizer import encode_text, load_tokenizer, stop_token_ids
 from slimelite.engines.protocol import (
     AdapterFormat,
@@ -44,115 +45,137 @@ Target = Remote[Engine] | ServerAddress
 LOCAL_HOST = "127.0.0.1"
 
 
-def engine_setup(args: Args, index: int, host: str = LOCAL_HOST) -> EngineSetup:
-    """The settings that engine number ``index`` is built with."""
-    place = args.engine_place(index)
-    return EngineSetup(
-        model_path=str(args.hf_checkpoint),
-        device=args.device,
-        seed=args.rollout_seed + index,
-        host=host,
-        log=Path(args.run_dir).absolute() / "logs" / f"{args.rollout_backend}_{index}.log",
-        max_running_requests=args.sglang_max_running_requests,
-        max_context_len=args.sglang_context_length,
-        kv_cache_tokens=args.kv_cache_tokens,
-        repeatable=args.deterministic_mode,
-        memory_share=args.sglang_mem_fraction_static,
-        releases_memory=bool(args.offload_rollout),
-        memory=args.engine_kind.memory,
-        width=place.width,
-        options={**args.sglang_overrides, **place.overrides},
-        adapter=AdapterKind(args.lora_rank, args.lora_modules) if args.sends_adapter else None,
-    )
+class EngineFactory:
+    """Makes the engines of a run, or what talks to them. ``host``: an address of this machine that others can reach."""
 
+    def __init__(self, args: Args) -> None:
+        self._args = args
 
-def build_engine(args: Args, index: int, host: str = LOCAL_HOST) -> Engine:
-    """Engine number ``index`` in this process; ``host``: the address for its HTTP front, if it starts one."""
-    build = args.engine_kind.build
-    assert build is not None, "an engine that is a server has a process of its own"
-    engine: Engine = _function(args, build)(engine_setup(args, index, host), _codec(args))
-    return engine
+    def setup(self, index: int, host: str = LOCAL_HOST) -> EngineSetup:
+        """The settings that engine number ``index`` is built with."""
+        args, place = self._args, self._args.engine_place(index)
+        return EngineSetup(
+            model_path=str(args.hf_checkpoint),
+            device=args.device,
+            seed=args.rollout_seed + index,
+            host=host,
+            log=Path(args.run_dir).absolute() / "logs" / f"{args.rollout_backend}_{index}.log",
+            max_running_requests=args.sglang_max_running_requests,
+            max_context_len=args.sglang_context_length,
+            kv_cache_tokens=args.kv_cache_tokens,
+            repeatable=args.deterministic_mode,
+            memory_share=args.sglang_mem_fraction_static,
+            releases_memory=bool(args.offload_rollout),
+            memory=args.engine_kind.memory,
+            width=place.width,
+            options={**args.sglang_overrides, **place.overrides},
+            adapter=AdapterKind(args.lora_rank, args.lora_modules) if args.sends_adapter else None,
+        )
 
+    def engine(self, index: int, host: str = LOCAL_HOST) -> Engine:
+        """Engine number ``index`` in this process; ``host``: the address for its HTTP front, if it starts one."""
+        build = self._args.engine_kind.build
+        assert build is not None, "an engine that is a server has a process of its own"
+        engine: Engine = self._function(build)(self.setup(index, host), self._codec())
+        return engine
 
-def build_desk(args: Args, index: int, host: str = LOCAL_HOST) -> EngineDesk:
-    """Engine number ``index`` for callers in other processes."""
-    return EngineDesk(build_engine(args, index, host))
+    def desk(self, index: int, host: str = LOCAL_HOST) -> EngineDesk:
+        """Engine number ``index`` for callers in other processes."""
+        return EngineDesk(self.engine(index, host))
 
+    def server(self, index: int, host: str = LOCAL_HOST) -> ServerProcess:
+        """The process of server number ``index``, which listens on ``host``; it is not started yet."""
+        process: ServerProcess = self._function(self._parts.process)(self.setup(index, host))
+        return process
 
-def build_server(args: Args, index: int, host: str = LOCAL_HOST) -> ServerProcess:
-    """The process of server number ``index``, which listens on ``host``; it is not started yet."""
-    process: ServerProcess = _function(args, _parts(args).process)(engine_setup(args, index, host))
-    return process
+    def addresses(self, processes: Sequence[Remote[ServerProcess]]) -> list[ServerAddress]:
+        """The servers of ``--rollout-external-engine-addrs``, or else of ``processes``."""
+        args = self._args
+        if args.job.engines == "external":
+            external = self._function(self._parts.external)
+            addresses, way = args.rollout_external_engine_addrs, str(args.update_weight_transport)
+            found: list[ServerAddress] = external(addresses, str(args.hf_checkpoint), way)
+            return found
+        places = [args.engine_place(number) for number in range(len(processes))]
+        urls = [process.ask(ServerProcess.address) for process in processes]
+        return [ServerAddress(url, place.width, place.first_gpu) for url, place in zip(urls, places, strict=True)]
 
+    def clients(self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]) -> list[Engine]:
+        """``engines`` as callers in this process use them; ``processes``: those of servers that can be restarted, none
+        of external servers.
+        """
+        owners: list[RemoteOwner | None] = [RemoteOwner(process) for process in processes]
+        return [
+            self._connected(engine, owner) if isinstance(engine, ServerAddress) else remote_engine(engine)
+            for engine, owner in zip_longest(engines, owners)
+        ]
 
-def connect(args: Args, server: ServerAddress, owner: Restartable | None) -> Engine:
-    """The engine behind a server; ``owner`` can restart it (None: the server is external)."""
-    engine: Engine = _function(args, _parts(args).connect)(engine_setup(args, 0), _codec(args), server, owner)
-    return engine
+    def transport(
+        self, device: torch.device, host: str = LOCAL_HOST, adapter: AdapterFormat | None = None
+    ) -> Transport:
+        """The transport of weights on ``device`` to the servers, or of an ``adapter`` alone."""
+        args = self._args
+        setup = SyncSetup(
+            model_path=str(args.hf_checkpoint),
+            transport=str(args.update_weight_transport),
+            device=device,
+            host=host,
+            directory=args.update_weight_disk_dir,
+            keep_folders=args.update_weight_disk_keep_files,
+            timeout_s=60.0 * args.distributed_timeout_minutes,
+            adapter=adapter,
+            partial=not args.offload_rollout or all(self.setup(n).keeps_weights() for n in range(args.num_engines)),
+        )
+        transport: Transport = self._function(self._parts.sync)(setup)
+        return transport
 
+    def local(self, stack: ExitStack) -> tuple[list[Engine], list[ServerAddress]]:
+        """The engines of ``--launcher local``, and the servers behind them, if they are servers."""
+        if not self._args.job.engines:
+            return [], []
+        servers: list[ServerAddress] = []
+        if self._args.job.servers:
+            processes: list[Remote[ServerProcess]] = []
+            if self._args.job.engines == "own":
+                process = self.server(0)
+                stack.callback(process.close)
+                process.start()
+                processes.append(LocalRemote(process, "engine_0"))
+            servers = self.addresses(processes)
+            engines = self.clients(servers, processes)
+        else:
+            engines = [self.engine(0)]
+        for engine in engines:
+            stack.callback(asyncio.run, engine.close())
+        return engines, servers
 
-def server_addresses(args: Args, processes: Sequence[Remote[ServerProcess]]) -> list[ServerAddress]:
-    """The servers of ``--rollout-external-engine-addrs``, or else of ``processes``."""
-    if args.job.engines == "external":
-        external = _function(args, _parts(args).external)
-        addresses, way = args.rollout_external_engine_addrs, str(args.update_weight_transport)
-        found: list[ServerAddress] = external(addresses, str(args.hf_checkpoint), way)
-        return found
-    places = [args.engine_place(number) for number in range(len(processes))]
-    urls = [process.ask(ServerProcess.address) for process in processes]
-    return [ServerAddress(url, place.width, place.first_gpu) for url, place in zip(urls, places, strict=True)]
+    def rollout_manager(self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]) -> RolloutManager:
+        """The rollout side, with engines in other processes; ``processes``: see `clients`."""
+        return RolloutManager(self._args, self.clients(engines, processes), load_tokenizer(self._args.tokenizer))
 
+    def _connected(self, server: ServerAddress, owner: Restartable | None) -> Engine:
+        """The engine behind a server; ``owner`` can restart it (None: the server is external)."""
+        engine: Engine = self._function(self._parts.connect)(self.setup(0), self._codec(), server, owner)
+        return engine
 
-def clients(args: Args, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]) -> list[Engine]:
-    """``engines`` as callers in this process use them; ``processes``: those of servers that can be restarted, none of
-    external servers.
-    """
-    owners: list[RemoteOwner | None] = [RemoteOwner(process) for process in processes]
-    return [
-        connect(args, engine, owner) if isinstance(engine, ServerAddress) else remote_engine(engine)
-        for engine, owner in zip_longest(engines, owners)
-    ]
+    def _function(self, reference: Function) -> Callable[..., Any]:
+        """A function of the record of the run's engine."""
+        return function(reference, ENGINES.option, self._args.rollout_backend)
 
+    @property
+    def _parts(self) -> ServerParts:
+        parts = self._args.engine_kind.server
+        assert parts is not None, f"the {self._args.rollout_backend} engine is no server"
+        return parts
 
-def server_sync(
-    args: Args, device: torch.device, host: str = LOCAL_HOST, adapter: AdapterFormat | None = None
-) -> Transport:
-    """The transport of weights on ``device`` to the servers, or of an ``adapter`` alone; ``host``: this machine's
-    address for them.
-    """
-    setup = SyncSetup(
-        model_path=str(args.hf_checkpoint),
-        transport=str(args.update_weight_transport),
-        device=device,
-        host=host,
-        directory=args.update_weight_disk_dir,
-        keep_folders=args.update_weight_disk_keep_files,
-        timeout_s=60.0 * args.distributed_timeout_minutes,
-        adapter=adapter,
-        partial=not args.offload_rollout or all(engine_setup(args, n).keeps_weights() for n in range(args.num_engines)),
-    )
-    transport: Transport = _function(args, _parts(args).sync)(setup)
-    return transport
-
-
-def _function(args: RolloutArgs, reference: Function) -> Callable[..., Any]:
-    """A function of the record of the run's engine."""
-    return function(reference, ENGINES.option, args.rollout_backend)
-
-
-def _parts(args: RolloutArgs) -> ServerParts:
-    parts = args.engine_kind.server
-    assert parts is not None, f"the {args.rollout_backend} engine is no server"
-    return parts
-
-
-def _codec(args: ModelArgs) -> Codec:
-    tokenizer = load_tokenizer(args.tokenizer)
-    return Codec(
-        decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        encode=lambda text: encode_text(tokenizer, [text])[0],
-        eos_token_ids=stop_token_ids(args.tokenizer, tokenizer),
-    )
+    def _codec(self) -> Codec:
+        path = self._args.tokenizer
+        tokenizer = load_tokenizer(path)
+        return Codec(
+            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+            encode=lambda text: encode_text(tokenizer, [text])[0],
+            eos_token_ids=stop_token_ids(path, tokenizer),
+        )
 
 
 class RemoteOwner:
@@ -206,10 +229,3 @@ class TrainOutput(NamedTuple):
     steps: list[dict[str, float]]
     columns: dict[str, np.ndarray]
     token_stats: TokenStats | None
-
-
-def rollout_manager(
-    args: Args, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]
-) -> RolloutManager:
-    """The rollout side, with engines in other processes; ``processes``: see `clients`."""
-    return RolloutManager(args, clients(args, engines, processes), load_tokenizer(args.tokenizer))

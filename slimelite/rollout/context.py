@@ -219,15 +219,16 @@ def load_plugin(path: str | None, flag: str) -> Plugin | None:
     return None if path is None else load_function(path, flag)
 
 
-def build_source(args: Args, plugin_args: PluginArgs, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """An instance of the ``--data-source-path`` class, built from (args, tokenizer) or (args); else a `DataSource`.
+def build_source(path: str | None, plugin_args: PluginArgs, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """An instance of the class at ``path`` (--data-source-path), built from (args, tokenizer) or (args); for None a
+    `DataSource`.
 
     Raises:
         ValueError: the class lacks a method that a rollout calls.
     """
-    path, flag = args.data_source_path, "--data-source-path"
+    flag = "--data-source-path"
     if path is None:
-        return DataSource(args, tokenizer)
+        return DataSource(plugin_args.rollout_context.args, tokenizer)
     kind = load_function(path, flag)
     if missing := [m for m in ("get_samples", "add_samples", "__len__") if not hasattr(kind, m)]:
         raise ValueError(f"{flag} {path}: a data source needs {', '.join(missing)}")

@@ -156,7 +156,7 @@ class GroupGenerator:
     _request_numbers: Iterator[int] = field(default_factory=count, init=False)
 
     def __post_init__(self) -> None:
-        self._hooks = load_hooks(self.context.args)
+        self._hooks = load_hooks(self.context.args.rollout_sample_hook_path)
 
     def go_on(self, rollout_id: int, generated: list[Generated]) -> None:
         """Generate for a later rollout, which counts in ``generated``, after `stopping` was set."""
@@ -387,9 +387,9 @@ class GroupGenerator:
         return not route_of(last, custom, self.rm_type or args.rm_type).custom
 
 
-def load_hooks(args: RolloutArgs | PluginArgs) -> list[Plugin]:
-    """The functions of ``--rollout-sample-hook-path``."""
-    return [load_function(path, "--rollout-sample-hook-path") for path in args.rollout_sample_hook_path]
+def load_hooks(paths: Iterable[str]) -> list[Plugin]:
+    """The functions at ``paths``, those of ``--rollout-sample-hook-path``."""
+    return [load_function(path, "--rollout-sample-hook-path") for path in paths]
 
 
 async def hooked(hooks: Iterable[Plugin], args: PluginArgs, sample: Sample, **offered: object) -> Sample:

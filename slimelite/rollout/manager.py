@@ -118,7 +118,7 @@ class RolloutManager:
         )
         # a run on saved rollouts, or one that only evaluates, has no prompts
         needs_prompts = args.job.saved is None and args.num_rollout != 0
-        self.source = build_source(args, self._plugin_args(), tokenizer) if needs_prompts else None
+        self.source = build_source(args.data_source_path, self._plugin_args(), tokenizer) if needs_prompts else None
         self._warned_of_old_weights = False
         # imports and models stay: the collector need not walk their million objects again whenever samples are made
         gc.freeze()
@@ -399,7 +399,7 @@ class RolloutManager:
         if not self.args.job.sampled:
             return {**metrics, "perf/rollout_time": seconds}
         if self.args.job.saved is None:
-            metrics |= perf_metrics(self.args, output.generated or [], seconds)
+            metrics |= perf_metrics(self.args.rollout_num_gpus, output.generated or [], seconds)
             metrics["rollout/engine_deaths"] = float(self._context.engines.deaths.total())
         return {**metrics, **self._context.grader.metrics()}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from slimelite.arguments import ClusterArgs, TrackingArgs
+from slimelite.arguments import TrackingArgs
 from slimelite.environments.episode import FACTS
 from slimelite.rollout.filters import rollout_rewards
 from slimelite.samples.sample import Generated, Sample, Status
@@ -176,8 +176,8 @@ def episode_metrics(samples: Sequence[Sample], reward_key: str | None) -> dict[s
     return {**counts, **means, **rewards}
 
 
-def perf_metrics(args: ClusterArgs, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
-    """``perf/*``: tokens per second per GPU (on a CPU: per engine) of the rollout, and those of the longest response.
+def perf_metrics(gpus: int, generated: Sequence[Generated], seconds: float) -> dict[str, float]:
+    """``perf/*``: tokens per second of each of ``gpus`` (on a CPU: engines), and those of the longest response.
 
     ``generated``: the responses of this rollout, which took ``seconds``; if there are none, speeds are left out.
     Metrics with ``effective`` count only the tokens that the loss sees.
@@ -189,7 +189,7 @@ def perf_metrics(args: ClusterArgs, generated: Sequence[Generated], seconds: flo
     if not metrics["generated_tokens"]:
         return prefixed("perf/", metrics)
     for key, lengths in {"": [g.tokens for g in generated], "effective_": [g.effective for g in generated]}.items():
-        metrics[f"{key}tokens_per_gpu_per_sec"] = sum(lengths) / seconds / (args.rollout_num_gpus or 1)
+        metrics[f"{key}tokens_per_gpu_per_sec"] = sum(lengths) / seconds / (gpus or 1)
         metrics[f"longest_{key}sample_tokens_per_sec"] = max(lengths) / seconds
         if any(waits):
             of_longest = [w for w, length in zip(waits, lengths, strict=True) if length == max(lengths)]

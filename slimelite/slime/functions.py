@@ -143,7 +143,7 @@ async def apply_rollout_sample_hooks(args: PluginArgs, value: Any, **offered: An
 
     if isinstance(value, list):
         return [await apply_rollout_sample_hooks(args, item, **offered) for item in value]
-    return await hooked(load_hooks(args), args, value, **offered)
+    return await hooked(load_hooks(args.rollout_sample_hook_path), args, value, **offered)
 
 
 async def async_rm(args: PluginArgs, sample: Sample, **_: Any) -> Any:

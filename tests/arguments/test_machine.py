@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments.machine import Machine
-from slimelite.cluster.workers import engine_setup
+from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.sglang.options import server_fields
 from tests.arguments.conftest import Make, Problems
 
@@ -36,7 +36,7 @@ def test_engines_of_different_sizes(make: Make, groups: Any) -> None:
     args = make(words, NODE)
     assert args.num_engines == 5
     assert [args.engine_place(i)[:2] for i in range(5)] == [(1, 2), (3, 2), (5, 1), (6, 1), (7, 1)]
-    fields = [server_fields(engine_setup(args, i), host="h", port=1) for i in range(5)]
+    fields = [server_fields(EngineFactory(args).setup(i), host="h", port=1) for i in range(5)]
     assert [f["tp_size"] for f in fields] == [2, 2, 1, 1, 1]
     assert [f.get("mem_fraction_static") for f in fields] == [None, None, 0.5, 0.5, 0.5]
 

@@ -25,7 +25,7 @@ from slimelite.arguments.help import help_text
 from slimelite.arguments.parse import make_args
 from slimelite.base.guard import PluginError
 from slimelite.base.registry import Registry, function
-from slimelite.cluster.workers import build_engine
+from slimelite.cluster.workers import EngineFactory
 from slimelite.data.conversations import ChatReader
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.engines.registry import ENGINES
@@ -167,7 +167,7 @@ def test_what_a_users_function_raises_names_the_option_and_the_line(
         (KL_KINDS, "k1", "function", lambda: KL_KINDS["own"](rewards)),
         (LOSS_MASKS, "auto", "find", lambda: conversations.tokens([])),
         (RULES, "reward_model", "scorer", lambda: Grader(RewardArgs(rm_type="own", reward_model_path="x"))),
-        (ENGINES, "embedded", "build", lambda: build_engine(args, 0)),
+        (ENGINES, "embedded", "build", lambda: EngineFactory(args).engine(0)),
     ):
         own = replace(registry[like], name="own", **{part: broken})
         monkeypatch.setitem(registry._records, "own", own)

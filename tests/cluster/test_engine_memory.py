@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
-from slimelite.cluster.workers import engine_setup, server_sync
+from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.memory import Content, EngineMemory
 from slimelite.engines.protocol import MEMORY_TAGS
 from slimelite.engines.registry import ENGINES
@@ -57,10 +57,10 @@ def colocated(model: Path, **changes: Any) -> Args:
 @contextmanager
 def started(args: Args) -> Iterator[tuple[Trainer, Bracketing, list[float]]]:
     """A trainer and the server of its run, which trained and took turns twice; the bytes of each sync."""
-    setup = engine_setup(args, 0)
+    setup = EngineFactory(args).setup(0)
     with bracketing_server(server_fields(setup)) as server, one_rank(args) as trainer:
         adapter = adapter_format(trainer.model.hf, args, args.hf_checkpoint) if args.sends_adapter else None
-        sink = server_sync(args, torch.device("cpu"), adapter=adapter).to([Server(server.url)])
+        sink = EngineFactory(args).transport(torch.device("cpu"), adapter=adapter).to([Server(server.url)])
         engine, sent = SglangEngine(Server(server.url), setup.model_path), []
         for version in range(3):
             asyncio.run(engine.release_memory(MEMORY_TAGS))

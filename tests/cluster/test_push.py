@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slimelite.arguments import Args
 from slimelite.cluster import Cluster, ClusterError
-from slimelite.cluster.workers import server_sync
+from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.protocol import SyncSetup, WeightBucket, WeightSink, WeightSyncError
 from slimelite.engines.sglang.server import Server
 from slimelite.engines.sglang.sync import build_sink
@@ -145,7 +145,7 @@ def test_a_push_is_tried_once_more_where_faults_are_tolerated(
     )
     with bracketing_server() as server:
         server.model_path = str(tmp_path)
-        sync = server_sync(args, CPU).to([Server(server.url)])
+        sync = EngineFactory(args).transport(CPU).to([Server(server.url)])
         trainer, rollout = Trainer(tmp_path), Rollout(server, list(room))
         cluster = Cluster(args, rollout, [trainer], sync)
         if works:

@@ -9,7 +9,7 @@ import pytest
 
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine
-from slimelite.cluster.workers import build_engine
+from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.engines.registry import ENGINES
 from tests.engines.tiny_models import build_model, greedy
@@ -48,7 +48,7 @@ def test_it_generates(words: list[str], tmp_path: Path) -> None:
     assert (args.rollout_backend, args.num_engines, args.update_weight_transport) == ("mine", 1, None)
 
     async def scenario() -> tuple[str, list[int]]:
-        engine = build_engine(args, 0)
+        engine = EngineFactory(args).engine(0)
         params = SamplingParams(8, temperature=0.0, ignore_eos=True)
         (result,) = await engine.generate([GenerateRequest("r", (5, 6, 7), params)])
         name = (await engine.info()).name

@@ -18,7 +18,7 @@ import pytest
 from slimelite.arguments import make_args
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import sglang_options
-from slimelite.cluster.workers import engine_setup
+from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.sglang.client import external_servers
 from slimelite.engines.sglang.options import server_environment, server_fields
 from slimelite.engines.sglang.server import SglangServer, check_fields, command_line, reserve_port, server_command
@@ -32,7 +32,7 @@ RUN = (
 
 def fields(words: str, index: int = 0, gpus: int = 0, **placement: object) -> dict[str, object]:
     args = make_args((RUN + words).split(), machine=Machine(gpus=gpus, sglang=True))
-    return server_fields(engine_setup(args, index), **{"host": "h", "port": 1, **placement})
+    return server_fields(EngineFactory(args).setup(index), **{"host": "h", "port": 1, **placement})
 
 
 def test_users_options_win_over_what_a_cpu_implies_and_lose_to_the_placement() -> None:
@@ -74,7 +74,7 @@ def test_the_environment_of_a_server_that_releases_its_memory(monkeypatch: pytes
         monkeypatch.setenv(name, "expandable_segments:True")
 
     def found(words: str) -> dict[str, str]:
-        setup = engine_setup(make_args((RUN + words).split(), machine=Machine(gpus=2, sglang=True)), 0)
+        setup = EngineFactory(make_args((RUN + words).split(), machine=Machine(gpus=2, sglang=True))).setup(0)
         environment = server_environment(server_fields(setup), setup.memory.unset)
         assert environment["PATH"] == os.environ["PATH"]
         return {name: environment[name] for name in (*allocator, *graphs) if name in environment}

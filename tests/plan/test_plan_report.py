@@ -13,7 +13,7 @@ import pytest
 
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine, this_machine
-from slimelite.cluster.workers import engine_setup
+from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.embedded.engine import GPU_CACHE_SHARE
 from slimelite.engines.sglang.options import server_fields
 from slimelite.plan import run as planning
@@ -208,7 +208,7 @@ def test_a_server_that_releases_its_memory_keeps_less_for_graphs() -> None:
     words = "--rollout-backend sglang --plan-gpu rtx4090:2 --actor-num-gpus-per-node 1 --rollout-num-gpus 1"
     turns, apart = (plan("qwen2.5-0.5B", f"{words} {more}") for more in ("--colocate", "--no-offload-rollout"))
     assert turns.serving.static - apart.serving.static == pytest.approx(50 * 8 * 2**20, rel=0.05)
-    fields = [server_fields(engine_setup(each.args, 0)) for each in (turns, apart)]
+    fields = [server_fields(EngineFactory(each.args).setup(0)) for each in (turns, apart)]
     assert [each.get("cuda_graph_backend_prefill") for each in fields] == ["disabled", None]
 
 

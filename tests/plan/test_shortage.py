@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -73,7 +74,7 @@ def test_a_gpu_runs_out_of_memory(model: Path, monkeypatch: pytest.MonkeyPatch) 
     """The error of torch, raised in a verb: the caller gets the message, with the GPU's size as torch named it."""
     words = f"{WORDS} --hf-checkpoint {model} --colocate --no-gradient-checkpointing --max-tokens-per-gpu 900000"
     args = make_args(words.split(), machine=Machine(gpus=1, gpu_bytes=25 * 10**9))
-    turns = Turns(inline=True, args=args)
+    turns = Turns(inline=True, explained=partial(with_memory, args=args))
 
     def work() -> None:
         raise torch.OutOfMemoryError(FULL)

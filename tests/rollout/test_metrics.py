@@ -113,9 +113,9 @@ def test_an_episode_counts_once_whatever_the_number_of_its_branches(make_args: M
     assert metrics.table_metrics(table)["rollout/reward/right"] == 0.25
 
 
-def test_perf_metrics(make_args: MakeArgs) -> None:
+def test_perf_metrics() -> None:
     generated = [Generated(10, 10, waited=3.0), Generated(30, 20)]
-    got = metrics.perf_metrics(make_args(rollout_num_gpus=2), generated, seconds=4.0)
+    got = metrics.perf_metrics(2, generated, seconds=4.0)
     assert got["perf/rollout_time"] == 4
     assert got["perf/generated_tokens"] == 40
     assert got["perf/tokens_per_gpu_per_sec"] == 5
