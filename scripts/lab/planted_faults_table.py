@@ -16,8 +16,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from slimelite.tracking.alarms import Alarm, replay
-from slimelite.tracking.conditions import EQUAL, METRICS
+from slimelite.tracking.alarms import EQUAL, METRICS, Alarm, replay
 from slimelite.tracking.metrics_file import Record, eval_metrics, read_metrics
 
 COUNTS = (

@@ -10,7 +10,7 @@ from slimelite.arguments.rollout import RolloutArgs
 from slimelite.environments.registry import ENVIRONMENTS, is_address
 
 # the generate functions of runs with --environment and with --agent-command
-EPISODE, PROGRAM = "slimelite.rollout.episodes.play", "slimelite.rollout.programs.run"
+EPISODE, PROGRAM = "slimelite.rollout.episodes.play", "slimelite.rollout.episodes.run"
 PROGRAMS = SAMPLING & NEW_ROLLOUTS & given("--agent-command")
 EPISODES = SAMPLING & NEW_ROLLOUTS & given("--environment")
 IN_THIS_RUN = EPISODES & when(

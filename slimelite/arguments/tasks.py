@@ -20,7 +20,7 @@ SHIPPED = Path(__file__).parents[1] / "data" / "tasks"
 # suffixes of files with rows, as in `slimelite.data.reader`
 SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz")
 # scores the choices of a row
-CHOOSE = "slimelite.rollout.choices.choose"
+CHOOSE = "slimelite.rollout.evaluation.choose"
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ from slimelite.models.checkpoints import (
     read_json,
     writing,
 )
-from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutManager, RolloutOutput
-from slimelite.rollout.probe import disagreement
+from slimelite.rollout.manager import CANCEL_S, EvalOutput, RolloutManager, RolloutOutput, disagreement
 from slimelite.samples.table import SampleTable
 
 if TYPE_CHECKING:

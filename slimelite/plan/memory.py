@@ -246,7 +246,7 @@ class Sglang:
     @classmethod
     def of(cls, memory: float, gpus: int, options: Mapping[str, Any], *, releases: bool) -> Sglang:
         """By the ``--sglang-*`` options, and its defaults on such a GPU; ``releases``: the engine releases its memory,
-        and so records no graphs of prompts by default (`slimelite.engines.sglang.options`).
+        and so records no graphs of prompts by default (`slimelite.engines.sglang.server`).
         """
         given, (usual, most) = options.get("chunked_prefill_size"), sglang_usual(memory, gpus)
         pieces = usual if given is None else int(given)  # -1: prompts are computed whole

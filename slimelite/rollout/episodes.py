@@ -1,4 +1,5 @@
-"""The generate function of ``--environment``: one episode makes the response, or the responses, to a prompt."""
+"""The generate functions of ``--environment`` and ``--agent-command``: an episode, or a program that talks to the model
+through a session of its own, makes the response, or the responses, to a prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any
 
 from slimelite.arguments.secret import masked
 from slimelite.engines.http_front import parse_sampling_params
-from slimelite.environments.episode import Episode, row_of
+from slimelite.environments.episode import FACTS, Episode, row_of
+from slimelite.environments.program import Ended
 from slimelite.rewards.rules import Failure
 from slimelite.rollout.context import PluginArgs
 from slimelite.samples.sample import Sample, Status
@@ -57,4 +59,81 @@ async def play(
         context.grader.fail(
             made, failure, f"of --environment {masked('environment', args.environment)}", reward_key=key
         )
+    return made
+
+
+async def run(
+    args: PluginArgs, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> list[Sample]:
+    """Run ``--agent-command`` for ``sample``; each branch of its session becomes a sample.
+
+    Raises:
+        RewardError: the program failed, and ``--reward-error`` is ``fail``.
+        OSError: the program cannot be started.
+    """
+    context = args.rollout_context
+    assert context.programs is not None
+    sessions, front = context.sessions(), await context.front()
+    defaults = replace(parse_sampling_params(sampling_params), seed=None)  # the session has a seed of its own
+    session = sessions.open(sample.session_id, defaults=defaults)
+    base = f"{front}/sessions/{session.id}"
+    variables = {
+        "OPENAI_BASE_URL": f"{base}/v1",
+        "OPENAI_API_KEY": session.key,
+        "ANTHROPIC_BASE_URL": base,
+        "ANTHROPIC_API_KEY": session.key,
+    }
+    stream = "evaluation" if evaluation else "training"
+    row = row_of(sample, stream_seed(args.rollout_seed, stream, sample.group_index))
+    try:
+        home = context.homes[str(sample.session_id)]
+        ended = await context.programs.run(vars(row), variables, lambda: home.held)
+    finally:
+        sessions.close(session.id)
+    failure = _failure(ended, session)
+    made = _samples(sample, session, ended, failure)
+    reward = f"reward {made[0].reward}" if failure is None else failure.message
+    context.programs.log(str(sample.session_id), ended, f"{len(session.turns)} replies, {reward}")
+    if failure is not None:
+        key = context.eval_reward_key if evaluation else args.reward_key
+        context.grader.fail(made, failure, f"of --agent-command {args.agent_command}", reward_key=key)
+    return made
+
+
+def _failure(ended: Ended, session: Session) -> Failure | None:
+    """Why the program's end is no answer."""
+    if ended.status is None:
+        return Failure("timeout", f"the program took longer than {ended.seconds:.0f} s (--agent-timeout)")
+    if ended.status:
+        last = (ended.errors.strip().splitlines() or [""])[-1]
+        return Failure("crash", f"the program ended with exit status {ended.status}: {last:.200}")
+    if not session.turns:
+        return Failure("invalid", "the program never asked the model (it finds it at OPENAI_BASE_URL)")
+    try:
+        _ = ended.reward
+    except ValueError as error:
+        return Failure("invalid", str(error))
+    return None
+
+
+def _samples(sample: Sample, session: Session, ended: Ended, failure: Failure | None) -> list[Sample]:
+    """The samples of the session, with the program's reward, or none, so that the run's reward scores them."""
+    turns = session.turns
+    facts = {
+        "turns": len(turns),
+        "tool_calls": sum(len(turn.reply.tool_calls) for turn in turns),
+        "malformed_calls": sum(len(turn.reply.malformed) for turn in turns),
+        "timeouts": int(ended.status is None),
+        "errors": int(failure is not None and ended.status is not None),
+        "seconds": ended.seconds,
+        "metrics": {"silent_programs": float(not turns)},
+    }
+    made = session.samples(sample) if turns else [replace(sample, remove_sample=True)]
+    for each in made:
+        each.metadata = {**each.metadata, FACTS: facts}
+        each.non_generation_time = ended.seconds
+        if failure is None:
+            each.reward = ended.reward
+        else:
+            each.status = Status.FAILED
     return made

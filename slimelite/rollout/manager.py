@@ -19,7 +19,7 @@ from slimelite.arguments import Args
 from slimelite.base.heap import return_freed_memory
 from slimelite.base.threads import LoopThread
 from slimelite.data.tokenizer import TOKENIZER, check_same, fingerprint
-from slimelite.engines.protocol import MEMORY_TAGS, Engine
+from slimelite.engines.protocol import MEMORY_TAGS, Engine, GenerateRequest, SamplingParams
 from slimelite.environments.hosts import Host
 from slimelite.environments.program import Programs
 from slimelite.rewards.grader import Grader
@@ -37,15 +37,17 @@ from slimelite.rollout.generate import BUILT_IN, generate_rollout
 from slimelite.rollout.groups import check_scored, stamp_versions
 from slimelite.rollout.metrics import eval_metrics, perf_metrics, prefixed, rollout_metrics, table_metrics
 from slimelite.rollout.pool import EnginePool
-from slimelite.rollout.probe import probe
 from slimelite.rollout.teacher import Teacher
-from slimelite.samples.sample import Sample
+from slimelite.samples.sample import Sample, Status
 from slimelite.samples.table import SampleTable
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+
 logger = logging.getLogger(__name__)
+# what each engine generates for --check-weight-update-equal
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 16
 # time for cancelled tasks to end
 CANCEL_S = 5.0
 # freed memory of samples that is kept for the next ones [bytes]
@@ -224,7 +226,7 @@ class RolloutManager:
         self._done = (done, total, note)
 
     def probe(self) -> SampleTable:
-        """See `slimelite.rollout.probe`."""
+        """See `slimelite.rollout.manager`."""
         engines, vocab_size = self._context.engines.engines, len(self._context.tokenizer)
         return self._thread.run(probe(engines, vocab_size, self.args.rollout_temperature))
 
@@ -408,3 +410,31 @@ class RolloutManager:
         # a path without {rollout_id} is one file for all rollouts, which evaluations must not overwrite
         if template is not None and ("{rollout_id" in template or isinstance(rollout_id, int)):
             table.to_parquet(template.format(rollout_id=rollout_id))
+
+
+async def probe(engines: Sequence[Engine], vocab_size: int, temperature: float) -> SampleTable:
+    """``PROMPTS`` responses of each engine to fixed tokens, one row each; ``group_id`` is the engine's number."""
+    prompts = [
+        [(7919 * (p * PROMPT_TOKENS + i + 1)) % vocab_size for i in range(PROMPT_TOKENS)] for p in range(PROMPTS)
+    ]
+    params, groups = SamplingParams(NEW_TOKENS, temperature, ignore_eos=True), list[list[Sample]]()
+    for number, engine in enumerate(engines):
+        requests = [GenerateRequest(f"probe-{number}-{i}", tuple(p), params) for i, p in enumerate(prompts)]
+        groups.append([])
+        for i, result in enumerate(await engine.generate(requests)):
+            row = Sample(group_index=number, index=number * PROMPTS + i, tokens=list(prompts[i]), reward=0.0)
+            row.append_response_tokens(result.output_ids, result.log_probs, weight_versions=result.weight_versions)
+            row.status = Status.COMPLETED
+            groups[-1].append(row)
+    return SampleTable.from_samples(groups)
+
+
+def disagreement(table: SampleTable, log_probs: np.ndarray, version: int) -> np.ndarray:
+    """[engines] mean |engine − trainer log-prob| over the rows of a `probe`, in nats; inf if a token has another weight
+    version than ``version``.
+
+    ``log_probs``: [response tokens of the table] the trainer's.
+    """
+    gap = np.where(table.weight_versions == version, np.abs(table.rollout_log_probs - log_probs), np.inf)
+    engine_of_token = np.repeat(table.group_id, table.response_lengths)
+    return np.array([gap[engine_of_token == number].mean() for number in np.unique(table.group_id)])

@@ -2,19 +2,438 @@
 
 `Alarms` is fed with the records of metrics.jsonl in their order, by the tracker while the run goes on and by `replay`
 afterwards, so both find the same. It has no clock and reads no file.
+
+Each kind of alarm is a function that says what it sees, or None. Levels are medians over a few rollouts, and noise is
+measured from the differences of successive rollouts, so that neither one odd rollout nor the scale of the reward
+matters. Each docstring has the reason of its threshold.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
-from slimelite.tracking.conditions import KINDS, QUIET, History, Score, Seen, rollout_values
 from slimelite.tracking.metrics_file import DEFAULT_AXIS, eval_metrics
 
+LEVEL = 5  # rollouts whose median is a level: two odd ones among them do not move it
+WINDOW = 20  # rollouts between the two levels that are compared: a slow change is seen, an old one forgotten
+QUIET = 3  # a condition that comes back within so many rollouts had not ended
+NOISE = 3.0  # a change of level counts from so many standard deviations of one rollout on: about four of a median's
+ERRORS = 4.0  # standard errors from which on two scores differ, the earlier one being the best of several
 UNKNOWN_ERROR = 0.04  # of an evaluation that does not say its standard error: that of 150 answers, right or wrong
+ALL = 0.9  # share of groups that counts as all of them: one lucky group in ten changes nothing
+SOLVED = 0.9  # an eval score from which on there is little left to learn
+MISMATCH_LIMIT = 0.02  # nats; engines that compute in bfloat16 stay below 0.01
+
+METRICS = {
+    "reward": "rollout/raw_reward",
+    "length": "rollout/response_len/mean",
+    "truncated": "rollout/truncated_ratio",
+    "entropy": "rollout/entropy",
+    "mismatch": "train/train_rollout_logprob_abs_diff",
+    "staleness": "rollout/weight_staleness/mean",
+    "grad": "train/grad_norm",
+    # shares of groups whose every sample had the same reward, 0 or less and more than 0
+    "wrong": "",
+    "right": "",
+    "deaths": "rollout/engine_deaths",
+    "seconds": "",  # of the rollout without its evaluation and saving
+}
+EQUAL = "rollout/zero_std/count_"
+SKIPPED = ("train/skipped_steps", "train/critic-skipped_steps")
+
+
+class Score(NamedTuple):
+    """The mean score of an evaluation, its standard error, and how many rollouts came before it."""
+
+    rollouts: int
+    mean: float
+    error: float
+
+
+class Seen(NamedTuple):
+    """A condition that holds: what the alarm says, and whether it goes on in a later rollout."""
+
+    says: str
+    goes_on: Callable[[History], bool]
+
+
+class History:
+    """The values of each metric, one for every rollout that has it, and the scores of evaluations."""
+
+    def __init__(self) -> None:
+        self.values: defaultdict[str, list[float]] = defaultdict(list)
+        self.row: dict[str, float] = {}  # of the last rollout
+        self.rollouts = 0
+        self.scores: defaultdict[str, list[Score]] = defaultdict(list)
+        self.best_reward = -math.inf  # the highest level so far
+        self.least_wrong = math.inf  # the lowest median of three rollouts' shares of groups without a right answer
+
+    def add(self, row: dict[str, float]) -> None:
+        """Add the values of a rollout that ended."""
+        self.row = row
+        self.rollouts += 1
+        for name, value in row.items():
+            if name in METRICS and math.isfinite(value):
+                self.values[name].append(value)
+        if len(self.values["reward"]) >= LEVEL:
+            self.best_reward = max(self.best_reward, self.now("reward"))
+        if self.values["wrong"]:
+            self.least_wrong = min(self.least_wrong, self.now("wrong", QUIET))
+
+    def enough(self, name: str) -> bool:
+        """Whether there are two levels of a metric to compare."""
+        return len(self.values[name]) >= 2 * LEVEL
+
+    def now(self, name: str, rollouts: int = LEVEL) -> float:
+        """The level of a metric; -inf without a value."""
+        return median(self.values[name][-rollouts:] or [-math.inf])
+
+    def then(self, name: str) -> float:
+        """The level about ``WINDOW`` rollouts ago, or at the beginning; the present level's rollouts are left out."""
+        return median(self.values[name][-WINDOW - LEVEL : -LEVEL][:LEVEL] or [math.inf])
+
+    def at(self, name: str, rollouts: int) -> float:
+        """The level when so many rollouts were done; at the beginning that of the first ones."""
+        return median(self.values[name][max(rollouts - LEVEL, 0) : max(rollouts, LEVEL)] or [math.inf])
+
+    def noise(self, name: str) -> float:
+        """Standard deviation of a metric from rollout to rollout, from the median step; a trend adds little to it."""
+        recent = self.values[name][-WINDOW - LEVEL :]
+        steps = [abs(after - before) for before, after in pairwise(recent)]
+        return 1.4826 * median(steps or [0.0]) / math.sqrt(2)
+
+    def rose(self, name: str, since: float) -> bool:
+        """Whether the level is above ``since`` by more than noise."""
+        return self.now(name) - since > NOISE * self.noise(name)
+
+    def improved(self, rollouts: int) -> bool:
+        """Whether an eval score, or without evaluations the reward, is higher than when ``rollouts`` were done."""
+        pairs = [
+            ([s for s in scores if s.rollouts <= rollouts] or scores[:1], scores) for scores in self.scores.values()
+        ]
+        measured = [scores[-1].mean > old[-1].mean for old, scores in pairs if scores[-1].rollouts > old[-1].rollouts]
+        return any(measured) if measured else self.rose("reward", self.at("reward", rollouts))
+
+    def evaluated(self) -> dict[str, list[Score]]:
+        """The scores of the datasets that were evaluated after the last rollout, which is then compared with them."""
+        return {name: scores for name, scores in self.scores.items() if scores[-1].rollouts == self.rollouts}
+
+
+# what finds an alarm in the history of a run
+See = Callable[[History], Seen | None]
+
+
+class Kind(NamedTuple):
+    """A kind of alarm: ``when`` it begins and what people usually do about it, in words, and how that is found."""
+
+    name: str
+    when: str
+    advice: str
+    see: See
+
+
+KINDS: list[Kind] = []
+
+
+def kind(when: str, advice: str) -> Callable[[See], See]:
+    """Make a kind of alarm of the function that finds it; its name is that of the function."""
+
+    def register(see: See) -> See:
+        KINDS.append(Kind(see.__name__, when, advice, see))
+        return see
+
+    return register
+
+
+def rollout_values(pending: Mapping[str, list[float]]) -> dict[str, float]:
+    """The metrics of a rollout: the last value of each; of its steps the largest gradient norm and mean skips."""
+    row = {name: values[-1] for name, values in pending.items()}
+    row |= {name: fmean(pending[name]) for name in SKIPPED if name in pending}
+    row |= {short: row[name] for short, name in METRICS.items() if name in row}
+    if grads := [value for value in pending.get(METRICS["grad"], []) if value > 0]:
+        row["grad"] = max(grads)
+    else:
+        row.pop("grad", None)  # a rollout of equal rewards has no gradient, which says nothing about the others
+    row.setdefault("entropy", row.get("train/entropy_loss", math.nan))
+    if "perf/step_time" in row:
+        row["seconds"] = row["perf/step_time"] - row.get("perf/eval_time", 0.0) - row.get("perf/save_model_time", 0.0)
+    equal = {float(name.removeprefix(EQUAL)): n for name, n in row.items() if name.startswith(EQUAL)}
+    if "rollout/zero_variance_groups" in row and "rollout/opd_reverse_kl" not in row:
+        share = row["rollout/zero_variance_groups"] / max(sum(equal.values()), 1)
+        row["wrong"] = share * sum(n for reward, n in equal.items() if reward <= 0)
+        row["right"] = share * sum(n for reward, n in equal.items() if reward > 0)
+    if row.get("length") == 0:  # see `no_tokens`: rewards of nothing say nothing
+        row = {name: value for name, value in row.items() if name not in ("reward", "wrong", "right")}
+    return row
+
+
+@kind(
+    "nine groups in ten have no right answer any more, or the reward lost half of its best level",
+    "Usually the learning rate is too high: go back to an earlier checkpoint and divide --lr by 3 to 10; a lower "
+    "--clip-grad, --use-kl-loss and --lr-warmup-iters help, too.",
+)
+def reward_collapse(h: History) -> Seen | None:
+    """The reward is lost. A share of groups is known from the first rollout on and does not depend on the reward's
+    scale; a reward without right and wrong needs two levels, and a loss of six deviations and of half its value."""
+    lost = h.best_reward - h.now("reward")
+    groups = h.least_wrong <= 0.5 and h.now("wrong", QUIET) >= ALL
+    if not groups and not (h.enough("reward") and lost > max(2 * NOISE * h.noise("reward"), abs(h.best_reward) / 2)):
+        return None
+    best = max(h.best_reward, *h.values["reward"][:1])
+    half = best - abs(best) / 2
+    says = f"the reward fell from {best:.3g} to {h.now('reward', QUIET):.3g}"
+    if groups:
+        says += f"; {h.now('wrong', QUIET):.0%} of the groups have no right answer any more"
+    return Seen(says, lambda h: h.now("reward", QUIET) < half)
+
+
+@kind(
+    "nine groups in ten have had no right answer (a reward of 0 or less) for 3 rollouts, from the start",
+    "Read samples beside their labels: is --label-key the right column, does --rm-type read such answers, is "
+    "--rollout-max-response-len long enough? If so, the task is too hard: take easier prompts, more samples for "
+    "each, or SFT first.",
+)
+def all_wrong(h: History) -> Seen | None:
+    """Three rollouts in a row, so that one hard batch is no alarm; a run that was better before has collapsed."""
+    share = min(h.values["wrong"][-QUIET:], default=0.0)
+    if len(h.values["wrong"]) < QUIET or share < ALL or h.least_wrong <= 0.5:
+        return None
+    says = f"{share:.0%} of the groups or more had no right answer in {QUIET} rollouts: there is nothing to learn from"
+    return Seen(says, lambda h: h.now("wrong", QUIET) >= ALL)
+
+
+@kind(
+    "no response of a rollout has a token",
+    "Look at the prompts in rollouts/ of the run folder: a prompt as long as the context leaves no room for a reply. "
+    "Shorten it, or raise --rollout-max-context-len. If environments failed, log.txt says why.",
+)
+def no_tokens(h: History) -> Seen | None:
+    """One rollout: not a single token is never chance."""
+    if h.row.get("length") != 0:
+        return None
+    return Seen("no response has a token, so that nothing is trained", lambda h: h.row.get("length") == 0)
+
+
+@kind(
+    "nine groups in ten have had equal rewards above 0 for 3 rollouts, and a new eval score is below 0.9",
+    "These prompts have nothing left to teach: take harder ones, or drop solved groups with "
+    "--dynamic-sampling-filter-path. If the score falls, the reward pays for something else: read samples.",
+)
+def all_right(h: History) -> Seen | None:
+    """An eval below 0.9 says that there is something left to learn that these prompts do not teach."""
+    share = min(h.values["right"][-QUIET:], default=0.0)
+    low = {name: scores[-1].mean for name, scores in h.evaluated().items() if scores[-1].mean < SOLVED}
+    if len(h.values["right"]) < QUIET or share < ALL or not low:
+        return None
+    name, score = next(iter(low.items()))
+    says = f"{share:.0%} of the groups or more had equal rewards above 0 in {QUIET} rollouts, and {name} is {score:.3g}"
+    return Seen(says, lambda h: h.now("right", QUIET) >= ALL and h.scores[name][-1].mean < SOLVED)
+
+
+@kind(
+    "entropy is a quarter of what it was 20 rollouts before, the reward did not rise, and fewer than half of the "
+    "groups are all right",
+    "The policy has stopped exploring: raise --eps-clip-high (0.28), lower --lr, add --entropy-coef or "
+    "--use-kl-loss, and sample at --rollout-temperature 1.",
+)
+def entropy_collapse(h: History) -> Seen | None:
+    """A quarter: reward that pays for sure answers halves entropy in healthy runs, too. Where half of the groups are
+    all right, entropy may fall, because the answers are known."""
+    then, now, done = h.then("entropy"), h.now("entropy"), max(h.rollouts - WINDOW - LEVEL, 0)
+    if not h.enough("entropy") or not h.enough("reward") or now > then / 4 or h.now("right") >= 0.5:
+        return None
+    reward = h.at("reward", done)
+    if h.rose("reward", reward):
+        return None
+    says = f"entropy fell from {then:.3g} to {now:.3g} while the reward stayed at {h.now('reward'):.3g}"
+    return Seen(says, lambda h: h.now("entropy") <= then / 4 and not h.rose("reward", reward))
+
+
+@kind(
+    "more than 25 % of the responses run into the length limit, a tenth more of them than 20 rollouts before",
+    "Read the ends of long samples. Answers that are cut off need a larger --rollout-max-response-len; loops and "
+    "padding need --overlong-buffer-len, a reward that does not pay for length, or a lower --lr.",
+)
+def truncation(h: History) -> Seen | None:
+    """A quarter of the samples ends without an answer, a tenth of them more than before and more than noise."""
+    now, then = h.now("truncated"), h.then("truncated")
+    if now <= 0.25 or now - then < max(0.1, NOISE * h.noise("truncated")):
+        return None
+    says = f"{now:.0%} of the responses ran into the length limit; it was {then:.0%}"
+    return Seen(says, lambda h: h.now("truncated", QUIET) > 0.25)
+
+
+@kind(
+    "responses are twice as long as 20 rollouts before, and no eval score (without evaluations: no reward) rose",
+    "Read the longest samples: does the reward pay for length? --overlong-buffer-len punishes it; under "
+    "--calculate-per-token-loss a long wrong answer costs its full length.",
+)
+def length(h: History) -> Seen | None:
+    """Twice: responses that learn to reason grow, too, but the score then grows with them."""
+    then, now, done = h.then("length"), h.now("length"), max(h.rollouts - WINDOW - LEVEL, 0)
+    if not h.enough("length") or not h.values["reward"] or not then or now < 2 * then or h.improved(done):
+        return None
+    by = "no eval score" if h.scores else "no reward"
+    says = f"responses grew from {then:.0f} to {now:.0f} tokens on average, and {by} rose with them"
+    return Seen(says, lambda h: h.now("length") >= 2 * then and not h.improved(done))
+
+
+@kind(
+    "the reward rose by a tenth, and an eval score has not gained 0.02 in 20 rollouts, or fell by a tenth from its "
+    "best",
+    "The policy learns what the reward pays for instead of the task, or learns the prompts by heart. Read the "
+    "samples with the highest reward, mend it, and keep the checkpoint of the best evaluation; more prompts help "
+    "against learning by heart.",
+)
+def reward_without_eval(h: History) -> Seen | None:
+    """The reward gained a tenth and more than noise. The score fell from its best by a tenth and by four standard
+    errors; or no evaluation of 20 rollouts, two at least, gained 0.02, and the reward's relative gain is ahead of the
+    score's by four standard errors. Fewer are chance: the best of many scores is a lucky one."""
+    for name, scores in h.evaluated().items():
+        last, best = scores[-1], max(scores, key=lambda s: s.mean)
+        fell = best.mean - last.mean > max(ERRORS * math.hypot(best.error, last.error), 0.1 * abs(best.mean))
+        old = [s for s in scores if s.rollouts <= last.rollouts - WINDOW][-1:]
+        flat = old and last.mean < SOLVED and max(s.mean for s in scores if s.rollouts > old[0].rollouts)
+        since = best if fell else old[0] if flat and flat <= old[0].mean + 0.02 else None
+        if since is None or not h.enough("reward"):
+            continue
+        before, now = h.at("reward", since.rollouts), h.now("reward")
+        gain, level = now - before, max(abs(since.mean), 1e-9)
+        ahead = gain / max(abs(before), 1e-9) - (last.mean - since.mean) / level
+        if not h.rose("reward", before) or gain < 0.1 * abs(before):
+            continue
+        if fell or ahead > ERRORS * math.hypot(since.error, last.error) / level:
+            says = f"the reward rose from {before:.3g} to {now:.3g}, and {name} went from "
+            says += f"{since.mean:.3g} to {last.mean:.3g}"
+            return Seen(says, _stays_below(name, min(since.mean, last.mean) + 0.02))
+    return None
+
+
+def _stays_below(name: str, score: float) -> Callable[[History], bool]:
+    return lambda h: h.scores[name][-1].mean <= score
+
+
+@kind(
+    f"the mean |trainer − engine log-prob| is above {MISMATCH_LIMIT:g}, and 0.2 more for each update that the "
+    "weights of the tokens are old, or rose fivefold "
+    f"in 20 rollouts and is above {MISMATCH_LIMIT / 10:g}",
+    "The gradient belongs to another policy than the one that wrote the samples. --check-weight-update-equal tells "
+    "whether the weights arrive; --correction tis corrects small differences; docs/metrics.md lists the causes.",
+)
+def mismatch(h: History) -> Seen | None:
+    """One rollout above the limit is enough, because the mean is over many tokens. Below it, five times the earlier
+    level, from a tenth of the limit on: smaller differences are rounding. Tokens of older weights differ by what
+    training has changed since: in healthy runs one rollout ahead, at the quickstart's high learning rate, 0.17."""
+    now, then, age = h.row.get("mismatch", 0.0), h.then("mismatch"), h.row.get("staleness", 0.0)
+    limit = MISMATCH_LIMIT + 0.2 * age
+    risen = not age and h.enough("mismatch") and h.now("mismatch") > max(5 * then, MISMATCH_LIMIT / 10)
+    if now <= limit and not risen:
+        return None
+    says = f"trainer and engine disagree about the same tokens: mean |log-prob difference| {now:.3f}"
+    floor = min(now, limit) / 2
+    return Seen(says, lambda h: h.now("mismatch") > floor)
+
+
+@kind(
+    "trained tokens are 4 weight updates old on average, or half of the groups are dropped as too old",
+    "Sync more often (--update-weights-interval 1), set --max-weight-staleness, or correct with --correction tis.",
+)
+def stale(h: History) -> Seen | None:
+    """Four updates: a rollout that is generated one ahead has one, and a policy gradient bears a few. Or half of the
+    groups that were sent: more work is thrown away than used."""
+    age, dropped = h.now("staleness", QUIET), h.row.get("rollout/stale_groups", 0.0)
+    if age >= 4:
+        return Seen(f"trained tokens are {age:.1f} weight updates old", lambda h: h.now("staleness", QUIET) >= 4)
+    if not dropped or dropped < h.row.get("rollout/submitted_groups", 0.0) / 2:
+        return None
+    says = f"{dropped:.0f} groups were too old to train on"
+    return Seen(says, lambda h: h.row.get("rollout/stale_groups", 0.0) > 0)
+
+
+@kind(
+    "a gradient norm is above 10 times the median of the last 20 and 5 times the largest of them",
+    "One spike that --clip-grad catches is harmless. If they come back, lower --lr and read that rollout: long, "
+    "repetitive or extremely rewarded samples make them.",
+)
+def grad_spike(h: History) -> Seen | None:
+    """Ten times the median, and five times the largest of the last 20: when most groups are solved, a few odd ones make
+    the gradient, and in healthy runs its norm then jumps to 13 times the median and 2.6 times the largest."""
+    before = h.values["grad"][-WINDOW - 1 : -1]
+    if "grad" not in h.row or len(before) < WINDOW:
+        return None
+    limit = max(10 * median(before), 5 * max(before))
+    if h.row["grad"] <= limit:
+        return None
+    says = f"the gradient norm is {h.row['grad']:.3g}, and its median was {median(before):.3g}"
+    return Seen(says, lambda h: h.values["grad"][-1] > limit)
+
+
+@kind(
+    "an optimizer step changed nothing, because its loss or gradient was not finite",
+    "Look for infinite rewards and a custom loss that divides by zero; lower --lr; take bfloat16 rather than "
+    "float16. --nonfinite-grad fail stops at the first.",
+)
+def skipped_steps(h: History) -> Seen | None:
+    """Any share: a loss or gradient that is not finite is never noise."""
+    shares = {name: h.row[name] for name in SKIPPED if h.row.get(name, 0.0) > 0}
+    if not shares:
+        return None
+    name, share = next(iter(shares.items()))
+    says = f"{share:.0%} of the optimizer steps changed nothing, for their loss or gradient was not finite ({name})"
+    return Seen(says, lambda h: any(h.row.get(name, 0.0) > 0 for name in SKIPPED))
+
+
+@kind(
+    "the filter dropped nine groups in ten of a rollout, at least 32",
+    "Read the groups in dropped/ of the run folder, each with its reason: is the reward right, is the task within "
+    "reach, is the temperature above 0? Otherwise loosen --dynamic-sampling-filter-path or leave it out.",
+)
+def filtered(h: History) -> Seen | None:
+    """Ten groups generated for one that is trained on; fewer than 32 dropped groups may be chance."""
+    dropped, sent = h.row.get("rollout/dropped_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
+    if dropped < max(ALL * sent, 32):
+        return None
+    return Seen(f"the filter dropped {dropped:.0f} of {sent:.0f} groups", lambda h: filtered(h) is not None)
+
+
+@kind(
+    "a tenth of a rollout's groups could not be generated, or an engine died",
+    "log.txt has the errors: memory, a time limit, or a generate function that raises. The run goes on with other "
+    "prompts; those that fail are missing from what it learns.",
+)
+def failed_groups(h: History) -> Seen | None:
+    """A tenth of the groups: one request that fails after its retries is usual on a large cluster. A death of an engine
+    is never usual."""
+    failed, sent = h.row.get("rollout/failed_groups", 0.0), h.row.get("rollout/submitted_groups", 0.0)
+    deaths = [0.0, *h.values["deaths"]][-2:]
+    if len(h.values["deaths"]) and deaths[-1] > deaths[0]:
+        says = f"an engine died and was started anew; that makes {deaths[-1]:.0f} in this run"
+    elif failed and failed >= sent / 10:
+        says = f"{failed:.0f} of {sent:.0f} groups could not be generated"
+    else:
+        return None
+    return Seen(says, lambda h: failed_groups(h) is not None)
+
+
+@kind(
+    "a rollout took five times the median of the last 20, and a minute more (without evaluating and saving)",
+    "Look which phase grew: gen by an endless response, or a slow reward (--reward-timeout) or tool; sync by the "
+    "network or a disk; all of them by another job on the machine.",
+)
+def stall(h: History) -> Seen | None:
+    """Five times the usual time and a minute more: below that a busy machine is the likeliest reason."""
+    *before, now = h.values["seconds"][-WINDOW - 1 :] or [0.0]
+    usual = median(before or [math.inf])
+    if len(before) < LEVEL or now < max(5 * usual, usual + 60):
+        return None
+    says = f"the rollout took {now:.0f} s, and {usual:.0f} s are usual"
+    return Seen(says, lambda h: h.values["seconds"][-1] >= max(5 * usual, usual + 60))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, isfinite, sqrt
@@ -13,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import slimelite
 from slimelite.base.files import whole
 from slimelite.tracking.metrics_file import Record, axis_of, eval_metrics, read_metrics, series
 from slimelite.tracking.panels import GROUPS, least, unit
@@ -21,6 +26,7 @@ from slimelite.tracking.phases import LABELS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 # title -> metrics; the first one that a run has is drawn
 PANELS = {panel.title: panel.metrics for panels in GROUPS.values() for panel in panels if panel.picture}
@@ -33,6 +39,8 @@ COLORS = ("#3b6fb6", "#d1495b", "#2e8b57", "#e39c37", "#7a5195", "#4fa3a5", "#8c
 DASHES = ("-", "--", ":")  # the ninth run has the colour of the first one, and a dashed line
 # each phase has its colour in every run, whichever phases the run has
 PHASE_COLORS = dict(zip(LABELS.values(), COLORS, strict=False))
+# drawing the curves during a run takes at most about this share of its time
+DRAWING_SHARE = 0.02
 TOGETHER = 4  # more runs than this have panels of their own, where metrics were named
 
 Points = tuple[list[float], list[float]]  # steps, values
@@ -213,6 +221,54 @@ def _save(figure: Figure, out: str | Path) -> None:
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     with whole(Path(out)) as partial:
         figure.savefig(partial, dpi=110, format="png")
+
+
+logger = logging.getLogger(__name__)
+
+
+class Drawing:
+    """``curves.png`` of the run folder at ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._process: subprocess.Popen[str] | None = None
+        self._began, self._took = time.monotonic(), 1.0
+
+    @property
+    def due(self) -> bool:
+        """Whether enough time has passed since the last drawing; the first one waits too."""
+        return self._process is None and time.monotonic() - self._began > self._took / DRAWING_SHARE
+
+    def begin(self) -> None:
+        """Draw what is in the folder now, after a drawing that goes on."""
+        self.finish()
+        search_path = [str(Path(slimelite.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        self._began = time.monotonic()
+        self._process = subprocess.Popen(
+            # -P: the current folder is not searched for modules
+            [sys.executable, "-P", "-m", "slimelite.tracking.plot", str(self._path)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, search_path))},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl+C in the last moment leaves the picture
+        )
+
+    def look(self) -> None:
+        """Note whether the drawing has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the drawing that goes on, if any; a warning says why there is no picture."""
+        if self._process is None:
+            return
+        _, said = self._process.communicate()
+        if self._process.returncode:
+            logger.warning("the curves are not drawn: %s", (said.strip().splitlines() or ["killed"])[-1])
+        self._took = time.monotonic() - self._began
+        self._process = None
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def test_choices_are_scored_once_by_our_generate_function(make: Make, problems: 
     assert (mmlu.path, arc.path) == ("cais/mmlu:all:test", "allenai/ai2_arc:ARC-Challenge:test")
     assert (mmlu.n_samples_per_eval_prompt, arc.n_samples_per_eval_prompt) == (1, 1)
     assert (mmlu.metadata_overrides, arc.metadata_overrides) == ({"metric": "acc"}, {"metric": "acc_norm"})
-    assert mmlu.custom_generate_function_path == "slimelite.rollout.choices.choose"
+    assert mmlu.custom_generate_function_path == "slimelite.rollout.evaluation.choose"
     assert problems(f"{words} --rollout-backend vllm") == [
         "eval dataset mmlu: its choices are scored by their likelihood, which --rollout-backend vllm does not give; "
         "take embedded",

@@ -9,7 +9,7 @@ import pytest
 
 from slimelite.arguments.machine import Machine
 from slimelite.cluster.workers import EngineFactory
-from slimelite.engines.sglang.options import server_fields
+from slimelite.engines.sglang.server import server_fields
 from tests.arguments.conftest import Make, Problems
 
 NODE = Machine(gpus=8, sglang=True)

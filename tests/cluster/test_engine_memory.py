@@ -22,8 +22,7 @@ from slimelite.engines.memory import Content, EngineMemory
 from slimelite.engines.protocol import MEMORY_TAGS
 from slimelite.engines.registry import ENGINES
 from slimelite.engines.sglang.client import SglangEngine
-from slimelite.engines.sglang.options import server_fields
-from slimelite.engines.sglang.server import Server
+from slimelite.engines.sglang.server import Server, server_fields
 from slimelite.training.lora import adapter_format
 from slimelite.training.model import LanguageModel
 from slimelite.training.trainer import Trainer

@@ -18,8 +18,7 @@ import train
 from slimelite.engines.protocol import Codec, GenerateRequest, GenerateResult, SamplingParams, SyncSetup
 from slimelite.engines.sglang import client
 from slimelite.engines.sglang.client import SglangEngine, external_servers
-from slimelite.engines.sglang.options import ON_CPU
-from slimelite.engines.sglang.server import Server, SglangServer, server_command
+from slimelite.engines.sglang.server import ON_CPU, Server, SglangServer, server_command
 from slimelite.engines.sglang.sync import build_sink, check_model
 from tests.conftest import sglang_variables
 from tests.engines.contract import PROMPTS, EngineContract, as_buckets, push_weights

@@ -20,8 +20,15 @@ from slimelite.arguments.machine import Machine
 from slimelite.arguments.vocabulary import sglang_options
 from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.sglang.client import external_servers
-from slimelite.engines.sglang.options import server_environment, server_fields
-from slimelite.engines.sglang.server import SglangServer, check_fields, command_line, reserve_port, server_command
+from slimelite.engines.sglang.server import (
+    SglangServer,
+    check_fields,
+    command_line,
+    reserve_port,
+    server_command,
+    server_environment,
+    server_fields,
+)
 from tests.engines.tiny_models import build_model
 
 RUN = (

@@ -15,7 +15,7 @@ from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.embedded.engine import GPU_CACHE_SHARE
-from slimelite.engines.sglang.options import server_fields
+from slimelite.engines.sglang.server import server_fields
 from slimelite.plan import run as planning
 from slimelite.plan import time
 from slimelite.plan.devices import gpus, planned, recognized

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from slimelite.engines.protocol import Codec
 from slimelite.engines.sampling import engine_sampler
 from slimelite.engines.sglang.client import SglangEngine
-from slimelite.engines.sglang.options import ON_CPU
-from slimelite.engines.sglang.server import Server, SglangServer, server_command
+from slimelite.engines.sglang.server import ON_CPU, Server, SglangServer, server_command
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Sessions
 from tests.conftest import sglang_variables

@@ -12,7 +12,7 @@ from slimelite.arguments import Args, EvalDataset
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
 from slimelite.tracking import Tracker
-from slimelite.tracking.drawing import Drawing
+from slimelite.tracking.plot import Drawing
 
 
 def make_args(run_dir: Path, **changes: Any) -> Args:

@@ -18,8 +18,7 @@ from slimelite.arguments.args import Args
 from slimelite.arguments.flags import all_flags
 from slimelite.base.lifecycle import RolloutError
 from slimelite.tracking import Tracker
-from slimelite.tracking.alarms import Alarm, replay
-from slimelite.tracking.conditions import KINDS
+from slimelite.tracking.alarms import KINDS, Alarm, replay
 from slimelite.tracking.metrics_file import Record, read_metrics, series
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slimelite.tracking.ci import RunChecks
+from slimelite.tracking.tracker import RunChecks
 from tests.tracking.fake_run import make_args, play
 
 

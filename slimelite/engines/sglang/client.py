@@ -36,8 +36,15 @@ from slimelite.engines.protocol import (
 )
 from slimelite.engines.registry import ServerAddress
 from slimelite.engines.sglang.front import ADAPTER, AdapterFront
-from slimelite.engines.sglang.options import server_environment, server_fields
-from slimelite.engines.sglang.server import REPORT_S, START_S, Server, SglangServer, server_command
+from slimelite.engines.sglang.server import (
+    REPORT_S,
+    START_S,
+    Server,
+    SglangServer,
+    server_command,
+    server_environment,
+    server_fields,
+)
 from slimelite.engines.sglang.sync import ServerSink, build_sink, check_model
 from slimelite.engines.sglang.wire import extend, request_body, version_of
 from slimelite.models.files import has_weights

@@ -1,4 +1,4 @@
-"""One SGLang server: its address, its process, and the program that the process runs,
+"""One SGLang server: its address, its process, what that is started with, and the program that the process runs,
 
     python -m slimelite.engines.sglang.server '{"model_path": ..., ...}'
 
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slimelite.base.http_client import HttpError, Retry, ask
+from slimelite.engines.protocol import EngineSetup
 from slimelite.engines.registry import ServerAddress
 from slimelite.engines.sglang.wire import TARGET
 
@@ -45,6 +46,16 @@ START_S = 1800.0
 REPORT_S = 30.0
 END_S = 10.0
 LOG_LINES = 12
+# these fields select SGLang's plain PyTorch code on a CPU, because its kernels need a GPU
+ON_CPU: dict[str, object] = {
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "dtype": "float32",
+    "disable_overlap_schedule": True,
+    "disable_cuda_graph": True,
+    "sleep_on_idle": True,
+}
 # The server is a process group of its own that reads a pipe from us. The pipe closes when our process ends, however it
 # ends; then the shell kills the whole group.
 ATTACHED = 'exec 3<&0; (cat <&3 >/dev/null; kill -KILL 0) & exec "$@" 3<&- </dev/null'
@@ -332,6 +343,56 @@ def main() -> None:
     sys.argv[1:] = command_line(fields, installed)
     print("python -m sglang.launch_server", shlex.join(sys.argv[1:]), flush=True)
     runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
+def server_fields(setup: EngineSetup, **placement: object) -> dict[str, object]:
+    """SGLang's ServerArgs fields for one engine; later sources win: our flags, --sglang-*, fixed values, ``placement``.
+
+    ``placement``: ``host``, ``port`` and other fields that depend on where the engine is (``base_gpu_id``, ``nnodes``,
+    ``node_rank``, ``dist_init_addr``, ``load_format``, ...). Fields that are None are left out.
+    """
+    implied: dict[str, object] = {
+        "mem_fraction_static": setup.memory_share,
+        "max_running_requests": setup.max_running_requests,
+        "context_length": setup.max_context_len,
+        # on a GPU the trainer always computes in bf16; SGLang would choose fp16 for a model whose config says fp32
+        **(ON_CPU if setup.device == "cpu" else {"dtype": "bfloat16"}),
+    }
+    if setup.releases_memory and setup.device == "cuda":
+        implied["cuda_graph_backend_prefill"] = "disabled"  # SGLang's default there cannot be released
+    if setup.adapter is not None:
+        # two in a batch: the policy, and none, for requests of someone who looks at the frozen model
+        implied |= {"enable_lora": True, "max_lora_rank": setup.adapter.rank, "max_loras_per_batch": 2}
+        implied["lora_target_modules"] = list(setup.adapter.modules)
+        implied |= {"lora_backend": "torch_native"} if setup.device == "cpu" else {}
+    decided = {
+        "model_path": setup.model_path,
+        "device": setup.device,
+        "tp_size": setup.width // setup.options.get("pp_size", 1),
+        "random_seed": setup.seed,
+        "enable_memory_saver": setup.releases_memory,
+        **setup.backups(),
+        "skip_server_warmup": True,
+    }
+    fields = {**implied, **setup.options, **decided, **placement}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def server_environment(fields: Mapping[str, object], unset: Collection[str] = ()) -> dict[str, str]:
+    """The environment of a server with ``fields``: ours. If the server releases its memory, it lacks the variables
+    ``unset``, and its CUDA graphs are released too, if it records none of the "breakable" kind, which cannot be.
+    """
+    environment = dict(os.environ)
+    if not fields.get("enable_memory_saver"):
+        return environment
+    for name in unset:
+        environment.pop(name, None)
+    chosen = [fields.get(f"cuda_graph_{name}") for name in ("backend_decode", "backend_prefill", "config")]
+    if "breakable" not in json.dumps(chosen) and not fields.get("debug_cuda_graph"):
+        environment.setdefault("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "true")
+        # what NCCL registers of a graph's buffers would point to the memory that they had before a release
+        environment.setdefault("NCCL_GRAPH_REGISTER", "0")
+    return environment
 
 
 if __name__ == "__main__":
