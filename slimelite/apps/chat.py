@@ -76,18 +76,18 @@ class Chat:
 
     def _answer(self) -> None:
         """Print the answer to the messages as it comes, and add it to them; Ctrl-C stops it, and what came is kept."""
-        said: list[str] = []
+        pieces: list[str] = []
         try:
-            finish = asyncio.run(self._print(said))
+            finish = asyncio.run(self._print(pieces))
         except KeyboardInterrupt:
             finish = "stopped"
         print()
         if finish in ("length", "stopped"):
             _aside("[stopped]" if finish == "stopped" else "[cut off at max_tokens]")
-        self.messages.append({"role": "assistant", "content": "".join(said)})
+        self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
-    async def _print(self, said: list[str]) -> str | None:
-        """Print an answer; its content goes into ``said``. Returns the reason of its end."""
+    async def _print(self, pieces: list[str]) -> str | None:
+        """Print an answer; its content goes into ``pieces``. Returns the reason of its end."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         body = {"model": self.model, "messages": [*system, *self.messages], "stream": True, **self.settings}
         finish, thinking = None, False
@@ -105,7 +105,7 @@ class Chat:
                     _aside(json.dumps(call.get("function"), ensure_ascii=False))
                 thinking = bool(thought)
                 print(_visible(content or "", sys.stdout), end="", flush=True)
-                said.append(content or "")
+                pieces.append(content or "")
                 finish = choice.get("finish_reason") or finish
         return finish
 
@@ -186,15 +186,15 @@ def main(argv: Sequence[str]) -> int:
     add_model_flags(parser.add_argument_group("a model that this process serves"))
     args = parser.parse_args(argv)
     settings = {name: value for name in SETTINGS if (value := getattr(args, name)) is not None}
-    asked = None if sys.stdin.isatty() else sys.stdin.read().strip()
-    if asked == "":
+    question = None if sys.stdin.isatty() else sys.stdin.read().strip()
+    if question == "":
         raise ValueError("there is no text on standard input to answer")
     with _server(args) as url:
         chat = Chat(url, args.api_key, args.system, settings)
         try:
             chat.meet()
-            if asked:
-                chat.ask(asked)
+            if question:
+                chat.ask(question)
                 return 0
         except HttpError as error:
             raise ValueError(error) from error
@@ -250,8 +250,8 @@ def _aside(text: str, end: str = "\n") -> None:
 def _server(args: argparse.Namespace) -> Iterator[str]:
     """The base URL of what answers: ``args.model`` if it is one, else that of a server in this process."""
     if args.model.startswith(("http://", "https://")):
-        if given := [name for name in MODEL_FLAGS if getattr(args, name) not in (None, "embedded")]:
-            flag = given[0].replace("_", "-")
+        if names := [name for name in MODEL_FLAGS if getattr(args, name) not in (None, "embedded")]:
+            flag = names[0].replace("_", "-")
             raise ValueError(f"--{flag} is for a model that this process serves, and {args.model} is a server")
         yield args.model
         return

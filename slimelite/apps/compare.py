@@ -34,18 +34,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder; the others are tested against the first")
     parser.add_argument("--json", action="store_true", help="every number as JSON")
     args = parser.parse_args(argv)
-    found = comparison(read_runs(args.runs))
+    facts = comparison(read_runs(args.runs))
     if args.json:
         # JSON has no NaN and no infinity: they become null
-        print(json.dumps(json.loads(json.dumps(found), parse_constant=lambda _: None), indent=1))
+        print(json.dumps(json.loads(json.dumps(facts), parse_constant=lambda _: None), indent=1))
     else:
-        show(found)
+        show(facts)
     return 0
 
 
-def show(found: Facts) -> None:
+def show(facts: Facts) -> None:
     """Print the table of `comparison`."""
-    print_table([run["name"] for run in found["runs"]], _blocks(found), [_footnote(found)])
+    print_table([run["name"] for run in facts["runs"]], _blocks(facts), [_footnote(facts)])
 
 
 def print_table(names: Sequence[str], blocks: Iterable[Iterable[Row]], notes: Sequence[str]) -> None:
@@ -69,17 +69,17 @@ def print_table(names: Sequence[str], blocks: Iterable[Iterable[Row]], notes: Se
         console.print(Text(note, "dim"))
 
 
-def _footnote(found: Facts) -> str:
-    if not any(run["evals"] for run in found["runs"]):
+def _footnote(facts: Facts) -> str:
+    if not any(run["evals"] for run in facts["runs"]):
         return ""
     after = "after: the rollout that the evaluation followed, with start for none"
-    return f"±: standard error. {after}. p: {found['test']}."
+    return f"±: standard error. {after}. p: {facts['test']}."
 
 
-def _blocks(found: Facts) -> Iterator[list[Row]]:
+def _blocks(facts: Facts) -> Iterator[list[Row]]:
     """The rows in blocks that belong together; rows without any value are left out."""
-    runs = found["runs"]
-    yield [(name, [_plain(value) for value in values]) for name, values in found["flags"].items()]
+    runs = facts["runs"]
+    yield [(name, [_plain(value) for value in values]) for name, values in facts["flags"].items()]
     how = {"status": _status, "rollouts": _rollouts, "alarms": _alarms}
     yield _filled([(title, [text(run) for run in runs]) for title, text in how.items()])
     yield _filled(list(_scores(runs)))

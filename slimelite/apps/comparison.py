@@ -41,12 +41,12 @@ def comparison(runs: Sequence[Run]) -> Facts:
     (dataset -> ``best``, ``last`` and, from the second run on, ``against_first``), ``reward``, ``tokens_generated``,
     ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours``, ``gpu_hours``. What a run did not measure is None.
     """
-    found = [_facts(run) for run in runs]
-    for run, facts in zip(runs[1:], found[1:], strict=True):
+    summaries = [_facts(run) for run in runs]
+    for run, facts in zip(runs[1:], summaries[1:], strict=True):
         for name, scores in facts["evals"].items():
-            if name in found[0]["evals"]:
+            if name in summaries[0]["evals"]:
                 scores["against_first"] = against(runs[0], run, name)
-    return {"flags": differing_flags(runs), "test": TEST, "runs": found}
+    return {"flags": differing_flags(runs), "test": TEST, "runs": summaries}
 
 
 def flag_names(runs: Sequence[Run]) -> list[str]:
@@ -62,13 +62,13 @@ def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
     Flags that only say where arguments come from and where the run folder is are left out; so is a value that every
     run derived from others.
     """
-    found = {}
+    differing = {}
     for name in [name for name in flag_names(runs) if name not in SOURCES]:
         there = [run for run in runs if name in run.config]
         derived = all(name in run.derivations for run in there)
         if not derived and any(run.config[name] != there[0].config[name] for run in there[1:]):
-            found["--" + name.replace("_", "-")] = [run.config.get(name) for run in runs]
-    return found
+            differing["--" + name.replace("_", "-")] = [run.config.get(name) for run in runs]
+    return differing
 
 
 def against(first: Run, other: Run, dataset: str) -> Facts:
@@ -77,7 +77,7 @@ def against(first: Run, other: Run, dataset: str) -> Facts:
     ``why_not`` stands alone where that cannot be known.
     """
     scores = [_prompt_scores(run, dataset) for run in (first, other)]
-    if missing := [run.name for run, found in zip((first, other), scores, strict=True) if not found]:
+    if missing := [run.name for run, rewards in zip((first, other), scores, strict=True) if not rewards]:
         return {"why_not": f"{missing[0]} has no answers of its last evaluation"}
     common = [key for key in scores[0] if key in scores[1]]
     if not common:
@@ -101,15 +101,15 @@ def _prompt_scores(run: Run, dataset: str) -> dict[tuple[str, str, int], float]:
     rows: dict[int, list[int]] = {}
     for row, group in enumerate(table.group_id.tolist()):
         rows.setdefault(group, []).append(row)
-    found: dict[tuple[str, str, int], float] = {}
+    means: dict[tuple[str, str, int], float] = {}
     seen: dict[tuple[str, str], int] = {}
     for _, of_prompt in sorted(rows.items()):
         first = of_prompt[0]
-        asked = json.loads(table.metadata[first] or "{}").get(ROW, table.prompt[first])
-        prompt = (asked, label_text(table.label[first]))
-        found[*prompt, seen.get(prompt, 0)] = float(table.reward[of_prompt].mean())
+        question = json.loads(table.metadata[first] or "{}").get(ROW, table.prompt[first])
+        prompt = (question, label_text(table.label[first]))
+        means[*prompt, seen.get(prompt, 0)] = float(table.reward[of_prompt].mean())
         seen[prompt] = seen.get(prompt, 0) + 1
-    return found
+    return means
 
 
 def _facts(run: Run) -> Facts:
@@ -158,12 +158,12 @@ def _total(run: Run, *metrics: str) -> float | None:
 
 def _segments(run: Run) -> list[list[Mapping[str, Any]]]:
     """The records of each process of the run: of the first one, and of each that resumed it."""
-    found: list[list[Mapping[str, Any]]] = [[]]
+    segments: list[list[Mapping[str, Any]]] = [[]]
     for record in run.records:
-        if record["kind"] == "start" and found[-1]:
-            found.append([])
-        found[-1].append(record)
-    return found
+        if record["kind"] == "start" and segments[-1]:
+            segments.append([])
+        segments[-1].append(record)
+    return segments
 
 
 def wall_seconds(run: Run) -> float:
@@ -209,14 +209,14 @@ def paired_test(differences: np.ndarray) -> Paired:
 def _sign_flip(values: np.ndarray) -> float:
     """The p-value; ``values``: differences that are not 0."""
     # sums that differ by rounding alone are equal
-    found = abs(values.sum()) - 1e-9 * np.abs(values).sum()
+    observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()
     if len(values) <= EXACT:
         patterns = np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1
-        return float((np.abs((2 * patterns - 1) @ values) >= found).mean())
+        return float((np.abs((2 * patterns - 1) @ values) >= observed).mean())
     generator = np.random.default_rng(0)
     extreme = 1
     for first in range(0, DRAWS, DRAWS_AT_ONCE):
         count = min(DRAWS_AT_ONCE, DRAWS - first)
         signs = 2 * generator.integers(0, 2, (count, len(values)), np.int8) - 1
-        extreme += int((np.abs(signs @ values) >= found).sum())
+        extreme += int((np.abs(signs @ values) >= observed).sum())
     return extreme / (DRAWS + 1)

@@ -42,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         return _main(list(argv))
     except ValueError as error:
-        raise ValueError(_as_given(str(error))) from error
+        raise ValueError(_with_options(str(error))) from error
 
 
-def _as_given(problem: str) -> str:
+def _with_options(problem: str) -> str:
     """``problem`` with the options of this command in place of train.py's flags."""
     for flag, name in OPTIONS.items():
         problem = problem.replace(flag, f"--{name.replace('_', '-')}")
@@ -57,8 +57,8 @@ def _main(words: list[str]) -> int:
     options = _parser().parse_args(own)
     if not options.tasks.strip(" ,"):
         raise ValueError(f"--tasks names no task: take some of {', '.join(shipped_tasks())}, or YAML files")
-    asked = [(source, *_places(source, options.output)) for source in resolve_models(options.models, options.base)]
-    folders = [folder for _, folder, _ in asked]
+    targets = [(source, *_places(source, options.output)) for source in resolve_models(options.models, options.base)]
+    folders = [folder for _, folder, _ in targets]
     if twice := [folder for folder in folders if folders.count(folder) > 1]:
         raise ValueError(f"two models would have the folder {twice[0]}: evaluate them apart, each with its --output")
     flags = [*_flags(options), *more]
@@ -66,28 +66,28 @@ def _main(words: list[str]) -> int:
     # what is wrong with the tasks is said before an adapter or a checkpoint is merged with its base
     drafts = [
         (plan(source.base or source.path, folder, [*_tokenizer(source), *flags]), model)
-        for source, folder, model in asked
+        for source, folder, model in targets
     ]
     plans = list[Args]()
     problems = list(dict.fromkeys(problem for draft in drafts for problem in check(*draft)))
     dtype = "bfloat16" if this_machine().gpus else "float32"
-    for source, folder, model in asked if not problems else ():
+    for source, folder, model in targets if not problems else ():
         if source.base is not None:
             merged(source, Path(model), dtype)
         plans.append(plan(model, folder, flags))
         problems += check(plans[-1], model) if source.base is not None else []
     if problems:
-        print("\n".join(f"slimelite eval: {_as_given(problem)}" for problem in problems), file=sys.stderr)
+        print("\n".join(f"slimelite eval: {_with_options(problem)}" for problem in problems), file=sys.stderr)
         return 2
     with StopSignals() as stop:
         results = [evaluate(args, again=options.again) for args in plans]
         tasks = [dataset.name for dataset in plans[0].eval_datasets]
         names = [str(folder.relative_to(options.output)) for folder in folders]
-        found = _facts(names, list(map(str, folders)), results, tasks)
+        facts = _facts(names, list(map(str, folders)), results, tasks)
         if options.json:
-            print(json.dumps(found, indent=1))
+            print(json.dumps(facts, indent=1))
         else:
-            _show(found)
+            _show(facts)
         return 0
     return stop.status
 
@@ -152,18 +152,18 @@ def _facts(names: Sequence[str], folders: Sequence[str], results: Sequence[Resul
     """
     runs, models = read_runs(folders), list[Facts]()
     for name, run, known in zip(names, runs, results, strict=True):
-        found: dict[str, Facts] = {}
+        by_task: dict[str, Facts] = {}
         for task in tasks:
-            found[task] = {"settings": known[task]["dataset"], "metrics": known[task]["metrics"]}
+            by_task[task] = {"settings": known[task]["dataset"], "metrics": known[task]["metrics"]}
             if models:
-                found[task]["against_first"] = against(runs[0], run, task)
-        models.append({"name": name, "folder": str(run.folder), "tasks": found})
+                by_task[task]["against_first"] = against(runs[0], run, task)
+        models.append({"name": name, "folder": str(run.folder), "tasks": by_task})
     return {"test": TEST, "models": models}
 
 
-def _show(found: Facts) -> None:
-    models = found["models"]
-    tests = f" p: {found['test']}." if len(models) > 1 else ""
+def _show(facts: Facts) -> None:
+    models = facts["models"]
+    tests = f" p: {facts['test']}." if len(models) > 1 else ""
     notes = [
         f"±: standard error, clustered by prompt.{tests}",
         "look at the answers: slimelite view " + " ".join(model["folder"] for model in models),

@@ -80,8 +80,8 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
         ValueError: a worker died, or a dataset cannot be evaluated.
     """
     results = {} if again else known_results(args)
-    asked = {d.name: _plain(dataclasses.asdict(d)) for d in args.eval_datasets}
-    todo = [name for name, settings in asked.items() if results.get(name, {}).get("dataset") != settings]
+    datasets = {d.name: _plain(dataclasses.asdict(d)) for d in args.eval_datasets}
+    todo = [name for name, settings in datasets.items() if results.get(name, {}).get("dataset") != settings]
     if not todo:
         return results
     from slimelite.cluster import ClusterError, launch
@@ -94,12 +94,12 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
             tracker.banner(cluster.args)
             for name in [name for name in results if name not in todo]:
                 tracker.log_eval(-1, results[name]["metrics"], {})  # the banner began the metrics anew
-            made_of = _made_of(args, {name: asked[name] for name in todo})
+            made_of = _made_of(args, {name: datasets[name] for name in todo})
             for name in todo:
                 with tracker.phase("eval") as phase:
-                    found = cluster.evaluate(-1, [name]).result(progress=phase.update)
-                tracker.log_eval(-1, found.metrics, found.tables)
-                results[name] = {"dataset": asked[name], **made_of[name], "metrics": found.metrics}
+                    result = cluster.evaluate(-1, [name]).result(progress=phase.update)
+                tracker.log_eval(-1, result.metrics, result.tables)
+                results[name] = {"dataset": datasets[name], **made_of[name], "metrics": result.metrics}
                 content = {"model": args.hf_checkpoint, "run": _run_settings(args), "tasks": results}
                 write_text(Path(args.run_dir) / RESULTS, json.dumps(content, indent=1))
     except ClusterError as error:
@@ -113,10 +113,10 @@ def known_results(args: Args) -> Results:
     content: dict[str, Any] = read_json(file) if file.is_file() else {"run": None}
     if content["run"] != _run_settings(args):
         return {}
-    found: Results = content["tasks"]
+    tasks: Results = content["tasks"]
     # older ones do not say what texts begin with
-    known = {name: {"begins": [], **result} for name, result in found.items()}
-    now = _made_of(args, {name: result["dataset"] for name, result in found.items()})
+    known = {name: {"begins": [], **result} for name, result in tasks.items()}
+    now = _made_of(args, {name: result["dataset"] for name, result in tasks.items()})
     return {name: result for name, result in known.items() if result == result | now[name]}
 
 
@@ -137,8 +137,8 @@ def _files(args: ModelArgs, dataset: Mapping[str, object]) -> dict[str, list[int
     """
     task, scorer = str(dataset["task"]), str(dataset["custom_rm_path"]).rpartition(":")[0]
     rows = [split_path(str(dataset[name]))[0] for name in ("path", "examples")]
-    found = [*Path(str(args.hf_checkpoint)).glob("*"), *map(Path, [*rows, task, scorer]), SHIPPED / f"{task}.yaml"]
-    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(found) if file.is_file()}
+    files = [*Path(str(args.hf_checkpoint)).glob("*"), *map(Path, [*rows, task, scorer]), SHIPPED / f"{task}.yaml"]
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(files) if file.is_file()}
 
 
 def _run_settings(args: Args) -> dict[str, object]:
@@ -149,5 +149,5 @@ def _run_settings(args: Args) -> dict[str, object]:
 
 def _plain(values: Mapping[str, object] | EvalDataset) -> dict[str, object]:
     """``values`` as JSON gives them back."""
-    found: dict[str, object] = json.loads(json.dumps(values, default=str))
-    return found
+    content: dict[str, object] = json.loads(json.dumps(values, default=str))
+    return content

@@ -46,11 +46,11 @@ def pairs_of(table: SampleTable, margin: float, most: int, left_out: Counter[str
             else:
                 usable.append(row)
         ranked = sorted(usable, key=lambda row: -table.reward[row])
-        found = 0
+        count = 0
         for best, worst in zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False):
             better = float(table.reward[best] - table.reward[worst])
-            if found < most and better > 0 and better >= margin and table.response[best] != table.response[worst]:
-                found += 1
+            if count < most and better > 0 and better >= margin and table.response[best] != table.response[worst]:
+                count += 1
                 yield {
                     "prompt": table.prompt[best],
                     "chosen": table.response[best],
@@ -58,7 +58,7 @@ def pairs_of(table: SampleTable, margin: float, most: int, left_out: Counter[str
                     "score_chosen": float(table.reward[best]),
                     "score_rejected": float(table.reward[worst]),
                 }
-        left_out["groups without two responses that differ by the margin"] += not found
+        left_out["groups without two responses that differ by the margin"] += not count
 
 
 def rollout_files(source: str) -> list[Path]:
@@ -92,11 +92,11 @@ def main(argv: Sequence[str]) -> int:
     if args.max_pairs_per_group < 1 or not args.margin >= 0:
         parser.error("--max-pairs-per-group is at least 1, and --margin at least 0")
     left_out: Counter[str] = Counter()
-    found: list[dict[str, Any]] = []
+    pairs: list[dict[str, Any]] = []
     for file in [file for source in args.sources for file in rollout_files(source)]:
-        found += pairs_of(SampleTable.from_parquet(file), args.margin, args.max_pairs_per_group, left_out)
-    unique = {(row["prompt"], row["chosen"], row["rejected"]): row for row in found}
-    left_out["pairs that are there already"] = len(found) - len(unique)
+        pairs += pairs_of(SampleTable.from_parquet(file), args.margin, args.max_pairs_per_group, left_out)
+    unique = {(row["prompt"], row["chosen"], row["rejected"]): row for row in pairs}
+    left_out["pairs that are there already"] = len(pairs) - len(unique)
     reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count)
     if not unique:
         raise ValueError(f"there are no pairs: {reasons}; lower --margin, or give other runs")

@@ -72,11 +72,11 @@ class Pieces:
         offsets, places = table.response_offsets.tolist(), inverse.tolist()
         for row, response in enumerate(table.response):
             start, end = offsets[row], offsets[row + 1]
-            found = [pieces[place] for place in places[start:end]]
-            fitted = found
-            if b"".join(found).decode(errors="replace") != response:
+            row_pieces = [pieces[place] for place in places[start:end]]
+            fitted = row_pieces
+            if b"".join(row_pieces).decode(errors="replace") != response:
                 ids = table.response_tokens[start:end].tolist()
-                fitted = self._fitted(ids, found, response)
+                fitted = self._fitted(ids, row_pieces, response)
                 entries[start : start + len(fitted)] = [*map(self._entry, ids, fitted)]
             fits.append(len(fitted) == end - start)
         return entries, fits
@@ -109,9 +109,9 @@ class Pieces:
         """The pieces, with U+FFFD for each byte of neighbouring byte tokens that are no text, as in decoding."""
         marked = []
         for is_byte, run in groupby(zip(ids, pieces, strict=True), lambda pair: pair[0] in self._bytes):
-            found = [piece for _, piece in run]
-            broken = is_byte and "\ufffd" in b"".join(found).decode(errors="replace")
-            marked += ["\ufffd".encode()] * len(found) if broken else found
+            run_pieces = [piece for _, piece in run]
+            broken = is_byte and "\ufffd" in b"".join(run_pieces).decode(errors="replace")
+            marked += ["\ufffd".encode()] * len(run_pieces) if broken else run_pieces
         return marked
 
     def _entry(self, token: int, piece: bytes) -> int:
@@ -139,11 +139,11 @@ class Pieces:
 
 def _part(pieces: Sequence[bytes], start: int, end: int) -> list[bytes]:
     """The bytes from ``start`` to ``end`` of all pieces together, as pieces."""
-    found, at = [], 0
+    kept, at = [], 0
     for piece in pieces:
-        found.append(piece[max(start - at, 0) : max(end - at, 0)])
+        kept.append(piece[max(start - at, 0) : max(end - at, 0)])
         at += len(piece)
-    return found
+    return kept
 
 
 def _find(run: Run, name: str) -> Path | None:

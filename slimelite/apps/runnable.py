@@ -47,10 +47,10 @@ def resolve_models(paths: Sequence[str], base: str | None) -> list[Source]:
     Raises:
         ValueError: there is no model, or none that changes the weights of another, and yet a ``base``.
     """
-    found = [resolve_model(path, base) for path in paths]
-    if base is not None and all(source.base is None for source in found):
-        raise ValueError(f"--base {base} is for adapters and checkpoints, and {found[0].path} is a whole model")
-    return found
+    sources = [resolve_model(path, base) for path in paths]
+    if base is not None and all(source.base is None for source in sources):
+        raise ValueError(f"--base {base} is for adapters and checkpoints, and {sources[0].path} is a whole model")
+    return sources
 
 
 def resolve_model(path: str, base: str | None = None) -> Source:

@@ -49,8 +49,8 @@ class Run:
             raise ValueError(f"{folder} has no {FILE_NAME}, although it has rollouts: copy the whole run folder")
         run = cls(folder, name or folder.resolve().name, tuple(read_metrics(folder)))
         if not (run.series or run.rollouts or run.dropped):
-            said = run.status.get("message") or "its first numbers come with its first evaluation or rollout"
-            raise ValueError(f"{folder} has no metrics yet: status {run.status.get('status', 'unknown')}; {said}")
+            message = run.status.get("message") or "its first numbers come with its first evaluation or rollout"
+            raise ValueError(f"{folder} has no metrics yet: status {run.status.get('status', 'unknown')}; {message}")
         return run
 
     @cached_property
@@ -61,8 +61,8 @@ class Run:
     @cached_property
     def derivations(self) -> dict[str, str]:
         """Field name -> reason of every argument that was not given but derived."""
-        found: dict[str, str] = self._json("config.json").get("derivations", {})
-        return found
+        derivations: dict[str, str] = self._json("config.json").get("derivations", {})
+        return derivations
 
     @cached_property
     def versions(self) -> dict[str, object]:
@@ -78,8 +78,8 @@ class Run:
     def series(self) -> dict[str, Series]:
         """Metric -> (x, values), each on its own axis; of two values at one x the later one counts."""
         names = dict.fromkeys(n for r in self.records for n in r if "/" in n and n != axis_of(n))
-        found = {name: series(self.records, name) for name in names}
-        return {name: (np.array(x), np.array(values)) for name, (x, values) in found.items() if x}
+        points = {name: series(self.records, name) for name in names}
+        return {name: (np.array(x), np.array(values)) for name, (x, values) in points.items() if x}
 
     @cached_property
     def scores(self) -> list[str]:
@@ -104,13 +104,13 @@ class Run:
     @cached_property
     def evals(self) -> dict[str, dict[int, Path]]:
         """Dataset -> the evaluation's eval/step (-1: before training) -> the parquet file of its answers."""
-        found: dict[str, dict[int, Path]] = {}
+        datasets: dict[str, dict[int, Path]] = {}
         counted = counts_evals(self.records)
         for path in sorted((self.folder / "eval").glob("*.parquet")):
             dataset, _, number = path.stem.rpartition("-")
             if dataset and (number == START or number.isdecimal()):
-                found.setdefault(dataset, {})[-1 if number == START else int(number) - counted] = path
-        return {dataset: dict(sorted(files.items())) for dataset, files in found.items()}
+                datasets.setdefault(dataset, {})[-1 if number == START else int(number) - counted] = path
+        return {dataset: dict(sorted(files.items())) for dataset, files in datasets.items()}
 
     @cached_property
     def alarms(self) -> list[dict[str, object]]:
@@ -135,12 +135,12 @@ class Run:
         if not path.is_file():
             return {}
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise ValueError(f"{path} is no file of a run: it holds no JSON object")
-        return found
+        return content
 
     def _numbered(self, folder: str) -> dict[int, Path]:
         files = (self.folder / folder).glob("*.parquet")
@@ -153,11 +153,11 @@ def read_runs(folders: Iterable[str | Path]) -> list[Run]:
     Raises:
         ValueError: see `Run.read`; or a folder is given twice.
     """
-    given = list(folders)
-    parts = [Path(folder).resolve().parts for folder in given]
-    if twice := [str(folder) for i, folder in enumerate(given) if parts[i] in parts[:i]]:
+    paths = list(folders)
+    parts = [Path(folder).resolve().parts for folder in paths]
+    if twice := [str(folder) for i, folder in enumerate(paths) if parts[i] in parts[:i]]:
         raise ValueError(f"{twice[0]} is given twice")
     length = 1
     while len({p[-length:] for p in parts}) < len(parts):
         length += 1
-    return [Run.read(folder, "/".join(p[-length:])) for folder, p in zip(given, parts, strict=True)]
+    return [Run.read(folder, "/".join(p[-length:])) for folder, p in zip(paths, parts, strict=True)]

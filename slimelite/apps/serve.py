@@ -180,10 +180,10 @@ def _example(url: str, key: str | None, *, chats: bool) -> str:
 
 async def _interrupt() -> None:
     """Wait for Ctrl-C, or for an end that is asked for."""
-    asked = asyncio.Event()
+    stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, asked.set)
-    await asked.wait()
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
 
 
 @asynccontextmanager

@@ -141,21 +141,21 @@ def _in_rollouts(run: Run) -> dict[str, Series]:
         for first, after in pairwise([*starts, len(steps)])
         for i in range(first, after)
     }
-    found = {}
+    by_rollout = {}
     for name, (x, y) in run.series.items():
-        found[name] = (np.array([place[step] for step in x]), y) if name.startswith("train/") else (x, y)
-    return found
+        by_rollout[name] = (np.array([place[step] for step in x]), y) if name.startswith("train/") else (x, y)
+    return by_rollout
 
 
 def _numbers(values: np.ndarray) -> list[float | str]:
     """Six digits of each number; what JSON cannot hold as text, as in metrics.jsonl."""
-    found: list[float | str] = []
+    numbers: list[float | str] = []
     for value in values.tolist():
         short = float(f"{value:.6g}")
         if short.is_integer() and abs(short) < 1e6:
-            found.append(int(short))
+            numbers.append(int(short))
         elif np.isfinite(short):
-            found.append(short)
+            numbers.append(short)
         else:
-            found.append("NaN" if np.isnan(short) else "Infinity" if short > 0 else "-Infinity")
-    return found
+            numbers.append("NaN" if np.isnan(short) else "Infinity" if short > 0 else "-Infinity")
+    return numbers

@@ -134,9 +134,9 @@ def fixed_point(values: np.ndarray, step: float) -> np.ndarray:
 
 
 def _sources(run: Run) -> list[Source]:
-    found = [Source("rollout", "", number, path) for number, path in run.rollouts.items()]
-    found += [Source("dropped", "", number, path) for number, path in run.dropped.items()]
-    return found + [
+    sources = [Source("rollout", "", number, path) for number, path in run.rollouts.items()]
+    sources += [Source("dropped", "", number, path) for number, path in run.dropped.items()]
+    return sources + [
         Source("eval", name, number, path) for name, files in run.evals.items() for number, path in files.items()
     ]
 
@@ -155,7 +155,7 @@ def _part(source: Source) -> Part:
     ]
     texts = sum(column.total_compressed_size for column in stored if column.path_in_schema in TEXTS)
     known = [c.statistics for c in stored if c.path_in_schema.startswith("weight_versions.") and c.statistics]
-    versions = [version for found in known if found.has_min_max for version in (found.min, found.max)]
+    versions = [version for stats in known if stats.has_min_max for version in (stats.min, stats.max)]
     rows = len(light)
     part = Part(
         source,
@@ -241,7 +241,7 @@ def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], promp
             continue
         _, inverse = np.unique(table.group_id, return_inverse=True)
         texts = [json.loads(text).get("dropped", "") if kind == "dropped" else "" for text in table.metadata]
-        found = {
+        part_columns = {
             "chunk": np.full(rows, i),
             "group": inverse + groups,
             "sample": table.sample_id,
@@ -256,9 +256,9 @@ def _index(run: Run, parts: Sequence[Part], tables: Sequence[SampleTable], promp
             "stale": _staleness(table, None if kind == "eval" else newest.get(part.source.number)),
         }
         each = scores[i] or [{}] * rows
-        found |= {f"component {name}": np.array([row.get(name, np.nan) for row in each]) for name in components}
+        part_columns |= {f"component {name}": np.array([row.get(name, np.nan) for row in each]) for name in components}
         groups += int(inverse.max()) + 1
-        for name, values in found.items():
+        for name, values in part_columns.items():
             columns.setdefault(name, []).append(values)
     header = {"statuses": list(statuses), "reasons": list(reasons), "components": components}
     return pack(header, {name: _compact(np.concatenate(values)) for name, values in columns.items()})
@@ -294,12 +294,12 @@ def _newest(run: Run, parts: Sequence[Part]) -> dict[int, float]:
     The metrics have the age of its oldest token, so the version is known even if no token has it.
     """
     ages = dict(zip(*(axis.tolist() for axis in run.series.get(STALENESS, (np.zeros(0),) * 2)), strict=True))
-    found = {}
+    newest = {}
     for part in parts:
         if part.source.kind == "rollout" and part.versions:
             low, high = part.versions
-            found[part.source.number] = max(high, low + ages.get(part.source.number, 0))
-    return found
+            newest[part.source.number] = max(high, low + ages.get(part.source.number, 0))
+    return newest
 
 
 def _staleness(table: SampleTable, newest: float | None) -> np.ndarray:
@@ -334,14 +334,14 @@ def _token_columns(run: Run, part: Part, table: SampleTable) -> dict[str, np.nda
     engine = np.where(untold, np.nan, table.rollout_log_probs)
     version = np.where(untold | (table.weight_versions == UNSTAMPED), np.nan, table.weight_versions)
     trainer, entropy = _stats(run, part, table)
-    found = {
+    coded = {
         "engine": fixed_point(engine, STEP),
         "difference": fixed_point(trainer - engine, FINE_STEP),
         "entropy": fixed_point(entropy, STEP),
         "version": fixed_point(version, 1.0),
     }
-    found = {name: codes for name, codes in found.items() if (codes != np.iinfo(codes.dtype).min).any()}
-    kept = {"mask": table.loss_mask.astype(np.uint8), **found}
+    coded = {name: codes for name, codes in coded.items() if (codes != np.iinfo(codes.dtype).min).any()}
+    kept = {"mask": table.loss_mask.astype(np.uint8), **coded}
     for column in table.columns():
         values = getattr(table, column.name)
         if column.per == "token" and column.dtype == "float32" and column.name != "rollout_log_probs":

@@ -80,8 +80,8 @@ def stop_words(text: str, percentage: float) -> bool:
 
 def overlap(text: str, reference_text: str, percentage: float) -> bool:
     """That percentage (± 2) of the text's token trigrams is in the reference."""
-    found, wanted = ({*zip(t, t[1:], t[2:], strict=False)} for t in (tokens(text), tokens(reference_text)))
-    return bool(found) and abs(100 * len(found & wanted) / len(found) - percentage) <= 2
+    trigrams, reference = ({*zip(t, t[1:], t[2:], strict=False)} for t in (tokens(text), tokens(reference_text)))
+    return bool(trigrams) and abs(100 * len(trigrams & reference) / len(trigrams) - percentage) <= 2
 
 
 def sentence_words(text: str) -> bool:
@@ -177,10 +177,10 @@ def quotes(text: str) -> bool:
 def options(text: str, options: str) -> bool:
     """The text is one of the options: exactly, if they are a, b, c; else apart from case and punctuation around it."""
     separator = next((mark for mark in ("/", "or") if mark in options), ",")
-    given = [option.strip() for option in options.split(separator)]
+    choices = [option.strip() for option in options.split(separator)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]", options):
-        return text in given
-    return text.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in given]
+        return text in choices
+    return text.strip(EDGES).lower() in [option.strip(EDGES).lower() for option in choices]
 
 
 def emoji(text: str) -> bool:
@@ -425,7 +425,7 @@ def instructions(answer: Answer) -> list[tuple[str, dict[str, object]]]:
         except ValueError:
             row = {}
     ids = list(row.get("instruction_id_list") or []) if isinstance(row, dict) else []
-    arguments = [dict(given or {}) for given in (row.get("kwargs") or [{}] * len(ids))] if ids else []
+    arguments = [dict(kwargs or {}) for kwargs in (row.get("kwargs") or [{}] * len(ids))] if ids else []
     if not ids or len(ids) != len(arguments):
         raise ValueError(
             "ifbench needs instruction_id_list and kwargs, one dict for each, in metadata (--metadata-key) or in the "
@@ -442,8 +442,8 @@ def follows(instruction: str, text: str, arguments: dict[str, object]) -> bool:
     Raises:
         ValueError: the instruction takes other arguments.
     """
-    given = {name: value for name, value in arguments.items() if value is not None}
+    kwargs = {name: value for name, value in arguments.items() if value is not None}
     try:
-        return bool(INSTRUCTIONS[instruction](text, **given))
+        return bool(INSTRUCTIONS[instruction](text, **kwargs))
     except TypeError as error:
-        raise ValueError(f"{instruction}: arguments {given} do not fit ({error})") from error
+        raise ValueError(f"{instruction}: arguments {kwargs} do not fit ({error})") from error

@@ -43,14 +43,14 @@ def sentences(text: str) -> list[str]:
 
     A line break alone does not end a sentence.
     """
-    found, start = [], 0
+    parts, start = [], 0
     for match in STOP.finditer(text):
         head = text[max(start, match.start() - WORD_CHARS) : match.start()]
         if ends_sentence(head, text[match.end() : match.end() + WORD_CHARS]):
-            found.append(text[start : match.end()].strip())
+            parts.append(text[start : match.end()].strip())
             start = match.end()
-    found.append(text[start:].strip())
-    return [sentence for sentence in found if sentence]
+    parts.append(text[start:].strip())
+    return [sentence for sentence in parts if sentence]
 
 
 def ends_sentence(before: str, after: str) -> bool:
@@ -156,8 +156,8 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
     if sum(bool(part.strip()) for part in parts) != num_paragraphs or not 1 <= nth_paragraph <= len(parts):
         return False
     words = parts[nth_paragraph - 1].split()
-    given = re.match(r"['\"]*([^.,?!'\"]*)", words[0])[1] if words else ""  # type: ignore[index]  # it matches anything
-    return given.lower() == first_word.lower()
+    word = re.match(r"['\"]*([^.,?!'\"]*)", words[0])[1] if words else ""  # type: ignore[index]  # it matches anything
+    return word.lower() == first_word.lower()
 
 
 def postscript(text: str, postscript_marker: str) -> bool:
@@ -187,8 +187,8 @@ def json_format(text: str) -> bool:
 def two_responses(text: str) -> bool:
     """Two different responses, divided by six asterisks."""
     parts = [part.strip() for part in text.split("******")]
-    found = [part for part in parts if part]
-    return all(parts[1:-1]) and len(found) == 2 and found[0] != found[1]
+    responses = [part for part in parts if part]
+    return all(parts[1:-1]) and len(responses) == 2 and responses[0] != responses[1]
 
 
 CHECKS: dict[str, Check] = {
@@ -228,7 +228,7 @@ CHECKS: dict[str, Check] = {
     ),
     "detectable_format:json_format": json_format,
     # in double angular brackets
-    "detectable_format:title": lambda text: any(found.strip("<> ") for found in re.findall(r"<<[^\n<>]+>>", text)),
+    "detectable_format:title": lambda text: any(title.strip("<> ") for title in re.findall(r"<<[^\n<>]+>>", text)),
     "combination:two_responses": two_responses,
     "combination:repeat_prompt": lambda text, prompt_to_repeat: (
         text.strip().lower().startswith(prompt_to_repeat.strip().lower())

@@ -39,12 +39,12 @@ class ServerTool(Tool):
     async def answer(self, arguments: str) -> str:
         """The texts of the result. What the server refuses is a text too; a server that is gone ends the episode."""
         try:
-            given = json.loads(arguments or "{}")
+            values = json.loads(arguments or "{}")
         except ValueError as error:
             return f"Error: the arguments are not JSON: {error}"
-        if not isinstance(given, dict):
+        if not isinstance(values, dict):
             return "Error: the arguments are not an object"
-        result = await self.function(self.name, given)
+        result = await self.function(self.name, values)
         text = "\n".join(getattr(part, "text", f"({part.type})") for part in result.content)
         return f"{'Error: ' if result.is_error else ''}{text}"[:MOST_CHARACTERS]
 

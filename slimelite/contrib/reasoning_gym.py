@@ -39,13 +39,13 @@ def _read(text: str) -> dict[str, Any]:
         ValueError: it names no task, or a value is not of its kind.
     """
     names, _, query = text.partition("?")
-    given = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
-    spec = {key: given.pop(key, usual) for key, usual in OWN.items()}
+    settings = {key: _value(value) for key, value in parse_qsl(query, keep_blank_values=True)}
+    spec = {key: settings.pop(key, usual) for key, usual in OWN.items()}
     whole = all(isinstance(spec[key], int) for key in ("size", "seed", "levels"))
     if not names or not whole or spec["size"] < 1 or spec["levels"] < 0:
         example = "tasks, and size, seed and levels as whole numbers, as in chain_sum,gcd?size=1000&seed=1"
         raise ValueError(f"--environment reasoning-gym:{text}: write {example}")
-    return {"tasks": names.split(","), "settings": json.dumps(given)} | spec
+    return {"tasks": names.split(","), "settings": json.dumps(settings)} | spec
 
 
 def _value(text: str) -> Any:
@@ -72,8 +72,8 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
     if task == "list_functions":
         raise ValueError("reasoning-gym:list_functions makes other questions of the same seed each time: not usable")
     config = DATASETS[task][1]()
-    given = {key: value for key, value in json.loads(settings).items() if hasattr(config, key)}
-    for key, value in given.items():
+    overrides = {key: value for key, value in json.loads(settings).items() if hasattr(config, key)}
+    for key, value in overrides.items():
         usual = getattr(config, key)
         # the library takes any text for true, and one for a list of its letters
         if value not in (True, False) if isinstance(usual, bool) else isinstance(value, str) != isinstance(usual, str):
@@ -84,7 +84,7 @@ def _dataset(task: str, level: int | None, seed: int, size: int, settings: str) 
         curriculum.set_global_level(level)
         config = curriculum.generate_configuration()
     try:
-        made = reasoning_gym.create_dataset(task, **{**vars(config), **given, "seed": seed * APART, "size": size})
+        made = reasoning_gym.create_dataset(task, **{**vars(config), **overrides, "seed": seed * APART, "size": size})
     except (AssertionError, TypeError) as error:
         raise ValueError(f"reasoning-gym refuses the settings of {task}: {error}") from error
     if made[0]["answer"] is None or made.score_answer(made[0]["answer"], made[0]) < 1:
@@ -115,8 +115,8 @@ def rows(text: str) -> Iterator[dict[str, Any]]:
                 made = _dataset(task, level, *recipe.values())
                 unknown -= set(vars(made.config))
                 entry, about = made[index], {"task": task, "level": level, **recipe, "index": index}
-                asked = [*first, {"role": "user", "content": entry["question"]}]
-                yield {"input": asked, "label": entry["answer"], "metadata": {**about, "tags": bool(first)}}
+                messages = [*first, {"role": "user", "content": entry["question"]}]
+                yield {"input": messages, "label": entry["answer"], "metadata": {**about, "tags": bool(first)}}
         if unknown:
             raise ValueError(f"none of {', '.join(spec['tasks'])} has a setting {', '.join(sorted(unknown))}")
 
@@ -155,8 +155,8 @@ def _scored(tasks: list[tuple[str, Answer]]) -> Iterator[Reward | Failure]:
         about = answer.metadata
         try:
             made = _dataset(*(about[key] for key in ("task", "level", "seed", "size", "settings")))
-            said = extract_answer(answer.response) if about["tags"] else answer.response.strip()
-            score = float(made.score_answer(said, made[about["index"]]))
+            extracted = extract_answer(answer.response) if about["tags"] else answer.response.strip()
+            score = float(made.score_answer(extracted, made[about["index"]]))
             yield score if math.isfinite(score) else Failure("nonfinite", str(score))
         except Exception as error:
             yield Failure("exception", f"{type(error).__name__}: {error}")

@@ -42,17 +42,17 @@ class Index:
                 where.setdefault(term, []).append(number)
         self._scores: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for term, numbers in where.items():
-            found = np.array(numbers, np.int64)
+            indices = np.array(numbers, np.int64)
             f = np.array([counts[n][term] for n in numbers], np.float64)
             idf = np.log1p((len(passages) - len(numbers) + 0.5) / (len(numbers) + 0.5))
-            self._scores[term] = found, (idf * f * (K1 + 1) / (f + norms[found])).astype(np.float32)
+            self._scores[term] = indices, (idf * f * (K1 + 1) / (f + norms[indices])).astype(np.float32)
 
     def best(self, query: str, most: int = FOUND) -> list[str]:
         """The passages with the highest scores above 0, best first."""
         total = np.zeros(len(self.passages), np.float32)
         for term in set(terms(query)) & self._scores.keys():
-            found, scores = self._scores[term]
-            total[found] += scores
+            indices, scores = self._scores[term]
+            total[indices] += scores
         order = np.argsort(-total, kind="stable")[:most]
         return [self.passages[n] for n in order if total[n] > 0]
 

@@ -73,10 +73,10 @@ class Game:
             inner = inner.env
         from textarena import GAME_ID
 
-        player, told = inner.get_observation()
+        player, observation = inner.get_observation()
         roles = inner.state.role_mapping
         names = {other: f"[{name}] " for other, name in roles.items() if other != GAME_ID}
-        lines = [f"{names.get(source, '')}{text}" for source, text, _ in told if source != player]
+        lines = [f"{names.get(source, '')}{text}" for source, text, _ in observation if source != player]
         return player, [{"role": "user", "content": "\n".join(lines) or "It is your turn."}]
 
     def _role(self, player: int) -> str:
@@ -96,9 +96,9 @@ def make(spec: str) -> Callable[[], Game]:
     if name not in ENV_REGISTRY:
         near = ", ".join(get_close_matches(name, ENV_REGISTRY, 3, 0.4)) or "TicTacToe-v0, GuessTheNumber-v0"
         raise ValueError(f"--environment textarena:{spec}: there is no game {name}; there are {near}, …")
-    given = dict(parse_qsl(query))
-    players = given.pop("players", None)
-    if given or not (players or "1").isdecimal():
+    options = dict(parse_qsl(query))
+    players = options.pop("players", None)
+    if options or not (players or "1").isdecimal():
         raise ValueError(f"--environment textarena:{spec}: write {name}, or {name}?players=N with a number")
     problem: Exception | None = None
     for count in [int(players)] if players else range(1, MOST_PLAYERS + 1):

@@ -114,18 +114,18 @@ def read_tests(answer: Answer) -> Tests:
     Raises:
         ValueError: there are none, or they are in no known form.
     """
-    given = {**_label(answer.label), **answer.metadata}
-    prefix, completion = str(given.get("prefix") or ""), bool(given.get("completion"))
-    if given.get("test") and given.get("entry_point"):
-        return Tests(prefix, completion, f"{given['test']}\ncheck({given['entry_point']})\n", [])
-    if given.get("test_list"):
-        return Tests(prefix, completion, "\n".join(map(str, given["test_list"])), [])
-    inputs, outputs = given.get("inputs") or [], given.get("outputs") or []
+    fields = {**_label(answer.label), **answer.metadata}
+    prefix, completion = str(fields.get("prefix") or ""), bool(fields.get("completion"))
+    if fields.get("test") and fields.get("entry_point"):
+        return Tests(prefix, completion, f"{fields['test']}\ncheck({fields['entry_point']})\n", [])
+    if fields.get("test_list"):
+        return Tests(prefix, completion, "\n".join(map(str, fields["test_list"])), [])
+    inputs, outputs = fields.get("inputs") or [], fields.get("outputs") or []
     if inputs and len(inputs) == len(outputs):
         return Tests(prefix, completion, None, [(str(a), str(b)) for a, b in zip(inputs, outputs, strict=True)])
     raise ValueError(
         "code needs tests in metadata (--metadata-key) or in the label as JSON: test and entry_point, test_list, or "
-        f"inputs and outputs of equal length; there are {', '.join(given) or 'none'}"
+        f"inputs and outputs of equal length; there are {', '.join(fields) or 'none'}"
     )
 
 
@@ -227,15 +227,15 @@ def _is_too_much(process: int, folder: str) -> bool:
     places = [folder]
     while places:
         try:
-            found = list(os.scandir(places.pop()))
+            children = list(os.scandir(places.pop()))
         except FileNotFoundError:
             continue
         except OSError:
             return True  # folders that are too deep for a path
-        entries += len(found)
+        entries += len(children)
         if entries > ENTRIES:
             return True
-        for entry in found:
+        for entry in children:
             try:
                 used += 512 * entry.stat(follow_symlinks=False).st_blocks
                 if entry.is_dir(follow_symlinks=False):
@@ -256,9 +256,9 @@ def _unnamed_bytes(process: int) -> int:
         sizes[0, 0] = FILE_BYTES * len(mapped)
         for number in os.listdir(f"/proc/{process}/fd"):
             with suppress(OSError):
-                found = os.stat(f"/proc/{process}/fd/{number}")
-                if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                    sizes[found.st_dev, found.st_ino] = 512 * found.st_blocks
+                info = os.stat(f"/proc/{process}/fd/{number}")
+                if stat.S_ISREG(info.st_mode) and info.st_nlink == 0:
+                    sizes[info.st_dev, info.st_ino] = 512 * info.st_blocks
     return sum(sizes.values())
 
 

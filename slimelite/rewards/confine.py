@@ -82,14 +82,14 @@ class _Filter(ctypes.Structure):
 
 def gaps() -> list[str]:
     """A sentence for each missing layer: what a program can then do on this machine. Empty if all layers are there."""
-    found = []
+    missing = []
     if not has_seccomp():
-        found.append("there is no seccomp: it can start processes, send signals and open sockets")
+        missing.append("there is no seccomp: it can start processes, send signals and open sockets")
     if landlock_abi() == 0:
-        found.append(
+        missing.append(
             "there is no Landlock: it can read and write what this user may, in /proc too, but for its grader's"
         )
-    return found
+    return missing
 
 
 def confine(folder: str, cpu_seconds: int, memory_bytes: int) -> None:

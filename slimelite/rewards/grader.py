@@ -131,8 +131,8 @@ class Grader:
             _ = self._function(route.name) if route.custom else self._rule(route.name, key)
         jobs = [self._custom(r.name, p, whole) if r.custom else self._ruled(r.name, p) for r, p in parts.items()]
         with trace.span("rollout", "rewards", ", ".join(route.name for route in parts), samples=len(samples)):
-            found = await asyncio.gather(*jobs)
-        for (route, part), outcomes in zip(parts.items(), found, strict=True):
+            results = await asyncio.gather(*jobs)
+        for (route, part), outcomes in zip(parts.items(), results, strict=True):
             for sample, outcome in zip(part, outcomes, strict=True):
                 self._settle(sample, route, outcome, key)
 
@@ -246,14 +246,14 @@ class Grader:
         if isinstance(rewards, Failure):
             return [rewards] * len(samples)
         try:
-            given = list(rewards)
+            per_sample = list(rewards)
         except TypeError:
-            given = []
-        if isinstance(rewards, dict) or len(given) != len(samples):
-            got = f"{len(given)} rewards" if given else f"a {type(rewards).__name__}"
+            per_sample = []
+        if isinstance(rewards, dict) or len(per_sample) != len(samples):
+            got = f"{len(per_sample)} rewards" if per_sample else f"a {type(rewards).__name__}"
             message = f"{len(samples)} samples at once need a list of rewards as long, not {got}"
             return [Failure("invalid", message)] * len(samples)
-        return given
+        return per_sample
 
     def _settle(self, sample: Sample, route: Route, outcome: object, reward_key: str | None) -> None:
         """Set the sample's reward, or handle its failure as --reward-error says."""
@@ -323,12 +323,12 @@ def _quick(rule: Rule, answer: Answer) -> Reward | Failure | None:
     if rule.quick is None:
         return None
     try:
-        found: Reward | None = function(rule.quick)(answer)
+        verdict: Reward | None = function(rule.quick)(answer)
     except Exception as error:
         return failure_of(error)
-    if found is None and rule.slow is None:
+    if verdict is None and rule.slow is None:
         return Failure("invalid", f"the rule {rule.name} cannot tell (quick returned None), and it has no slow to ask")
-    return found
+    return verdict
 
 
 def _checked(reward: Any, key: str | None) -> Reward | Failure:

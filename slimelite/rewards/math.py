@@ -119,17 +119,17 @@ def quick(answer: Answer) -> float | None:
     """
     if "####" in answer.label:
         raise ValueError(f"math needs the answer alone as label; use --rm-type gsm8k for {answer.label[-40:]!r}")
-    given, truth = extract_boxed_answer(answer.response), unboxed(answer.label)
-    if given is None or not truth:
+    prediction, truth = extract_boxed_answer(answer.response), unboxed(answer.label)
+    if prediction is None or not truth:
         return 0.0
-    verdict = compare(given, truth)
+    verdict = compare(prediction, truth)
     return None if verdict is None else float(verdict)
 
 
 def slow(answer: Answer) -> float:
     """1 if the boxed answer equals the label by algebra, else 0."""
-    given, truth = extract_boxed_answer(answer.response), unboxed(answer.label)
-    return float(given is not None and truth is not None and equal_by_algebra(given, truth))
+    prediction, truth = extract_boxed_answer(answer.response), unboxed(answer.label)
+    return float(prediction is not None and truth is not None and equal_by_algebra(prediction, truth))
 
 
 def unboxed(label: str) -> str | None:
@@ -137,36 +137,36 @@ def unboxed(label: str) -> str | None:
     return extract_boxed_answer(label) if "\\boxed" in label else label
 
 
-def compare(given: str, truth: str) -> bool | None:
+def compare(prediction: str, truth: str) -> bool | None:
     """Whether two answers are equal as text or as numbers; None if only algebra can tell."""
-    if normalize_answer(given) == normalize_answer(truth):
+    if normalize_answer(prediction) == normalize_answer(truth):
         return True
-    if len(given) > MAX_ANSWER_CHARS or len(truth) > MAX_ANSWER_CHARS:
+    if len(prediction) > MAX_ANSWER_CHARS or len(truth) > MAX_ANSWER_CHARS:
         return False
-    verdicts = [compare_part(a, b) for a, b in pairs(tidy(given), tidy(truth))]
+    verdicts = [compare_part(a, b) for a, b in pairs(tidy(prediction), tidy(truth))]
     if not verdicts or False in verdicts:
         return False
     return None if None in verdicts else True
 
 
-def equal_by_algebra(given: str, truth: str) -> bool:
+def equal_by_algebra(prediction: str, truth: str) -> bool:
     """Whether two answers are equal, part by part, where `compare` cannot decide."""
     from slimelite.rewards import symbolic  # imported here, so that only workers load sympy
 
-    return all(compare_part(a, b) or symbolic.equivalent(a, b) for a, b in pairs(tidy(given), tidy(truth)))
+    return all(compare_part(a, b) or symbolic.equivalent(a, b) for a, b in pairs(tidy(prediction), tidy(truth)))
 
 
-def compare_part(given: str, truth: str) -> bool | None:
+def compare_part(prediction: str, truth: str) -> bool | None:
     """`compare` for one tidied element of a tuple."""
-    given, truth = plain(given), plain(truth)
-    if given.replace(" ", "").lower() == truth.replace(" ", "").lower():
+    prediction, truth = plain(prediction), plain(truth)
+    if prediction.replace(" ", "").lower() == truth.replace(" ", "").lower():
         return True
-    if is_text(given) or is_text(truth) or bool(INTEGER.fullmatch(given)) != bool(INTEGER.fullmatch(truth)):
+    if is_text(prediction) or is_text(truth) or bool(INTEGER.fullmatch(prediction)) != bool(INTEGER.fullmatch(truth)):
         return False
-    one, other = number(given), number(truth)
+    one, other = number(prediction), number(truth)
     if one is None or other is None:
         return None
-    both_fractions = FRACTION.fullmatch(given) and FRACTION.fullmatch(truth)
+    both_fractions = FRACTION.fullmatch(prediction) and FRACTION.fullmatch(truth)
     return (one[1] == other[1] if both_fractions else True) and one[0] == other[0]
 
 
@@ -210,18 +210,20 @@ def unwrapped(text: str) -> str:
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
-def pairs(given: str, truth: str) -> list[tuple[str, str]]:
+def pairs(prediction: str, truth: str) -> list[tuple[str, str]]:
     """Pairs that must be equal: the elements of two flat tuples, intervals or ratios, or else the whole texts.
 
     Empty if equality is impossible: different brackets or numbers of elements, only one is a ratio, or no answer.
     """
-    if not given or is_ratio(given) != is_ratio(truth):
+    if not prediction or is_ratio(prediction) != is_ratio(truth):
         return []
-    one, other = elements(given), elements(truth)
+    one, other = elements(prediction), elements(truth)
     if len(one) > 1 and len(other) > 1:
-        alike = len(one) == len(other) and (is_ratio(given) or (given[0], given[-1]) == (truth[0], truth[-1]))
+        alike = len(one) == len(other) and (
+            is_ratio(prediction) or (prediction[0], prediction[-1]) == (truth[0], truth[-1])
+        )
         return list(zip(one, other, strict=True)) if alike else []
-    return [(given, truth)] if len(one) != len(other) else [(one[0], other[0])]
+    return [(prediction, truth)] if len(one) != len(other) else [(one[0], other[0])]
 
 
 def elements(text: str) -> list[str]:
@@ -316,9 +318,9 @@ def last_number(answer: Answer) -> float:
             f"last_number needs a number as label (after '####' in a solution), not {answer.label[-60:]!r}"
         )
     boxed = extract_boxed_answer(answer.response) or ""
-    found = [match[0] for match in ANY_NUMBER.finditer(boxed)]
-    found = found or [match[0] for match in ANY_NUMBER.finditer(answer.response)]
-    return float(bool(found) and gsm8k_number(found[-1]) == truth)
+    numbers = [match[0] for match in ANY_NUMBER.finditer(boxed)]
+    numbers = numbers or [match[0] for match in ANY_NUMBER.finditer(answer.response)]
+    return float(bool(numbers) and gsm8k_number(numbers[-1]) == truth)
 
 
 RESPONSE_CHARS = 300

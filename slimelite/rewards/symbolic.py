@@ -37,21 +37,21 @@ ROOT = re.compile(r"\\?sqrt\s?\(([^()]*)\)")
 MATRIX_MAKERS = re.compile(r"\\operatorname\s*\{\s*(?:eye|zeros|ones|diag)\s*\}")
 
 
-def equivalent(given: str, truth: str) -> bool:
-    """Whether ``given`` equals ``truth`` (LaTeX without dollar signs). Text that does not parse is not equal.
+def equivalent(prediction: str, truth: str) -> bool:
+    """Whether ``prediction`` equals ``truth`` (LaTeX without dollar signs). Text that does not parse is not equal.
 
     A decimal is read as an exact fraction, so 3.141593 is not pi. Repeated elements of a list are kept.
 
     Raises:
         TooCostly: a number or a power in one of them is too large to compute.
     """
-    if given.count("'") != truth.count("'"):
+    if prediction.count("'") != truth.count("'"):
         return False  # the grammar takes f'(x) for f(x)
     try:
-        gold, pred = _parse(truth), _parse(given)
+        gold, pred = _parse(truth), _parse(prediction)
     except Exception:
         return False
-    return _equal(gold, pred, braced="\\{" in given or "\\{" in truth)
+    return _equal(gold, pred, braced="\\{" in prediction or "\\{" in truth)
 
 
 def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
@@ -68,7 +68,7 @@ def _equal(gold: Expression, pred: Expression, braced: bool = False) -> bool:
     if other is not None:  # 1, 2 for (1, 2)
         return all(map(_equal, golds, preds))
     for element in golds:
-        match = next((i for i, found in enumerate(preds) if _equal(element, found)), None)
+        match = next((i for i, candidate in enumerate(preds) if _equal(element, candidate)), None)
         if match is None:
             return False
         del preds[match]

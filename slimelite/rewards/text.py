@@ -27,14 +27,14 @@ def f1_score(prediction: str | None, label: str) -> tuple[float, float, float]:
     """(f1, precision, recall) of the normalised words; zeros if they share none."""
     if prediction is None:
         return 0.0, 0.0, 0.0
-    given, truth = normalize_answer(prediction), normalize_answer(label)
-    if given != truth and (given in VERDICTS or truth in VERDICTS):
+    predicted, truth = normalize_answer(prediction), normalize_answer(label)
+    if predicted != truth and (predicted in VERDICTS or truth in VERDICTS):
         return 0.0, 0.0, 0.0
-    given_words, truth_words = given.split(), truth.split()
-    shared = (Counter(given_words) & Counter(truth_words)).total()
+    predicted_words, truth_words = predicted.split(), truth.split()
+    shared = (Counter(predicted_words) & Counter(truth_words)).total()
     if shared == 0:
         return 0.0, 0.0, 0.0
-    precision, recall = shared / len(given_words), shared / len(truth_words)
+    precision, recall = shared / len(predicted_words), shared / len(truth_words)
     return 2 * precision * recall / (precision + recall), precision, recall
 
 
@@ -104,16 +104,16 @@ def _choices(metadata: dict[str, Any]) -> list[str]:
 
 
 def _letters(metadata: dict[str, Any], choices: list[str]) -> list[str]:
-    given = metadata.get("valid_letters")
-    if given is not None and len(given):
-        return [str(letter).upper() for letter in given]
+    letters = metadata.get("valid_letters")
+    if letters is not None and len(letters):
+        return [str(letter).upper() for letter in letters]
     return list(string.ascii_uppercase[: len(choices)] if choices else LETTERS)
 
 
 def _correct_letter(metadata: dict[str, object], label: str, choices: list[str], letters: list[str]) -> str | None:
     """The right option's letter: from the metadata, or from the label as an option's letter, number or text."""
-    if isinstance(given := metadata.get("correct_letter"), str) and given.strip():
-        return given.strip().upper()
+    if isinstance(correct := metadata.get("correct_letter"), str) and correct.strip():
+        return correct.strip().upper()
     if label.upper() in letters:
         return label.upper()
     if label.isdecimal() and int(label) < len(letters):
@@ -160,9 +160,9 @@ def is_think_answer(response: str) -> bool:
     if any(text.count(tag) != 1 for tag in TAGS):
         return False
     thought, _, rest = text.removeprefix("<think>").partition("</think>")
-    said = rest.strip().removeprefix("<answer>").removesuffix("</answer>")
+    answer = rest.strip().removeprefix("<answer>").removesuffix("</answer>")
     # a tag that is left in the text was in the wrong place
-    return bool(thought.strip() and said.strip()) and not any(tag in thought + said for tag in TAGS)
+    return bool(thought.strip() and answer.strip()) and not any(tag in thought + answer for tag in TAGS)
 
 
 def coin(answer: Answer) -> float:
