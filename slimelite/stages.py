@@ -25,7 +25,7 @@ from slimelite.arguments.secret import masked
 from slimelite.arguments.sources import PATHS, read_config, split_words
 from slimelite.arguments.tracking import TrackingArgs
 from slimelite.arguments.vocabulary import Settings, Vocabulary
-from slimelite.base.files import write_text
+from slimelite.base.files import FORMAT, check_format, write_text
 from slimelite.base.lifecycle import read_status
 
 # file in the folder of a stage that has begun: its flags, an id, and the id of the stage before, whose model it starts
@@ -71,7 +71,7 @@ class Stage:
 
     def new_record(self, after: object) -> dict[str, Any]:
         """What the stage begins with; ``after``: the id of the stage before."""
-        return {"flags": self._flags(), "id": secrets.token_hex(8), "after": after}
+        return {"format": FORMAT, "flags": self._flags(), "id": secrets.token_hex(8), "after": after}
 
     def write_record(self, record: dict[str, Any]) -> None:
         """Keep what `new_record` said."""
@@ -79,16 +79,26 @@ class Stage:
         write_text(self.folder / RECORD, json.dumps(record, indent=1))
 
     def record(self) -> dict[str, Any]:
-        """What `write_record` wrote; empty if it did not."""
+        """What `write_record` wrote; empty if it did not.
+
+        Raises:
+            ValueError: it is of another format.
+        """
+        file = self.folder / RECORD
         try:
-            found: dict[str, Any] = json.loads((self.folder / RECORD).read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
+        check_format(file, found.get("format"))
         return found
 
     def changed(self, after: object) -> str | None:
         """Why the finished stage is another than the one that is asked for now; None if it is the same."""
-        if not (record := self.record()):
+        try:
+            record = self.record()
+        except ValueError as error:
+            return str(error)
+        if not record:
             return f"it has finished, and {RECORD}, which says with which flags, is gone"
         before, now = record["flags"], self._flags()
         differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]

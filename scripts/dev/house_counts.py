@@ -1,11 +1,11 @@
 """Counts the house: files, lines, functions, import circles, `Any`.
 
     python scripts/dev/house_counts.py                        # this tree
-    python scripts/dev/house_counts.py --before b7a4ee0       # a commit and this tree side by side
+    python scripts/dev/house_counts.py --before COMMIT        # a commit and this tree side by side
     python scripts/dev/house_counts.py --rooms                # lines and files of each package
 
-The table is Markdown, as docs/design.md holds it. A line of code is one that is neither blank, nor a
-comment, nor an import, nor part of a docstring.
+The table is Markdown. A line of code is one that is neither blank, nor a comment, nor an import, nor part of a
+docstring.
 """
 
 from __future__ import annotations

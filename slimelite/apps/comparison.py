@@ -57,7 +57,7 @@ def flag_names(runs: Sequence[Run]) -> list[str]:
 
 
 def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Flag -> its value in each run (None also where an older version lacks the flag), for flags that differ.
+    """Flag -> its value in each run (None also where a plugin's flag is of another run), for flags that differ.
 
     Flags that only say where arguments come from and where the run folder is are left out; so is a value that every
     run derived from others.

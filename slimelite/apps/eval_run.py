@@ -18,7 +18,7 @@ from slimelite.arguments import Args, EvalArgs, EvalDataset, ModelArgs, make_arg
 from slimelite.arguments.flags import group_flags
 from slimelite.arguments.machine import this_machine
 from slimelite.arguments.tasks import SHIPPED
-from slimelite.base.files import write_text
+from slimelite.base.files import FORMAT, check_format, write_text
 from slimelite.base.locks import hold
 from slimelite.data.reader import split_path
 from slimelite.data.tokenizer import beginning, load_tokenizer
@@ -60,8 +60,7 @@ def check(args: Args, model: str) -> list[str]:
 
     ``args`` may be those of the base of a ``model`` that is merged later: what they warn of is not true of the model.
     """
-    file = Path(args.run_dir) / RESULTS
-    known = read_json(file)["model"] if file.is_file() else model
+    known = _written(args).get("model", model)
     if known != model:
         return [f"{args.run_dir} has the results of another model, {known}: give --output another folder"]
     findings = inspect(args, this_machine())
@@ -100,7 +99,7 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
                     result = cluster.evaluate(-1, [name]).result(progress=phase.update)
                 tracker.log_eval(-1, result.metrics, result.tables)
                 results[name] = {"dataset": datasets[name], **made_of[name], "metrics": result.metrics}
-                content = {"model": args.hf_checkpoint, "run": _run_settings(args), "tasks": results}
+                content = {"format": FORMAT, "model": args.hf_checkpoint, "run": _run_settings(args), "tasks": results}
                 write_text(Path(args.run_dir) / RESULTS, json.dumps(content, indent=1))
     except ClusterError as error:
         raise ValueError(str(error)) from error
@@ -109,15 +108,20 @@ def evaluate(args: Args, *, again: bool = False) -> Results:
 
 def known_results(args: Args) -> Results:
     """The results in the run folder that these settings gave, with the model, tasks and rows that are there now."""
-    file = Path(args.run_dir) / RESULTS
-    content: dict[str, Any] = read_json(file) if file.is_file() else {"run": None}
-    if content["run"] != _run_settings(args):
+    content = _written(args)
+    if content.get("run") != _run_settings(args):
         return {}
     tasks: Results = content["tasks"]
-    # older ones do not say what texts begin with
-    known = {name: {"begins": [], **result} for name, result in tasks.items()}
     now = _made_of(args, {name: result["dataset"] for name, result in tasks.items()})
-    return {name: result for name, result in known.items() if result == result | now[name]}
+    return {name: result for name, result in tasks.items() if result == result | now[name]}
+
+
+def _written(args: Args) -> dict[str, Any]:
+    """The content of the run folder's file of results; empty where there is none."""
+    file = Path(args.run_dir) / RESULTS
+    content = read_json(file) if file.is_file() else {}
+    check_format(file, content.get("format"))
+    return content
 
 
 def _made_of(args: ModelArgs, datasets: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

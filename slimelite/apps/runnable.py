@@ -25,6 +25,7 @@ from slimelite.models.checkpoints import (
     may_be_hub_id,
     read_config,
     read_json,
+    read_state,
     whats_wrong,
 )
 
@@ -92,10 +93,9 @@ def _resolve_checkpoint(folder: Path, base: str | None) -> Source:
             raise ValueError(f"{error.wrong}: name {other} in place of {folder}") from error
     elif wrong := whats_wrong(folder):
         raise ValueError(f"{wrong}: name the folder of another checkpoint")
-    state = read_json(directory / STATE_FILE)
-    named = base or state.get(BASE)
+    named = base or read_state(directory).get(BASE)
     if named is None:
-        raise ValueError(f"{directory} is an older checkpoint, which does not name its model: give it with --base")
+        raise ValueError(f"{directory} does not name its model: give it with --base")
     return _changes(str(directory), str(named))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from slimelite.base.lifecycle import read_status
-from slimelite.tracking.alarms import replay
-from slimelite.tracking.metrics_file import FILE_NAME, Record, axis_of, counts_evals, eval_metrics, read_metrics, series
+from slimelite.tracking.metrics_file import FILE_NAME, Record, axis_of, eval_metrics, read_metrics, series
 
 # the name of the evaluation before training: eval/gsm8k-start.parquet; its eval/step is -1
 START = "start"
@@ -105,25 +104,21 @@ class Run:
     def evals(self) -> dict[str, dict[int, Path]]:
         """Dataset -> the evaluation's eval/step (-1: before training) -> the parquet file of its answers."""
         datasets: dict[str, dict[int, Path]] = {}
-        counted = counts_evals(self.records)
         for path in sorted((self.folder / "eval").glob("*.parquet")):
             dataset, _, number = path.stem.rpartition("-")
             if dataset and (number == START or number.isdecimal()):
-                datasets.setdefault(dataset, {})[-1 if number == START else int(number) - counted] = path
+                datasets.setdefault(dataset, {})[-1 if number == START else int(number)] = path
         return {dataset: dict(sorted(files.items())) for dataset, files in datasets.items()}
 
     @cached_property
     def alarms(self) -> list[dict[str, object]]:
         """What went wrong in the run: each `Alarm` as a dict, in the order they began.
 
-        They are the lines of alarms.jsonl. A run that is over and has none is judged by its metrics, for it may be of
-        an older version, which had no alarms.
+        They are the lines of alarms.jsonl, which a run without alarms does not have.
         """
         path = self.folder / "alarms.jsonl"
-        if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            return [json.loads(line) for line in lines if line.endswith("\n")]
-        return [] if self.status.get("status") == "running" else [asdict(alarm) for alarm in replay(self.records)]
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     @property
     def log(self) -> Path:

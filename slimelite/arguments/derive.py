@@ -514,8 +514,7 @@ def _rollout_seed(draft: Draft) -> None:
     if "rollout_seed" in draft.given:
         return
     if args.resume_directory is not None and not args.finetune:
-        # a checkpoint that does not name it is of a time when --rollout-seed did not follow --seed
-        saved = read_json(Path(args.resume_directory) / ROLLOUT_STATE).get(ROLLOUT_SEED, args.rollout_seed)
+        saved = read_json(Path(args.resume_directory) / ROLLOUT_STATE)[ROLLOUT_SEED]
         if saved != args.rollout_seed or "seed" in draft.given:
             draft.set("rollout_seed", saved, "the checkpoint's: it goes on with the seed that it began with")
     elif "seed" in draft.given and args.seed in SEEDS:

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and the message when the disk is full."""
+"""Files that are written completely or not at all, the message of a full disk, and the format of files that last."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 # errors for: no space left, no quota left, file too large for the file system
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# the format of what lasts: checkpoints, saved tables, run folders, stages. A file that names none has this one
+FORMAT = 1
 
 
 @contextmanager
@@ -36,6 +38,18 @@ def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` as `whole` does, in UTF-8."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def check_format(path: Path, found: object) -> None:
+    """Refuse the file at ``path``, which says that its format is ``found`` (None: it says nothing).
+
+    Raises:
+        ValueError: it is not ``FORMAT``.
+    """
+    if found is not None and str(found) != str(FORMAT):
+        raise ValueError(
+            f"{path}: has format {found}, and this slimelite reads format {FORMAT}: use the slimelite that wrote it"
+        )
 
 
 @contextmanager

@@ -233,7 +233,6 @@ def _digest(prompts: list[Sample]) -> str:
         text = isinstance(prompt.prompt, str)
         content = prompt.prompt if text else json.dumps(prompt.prompt, sort_keys=True, default=str)
         replies = [prompt.metadata[PAIR]] if PAIR in prompt.metadata else []
-        # the label as text, as in earlier versions, so that positions saved by them stay valid
         label = None if prompt.label is None else label_text(prompt.label)
         state.update(json.dumps([content, label, *replies], default=str).encode())
     return state.hexdigest()

@@ -124,8 +124,7 @@ def check_same(saved: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> 
     Raises:
         ValueError: it does not; the message names the parts that differ.
     """
-    now = fingerprint(tokenizer) if saved else {}
-    if differ := [part for part, digest in now.items() if saved.get(part, digest) != digest]:
+    if differ := [part for part, digest in fingerprint(tokenizer).items() if saved.get(part) != digest]:
         raise ValueError(
             f"the checkpoint was saved with another tokenizer, which differs in its {' and its '.join(differ)}; give "
             "the one that the run had with --tokenizer, or take the weights alone with --finetune"

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from slimelite.base.files import free_space, in_units, write_text
+from slimelite.base.files import FORMAT, check_format, free_space, in_units, write_text
 from slimelite.base.locks import LOCK
 
 # file that names the newest complete checkpoint, written last (slime and Megatron use the same name)
@@ -139,8 +139,7 @@ def find_checkpoint(
     directory = _directory(root, word)
     wrong = whats_wrong(directory)
     if wrong is None:
-        old = not (directory / CHECKSUMS).is_file()
-        return directory, f"{directory.name} has no checksums (an older version wrote it): not verified" if old else ""
+        return directory, ""
     earlier = sorted((p for p in root.absolute().glob("iter_*") if p.name[5:].isdecimal()), reverse=True)
     earlier = [place for place in earlier if place.name < f"iter_{word:0>7}"]
     whole = next((place for place in earlier if whats_wrong(place) is None), None)
@@ -265,12 +264,14 @@ def whats_wrong(directory: Path) -> str | None:
     """A message about the first missing or damaged file of a checkpoint, found without torch; None if there is none."""
     if not directory.is_dir():
         return f"{directory}: is not there"
+    if not (directory / CHECKSUMS).is_file():
+        return f"{directory / CHECKSUMS}: is missing"
     try:
         if problem := damage(directory):
             return problem
-        read_json(directory / ROLLOUT_STATE)
-        if not read_json(directory / STATE_FILE):
-            return f"{directory / STATE_FILE}: is empty"
+        if ROLLOUT_SEED not in read_json(directory / ROLLOUT_STATE):
+            return f"{directory / ROLLOUT_STATE}: is damaged: it has no {ROLLOUT_SEED}"
+        read_state(directory)
     except (ValueError, OSError) as error:  # a broken disk, no permission
         return str(error)
     return None
@@ -304,8 +305,8 @@ def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
 def damage(folder: Path) -> str | None:
     """A message about the first damaged file of the checkpoint at ``folder``; None if there is none.
 
-    For a part of a checkpoint, such as its critic, the checksums of the whole checkpoint are used. A checkpoint
-    without checksums (older ones have none) cannot be checked and counts as undamaged.
+    For a part of a checkpoint, such as its critic, the checksums of the whole checkpoint are used; a part that was
+    copied without them counts as undamaged.
     """
     root = next((place for place in (folder, folder.parent) if (place / CHECKSUMS).is_file()), None)
     if root is None:
@@ -330,6 +331,23 @@ def damage(folder: Path) -> str | None:
     actual = checksums(root, (root / name for name in expected))
     changed = [name for name, each in expected.items() if each != actual[name]]
     return f"{root / changed[0]}: its contents have changed since it was written (CRC-32)" if changed else None
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The trainer's state other than tensors, of the checkpoint or the part of one in ``folder``.
+
+    Raises:
+        ValueError: the file is missing, damaged, or of another format.
+    """
+    file = folder / STATE_FILE
+    state = read_json(file)
+    check_format(file, state.get("format"))
+    return state
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write what `read_state` reads."""
+    (folder / STATE_FILE).write_text(json.dumps({"format": FORMAT, **state}, indent=1))
 
 
 def read_json(path: Path) -> dict[str, Any]:

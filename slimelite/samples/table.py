@@ -18,10 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slimelite.base.files import whole
+from slimelite.base.files import FORMAT, check_format, whole
 from slimelite.samples.sample import COLUMNS, PER_TOKEN, Column, Sample, Status, label_text
 
-SCHEMA_VERSION = "1"
+# entry of the metadata of a saved table: its format
+SAVED_FORMAT = b"slimelite.samples"
 
 # the offsets that split a ragged column into rows
 OFFSETS = {"prompt": "prompt_offsets", "token": "response_offsets"}
@@ -217,7 +218,7 @@ class SampleTable:
             arrays["label_value"] = pa.array(typed, pa.string())
         if self.advantages is not None:
             del arrays["advantage"]
-        return pa.table(arrays, metadata={"slimelite.samples": SCHEMA_VERSION})
+        return pa.table(arrays, metadata={SAVED_FORMAT: str(FORMAT)})
 
     @classmethod
     def from_arrow(cls, table: pa.Table) -> SampleTable:
@@ -226,7 +227,7 @@ class SampleTable:
         Raises:
             ValueError: columns are missing.
         """
-        values: dict[str, Any] = {"reward_components": ["{}"] * len(table)}  # older files have none
+        values: dict[str, Any] = {}
         if "advantages" in table.column_names:
             values["advantage"] = np.full(len(table), np.nan)
         there = {*table.column_names, *values}
@@ -264,12 +265,18 @@ class SampleTable:
         """Read what `to_parquet` wrote.
 
         Raises:
-            ValueError: the file is not there, or is not a table of samples.
+            ValueError: the file is not there, of another format, or no table of samples.
         """
         if not Path(path).is_file():
             raise ValueError(f"no saved rollout at {path}")
         try:
-            return cls.from_arrow(pq.read_table(path))
+            found = pq.read_table(path)
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{path}: {error}") from error
+        said = (found.schema.metadata or {}).get(SAVED_FORMAT)
+        check_format(Path(path), None if said is None else said.decode())
+        try:
+            return cls.from_arrow(found)
         except (pa.ArrowInvalid, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 

@@ -89,12 +89,6 @@ SLIME_NAMES = {
     for name, ours in names.items()
 }
 
-# names of ours that config.yaml of earlier runs has -> what they are called now
-RENAMED = dict.fromkeys(
-    ["slimelite.rollout.sft.generate_rollout", "slimelite.rollout.dpo.generate_rollout"],
-    "slimelite.rollout.generate.offline_rollout",
-)
-
 
 def resolve(name: str) -> Callable[..., Any]:
     """Our object behind one of ``SLIME_NAMES``."""

@@ -33,7 +33,6 @@ def load_function(path: str, flag: str | None = None) -> Callable[..., Any]:
     Raises:
         ValueError: there is no such file, module or function (the nearest name is given), or its import fails.
     """
-    path = compat.RENAMED.get(path, path)
     module_name, _, name = path.rpartition(":" if ":" in path else ".")
     if not module_name or not name:
         raise ValueError(f"{path!r} is not a plugin path; write package.module.function or path/to/file.py:function")

@@ -2,11 +2,9 @@
 
 A line has ``time`` (seconds since the epoch), ``kind`` and metrics by their full names, including its axes. Numbers
 that JSON cannot hold are the strings "NaN", "Infinity" and "-Infinity", which ``float()`` understands. The file is only
-ever appended to. A line of kind ``start`` has the rollout at which the run began or was resumed; earlier lines about
-this rollout or later ones are invalid from then on.
-
-``eval/step`` is the rollout that an evaluation followed, -1 before training. The first versions counted the rollouts
-trained by then, which is one more: where the line of kind ``start`` lacks ``eval/step``. `read_metrics` mends that.
+ever appended to. A line of kind ``start`` has the rollout at which the run began or was resumed, and the format of the
+run folder; earlier lines about this rollout or later ones are invalid from then on. ``eval/step`` is the rollout that
+an evaluation followed, -1 before training.
 """
 
 from __future__ import annotations
@@ -14,11 +12,11 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from slimelite.base.files import named
+from slimelite.base.files import FORMAT, check_format, named
 
 Kind = Literal["start", "rollout", "train", "eval", "perf"]
 Record = dict[str, Any]
@@ -49,7 +47,8 @@ class MetricsFile:
 
     def write(self, kind: Kind, metrics: Mapping[str, float], /) -> None:
         """Append one record."""
-        record = {"time": round(time.time(), 3), "kind": kind} | {k: _to_json(v) for k, v in metrics.items()}
+        head = {"time": round(time.time(), 3), "kind": kind, **({"format": FORMAT} if kind == "start" else {})}
+        record = head | {k: _to_json(v) for k, v in metrics.items()}
         with named(Path(self.where)):
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
@@ -67,13 +66,13 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
     """The records that no later resume made invalid, in the order they were written; numbers are floats.
 
     Raises:
-        ValueError: there is no such file, or a line is no JSON object of numbers (except a crashed run's last line).
+        ValueError: there is no such file, it is of another format, or a line is no JSON object of numbers (except a
+            crashed run's last line).
     """
     path = Path(run_dir) / FILE_NAME
     if not path.is_file():
         raise ValueError(f"{run_dir} is not a run folder: it has no {FILE_NAME}")
     records: list[Record] = []
-    counted = 0  # what eval/step is too high by
     torn: tuple[int, str] | None = None
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line:
@@ -84,27 +83,21 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
             torn = (number, line)
             continue
         try:
+            stated = found.pop("format", None)
             record = {k: v if k == "kind" else float(v) for k, v in found.items()}
             kind, _ = record["kind"], record[AXES["eval/"] if record["kind"] == "eval" else DEFAULT_AXIS]
         except (AttributeError, KeyError, TypeError, ValueError):
             if torn is None:
                 raise ValueError(f"{path}:{number}: no record of metrics: {line[:80]!r}") from None
-            kind = None
+            kind = stated = None
+        check_format(path, stated)
         if torn is not None and kind != "start":
             raise ValueError(f"{path}:{torn[0]}: not JSON: {torn[1][:80]!r}")
         torn = None
         if kind == "start":
             records = [r for r in records if _precedes(r, record[DEFAULT_AXIS])]
-            counted = int(counts_evals([record]))
-        elif kind == "eval":
-            record["eval/step"] -= counted
         records.append(record)
     return records
-
-
-def counts_evals(records: Sequence[Record]) -> bool:
-    """Whether a first version wrote last: then files of evaluations, too, are numbered by the rollouts trained."""
-    return any("eval/step" not in r for r in [r for r in records if r["kind"] == "start"][-1:])
 
 
 def series(records: Iterable[Record], metric: str) -> tuple[list[float], list[float]]:

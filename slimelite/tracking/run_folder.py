@@ -6,7 +6,7 @@
     config.json            the value of every argument, with the reasons of derived ones
     versions.json          packages, commit, hardware
     status.json            running, finished, failed or interrupted; rollouts done; the error
-    metrics.jsonl          every metric (see metrics_file.py)
+    metrics.jsonl          every metric, and the format of the folder (see metrics_file.py)
     alarms.jsonl           what went wrong, one alarm per line (see alarms.py); absent without any
     curves.png             the curves of metrics.jsonl
     rollouts/0000012.parquet        the samples of rollout 12
@@ -87,7 +87,8 @@ class RunFolder:
 
     def save_eval(self, name: str, rollout_id: int, table: SampleTable) -> None:
         """Write the answers to an eval dataset after rollout ``rollout_id`` (-1: before training)."""
-        table.to_parquet(self._eval_file(name.replace("/", "_"), rollout_id))
+        after = "start" if rollout_id < 0 else f"{rollout_id:07d}"
+        table.to_parquet(self.path / "eval" / f"{name.replace('/', '_')}-{after}.parquet")
 
     def forget(self, rollout_id: int, *, ahead: bool = False) -> None:
         """Remove the files of ``rollout_id`` and later ones: a run that goes on there repeats them, or ends before.
@@ -100,15 +101,6 @@ class RunFolder:
             number = path.stem.rpartition("-")[2]
             if number.isdecimal() and int(number) >= rollout_id + (ahead and path.parent.name == "dropped"):
                 path.unlink()
-
-    def renumber_evals(self) -> None:
-        """Give the files of evaluations that an older version wrote, which counted rollouts trained, today's names."""
-        for path in sorted(self.path.glob("eval/*-*.parquet")):  # a name that is taken is free when its turn comes
-            name, _, trained = path.stem.rpartition("-")
-            path.rename(self._eval_file(name, int(trained) - 1))
-
-    def _eval_file(self, name: str, rollout_id: int) -> Path:
-        return self.path / "eval" / f"{name}-{'start' if rollout_id < 0 else f'{rollout_id:07d}'}.parquet"
 
     def save_alarms(self, alarms: Sequence[Alarm]) -> None:
         """Write all alarms of the run, which replaces those of rollouts that a resumed run repeats."""

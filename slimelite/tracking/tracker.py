@@ -28,7 +28,7 @@ from slimelite.models.checkpoints import read_json
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm, Alarms
 from slimelite.tracking.console import Console, Phase
-from slimelite.tracking.metrics_file import FILE_NAME, Kind, axis_of, counts_evals, eval_metrics, read_metrics
+from slimelite.tracking.metrics_file import Kind, axis_of, eval_metrics, read_metrics
 from slimelite.tracking.noise import log_to_file, quiet_transformers, stderr_to_file
 from slimelite.tracking.phases import LABELS, PERF_NAMES, Timer, duration
 from slimelite.tracking.plot import Drawing
@@ -134,9 +134,6 @@ class Tracker:
         """Print the facts of the run; ``args`` now have the number of rollouts and the id of the first one."""
         self.args = args
         self.folder.save_config(args)
-        # without the file the disk is full, which writing says
-        if (self.folder.path / FILE_NAME).is_file() and counts_evals(read_metrics(self.folder.path)):
-            self.folder.renumber_evals()
         first = args.start_rollout_id or 0
         self.folder.forget(first, ahead=args.async_rollout)
         self._write("start", {"rollout/step": first, "eval/step": first - 1})

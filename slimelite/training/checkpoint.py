@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 from collections.abc import Collection, Mapping
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from slimelite.arguments import LoraArgs
-from slimelite.models.checkpoints import BASE, REMEDY, STATE_FILE, Checksums, checksums, read_json
+from slimelite.models.checkpoints import BASE, REMEDY, STATE_FILE, Checksums, checksums, read_state, write_state
 from slimelite.training.learner import Learner, Progress
 from slimelite.training.lora import PARTS
 from slimelite.training.model import LanguageModel
@@ -54,7 +53,7 @@ def save(directory: Path, learner: Learner[LanguageModel], reference: Reference 
     files = list(directory.glob(f"__{learner.world.rank}_*.distcp"))
     if learner.world.rank == 0:
         state = {**asdict(learner.progress), BASE: learner.args.hf_checkpoint, ADAPTER: _adapter(learner.args)}
-        (directory / STATE_FILE).write_text(json.dumps(state, indent=1))
+        write_state(directory, state)
         files += [directory / STATE_FILE, directory / METADATA]
     return checksums(directory, files)
 
@@ -85,7 +84,7 @@ def load(
         raise ValueError(f"no trainer state in {directory}; --load needs a checkpoint that --save wrote")
     args, world = learner.args, learner.world
     weights_only = weights_only or args.finetune
-    progress, own = _read_progress(directory / STATE_FILE), learner.progress.schedule
+    progress, own = _read_progress(directory), learner.progress.schedule
     _check_adapter(directory, args)
     reader = CheckpointReader(directory)
     state = _weights(learner, reference)
@@ -136,7 +135,7 @@ def _adapter(args: LoraArgs) -> dict[str, object] | None:
 
 def _check_adapter(directory: Path, args: LoraArgs) -> None:
     """Refuse adapters that would be scaled otherwise, or weights in place of adapters; warn of another base."""
-    state, own = read_json(directory / STATE_FILE), _adapter(args)
+    state, own = read_state(directory), _adapter(args)
     saved = state.get(ADAPTER)
     if saved is None and own is None:
         return
@@ -161,12 +160,13 @@ def _random_states(world: World) -> dict[str, Tensor]:
     return states
 
 
-def _read_progress(file: Path) -> Progress:
+def _read_progress(directory: Path) -> Progress:
     try:
-        read = read_json(file)
+        read = read_state(directory)
         schedule = LrSchedule(**read["schedule"])
         return Progress(int(read["rollout_id"]), int(read["steps"]), int(read["weight_version"]), schedule)
     except (KeyError, TypeError) as error:
+        file = directory / STATE_FILE
         raise ValueError(f"{file}: is damaged ({type(error).__name__}: {error}); {REMEDY}") from error
     except ValueError as error:
         raise ValueError(f"{error}; {REMEDY}") from error

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from slimelite.arguments.lora import ADAPTER_CONFIG, LoraArgs, read_adapter
-from slimelite.models.checkpoints import REMEDY, STATE_FILE, read_json
+from slimelite.models.checkpoints import REMEDY, read_state
 from slimelite.models.files import has_weights
 from slimelite.training.checkpoint import ADAPTER, CheckpointReader
 from slimelite.training.loading import load_model, read_config
@@ -63,7 +63,7 @@ def _read_checkpoint(source: Path, hf: PreTrainedModel, base: str) -> None:
     """Fill ``hf`` from a checkpoint, which has all weights, or adapters that ``hf`` gets."""
     reader = CheckpointReader(source)
     saved = {name.removeprefix("model.") for name in reader.tensors if name.startswith("model.")}
-    if lora := read_json(source / STATE_FILE).get(ADAPTER):
+    if lora := read_state(source).get(ADAPTER):
         targets = tuple(sorted(name.removesuffix(".lora_A") for name in saved if name.endswith(".lora_A")))
         # the saved scaling already has what --lora-type makes of rank and alpha
         given = {"lora_rank": lora["rank"], "lora_alpha": lora["scaling"] * lora["rank"], "lora_targets": targets}

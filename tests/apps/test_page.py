@@ -17,6 +17,7 @@ from slimelite.apps.view import write_page
 from slimelite.base.lifecycle import this_process
 from slimelite.tracking.alarms import replay
 from slimelite.tracking.metrics_file import MetricsFile, read_metrics
+from slimelite.tracking.run_folder import RunFolder
 from tests.apps.conftest import OpenPage
 from tests.tracking.fake_run import make_args, make_table, play
 
@@ -316,6 +317,7 @@ def test_alarms_lead_to_their_rollout(tmp_path: Path, folders: list[Path], open_
     writer.close(False)
     (alarm,) = replay(read_metrics(run))
     assert alarm.rollout_id == 3
+    RunFolder(run).save_alarms([alarm])
     write_page([Run.read(run)], tmp_path / "view.html")
     page = open_page(tmp_path / "view.html")
     assert page.locator(".alarms h2").inner_text() == "1 alarm"

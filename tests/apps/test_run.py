@@ -151,16 +151,3 @@ def test_names_are_as_short_as_they_differ(tmp_path: Path, folder: Path) -> None
         shutil.copytree(folder, tmp_path / name)
     assert [r.name for r in read_runs([tmp_path / "x/grpo", tmp_path / "y/other"])] == ["grpo", "other"]
     assert [r.name for r in read_runs([tmp_path / "x/grpo", tmp_path / "y/grpo"])] == ["x/grpo", "y/grpo"]
-
-
-def test_an_older_run_is_judged_by_its_metrics(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path)
-    file.write("start", {"rollout/step": 0})
-    for i in range(6):
-        file.write("rollout", {"rollout/step": i, "rollout/raw_reward": 0.5})
-        file.write("train", {"rollout/step": i, "train/step": i, "train/train_rollout_logprob_abs_diff": 0.5})
-        file.write("perf", {"rollout/step": i, "perf/step_time": 1.0})
-    file.close(False)
-    assert [(alarm["kind"], alarm["ended"]) for alarm in Run.read(tmp_path).alarms] == [("mismatch", None)]
-    (tmp_path / "status.json").write_text(json.dumps({"status": "running"}))
-    assert Run.read(tmp_path).alarms == [], "its tracker has found none so far"

@@ -138,6 +138,6 @@ def test_a_reader_sees_that_a_run_is_gone(tmp_path: Path) -> None:
     assert status_of(started=1) == WITHOUT_A_WORD, "the number was given to another process"
     assert status_of(pid=child.pid, host="another") == "running", "nobody here knows"
     assert status_of(pid=child.pid, status="failed") == "failed"
-    (tmp_path / "status.json").write_text('{"status": "running", "pid": 1}')  # of the first version
+    (tmp_path / "status.json").write_text('{"status": "running", "pid": 1}')  # nobody knows of which process
     assert read_status(tmp_path)["status"] == "running"
     assert read_status(tmp_path / "nothing") == {}

@@ -165,8 +165,8 @@ def test_no_prompt_data_is_an_error() -> None:
         make([])
 
 
-def test_a_position_saved_when_labels_were_text_is_still_valid(tmp_path: Path) -> None:
-    """A label's type is no other data: today 3 and [1] are kept, the first version had "3" and "[1]"."""
+def test_the_type_of_a_label_is_no_other_data(tmp_path: Path) -> None:
+    """A position holds for 3 and [1] as for "3" and "[1]"."""
     sources = []
     for name, labels in (("typed", (3, [1])), ("text", ("3", "[1]"))):
         file = tmp_path / f"{name}.jsonl"

@@ -149,7 +149,6 @@ def test_another_tokenizer_is_known_by_what_changes_its_tokens(tmp_path: Path, p
     tokenizer.save_pretrained(tmp_path)
     changed(tmp_path, str(part))
     found = AutoTokenizer.from_pretrained(tmp_path)
-    check_same({}, found)  # a checkpoint of an older version says nothing
     if part is None:
         check_same(saved, found)
         return

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import subprocess
+import sys
+from pathlib import Path
 
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import ROOT, blocks
+
+AGENTS = ROOT / "AGENTS.md"
+# of a shell, or of an environment that is made once
+SHELL = ("export", "source")
 
 
 def tracked(*words: str) -> list[str]:
@@ -31,3 +39,46 @@ def test_scripts_that_are_named_exist() -> None:
     }
     assert len(named) > 100
     assert [(page, path) for page, path in sorted(named) if not (ROOT / path).is_file()] == []
+
+
+def test_paths_of_agents_md_exist() -> None:
+    text = AGENTS.read_text()
+    named = set(re.findall(r"`((?:slimelite|tests|docs|scripts)/[^`\s]*|[\w.]+\.(?:py|md))`", text))
+    named |= set(re.findall(r"\]\(([^)#]+)", text))
+    rooms = {f"slimelite/{path.name}/" for path in (ROOT / "slimelite").iterdir() if path.name.isidentifier()}
+    assert {room for room in rooms if (ROOT / room / "__init__.py").exists()} <= named, "a room is missing"
+    assert len(named) > 50
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    assert len(text.splitlines()) <= 120
+
+
+def commands() -> list[list[str]]:
+    """The commands of AGENTS.md in words, without what a shell does itself."""
+    lines = [line for block in blocks(AGENTS) for line in block.text.splitlines() if line]
+    lines += re.findall(r"`(python -m [^`]+)`", AGENTS.read_text())
+    found = [shlex.split(part, comments=True) for line in lines for part in line.split(" && ")]
+    return [words for words in found if words and words[0] not in SHELL]
+
+
+def tried(words: list[str]) -> list[str]:
+    """The command as it says what it would do, and does nothing."""
+    if words[0] == "make":
+        return ["make", "-n", *words[1:]]
+    if words[-1] in ("--check", "--help") and words[0] == "python":
+        return words
+    return [*words, "--collect-only" if "pytest" in words else "--help"]
+
+
+def test_commands_of_agents_md_can_be_given() -> None:
+    given = commands()
+    # pytest collects all that need no more than a path at once
+    plain = [words for words in given if words[:4] == ["python", "-m", "pytest", "-q"] and "-k" not in words]
+    together = ["python", "-m", "pytest", "-q", *dict.fromkeys(path for words in plain for path in words[4:])]
+    others = [words for words in given if words not in plain]
+    assert (len(plain), len(others)) > (5, 5)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for words in (together, *others):
+        done = subprocess.run(
+            tried(words), cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{shlex.join(words)}: {done.stdout[-500:]} {done.stderr[-500:]}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,22 @@ from slimelite.preflight import problems_of  # noqa: E402
 from slimelite.stages import run_stages  # noqa: E402
 
 Rows = list[dict[str, Any]]
-FIRST_VERSION = ROOT / "tests" / "fixtures" / "b7a4ee0"
-FIRST_VERSION_FLAGS = (FIRST_VERSION / "flags.txt").read_text().split()
+# a run of four short rollouts, in seconds, with a critic, a filter and surplus groups, in the folder of `small`
+SMALL_FLAGS = shlex.split("""
+    --launcher local --device cpu --deterministic-mode --hf-checkpoint model --prompt-data data/train.jsonl
+    --input-key prompt --label-key label --custom-rm-path reward.py:digits --rollout-shuffle
+    --eval-prompt-data heldout data/heldout.jsonl --eval-interval 2 --n-samples-per-eval-prompt 1
+    --rollout-batch-size 3 --n-samples-per-prompt 4 --over-sampling-batch-size 5 --rollout-max-response-len 8
+    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
+    --num-steps-per-rollout 2 --use-dynamic-batch-size --max-tokens-per-gpu 128 --async-rollout
+    --advantage-estimator ppo --kl-coef 0.05 --ref-update-interval 3 --critic-lr 5e-3
+    --lr 3e-3 --lr-decay-style cosine --num-rollout 4
+""")
+# a reward that a random model earns now and then: the share of digits in the response
+DIGITS = """
+async def digits(args, sample, **kwargs):
+    return sum(symbol.isdigit() for symbol in sample.response) / max(1, len(sample.response))
+"""
 
 
 def metrics(run_dir: Path, name: str) -> list[float]:
@@ -159,9 +173,35 @@ def local_run(grpo_args: list[str], tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Path:
-    """A folder with a run of commit b7a4ee0, its checkpoint, and the tiny model and data to go on with."""
-    with tarfile.open(FIRST_VERSION / "run.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    shutil.copy(FIRST_VERSION / "reward.py", tmp_path)
+def small(shared: Shared, tmp_path: Path) -> Path:
+    """A folder with what ``SMALL_FLAGS`` name: a model of one layer with random weights, sums, a reward."""
+    shutil.copytree(shared("small", make_small), tmp_path, dirs_exist_ok=True)
     return tmp_path
+
+
+def make_small(folder: Path) -> None:
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    symbols = ["<pad>", "<end>", "<unk>", *"0123456789+-=?#abcdef"]
+    tokenizer = Tokenizer(models.WordLevel({s: i for i, s in enumerate(symbols)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(symbols[:3])
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **special).save_pretrained(
+        folder / "model"
+    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True, "initializer_range": 0.2}
+    tokens = {"vocab_size": 24, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes, **heads, **tokens))
+    model.save_pretrained(folder / "model")
+    (folder / "data").mkdir()
+    for name, numbers in (("train", range(10, 30)), ("heldout", range(30, 33))):
+        rows = [{"prompt": f"{n}+{n % 7}=?", "label": str(n + n % 7)} for n in numbers]
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(DIGITS)

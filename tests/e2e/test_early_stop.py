@@ -18,7 +18,7 @@ from slimelite.loop import Evaluations
 from slimelite.models.checkpoints import CHECKSUMS
 from slimelite.tracking.metrics_file import read_metrics
 
-from .conftest import FIRST_VERSION_FLAGS
+from .conftest import SMALL_FLAGS
 
 pytestmark = pytest.mark.e2e
 
@@ -36,7 +36,7 @@ Start = Callable[[str], int]
 
 
 @pytest.fixture
-def start(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+def start(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     """``start(name)``: one run, or one more, in a folder of its own; its exit status."""
 
     def run(name: str) -> int:
@@ -45,9 +45,9 @@ def start(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
             folder.mkdir()
             (folder / "plan.py").write_text(PLAN)
             for part in ("model", "data", "reward.py"):
-                (folder / part).symlink_to(old / part)
+                (folder / part).symlink_to(small / part)
         monkeypatch.chdir(folder)
-        return train.main([*FIRST_VERSION_FLAGS, *FLAGS, "--run-dir", "run"])
+        return train.main([*SMALL_FLAGS, *FLAGS, "--run-dir", "run"])
 
     return run
 

@@ -223,7 +223,11 @@ def test_a_stage_that_was_killed_at_its_very_end_does_not_take_later_edits(
     write(tmp_path / "one.yaml", lr=0.25)
     assert run_stages(run, lambda _: []) == 2
     assert "it has finished with other flags: lr was 0.1 and is 0.25" in capsys.readouterr().err
-    (tmp_path / "out" / "0-one" / "stage.json").unlink()
+    record = tmp_path / "out" / "0-one" / "stage.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"format": 2}))
+    assert run_stages(run, lambda _: []) == 2
+    assert "stage.json: has format 2, and this slimelite reads format 1: use the" in capsys.readouterr().err
+    record.unlink()
     assert run_stages(run, lambda _: []) == 2
     assert "stage.json, which says with which flags, is gone; to run it again, remove out/0-one" in (
         capsys.readouterr().err

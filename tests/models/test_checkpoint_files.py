@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,23 @@ import pytest
 from slimelite.models.checkpoints import CHECKSUMS, LOCK, DamagedCheckpoint, best_of, checksums, damage, find_checkpoint
 
 
-def write(root: Path, step: int, *, sums: bool = True) -> Path:
+def write(root: Path, step: int, state: str = '{"steps": 1}') -> Path:
     folder = root / f"iter_{step:07d}"
     (folder / "critic").mkdir(parents=True)
-    (folder / "rollout_state.json").write_text("{}")
-    (folder / "trainer.json").write_text('{"steps": 1}')
+    (folder / "rollout_state.json").write_text('{"rollout_seed": 1}')
+    (folder / "trainer.json").write_text(state)
     (folder / "critic" / "trainer.json").write_text('{"steps": 1}')
     (folder / "__0_0.distcp").write_bytes(bytes(range(256)) * 100)
-    if sums:
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        (folder / CHECKSUMS).write_text(json.dumps({"files": checksums(folder, files)}))
+    sum_up(folder)
     (root / "latest_checkpointed_iteration.txt").write_text(str(step))
     return folder
+
+
+def sum_up(folder: Path) -> None:
+    """Write checksums of what is there."""
+    (folder / CHECKSUMS).unlink(missing_ok=True)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    (folder / CHECKSUMS).write_text(json.dumps({"files": checksums(folder, files)}))
 
 
 def flip(path: Path) -> None:
@@ -36,12 +42,16 @@ DAMAGE = {
     "short": (lambda f: os.truncate(f / "__0_0.distcp", 99), "__0_0.distcp: has 99 bytes, not the 25,600"),
     "absent": (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp: is missing"),
     "part": (lambda f: flip(f / "critic" / "trainer.json"), "critic/trainer.json: its contents have changed"),
-    "state": (lambda f: (f / "rollout_state.json").write_text("[]"), "rollout_state.json: its contents have changed"),
+    "state": (
+        lambda f: (f / "rollout_state.json").write_text('{"rollout_seed": 2}'),
+        "rollout_state.json: its contents have changed",
+    ),
     "sums": (lambda f: os.truncate(f / CHECKSUMS, 20), "checksums.json: cannot be read"),
     "sums' key": (
         lambda f: (f / CHECKSUMS).write_text((f / CHECKSUMS).read_text().replace('"bytes"', '"bytez"', 1)),
         "checksums.json: cannot be read",
     ),
+    "no sums": (lambda f: (f / CHECKSUMS).unlink(), "checksums.json: is missing"),
     "folder": (lambda f: f.rename(f.with_name("gone")), "iter_0000009: is not there"),
 }
 
@@ -73,18 +83,35 @@ def test_nothing_whole_is_left(tmp_path: Path) -> None:
             find_checkpoint(tmp_path, step, fallback=True)
 
 
-def test_an_old_checkpoint_is_not_verified_and_that_is_said(tmp_path: Path) -> None:
-    folder = write(tmp_path, 3, sums=False)
-    assert find_checkpoint(tmp_path) == (
-        folder,
-        "iter_0000003 has no checksums (an older version wrote it): not verified",
-    )
-    for name in ("trainer.json", "rollout_state.json"):
-        text = (folder / name).read_text()
-        (folder / name).write_text('{"steps": ')
-        with pytest.raises(ValueError, match=f"{name}: is damaged or cut short: not JSON"):
-            find_checkpoint(tmp_path)
-        (folder / name).write_text(text)
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("trainer.json", '{"steps": ', "is damaged or cut short: not JSON"),
+        (
+            "trainer.json",
+            '{"format": 2}',
+            "has format 2, and this slimelite reads format 1: use the slimelite",
+        ),
+        ("trainer.json", '{"format": true}', "has format True"),
+        ("rollout_state.json", "[]", "is damaged: holds no JSON object"),
+        ("rollout_state.json", "{}", "is damaged: it has no rollout_seed"),
+    ],
+)
+def test_what_has_its_checksums_is_read_with_care(tmp_path: Path, name: str, content: str, said: str) -> None:
+    """Whoever made the checkpoint made its checksums, too."""
+    whole, folder = write(tmp_path, 2), write(tmp_path, 3)
+    (folder / name).write_text(content)
+    sum_up(folder)
+    with pytest.raises(DamagedCheckpoint, match=re.escape(f"{folder / name}: {said}")) as caught:
+        find_checkpoint(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert find_checkpoint(tmp_path, fallback=True)[0] == whole
+
+
+def test_a_checkpoint_that_names_its_format_or_none_is_taken(tmp_path: Path) -> None:
+    for step, state in enumerate(('{"format": 1, "steps": 1}', '{"steps": 1}')):
+        folder = write(tmp_path, step, state)
+        assert find_checkpoint(tmp_path) == (folder, "")
 
 
 def test_a_part_is_verified_by_itself(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 
 from slimelite.apps.runnable import Source, resolve_model, resolve_models
-from slimelite.models.checkpoints import MARKER, ROLLOUT_STATE, STATE_FILE
+from slimelite.models.checkpoints import CHECKSUMS, MARKER, ROLLOUT_SEED, ROLLOUT_STATE, STATE_FILE
 
 
 def write(file: Path, age: int = 0, **content: object) -> Path:
@@ -51,7 +51,8 @@ def saved(folder: Path, step: int, *, whole: bool = True, **state: object) -> Pa
     place.mkdir(parents=True)
     (folder / MARKER).write_text(str(step))
     for name in (ROLLOUT_STATE, STATE_FILE) if whole else ():
-        (place / name).write_text(json.dumps({"rollout_id": step, **state}))
+        (place / name).write_text(json.dumps({"rollout_id": step, ROLLOUT_SEED: 42, **state}))
+    (place / CHECKSUMS).write_text(json.dumps({"files": {}}))
     return folder
 
 

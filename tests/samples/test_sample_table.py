@@ -83,17 +83,23 @@ def test_advantages_of_tokens_take_the_place_of_the_rows(groups: list[list[Sampl
     assert np.isnan(again.advantage).all(), "a row has no advantage of its own"
 
 
-def test_a_table_of_an_older_version_has_no_components(groups: list[list[Sample]], tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
+def test_components_of_a_reward_are_numbers(groups: list[list[Sample]]) -> None:
     groups[0][0].reward = {"a": 0.0, "b": 1.0}
     table = SampleTable.from_samples(groups, "a")
     assert table.numeric_components() == [{"a": 0, "b": 1}, {}, {}, {}]
-    pq.write_table(table.to_arrow().drop_columns("reward_components"), tmp_path / "old.parquet")
-    old = SampleTable.from_parquet(tmp_path / "old.parquet")
-    assert old.numeric_components() == [{}] * 4
-    assert old.reward.tolist() == table.reward.tolist()
     assert table.without_text().numeric_components() == [{}] * 4
+
+
+def test_a_table_of_another_format_is_refused(groups: list[list[Sample]], tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    found, file = SampleTable.from_samples(groups).to_arrow(), tmp_path / "t.parquet"
+    assert found.schema.metadata == {b"slimelite.samples": b"1"}
+    pq.write_table(found.replace_schema_metadata(None), file)
+    assert len(SampleTable.from_parquet(file)) == 4, "another program wrote it, and it says nothing"
+    pq.write_table(found.replace_schema_metadata({"slimelite.samples": "2"}), file)
+    with pytest.raises(ValueError, match=r"t\.parquet: has format 2, and this slimelite reads format 1: use the slime"):
+        SampleTable.from_parquet(file)
 
 
 def test_a_table_of_no_rows(tmp_path: Path) -> None:

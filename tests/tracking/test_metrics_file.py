@@ -66,6 +66,20 @@ def test_a_line_cut_short_by_a_crash_costs_that_line_alone(tmp_path: Path) -> No
     assert series(read_metrics(tmp_path), "a") == ([0, 1], [1, 2])
 
 
+def test_a_run_of_another_format_is_refused(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    file.write("start", {"rollout/step": 0, "eval/step": -1})
+    file.close(False)
+    line = (tmp_path / FILE_NAME).read_text()
+    assert json.loads(line)["format"] == 1
+    assert read_metrics(tmp_path)[0].keys() == {"time", "kind", "rollout/step", "eval/step"}
+    (tmp_path / FILE_NAME).write_text(line.replace('"format": 1, ', ""))
+    assert len(read_metrics(tmp_path)) == 1
+    (tmp_path / FILE_NAME).write_text(line.replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: has format 2, and this slimelite reads format 1: use the"):
+        read_metrics(tmp_path)
+
+
 def test_a_broken_line_elsewhere_is_an_error_with_its_number(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text(
         '{"time": 1, "kind": "start", "rollout/step": 0}\noops\n{"time": 1, "kind": "train"}\n'
