@@ -168,7 +168,7 @@ def test_a_folder_of_another_models_results_is_refused(folder: Path, capsys: pyt
     assert main(["eval", "one", "--tasks", "write.yaml", "--output", "out"]) == 2
     assert "has the results of another model, /x/one" in capsys.readouterr().err
     (folder / "out" / "one" / RESULTS).write_text(json.dumps({"format": 2, "tasks": {}}))
-    assert main(["eval", "one", "--tasks", "write.yaml", "--output", "out"]) == 2
+    assert main(["eval", "one", "--tasks", "write.yaml", "--output", "out"]) == 1
     assert "results.json: has format 2, and this slimelite reads format 1: use the" in capsys.readouterr().err
     (folder / "low").mkdir()
     (folder / "low" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "one"}))

@@ -412,8 +412,9 @@ def test_a_flag_of_another_algorithm_is_listed(make: Make, flag: str, idle_with:
 def _checkpoint(root: Path, step: int) -> None:
     directory = root / f"iter_{step:07d}"
     directory.mkdir(parents=True)
-    (directory / "rollout_state.json").write_text("{}")
+    (directory / "rollout_state.json").write_text('{"rollout_seed": 42}')
     (directory / "trainer.json").write_text('{"steps": 1}')
+    (directory / "checksums.json").write_text('{"files": {}}')
     (root / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slimelite.apps.runnable import Source, merged, resolve_model
-from slimelite.models.checkpoints import ROLLOUT_STATE
+from slimelite.models.checkpoints import CHECKSUMS, ROLLOUT_SEED, ROLLOUT_STATE
 from tests.training.tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
 
 pytestmark = pytest.mark.newest
@@ -27,7 +28,9 @@ def test_the_merged_model_has_the_trainers_weights(saves: str, flags: dict[str, 
     with one_rank(tiny_args(base, **flags)) as trainer:
         trainer.train(0, random_table())
         _ = trainer.save_hf(place) if saves == "save_hf" else trainer.save(place, 0)
-        (Path(place) / ROLLOUT_STATE).write_text("{}")  # a run's driver writes it
+        # a run's driver writes these
+        (Path(place) / ROLLOUT_STATE).write_text(json.dumps({ROLLOUT_SEED: 42}))
+        (Path(place) / CHECKSUMS).write_text(json.dumps({"files": {}}))
         expected = weights_of(trainer)
     source = Source(place, str(base))
     assert resolve_model(place) == source or saves == "save_hf"
