@@ -40,15 +40,15 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def check_format(path: Path, found: object) -> None:
-    """Refuse the file at ``path``, which says that its format is ``found`` (None: it says nothing).
+def check_format(path: Path, number: object) -> None:
+    """Refuse the file at ``path``, which says that its format is ``number`` (None: it says nothing).
 
     Raises:
         ValueError: it is not ``FORMAT``.
     """
-    if found is not None and str(found) != str(FORMAT):
+    if number is not None and str(number) != str(FORMAT):
         raise ValueError(
-            f"{path}: has format {found}, and this slimelite reads format {FORMAT}: use the slimelite that wrote it"
+            f"{path}: has format {number}, and this slimelite reads format {FORMAT}: use the slimelite that wrote it"
         )
 
 

@@ -270,13 +270,13 @@ class SampleTable:
         if not Path(path).is_file():
             raise ValueError(f"no saved rollout at {path}")
         try:
-            found = pq.read_table(path)
+            content = pq.read_table(path)
         except pa.ArrowInvalid as error:
             raise ValueError(f"{path}: {error}") from error
-        said = (found.schema.metadata or {}).get(SAVED_FORMAT)
-        check_format(Path(path), None if said is None else said.decode())
+        number = (content.schema.metadata or {}).get(SAVED_FORMAT)
+        check_format(Path(path), None if number is None else number.decode())
         try:
-            return cls.from_arrow(found)
+            return cls.from_arrow(content)
         except (pa.ArrowInvalid, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
