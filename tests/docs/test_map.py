@@ -52,6 +52,16 @@ def test_paths_of_agents_md_exist() -> None:
     assert len(text.splitlines()) <= 120
 
 
+def test_paths_of_the_design_exist() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    named = set(re.findall(r"`([a-z_]+/[\w./]*)`", text))
+    assert len(named) > 30
+    assert [name for name in sorted(named) if not any((ROOT / at / name).exists() for at in ("", "slimelite"))] == []
+    rooms = {path.parent.name for path in (ROOT / "slimelite").glob("*/__init__.py")}
+    assert set(re.findall(r"^\| `(\w+)/` \|", text, re.MULTILINE)) == rooms
+    assert len(text.splitlines()) <= 200
+
+
 def commands() -> list[list[str]]:
     """The commands of AGENTS.md in words, without what a shell does itself."""
     lines = [line for block in blocks(AGENTS) for line in block.text.splitlines() if line]
