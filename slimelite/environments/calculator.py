@@ -42,8 +42,8 @@ class Calculator(ToolEnvironment):
         """Whether the last number is the label."""
         if self.row.label is None:
             return None
-        found = re.findall(r"-?\d+(?:\.\d+)?", content)
-        return float(bool(found) and float(found[-1]) == float(self.row.label))
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", content)
+        return float(bool(numbers) and float(numbers[-1]) == float(self.row.label))
 
     def metrics(self) -> Mapping[str, float]:
         """``rightful_calls``: 1 if a call gave the label."""

@@ -132,7 +132,7 @@ class Episode:
             if turn.finish_reason == "abort":
                 self.status = Status.ABORTED
                 return
-            step = await environment.step(self._heard(turn))
+            step = await environment.step(self._counted_reply(turn))
             role.reward(step.reward)
             for other, reward in step.rewards.items():
                 if other in self.roles:
@@ -145,7 +145,7 @@ class Episode:
                 return
             name, messages = name if step.role is None else step.role, step.messages
 
-    def _heard(self, turn: Turn) -> dict[str, object]:
+    def _counted_reply(self, turn: Turn) -> dict[str, object]:
         """The reply as the environment gets it."""
         self._tokens += len(turn.output_ids)
         self.counts["turns"] += 1
@@ -194,6 +194,6 @@ def turn_rewards(path: Sequence[Turn], sample: Sample) -> list[float]:
 
 def row_of(sample: Sample, seed: int) -> Row:
     """What an environment gets of a prompt."""
-    asked: Sequence[Message] | str = sample.prompt
-    messages = [{"role": "user", "content": asked}] if isinstance(asked, str) and asked else list(asked or [])
+    prompt: Sequence[Message] | str = sample.prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else list(prompt or [])
     return Row(messages, sample.label, sample.metadata, seed)

@@ -48,15 +48,15 @@ def load(environment: str) -> Callable[[], Environment]:
     Raises:
         ValueError: there is no such environment, or it refuses its spec.
     """
-    found = known(environment)
-    if found is None:
+    entry = known(environment)
+    if entry is None:
         try:
             return load_function(environment)
         except ValueError:
             raise
         except Exception as error:  # a user's file may raise anything when it is imported
-            raise ValueError(f"cannot load {environment!r}: {_said(error)}") from error
-    kind, spec = found
+            raise ValueError(f"cannot load {environment!r}: {_described(error)}") from error
+    kind, spec = entry
     make: Callable[[], Environment] = function(kind.make, ENVIRONMENTS.option, kind.name)(spec)
     return make
 
@@ -141,7 +141,7 @@ class Host:
         except EnvironmentFailure:
             raise
         except Exception as error:
-            raise EnvironmentFailure("exception", _said(error)) from error
+            raise EnvironmentFailure("exception", _described(error)) from error
         if lacking := [name for name in ("reset", "step") if not callable(getattr(made, name, None))]:
             what = f"{type(made).__name__} has no method {' and no method '.join(lacking)}"
             raise EnvironmentFailure("invalid", f"{what}: an environment has reset and step (docs/agents.md)")
@@ -205,45 +205,45 @@ class Live:
         if isinstance(error, HttpError):
             raise EnvironmentFailure("crash" if gone else "exception", str(error)) from error
         if error is not None:
-            raise EnvironmentFailure("exception", _said(error)) from error
+            raise EnvironmentFailure("exception", _described(error)) from error
         return task.result()
 
 
-def _sound(found: object, method: str, wanted: type[Start] | type[Step]) -> Any:
+def _sound(result: object, method: str, wanted: type[Start] | type[Step]) -> Any:
     """``found``, which ``method`` returned, if it is a ``wanted`` with readable messages and numbers that are finite.
 
     Raises:
         EnvironmentFailure: it is not; found out later, it would look like a failure of the engine, and be tried again.
     """
-    if not isinstance(found, wanted):
-        raise EnvironmentFailure("invalid", f"{method} returned a {type(found).__name__}, not a {wanted.__name__}")
+    if not isinstance(result, wanted):
+        raise EnvironmentFailure("invalid", f"{method} returned a {type(result).__name__}, not a {wanted.__name__}")
     try:
-        if len(found.messages):
-            sound(read_messages(list(found.messages)), "messages")
-        if not isinstance(found.role, str | None):
-            raise TypeError(f"the role is {found.role!r:.60}, not text")
-        if isinstance(found, Start):
-            if not len(found.messages):
+        if len(result.messages):
+            sound(read_messages(list(result.messages)), "messages")
+        if not isinstance(result.role, str | None):
+            raise TypeError(f"the role is {result.role!r:.60}, not text")
+        if isinstance(result, Start):
+            if not len(result.messages):
                 raise ValueError("there is no message that the model could answer")
-            for tool in found.tools:
+            for tool in result.tools:
                 function = tool.get("function") if isinstance(tool, dict) else None
                 if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                     raise TypeError(f"{tool!r:.60} is no tool; one looks like {A_TOOL}")
-            return found
-        if isinstance(found.done, str):  # which would be true
-            raise TypeError(f"done is {found.done!r:.60}, not True or False")
-        parts = found.reward if isinstance(found.reward, Mapping) else {"": found.reward or 0.0}
-        for number in (*parts.values(), *found.rewards.values()):
+            return result
+        if isinstance(result.done, str):  # which would be true
+            raise TypeError(f"done is {result.done!r:.60}, not True or False")
+        parts = result.reward if isinstance(result.reward, Mapping) else {"": result.reward or 0.0}
+        for number in (*parts.values(), *result.rewards.values()):
             if not math.isfinite(number):
                 raise ValueError(f"a reward is {number}")
-        any(map(math.isnan, found.metrics.values()))  # raises where one is no number
+        any(map(math.isnan, result.metrics.values()))  # raises where one is no number
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = getattr(error, "problem", error)  # of a `BadCell`, which speaks of the column of a file
         raise EnvironmentFailure("invalid", f"{method} returned what cannot be used: {problem}") from error
-    return found
+    return result
 
 
-def _said(error: BaseException) -> str:
+def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{raised_at(error)}"
 
 

@@ -38,8 +38,8 @@ class Nim:
 
     def step(self, reply: Mapping[str, Any]) -> Step:
         """Make the move, and that of an opponent who is not the model."""
-        found = re.fullmatch(r"\s*(\d{1,9})\s*", reply.get("content") or "")
-        move = int(found[1]) if found else 0
+        match = re.fullmatch(r"\s*(\d{1,9})\s*", reply.get("content") or "")
+        move = int(match[1]) if match else 0
         other = PLAYERS[1 - self._player]
         metrics = {"illegal_moves": 0.0}
         if self._pile % (MOST + 1):

@@ -47,11 +47,11 @@ class Ended:
         """
         for line in reversed(self.output.splitlines()):
             try:
-                found = json.loads(line)
+                content = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(found, dict):
-                reward = found.get("reward")
+            if isinstance(content, dict):
+                reward = content.get("reward")
                 # an integer of 400 digits is no number either
                 number = isinstance(reward, int | float) and abs(reward) <= sys.float_info.max
                 if reward is not None and not number:
@@ -76,10 +76,10 @@ class Programs:
         folder.mkdir(parents=True, exist_ok=True)
         self._log = RotatingFileHandler(folder / "programs.log", maxBytes=LOG_BYTES, backupCount=1, delay=True)
 
-    async def run(self, row: Mapping[str, object], variables: Mapping[str, str], held: Callable[[], float]) -> Ended:
+    async def run(self, row: Mapping[str, object], variables: Mapping[str, str], pause: Callable[[], float]) -> Ended:
         """Run the program with ``row`` as a line of JSON on stdin; when this returns, its process group is gone.
 
-        ``held``: seconds for which the program was held so far.
+        ``pause``: seconds for which the program was held so far.
 
         Raises:
             OSError: it cannot be started.
@@ -94,7 +94,7 @@ class Programs:
                 env={**os.environ, **proxies, **variables},
                 start_new_session=True,
             )
-            begin = time.monotonic() - held()
+            begin = time.monotonic() - pause()
             assert process.stdout is not None
             assert process.stderr is not None
             ends = [bytearray(), bytearray()]
@@ -103,7 +103,7 @@ class Programs:
                 *map(asyncio.create_task, map(_keep, (process.stdout, process.stderr), ends)),
             ]
             try:
-                status = await self._wait(process, begin + self._seconds, held)
+                status = await self._wait(process, begin + self._seconds, pause)
                 _signal(process, signal.SIGKILL)  # what it left running, and holds its output open
                 await asyncio.wait(talk, timeout=GRACE_SECONDS)
             finally:
@@ -113,12 +113,12 @@ class Programs:
                 with suppress(TimeoutError):  # not in a task of its own, which the end of a run would cancel
                     async with asyncio.timeout(GRACE_SECONDS):
                         await process.wait()
-            said = [bytes(end).decode("utf-8", "replace") for end in ends]
-            return Ended(status, said[0], said[1], time.monotonic() - held() - begin)
+            texts = [bytes(end).decode("utf-8", "replace") for end in ends]
+            return Ended(status, texts[0], texts[1], time.monotonic() - pause() - begin)
 
-    async def _wait(self, process: asyncio.subprocess.Process, end: float, held: Callable[[], float]) -> int | None:
+    async def _wait(self, process: asyncio.subprocess.Process, end: float, pause: Callable[[], float]) -> int | None:
         ending = asyncio.ensure_future(process.wait())
-        while (left := end + held() - time.monotonic()) > 0:
+        while (left := end + pause() - time.monotonic()) > 0:
             await asyncio.wait([ending], timeout=min(left, LOOK_SECONDS))
             if process.returncode is not None:  # `ending` waits until nobody holds its output open, such as a child
                 return process.returncode

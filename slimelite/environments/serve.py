@@ -118,13 +118,13 @@ def main() -> None:
     parser.add_argument("--import-file", action="append", default=[])
     parser.add_argument("--worker", action="store_true", help="end when stdin does")
     options = parser.parse_args()
-    told, key = sys.stdout, os.environ.get(KEY_VARIABLE) or None
+    out, key = sys.stdout, os.environ.get(KEY_VARIABLE) or None
     if key is None and not is_loopback(options.host):
         sys.exit(f"--host {options.host} lets other machines in: put a key into {KEY_VARIABLE}, or listen on 127.0.0.1")
     if options.worker:
         key = secrets.token_urlsafe(24)
         # nobody reads what environments print after the address, and a full pipe would stop them: it goes to stderr
-        told = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     try:
@@ -132,10 +132,10 @@ def main() -> None:
             run_file(file, "--import-file")
         make = load(options.environment)
     except ValueError as error:
-        sys.exit(print(error, file=told, flush=True) or 2)
+        sys.exit(print(error, file=out, flush=True) or 2)
     try:
         with suppress(KeyboardInterrupt):
-            asyncio.run(serve(make, options.host, options.port, lambda url: print(url, file=told, flush=True), key))
+            asyncio.run(serve(make, options.host, options.port, lambda url: print(url, file=out, flush=True), key))
     except OSError as error:
         sys.exit(f"--host {options.host} --port {options.port}: {error.strerror}")
 

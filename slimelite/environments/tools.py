@@ -50,9 +50,9 @@ class Tool:
     async def answer(self, arguments: str) -> str:
         """The result as text; what the function raises is a text too: the model may try again."""
         try:
-            given = json.loads(arguments or "{}")
-            inspect.signature(self.function).bind(**given)
-            result = await call(self.function, **given)
+            kwargs = json.loads(arguments or "{}")
+            inspect.signature(self.function).bind(**kwargs)
+            result = await call(self.function, **kwargs)
         except Exception as error:
             return f"Error: {type(error).__name__}: {error}"[:MOST_CHARACTERS]
         return (result if isinstance(result, str) else json.dumps(result, default=str))[:MOST_CHARACTERS]
@@ -107,13 +107,13 @@ class ToolEnvironment:
     async def step(self, reply: Mapping[str, Any]) -> Step:
         """Answer every call; a reply without one is the last."""
         messages: list[Message] = []
-        for asked in reply.get("tool_calls") or ():
-            name, arguments = asked["function"]["name"], asked["function"]["arguments"]
+        for tool_call in reply.get("tool_calls") or ():
+            name, arguments = tool_call["function"]["name"], tool_call["function"]["arguments"]
             tool = self._tools.get(name)
             known = ", ".join(self._tools)
             result = f"Error: there is no tool {name}, but {known}" if tool is None else await tool.answer(arguments)
             self.calls.append((name, arguments, result))
-            messages.append({"role": "tool", "tool_call_id": asked.get("id"), "name": name, "content": result})
+            messages.append({"role": "tool", "tool_call_id": tool_call.get("id"), "name": name, "content": result})
         messages += [{"role": "user", "content": f"Error: {what}"} for what in reply.get("malformed") or ()]
         if messages and reply.get("finish_reason") != "length":
             return Step(messages)

@@ -109,8 +109,8 @@ def planned(text: str) -> tuple[Device, int]:
 def recognized(title: str) -> Device | None:
     """The GPU that nvidia-smi calls ``title``, such as "NVIDIA A100-SXM4-80GB"."""
     joined = title.lower().replace(" ", "")
-    found = [name for name in gpus() if all(part in joined for part in name.split("-"))]
-    return gpus()[max(found, key=len)] if found else None
+    names = [name for name in gpus() if all(part in joined for part in name.split("-"))]
+    return gpus()[max(names, key=len)] if names else None
 
 
 def host_bytes() -> int:

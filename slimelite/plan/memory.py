@@ -192,7 +192,7 @@ class Load:
         head = 0 if self.values else s.head
         sharded = 4 * self.trained / self.shards
         # of earlier micro-batches, and of the layers above
-        held = 0 if self.single else 4 * self.trained if self.whole_grads else sharded
+        accumulated = 0 if self.single else 4 * self.trained if self.whole_grads else sharded
         so_far = sharded * (1 - full * s.outer / s.parameters)
         work = g * (s.outer + 2 * s.layer)  # gathered, and the next layer with it
         of_layer = full * ((4 + w) * s.layer + w * head)
@@ -201,12 +201,12 @@ class Load:
             # as many in the forward pass as in one for log-probs; in the backward pass a frozen head needs fewer
             "logits": (4 + w if full else 12) * self._logits,
             "gathered": g * (s.outer + s.layer),
-            "gradients": held + full * 4 * (head + min(CHUNK[w], head)),
+            "gradients": accumulated + full * 4 * (head + min(CHUNK[w], head)),
         }
         first_layers = {
             "activations": s.layers * kept + 5 * states + again,
             "gathered": work,
-            "gradients": held + of_layer,
+            "gradients": accumulated + of_layer,
         }
         last_layers = {
             "activations": kept + states + again,
@@ -214,7 +214,7 @@ class Load:
             "gradients": of_layer + (so_far if self.single or self.whole_grads else sharded),
         }
         end = {"activations": states, "gathered": 0, "gradients": full * (4 + w) * s.outer + sharded}
-        begin = self._gather() | {"gradients": held}
+        begin = self._gather() | {"gradients": accumulated}
         return [begin, in_head, first_layers, last_layers, end]
 
 
@@ -248,8 +248,8 @@ class Sglang:
         """By the ``--sglang-*`` options, and its defaults on such a GPU; ``releases``: the engine releases its memory,
         and so records no graphs of prompts by default (`slimelite.engines.sglang.server`).
         """
-        given, (usual, most) = options.get("chunked_prefill_size"), sglang_usual(memory, gpus)
-        pieces = usual if given is None else int(given)  # -1: prompts are computed whole
+        size, (usual, most) = options.get("chunked_prefill_size"), sglang_usual(memory, gpus)
+        pieces = usual if size is None else int(size)  # -1: prompts are computed whole
         graphs = options.get("cuda_graph_config")
         phases = {name: cls._graphs(name, options, graphs) for name in ("decode", "prefill")}
         phases["prefill"].setdefault("backend", "disabled" if releases else None)
@@ -267,13 +267,15 @@ class Sglang:
     def _graphs(name: str, options: Mapping[str, Any], config: object) -> dict[str, Any]:
         """What is said of the graphs of a phase: the flag for both, the phase's own, and the JSON, which wins."""
         off = options.get("disable_cuda_graph") or options.get(f"disable_{name}_cuda_graph")
-        found = {"backend": "disabled"} if off else {}
+        settings = {"backend": "disabled"} if off else {}
         keys = ("backend", "max_bs", "bs")
-        found |= {key: value for key in keys if (value := options.get(f"cuda_graph_{key}_{name}")) is not None}
+        settings |= {key: value for key in keys if (value := options.get(f"cuda_graph_{key}_{name}")) is not None}
         if name == "decode":  # as older versions call them
-            found = {key: value for key in keys if (value := options.get(f"cuda_graph_{key}")) is not None} | found
+            settings = {
+                key: value for key in keys if (value := options.get(f"cuda_graph_{key}")) is not None
+            } | settings
         own = config.get(name) if isinstance(config, dict) else None
-        return found | (own if isinstance(own, dict) else {})
+        return settings | (own if isinstance(own, dict) else {})
 
     def share(self, memory: float, gpus: int) -> float:
         """The share of a GPU that SGLang takes for weights and cache if no flag says it: what is left beside

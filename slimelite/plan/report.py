@@ -37,16 +37,16 @@ def verdict(plan: Plan) -> str:
     where = "this machine has" if plan.shared else "tensors can use on a GPU"
     if needed[worst][0] <= needed[worst][1]:
         return f"fits: {worst} needs most, {_gigabytes(needed[worst])} that {where}"
-    said = f"does not fit: {worst} needs {_gigabytes(needed[worst])} that {where}; {_remedy(plan, worst)}"
+    sentence = f"does not fit: {worst} needs {_gigabytes(needed[worst])} that {where}; {_remedy(plan, worst)}"
     # a trainer and an engine that both do not fit need a change each
     rest = [
         name for name in rest if _of_engine(plan, name) != _of_engine(plan, worst) and needed[name][0] > needed[name][1]
     ]
     if not rest:
-        return said
+        return sentence
     remedies = dict.fromkeys(_remedy(plan, name) for name in (worst, rest[0]))
     also = "".join(f"; {remedy}" for remedy in [*remedies][1:])
-    return f"{said}; and {rest[0]} needs {needed[rest[0]][0] / 1e9:.1f} GB{also}"
+    return f"{sentence}; and {rest[0]} needs {needed[rest[0]][0] / 1e9:.1f} GB{also}"
 
 
 def _of_engine(plan: Plan, phase: str) -> bool:
@@ -71,8 +71,8 @@ def _remedy(plan: Plan, phase: str) -> str:
             )
         )
     if not _of_engine(plan, phase):
-        found = " or ".join(plan.remedies())
-        return f"{found} would fit" if found else "no flag that is known here is enough"
+        remedies = " or ".join(plan.remedies())
+        return f"{remedies} would fit" if remedies else "no flag that is known here is enough"
     serving = plan.serving
     share = plan.largest_share()
     if phase == "generate" and serving.static and serving.one() <= share * (plan.memory - CONTEXT):
@@ -109,7 +109,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     for phase, parts in phases.items():
         cells = "".join(f"{parts.get(name, 0) / 1e9:>{len(name) + 1}.1f}" for name in shown)
         yield f"  {phase:9}{cells}{total(parts) / 1e9:>7.1f}"
-    yield from _held(plan)
+    yield from _cache_capacity(plan)
     if not plan.shared:
         rest = plan.usable * (1 / USABLE - 1) / 1e9
         yield f"  {rest:.1f} GB more of each GPU are left to CUDA, NCCL and the allocator's fragmentation"
@@ -124,18 +124,20 @@ def _memory(plan: Plan) -> Iterator[str]:
             yield f"  host memory for each engine: {weights / 1e9:.1f} GB of weights, while its memory is released"
 
 
-def _held(plan: Plan) -> Iterator[str]:
+def _cache_capacity(plan: Plan) -> Iterator[str]:
     """How many sequences the KV pool holds, if those are fewer than there could be."""
     if not plan.engines:
         return
     each, wanted = plan.serving.kv_token() * plan.serving.context, min(plan.serving.sequences, plan.rows)
-    held = int(plan.phases()["generate"]["KV pool"] / each)
-    if held >= wanted:
+    capacity = int(plan.phases()["generate"]["KV pool"] / each)
+    if capacity >= wanted:
         return
     share = plan.largest_share() if plan.serving.static else 0.0
     more = int((share * (plan.memory - CONTEXT) - plan.serving.generate(0)["weights"]) / each)
-    remedy = f"; --sglang-mem-fraction-static {share:.2f} would hold {min(more, wanted)}" if more > 1.2 * held else ""
-    yield f"  an engine's cache holds {held} of its {wanted} longest sequences{remedy}"
+    remedy = (
+        f"; --sglang-mem-fraction-static {share:.2f} would hold {min(more, wanted)}" if more > 1.2 * capacity else ""
+    )
+    yield f"  an engine's cache holds {capacity} of its {wanted} longest sequences{remedy}"
 
 
 def _settings(plan: Plan) -> Iterator[str]:
@@ -201,8 +203,10 @@ def _shorter(plan: Plan) -> Iterator[str]:
     """Seconds of responses that are not all as long as is allowed: some are, and an engine waits for them."""
     allowed = plan.work.response
     if plan.engines and plan.ranks and allowed > 4:
-        found = replace(plan, work=replace(plan.work, response=allowed // 4, longest=allowed)).seconds()
-        parts = f"generate {found['generate']:.1f}, train {found['train']:.1f}, a rollout {sum(found.values()):.1f} s"
+        seconds = replace(plan, work=replace(plan.work, response=allowed // 4, longest=allowed)).seconds()
+        parts = (
+            f"generate {seconds['generate']:.1f}, train {seconds['train']:.1f}, a rollout {sum(seconds.values()):.1f} s"
+        )
         yield f"  if the average response has a quarter of that: {parts}"
 
 

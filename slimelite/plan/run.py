@@ -99,21 +99,21 @@ class Plan:
         trainer, engine = self._left(self.ranks), self._left(self.serving.gpus)
         serving = self.serving.generate(self.usable - total(resting) - total(trainer)) if self.engines else {}
         kept = {} if args.offload_rollout or not together else serving
-        found = {"generate": _sum(serving, resting, trainer)} if self.engines else {}
+        phases = {"generate": _sum(serving, resting, trainer)} if self.engines else {}
         if self.ranks:
             if load.others or (args.num_steps_per_rollout or 1) > 1:
-                found["log-probs"] = _sum(*[load.log_probs()] * self.summed, kept, engine)
-            found["train"] = _sum(*[load.train()] * self.summed, kept, engine)
+                phases["log-probs"] = _sum(*[load.log_probs()] * self.summed, kept, engine)
+            phases["train"] = _sum(*[load.train()] * self.summed, kept, engine)
         if self.ranks and self.engines:
             weights = {"weights": serving["weights"]} if together else {}
             sending = load.sync(args.update_weight_buffer_size, alone=args.sends_adapter)
             sent = _sum({} if args.offload_train else state, *[sending] * self.summed, kept or weights)
-            found["sync"] = _sum(sent, engine)
+            phases["sync"] = _sum(sent, engine)
         if self.shared:
             others = 0 if args.job.local else 2 + self.engines
             processes = {"processes": BASE * others + (self.ranks * load.process() or BASE)}
-            found = {name: _sum(parts, processes) for name, parts in found.items()}
-        return found
+            phases = {name: _sum(parts, processes) for name, parts in phases.items()}
+        return phases
 
     def _left(self, group: int) -> Parts:
         """What the process of the other side leaves on a GPU that both use, one of a ``group``."""
@@ -124,26 +124,26 @@ class Plan:
     def needs(self) -> dict[str, tuple[float, float]]:
         """Bytes that each phase needs at least, and that there are for it."""
         phases = self.phases()
-        found = {name: (total(parts), self.usable) for name, parts in phases.items()}
+        needs = {name: (total(parts), self.usable) for name, parts in phases.items()}
         if not self.engines:
-            return found
+            return needs
         serving, full = self.serving, total(phases["generate"])
         least = full - total(serving.generate(self.usable)) + total(serving.least())
         if not serving.static:  # the pool takes what is free, and needs room for one sequence
-            return found | {"generate": (least, self.usable)}
+            return needs | {"generate": (least, self.usable)}
         if not serving.holds_one():
-            return found | {"generate": (serving.one(), serving.static)}
+            return needs | {"generate": (serving.one(), serving.static)}
         # SGLang's share of a GPU leaves room for what tensors do not take
-        return found | {"generate": (full if full > self.memory - CONTEXT else least, self.memory - CONTEXT)}
+        return needs | {"generate": (full if full > self.memory - CONTEXT else least, self.memory - CONTEXT)}
 
     def costs(self) -> dict[str, Cost]:
         """Work of each phase on each of its devices."""
         assert self.device is not None
-        found = {}
+        costs = {}
         if self.engines:
             pool = self.phases()["generate"]["KV pool"]
-            found["generate"] = time.generate(self.serving, self.work, self.engines, pool)
-        return found | (self.training(self.load, self.ranks) if self.ranks else {})
+            costs["generate"] = time.generate(self.serving, self.work, self.engines, pool)
+        return costs | (self.training(self.load, self.ranks) if self.ranks else {})
 
     def training(self, load: Load, ranks: int) -> dict[str, Cost]:
         """Work of the trainer's phases with so many ranks."""
@@ -157,14 +157,14 @@ class Plan:
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase of a rollout, of its weight sync and between them."""
         assert self.device is not None
-        found = {name: cost.seconds(self.device) for name, cost in self.costs().items()}
+        seconds = {name: cost.seconds(self.device) for name, cost in self.costs().items()}
         if self.engines and self.ranks:
             server = self.args.job.servers and not self.shared
-            found["sync"] = time.sync(self.pushed, self.buckets if server else 0, self.load, self.device, self.apart)
+            seconds["sync"] = time.sync(self.pushed, self.buckets if server else 0, self.load, self.device, self.apart)
             if not self.shared:
                 moving = time.offloading(self.load, self.device) if self.args.offload_train else 0.0
-                found["between"] = moving + (time.BETWEEN if server else 0.0)
-        return found
+                seconds["between"] = moving + (time.BETWEEN if server else 0.0)
+        return seconds
 
     @property
     def rows(self) -> int:
@@ -220,14 +220,14 @@ class Plan:
             tries.append((f" --fsdp-cpu-offload{changed}", replace(saving, on_host=True)))
             more = [n for n in WORLDS if n > load.shards]
             tries += [(f" {n} training GPUs{changed and f' with{changed}'}", replace(saving, shards=n)) for n in more]
-        found = []
+        flags = []
         for words, tried in tries:
             fitting = largest(tried, room) // 256 * 256
             if peak(tried) <= room:
-                found.append(words)
+                flags.append(words)
             elif longest <= fitting < load.tokens:
-                found.append(f"{words} --max-tokens-per-gpu {fitting}")
-        return [words.strip() for words in dict.fromkeys(found) if words.strip()][:2]
+                flags.append(f"{words} --max-tokens-per-gpu {fitting}")
+        return [words.strip() for words in dict.fromkeys(flags) if words.strip()][:2]
 
 
 def _serving(args: SglangArgs, shapes: Shapes, work: Work, memory: float) -> Serving:

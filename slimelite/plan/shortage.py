@@ -35,8 +35,8 @@ def shortage(error: BaseException, args: Args) -> str:
     first = lines[0] if lines else "there is no memory"
     first = (first.partition("DefaultCPUAllocator: ")[2] or first).partition(". ")[0]
     capacity = CAPACITY.search(str(error))
-    found = needs_and_remedies(args, int(float(capacity[1]) * 2**30) if capacity else None)
-    return f"out of memory: {first}. {found}"
+    advice = needs_and_remedies(args, int(float(capacity[1]) * 2**30) if capacity else None)
+    return f"out of memory: {first}. {advice}"
 
 
 def needs_and_remedies(args: Args, gpu_bytes: int | None = None) -> str:
@@ -54,9 +54,9 @@ def needs_and_remedies(args: Args, gpu_bytes: int | None = None) -> str:
     parts = sorted(((size, name) for name, size in phases[worst].items()), reverse=True)[:3]
     listed = ", ".join(f"{name} {size / 1e9:.1f}" for size, name in parts)
     where = "that the machine and its limits allow" if plan.shared else "that tensors can use on a GPU"
-    said = f"Predicted: {worst} needs {needed / 1e9:.1f} GB ({listed}) of the {there / 1e9:.1f} GB {where}"
+    sentence = f"Predicted: {worst} needs {needed / 1e9:.1f} GB ({listed}) of the {there / 1e9:.1f} GB {where}"
     if needed <= there:
-        said += "; other programs, or a longer sample, took the rest"
+        sentence += "; other programs, or a longer sample, took the rest"
     # what fits by the prediction, and by what was just seen
     remedies = plan.remedies(min(plan.usable, 0.8 * needed)) if plan.ranks else []
-    return f"{said}. {' or '.join(remedies) or 'More memory, or a smaller model,'} would fit (predicted)"
+    return f"{sentence}. {' or '.join(remedies) or 'More memory, or a smaller model,'} would fit (predicted)"

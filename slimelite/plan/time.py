@@ -168,12 +168,12 @@ def training(load: Load, work: Work, ranks: int, device: Device, before: float =
     ``before``: share of the rows whose log-probs are computed before the first step, because they are trained later.
     """
     policy, *critics = load.learners
-    found = {"old log-probs": log_probs(policy, work, ranks, device, before)} if before else {}
-    found |= {"log-probs": log_probs(policy, work, ranks, device)} if load.others else {}
-    found["train"] = train(policy, work, ranks, device)
+    costs = {"old log-probs": log_probs(policy, work, ranks, device, before)} if before else {}
+    costs |= {"log-probs": log_probs(policy, work, ranks, device)} if load.others else {}
+    costs["train"] = train(policy, work, ranks, device)
     for critic in critics:
-        found |= {"values": log_probs(critic, work, ranks, device), "critic": train(critic, work, ranks, device)}
-    return found
+        costs |= {"values": log_probs(critic, work, ranks, device), "critic": train(critic, work, ranks, device)}
+    return costs
 
 
 def traffic(load: Load, *, passes: float, steps: int) -> float:

@@ -40,8 +40,8 @@ def preflight(args: Args) -> int:
             planned = replace(args, rollout_max_prompt_len=findings.longest_prompt)
         print(format_report(args, findings, plan_lines(planned, machine) if findings.complete else []))
     else:
-        said = [*(f"warning: {warning}" for warning in findings.warnings), *findings.problems]
-        for line in said:
+        lines = [*(f"warning: {warning}" for warning in findings.warnings), *findings.problems]
+        for line in lines:
             print(f"train.py: {line}", file=sys.stderr)
     return 2 if findings.problems else 0
 

@@ -194,12 +194,12 @@ class FileChecks:
 
     def rows(self) -> list[Rows]:
         """The files of training and of every evaluation dataset."""
-        args, found = self.args, list[Rows]()
+        args, rows = self.args, list[Rows]()
         if args.rollout_global_dataset and args.prompt_data and not args.job.saved:
-            found.append(Rows("--prompt-data", args.prompt_data, args.rollout_max_prompt_len))
+            rows.append(Rows("--prompt-data", args.prompt_data, args.rollout_max_prompt_len))
         if args.job.evaluates:
-            found += [Rows(f"eval dataset {d.name}", [d.path], d.max_prompt_len, d) for d in args.eval_datasets]
-        return found
+            rows += [Rows(f"eval dataset {d.name}", [d.path], d.max_prompt_len, d) for d in args.eval_datasets]
+        return rows
 
     def paired(self, rows: Rows) -> bool:
         return rows.dataset is None and self.args.job.loss == "paired"

@@ -30,8 +30,8 @@ class Findings:
         try:
             yield
         except (OSError, ValueError) as error:
-            said = f"{where}: {one_line(error).removeprefix(f'{where}: ')}"
-            self.problems += [said] if said not in self.problems else []
+            problem = f"{where}: {one_line(error).removeprefix(f'{where}: ')}"
+            self.problems += [problem] if problem not in self.problems else []
 
 
 def one_line(error: BaseException) -> str:
@@ -58,7 +58,7 @@ def fill(option: str, template: str, rollout_id: int | str) -> Path:
 def format_report(args: Args, findings: Findings, plan: list[str]) -> str:
     """Values that are not defaults by group, derived values with reasons, notes, checks, problems, and ``plan``."""
     lines = ["given"]
-    lines += [f"  {title}: {', '.join(words)}" for title, words in _given(args)]
+    lines += [f"  {title}: {', '.join(words)}" for title, words in _set_flags(args)]
     lines += ["derived"]
     width = max((len(d.name) for d in args.derivations), default=0)
     lines += [f"  {d.name:<{width}}  {_plain(masked(d.name, d.value))}  ({d.reason})" for d in args.derivations]
@@ -74,7 +74,7 @@ def format_report(args: Args, findings: Findings, plan: list[str]) -> str:
     return "\n".join([*lines, verdict])
 
 
-def _given(args: Args) -> Iterator[tuple[str, list[str]]]:
+def _set_flags(args: Args) -> Iterator[tuple[str, list[str]]]:
     """(group, its values that are neither defaults nor derived)."""
     derived = {d.name for d in args.derivations}
     for group in groups_of(type(args)):

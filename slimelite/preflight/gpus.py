@@ -72,16 +72,16 @@ def _elsewhere(args: ClusterArgs) -> bool:
 
 
 def _check_generation(capability: tuple[int, int], findings: Findings) -> None:
-    found = generation(capability)
-    said = f"GPUs of compute capability {_dotted(capability)} ({found.name}: {found.examples})"
-    if found.attention is None:
+    record = generation(capability)
+    gpus = f"GPUs of compute capability {_dotted(capability)} ({record.name}: {record.examples})"
+    if record.attention is None:
         findings.problems.append(
-            f"--device cuda: {said} run neither bf16 nor FlashAttention, which the trainer and its engines need; take "
+            f"--device cuda: {gpus} run neither bf16 nor FlashAttention, which the trainer and its engines need; take "
             f"GPUs of {_dotted(OLDEST)} or newer ({generation(OLDEST).examples}), or --device cpu"
         )
     else:
-        trainer, engine = found.attention
-        findings.facts.append(f"{said}: attention by {trainer} in the trainer, {engine} in SGLang")
+        trainer, engine = record.attention
+        findings.facts.append(f"{gpus}: attention by {trainer} in the trainer, {engine} in SGLang")
 
 
 def _no_cuda(torch: ModuleType, driver: str | None) -> str:

@@ -132,8 +132,8 @@ class InputChecks(FileChecks):
         prompts = self.load_rows(rows, findings.warnings.append)
         if not prompts or not self.are_text(rows, prompts):
             return
-        asked = [prompt.metadata.get("messages", [{"role": "user"}]) for prompt in prompts]
-        if not self.takes_any(rows) and any(messages[-1]["role"] == "assistant" for messages in asked):
+        conversations = [prompt.metadata.get("messages", [{"role": "user"}]) for prompt in prompts]
+        if not self.takes_any(rows) and any(messages[-1]["role"] == "assistant" for messages in conversations):
             column = (rows.dataset or self.args).input_key
             findings.warnings.append(
                 f"{name}: conversations in column {column!r} end with an answer of the assistant, which the model sees "
@@ -191,27 +191,28 @@ class InputChecks(FileChecks):
 
     def _warn_of_hidden(self, chat: ChatReader, name: str, prompts: list[Sample]) -> None:
         """Warn of what the first rows say and the chat template does not show, so that nothing learns it."""
-        found, first = Counter[str](), prompts[:ROWS_AT_START]
+        hidden, first = Counter[str](), prompts[:ROWS_AT_START]
         for prompt in first:
             conversations = [c for c in prompt.metadata.get(PAIR, [prompt.prompt]) if isinstance(c, list)]
-            found.update({key for c in conversations for key in chat.left_out(c, prompt.metadata.get("tools"))})
+            hidden.update({key for c in conversations for key in chat.left_out(c, prompt.metadata.get("tools"))})
         self.findings.warnings += [
             f"{name}: the chat template leaves {key} out of {count} of the first {len(first)} rows: nothing learns it; "
             "put a chat_template.jinja that shows it into the --hf-checkpoint folder, or write it into the content"
-            for key, count in found.items()
+            for key, count in hidden.items()
         ]
 
     def _warn_of_hidden_tools(self, rows: Rows, prompts: list[Sample]) -> None:
         """Warn where the chat template does not show the model the tools of rows."""
         columns = rows.dataset or self.args
-        given = [prompt for prompt in prompts[:ROWS_AT_START] if prompt.metadata.get("tools")]
-        if self.tokenizer is None or not (given and columns.apply_chat_template):
+        first = prompts[:ROWS_AT_START]
+        with_tools = [prompt for prompt in first if prompt.metadata.get("tools")]
+        if self.tokenizer is None or not (with_tools and columns.apply_chat_template):
             return
-        messages, tools = given[0].metadata["messages"], given[0].metadata["tools"]
+        messages, tools = with_tools[0].metadata["messages"], with_tools[0].metadata["tools"]
         with self.findings.blaming(rows.name):
             if PROBE not in render(self.tokenizer, messages, renamed(tools), columns.apply_chat_template_kwargs):
                 self.findings.warnings.append(
-                    f"{rows.name}: {len(given)} of the first {len(prompts[:ROWS_AT_START])} rows have tools, and the "
+                    f"{rows.name}: {len(with_tools)} of the first {len(first)} rows have tools, and the "
                     "chat template does not show them: the model will not know of them; put a chat_template.jinja that "
                     "does into the --hf-checkpoint folder"
                 )
