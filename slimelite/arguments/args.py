@@ -37,6 +37,7 @@ class Derivation(NamedTuple):
     reason: str
 
 
+# a group builds on those, further down, whose flags its own meaning needs: an evaluation falls back on a rollout's
 @dataclass(frozen=True)
 class Args(
     DebugArgs,

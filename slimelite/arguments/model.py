@@ -194,7 +194,7 @@ class ModelArgs(ArchitectureArgs, OfJob):
 
 
 @dataclass(frozen=True)
-class CheckpointArgs:
+class CheckpointArgs(OfJob):
     """Checkpoints."""
 
     load: str | None = flag(

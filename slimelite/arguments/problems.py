@@ -13,7 +13,7 @@ from slimelite.arguments.conditions import SGLANG
 from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.evaluation import EvalArgs
 from slimelite.arguments.flags import all_flags
-from slimelite.arguments.rollout import RewardArgs
+from slimelite.arguments.rollout import RewardArgs, RolloutArgs
 from slimelite.arguments.tasks import CHOOSE
 from slimelite.arguments.vocabulary import SIMILAR
 from slimelite.engines.memory import DRAFTS, NO_DRAFTS_BY_DISK
@@ -118,7 +118,7 @@ def _modes(args: Args) -> Iterator[str]:
         yield "--eval-interval needs --eval-prompt-data, --eval-config or --eval-tasks"
 
 
-def _workers(args: Args) -> Iterator[str]:
+def _workers(args: RolloutArgs) -> Iterator[str]:
     for name, text in args.train_env_vars.items():
         if not name or "=" in name or isinstance(text, bool) or not isinstance(text, str | int | float):
             yield f"--train-env-vars: {name!r}: {text!r} is no variable: a name without = and a text or number"
@@ -137,8 +137,6 @@ def _workers(args: Args) -> Iterator[str]:
         yield f"--launcher local is one process: {ranks} training ranks need --launcher ray"
     if args.job.local and args.job.engines == "own" and args.num_engines > 1:
         yield f"--launcher local is one process: {args.num_engines} engines need --launcher ray"
-    if ranks % max(args.dp_replicate_size, 1):
-        yield f"--dp-replicate-size {args.dp_replicate_size} does not divide the {ranks} training ranks"
 
 
 def _engines(args: Args) -> Iterator[str]:
@@ -314,6 +312,8 @@ def _rewards(args: RewardArgs) -> Iterator[str]:
 
 
 def _training(args: Args) -> Iterator[str]:
+    if args.training_ranks % max(args.dp_replicate_size, 1):
+        yield f"--dp-replicate-size {args.dp_replicate_size} does not divide the {args.training_ranks} training ranks"
     if args.min_lr > args.lr:
         yield f"--min-lr {args.min_lr} is above --lr {args.lr}"
     elif args.use_critic and args.min_lr > args.critic_lr:

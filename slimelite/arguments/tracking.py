@@ -21,10 +21,12 @@ from slimelite.arguments.conditions import (
 )
 from slimelite.arguments.flags import ALWAYS, SEEDS, flag
 from slimelite.arguments.job import OfJob
+from slimelite.arguments.model import CheckpointArgs
+from slimelite.arguments.rollout import DataArgs
 
 
 @dataclass(frozen=True)
-class TrackingArgs(OfJob):
+class TrackingArgs(DataArgs, CheckpointArgs):
     """Tracking."""
 
     run_dir: str = flag(

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from slimelite.arguments import Args, ArgumentError, EvalArgs, ModelArgs, make_args
+from slimelite.arguments import Args, ArgumentError, EvalArgs, ModelArgs, TrackingArgs, make_args
 from slimelite.arguments.machine import Machine, this_machine
 from slimelite.base.heap import loading
 from slimelite.base.registry import function
@@ -119,7 +119,7 @@ def _check_packages(args: Args, findings: Findings) -> None:
         )
 
 
-def _check_run_folder(args: Args, findings: Findings) -> None:
+def _check_run_folder(args: TrackingArgs, findings: Findings) -> None:
     """Refuse a folder that holds another run's metrics; with --load it is the same run, even without a checkpoint."""
     from slimelite.tracking.metrics_file import FILE_NAME
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
 from slimelite.engines.params import SamplingParams
 from slimelite.rollout.context import PluginArgs, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
@@ -97,7 +96,7 @@ class Collection:
 
     def __init__(self, plugin_args: PluginArgs, rollout_id: int, data_source: Any) -> None:
         self.plugin_args, self.context = plugin_args, plugin_args.rollout_context
-        self.args: Args = self.context.args
+        self.args = self.context.args
         args = self.args
         self.rollout_id = rollout_id
         self.source = data_source

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from slimelite.arguments import Args, TrackingArgs
+from slimelite.arguments import TrackingArgs
 from slimelite.arguments.secret import masked_words
 from slimelite.base.files import write_text
 from slimelite.tracking.metrics_file import AXES, DEFAULT_AXIS, Kind, MetricsFile, axis_of
@@ -37,7 +37,7 @@ class Writer(Protocol):
         ...
 
 
-def open_writers(args: Args, config: Mapping[str, object]) -> list[Writer]:
+def open_writers(args: TrackingArgs, config: Mapping[str, object]) -> list[Writer]:
     """The writer of ``metrics.jsonl``, and those for ``--use-wandb`` and ``--use-tensorboard``.
 
     ``config``: the resolved arguments, which wandb shows beside the curves.
@@ -59,7 +59,7 @@ class WandbWriter:
 
     name = "wandb"
 
-    def __init__(self, args: Args, config: Mapping[str, object]) -> None:
+    def __init__(self, args: TrackingArgs, config: Mapping[str, object]) -> None:
         import wandb
 
         # with --wandb-always-use-train-step, a rollout's step is the train step at which it begins, not its id
