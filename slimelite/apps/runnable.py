@@ -13,7 +13,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from slimelite.arguments.lora import ADAPTER_CONFIG
+from slimelite.arguments.training import ADAPTER_CONFIG
 from slimelite.base.files import write_text
 from slimelite.models.checkpoints import (
     BASE,

@@ -6,15 +6,13 @@ Only the standard library is imported here, so that ``train.py --help`` is insta
 from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
 from slimelite.arguments.args import Args, Derivation
 from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
-from slimelite.arguments.environments import EnvironmentArgs
 from slimelite.arguments.evaluation import EvalArgs, EvalDataset
 from slimelite.arguments.flags import ArgumentError, flag, plugin, resolved
-from slimelite.arguments.lora import LoraArgs
 from slimelite.arguments.model import ArchitectureArgs, CheckpointArgs, ClusterArgs, ModelArgs, model_config_from_flags
 from slimelite.arguments.parse import make_args, parse_args
-from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
+from slimelite.arguments.rollout import DataArgs, EnvironmentArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
-from slimelite.arguments.training import OptimizerArgs, PerfArgs
+from slimelite.arguments.training import LoraArgs, OptimizerArgs, PerfArgs
 
 __all__ = [
     "AlgorithmArgs",

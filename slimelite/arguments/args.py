@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticArgs, DistillationArgs, PreferenceArgs
 from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
-from slimelite.arguments.environments import EnvironmentArgs
 from slimelite.arguments.evaluation import EvalArgs
 from slimelite.arguments.flags import resolved
-from slimelite.arguments.lora import LoraArgs
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.model import ArchitectureArgs, CheckpointArgs, ClusterArgs, ModelArgs
-from slimelite.arguments.rollout import DataArgs, RewardArgs, RolloutArgs
+from slimelite.arguments.rollout import DataArgs, EnvironmentArgs, RewardArgs, RolloutArgs
 from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
-from slimelite.arguments.training import OptimizerArgs, PerfArgs
+from slimelite.arguments.training import LoraArgs, OptimizerArgs, PerfArgs
 from slimelite.arguments.vocabulary import Settings
 
 # fixed values for slime's plugins, of flags that have no field here; the command line cannot change them

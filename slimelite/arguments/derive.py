@@ -10,14 +10,14 @@ from pathlib import Path
 from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.arguments.args import Args, Draft
 from slimelite.arguments.engines import engine_places
-from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.evaluation import resolve_eval_datasets, seeks_best
 from slimelite.arguments.flags import SEEDS
-from slimelite.arguments.lora import INNER, read_adapter, words
 from slimelite.arguments.machine import Machine
 from slimelite.arguments.memory import training_load
 from slimelite.arguments.model import model_config_from_flags
+from slimelite.arguments.rollout import EPISODE, PROGRAM
 from slimelite.arguments.sources import load_yaml
+from slimelite.arguments.training import INNER, read_adapter, words
 from slimelite.arguments.vocabulary import Settings
 from slimelite.engines.registry import ENGINES
 from slimelite.environments.registry import TOTAL, known

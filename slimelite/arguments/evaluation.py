@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slimelite.arguments.conditions import EVALUATION, INFERENCE, TASKS, TRAINING, when
-from slimelite.arguments.environments import EPISODE, PROGRAM
 from slimelite.arguments.flags import ALWAYS, flag, group_flags, plugin, resolved
 from slimelite.arguments.model import CheckpointArgs, ClusterArgs
-from slimelite.arguments.rollout import RewardArgs
+from slimelite.arguments.rollout import EPISODE, PROGRAM, RewardArgs
 from slimelite.arguments.sampling import sampling_setting, sampling_values, with_sampling
 from slimelite.arguments.sources import load_yaml, read_entry
 from slimelite.arguments.tasks import load_task

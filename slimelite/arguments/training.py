@@ -1,13 +1,30 @@
-"""The optimizer, its schedule, and speed and memory of training."""
+"""The optimizer, its schedule, speed and memory of training; LoRA, and what an adapter of peft's says about itself."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from math import inf, sqrt
+from pathlib import Path
+from typing import Any, Literal
 
-from slimelite.arguments.conditions import DECAY, END_OF_DECAY, GPUS, MUON, TRAINING, WARMUP, WARMUP_SHARE, WSD, when
+from slimelite.arguments.conditions import (
+    CRITIC,
+    DECAY,
+    END_OF_DECAY,
+    GPUS,
+    INFERENCE,
+    LORA,
+    MUON,
+    TRAINING,
+    WARMUP,
+    WARMUP_SHARE,
+    WSD,
+    given,
+    when,
+)
 from slimelite.arguments.flags import ALWAYS, flag, resolved
-from slimelite.arguments.model import ClusterArgs
+from slimelite.arguments.model import CheckpointArgs, ClusterArgs, ModelArgs
 
 
 @dataclass(frozen=True)
@@ -118,3 +135,157 @@ class PerfArgs(ClusterArgs):
     def recomputes_selectively(self) -> bool:
         """Whether recomputation leaves out matrix products and attention; compiled code hides which they are."""
         return bool(self.gradient_checkpointing) and self.recompute_granularity == "selective" and not self.compile
+
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ALL_LINEAR = "all-linear"
+# names that stand for several modules: miles' and Megatron's
+GROUPS = {
+    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "unembed": ("lm_head",),
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+INNER = (*GROUPS["attn"], *GROUPS["mlp"])
+# fields of an adapter_config.json with a meaning that the adapters here do not have, unless empty
+UNKNOWN_TO_US = (
+    *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "fan_in_fan_out"),
+    *("lora_bias", "megatron_config", "trainable_token_indices", "layer_replication"),
+    *("use_qalora", "alora_invocation_tokens"),
+)
+# ways to begin an adapter that change the frozen weights too, so that the adapter alone is another model
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+@dataclass(frozen=True)
+class LoraArgs(CheckpointArgs, ModelArgs):
+    """LoRA.
+
+    Low-rank adapters are trained instead of the weights, which stay as they are; docs/lora.md says more.
+    """
+
+    lora_rank: int = flag(
+        0,
+        "adapters of this rank are trained instead of the weights; 0 trains the weights",
+        TRAINING,
+        at_least=0,
+    )
+    lora_alpha: float = flag(16.0, "an adapter's output is scaled by this over its rank", LORA, above=0)
+    lora_dropout: float = flag(
+        0.0,
+        "training drops this share of an adapter's inputs; above 0, the policy that is trained is not the one that "
+        "generated",
+        LORA,
+        at_least=0,
+        below=1,
+    )
+    lora_type: Literal["lora", "canonical_lora", "rslora"] = flag(
+        "lora",
+        "rslora scales by alpha over the square root of the rank; canonical_lora is Megatron's name for adapters of "
+        "single matrices, which all of these are",
+        LORA,
+    )
+    lora_target_modules: list[str] = flag(
+        [],
+        "modules with these names get an adapter: q_proj, or attn, mlp, unembed, or Megatron's linear_qkv; spaces or "
+        "commas separate them",
+        LORA,
+        auto=f"{ALL_LINEAR}: every linear layer but the LM head",
+        aliases=("--target-modules",),
+    )
+    lora_exclude_modules: list[str] = flag(
+        [], "modules with these names get none", LORA, aliases=("--exclude-modules",)
+    )
+    lora_adapter_path: str | None = flag(
+        None,
+        "training starts from the adapter in this folder, in peft's format, with its rank, alpha, kind and modules",
+        TRAINING,
+        metavar="DIR",
+    )
+    lora_merge: bool = flag(
+        False,
+        "--save-hf writes the whole model with the adapter merged into it, instead of the adapter",
+        LORA & given("--save-hf"),
+    )
+    lora_sync: Literal["adapter", "merged"] | None = flag(
+        None,
+        "a weight sync sends the adapter, which the engines compute beside the frozen weights, or the matrices that it "
+        "changes, with the adapter merged into them",
+        LORA & INFERENCE,
+        auto="adapter for SGLang servers of the run and the layers between embedding and LM head, else merged",
+    )
+    critic_lora_rank: int = flag(
+        0, "the critic's weights are frozen too, and it learns adapters of this rank and its head", CRITIC, at_least=0
+    )
+
+    # modules that get an adapter and those that do not: words of the flags, or of the adapter's config
+    lora_targets: tuple[str, ...] = resolved((ALL_LINEAR,))
+    lora_excluded: tuple[str, ...] = resolved(())
+
+    @property
+    def lora_modules(self) -> tuple[str, ...]:
+        """The last names of modules that may have an adapter in a model whose layers have Llama's names."""
+        named = [INNER if name == ALL_LINEAR else GROUPS.get(name, (name,)) for name in self.lora_targets]
+        return tuple(dict.fromkeys(name.rpartition(".")[2] for names in named for name in names))
+
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether a weight sync sends the adapter alone."""
+        return self.lora_rank > 0 and self.lora_sync == "adapter"
+
+    @property
+    def lora_scaling(self) -> float:
+        """The factor of B·A: alpha / rank, or alpha / √rank (rsLoRA, arXiv:2312.03732)."""
+        return self.lora_alpha / (sqrt(self.lora_rank) if self.lora_type == "rslora" else self.lora_rank)
+
+
+def words(given: list[str]) -> tuple[str, ...]:
+    """The names in ``given``, where spaces or commas separate them."""
+    return tuple(name for text in given for name in text.replace(",", " ").split())
+
+
+def read_adapter(folder: str) -> dict[str, Any]:
+    """Values of our flags, by field name, that the adapter in ``folder`` was made with.
+
+    Raises:
+        ValueError: there is no adapter, or one that adapters here cannot be.
+    """
+    file = Path(folder) / ADAPTER_CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        kind, rank = config["peft_type"], int(config["r"])
+        alpha, rslora = float(config["lora_alpha"]), bool(config.get("use_rslora"))
+        if not 0 < alpha < inf:
+            raise ValueError(f"lora_alpha is {alpha}")
+    except OSError as error:
+        raise ValueError(f"no adapter: {file} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no config of a peft adapter ({error!r:.100})") from error
+    odd = [name for name in UNKNOWN_TO_US if config.get(name)]
+    begun = str(config.get("init_lora_weights", "")).lower()
+    odd += [f"init_lora_weights {begun}"] if begun.startswith(CHANGES_BASE) else []
+    odd += ["bias"] if config.get("bias", "none") != "none" else []
+    # weights of whole modules, as training/lora.py names them in a mixture of experts
+    weights = [str(name) for name in config.get("target_parameters") or ()]
+    odd += [f"target_parameters {name}" for name in weights if not name.endswith(".weight")]
+    if kind != "LORA" or odd or rank < 1:
+        raise ValueError(
+            f"{file}: an adapter here is a plain LoRA, not {', '.join(odd) or kind}; merge it with peft's "
+            "merge_and_unload, save the model and give that as --hf-checkpoint"
+        )
+    targets, excluded = config.get("target_modules") or (), config.get("exclude_modules") or ()
+    if any(isinstance(names, str) and names not in ("", ALL_LINEAR) for names in (targets, excluded)):
+        raise ValueError(f"{file}: target_modules and exclude_modules must be lists of names, not patterns")
+    chosen = [targets] if isinstance(targets, str) else [*targets]
+    chosen += [name.removesuffix(".weight") for name in weights]
+    return {
+        "lora_rank": rank,
+        "lora_alpha": alpha,
+        "lora_type": "rslora" if rslora else "lora",
+        "lora_targets": tuple(sorted(chosen)) or (ALL_LINEAR,),
+        "lora_excluded": tuple(sorted(excluded)),
+    }

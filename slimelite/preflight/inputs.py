@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from slimelite.arguments.environments import EPISODE
+from slimelite.arguments.rollout import EPISODE
 from slimelite.arguments.secret import masked
 from slimelite.data.conversations import ChatReader
 from slimelite.data.messages import render

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from slimelite.arguments import RewardArgs
-from slimelite.arguments.environments import EPISODE, PROGRAM
+from slimelite.arguments.rollout import EPISODE, PROGRAM
 from slimelite.base.guard import PluginError, own_traceback
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
 from slimelite.rewards.grader import RewardError, route_of

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from slimelite.arguments import AlgorithmArgs, Args, DataArgs, RolloutArgs
 from slimelite.arguments.derive import OFFLINE_ROLLOUT
-from slimelite.arguments.environments import EPISODE, PROGRAM
+from slimelite.arguments.rollout import EPISODE, PROGRAM
 from slimelite.arguments.tasks import CHOOSE
 from slimelite.arguments.user_code import FILE, GROUP, plugin_paths
 from slimelite.samples.sample import label_text

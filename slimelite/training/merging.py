@@ -11,7 +11,7 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slimelite.arguments.lora import ADAPTER_CONFIG, LoraArgs, read_adapter
+from slimelite.arguments.training import ADAPTER_CONFIG, LoraArgs, read_adapter
 from slimelite.models.checkpoints import REMEDY, read_state
 from slimelite.models.files import has_weights
 from slimelite.training.checkpoint import ADAPTER, CheckpointReader

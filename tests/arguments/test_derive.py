@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import Args, ArgumentError, make_args
-from slimelite.arguments.environments import EPISODE
 from slimelite.arguments.machine import Machine, this_machine
+from slimelite.arguments.rollout import EPISODE
 from slimelite.models.checkpoints import find_checkpoint
 from tests.arguments.conftest import COMPLETE, Make, Problems
 

@@ -14,7 +14,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from slimelite.arguments import Args
-from slimelite.arguments.environments import EPISODE
+from slimelite.arguments.rollout import EPISODE
 from slimelite.engines.protocol import GenerateRequest, GenerateResult
 from slimelite.rewards.grader import RewardError
 from slimelite.rollout.manager import RolloutManager, RolloutOutput

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slimelite.arguments.environments import PROGRAM
 from slimelite.arguments.evaluation import EvalDataset
+from slimelite.arguments.rollout import PROGRAM
 from slimelite.engines.protocol import GenerateRequest, GenerateResult
 from slimelite.environments import program
 from slimelite.preflight.environments import check_program

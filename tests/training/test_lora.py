@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slimelite.arguments import Args
-from slimelite.arguments.lora import ALL_LINEAR, read_adapter
+from slimelite.arguments.training import ALL_LINEAR, read_adapter
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.loading import inspect_model

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from slimelite.apps.runnable import Source, merged
 from slimelite.arguments import Args
-from slimelite.arguments.lora import ALL_LINEAR, read_adapter
+from slimelite.arguments.training import ALL_LINEAR, read_adapter
 from slimelite.training.loading import inspect_model
 from slimelite.training.lora import (
     adapters,
