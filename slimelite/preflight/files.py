@@ -44,11 +44,15 @@ ROWS_AT_START = 64
 
 
 class Rows(NamedTuple):
-    """Prompt files of training or of one evaluation ``dataset``; ``name``: how messages refer to them."""
+    """Prompt files of training or of one evaluation ``dataset``; ``name``: how messages refer to them; ``rollout`` and
+    ``generate``: the plugins that make their responses.
+    """
 
     name: str
     paths: list[str]
     max_prompt_len: int | None
+    rollout: str | None
+    generate: str | None
     dataset: EvalDataset | None = None
 
 
@@ -196,9 +200,12 @@ class FileChecks:
         """The files of training and of every evaluation dataset."""
         args, rows = self.args, list[Rows]()
         if args.rollout_global_dataset and args.prompt_data and not args.job.saved:
-            rows.append(Rows("--prompt-data", args.prompt_data, args.rollout_max_prompt_len))
+            plugins = args.rollout_function_path, args.custom_generate_function_path
+            rows.append(Rows("--prompt-data", args.prompt_data, args.rollout_max_prompt_len, *plugins))
         if args.job.evaluates:
-            rows += [Rows(f"eval dataset {d.name}", [d.path], d.max_prompt_len, d) for d in args.eval_datasets]
+            for d in args.eval_datasets:
+                plugins = args.eval_function_path, d.custom_generate_function_path
+                rows.append(Rows(f"eval dataset {d.name}", [d.path], d.max_prompt_len, *plugins, d))
         return rows
 
     def paired(self, rows: Rows) -> bool:
@@ -240,10 +247,7 @@ class FileChecks:
 
     def takes_any(self, rows: Rows) -> bool:
         """Whether what reads the prompts is the user's code, or a trainer without an engine."""
-        args = self.args
-        if rows.dataset is not None:
-            return bool(args.eval_function_path or rows.dataset.custom_generate_function_path)
-        return bool(args.rollout_function_path or args.custom_generate_function_path or not args.job.engines)
+        return bool(rows.rollout or rows.generate or not self.args.job.engines)
 
     def check_reward(self, rows: Rows, prompt: Sample, *, rendered: bool) -> None:
         """Score the first row, with a right answer as the response if the rule can make one from the label.
@@ -252,14 +256,12 @@ class FileChecks:
         one, and then they are not.
         """
         args, dataset = self.args, rows.dataset
-        settings, group_size, own_rollout = args, args.n_samples_per_prompt, args.rollout_function_path
+        settings, group_size = args, args.n_samples_per_prompt
         if dataset is not None:
-            group_size, own_rollout = dataset.n_samples_per_eval_prompt, args.eval_function_path
-            rule, path = dataset.rm_type, dataset.custom_rm_path
+            group_size, rule, path = dataset.n_samples_per_eval_prompt, dataset.rm_type, dataset.custom_rm_path
             settings = replace(args, rm_type=rule, custom_rm_path=path, reward_key=args.eval_reward_key)
         scored = settings.custom_rm_path or settings.rm_type or prompt.metadata.get("rm_type")
-        own_generate = (dataset or args).custom_generate_function_path
-        if own_rollout or not args.job.engines or (own_generate and not scored):
+        if rows.rollout or not args.job.engines or (rows.generate and not scored):
             return  # the user's code sets the rewards
         pure = settings.custom_rm_path is None and (scored not in RULES or RULES[str(scored)].scorer is None)
         if pure == rendered or self.broken & {settings.custom_rm_path, settings.rm_type}:

@@ -148,11 +148,11 @@ class InputChecks(FileChecks):
         if rows.dataset is None and not self.args.job.sampled:
             self._make_samples(rows, prompts)
             return
-        if rows.dataset is None and self.args.custom_generate_function_path is None:
+        if rows.dataset is None and rows.generate is None:
             findings.longest_prompt = longest
         self._check_lengths(rows, longest)
         self._warn_of_hidden_tools(rows, prompts)
-        if (rows.dataset or self.args).custom_generate_function_path == EPISODE:
+        if rows.generate == EPISODE:
             with findings.blaming(f"--environment {masked('environment', self.args.environment)}"):
                 begins, length = check_environment(self.args, self.tokenizer, prompts[0])
                 findings.facts.append(f"{name}: {begins}")
