@@ -198,7 +198,7 @@ class TokenColumns:
             if column is not None:
                 self._refuse(~column.isfinite(), f"{name} that are not finite; look at {source}")
 
-    def rows_to_compute(self, args: Args, *, checked: bool) -> np.ndarray:
+    def rows_to_compute(self, args: CorrectionArgs, *, checked: bool) -> np.ndarray:
         """[n] bool: the rows that need a forward pass, because they can have a gradient.
 
         In a step where no row can have one, a few trained rows are computed anyway, to measure the entropy and the
@@ -222,7 +222,7 @@ class TokenColumns:
         """[n] bool: rows whose log-probs are in ``old``."""
         return self._rows_with(~self.old.isnan())
 
-    def rows_with_gradient(self, args: Args) -> np.ndarray:
+    def rows_with_gradient(self, args: AlgorithmArgs) -> np.ndarray:
         """[n] bool: rows whose loss can have a gradient; the others need no forward pass.
 
         A fully masked row has none. Under a policy loss without KL and entropy terms, a row whose advantages are all 0
