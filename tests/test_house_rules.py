@@ -212,10 +212,10 @@ def test_files_and_functions_are_short() -> None:
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    assert house_counts.import_circles(SOURCES, types=True) == []
+    assert house_counts.import_circles(SOURCES) == []
 
 
-def test_circles_are_found_inside_functions_too(tmp_path: Path) -> None:
+def test_circles_are_found_inside_functions_and_imports_for_types(tmp_path: Path) -> None:
     folder = tmp_path / "slimelite" / "room"
     folder.mkdir(parents=True)
     (folder / "first.py").write_text("from slimelite.room import second\n")
@@ -227,9 +227,8 @@ def test_circles_are_found_inside_functions_too(tmp_path: Path) -> None:
     (folder / "own.py").write_text("import slimelite.room.typed\n")
     circle = ["slimelite.room.first", "slimelite.room.second", "slimelite.room.third"]
     sources = house_counts.read_sources(tmp_path)
-    assert house_counts.import_circles(sources) == [circle]
     typed = ["slimelite.room.own", "slimelite.room.typed"]
-    assert house_counts.import_circles(sources, types=True) == [circle, typed]
+    assert house_counts.import_circles(sources) == [circle, typed]
 
 
 def test_no_test_compares_a_time_or_a_memory_of_the_machine_with_a_number() -> None:

@@ -50,23 +50,10 @@ def _read(file: Path, root: Path) -> Source:
     return Source(str(name), module, text, ast.parse(text))
 
 
-def imported_modules(source: Source, known: Mapping[str, object], *, types: bool = False) -> set[str]:
-    """Modules of ``known`` that the file imports, inside functions too; ``types``: under ``if TYPE_CHECKING`` too."""
-    skipped = (
-        set()
-        if types
-        else {
-            id(inner)
-            for node in ast.walk(source.tree)
-            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-            for statement in node.body
-            for inner in ast.walk(statement)
-        }
-    )
+def imported_modules(source: Source, known: Mapping[str, object]) -> set[str]:
+    """Modules of ``known`` that the file imports, inside functions and for types too."""
     names: set[str] = set()
     for node in ast.walk(source.tree):
-        if id(node) in skipped:
-            continue
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -75,10 +62,10 @@ def imported_modules(source: Source, known: Mapping[str, object], *, types: bool
     return {name for name in names if name in known and name != source.module}
 
 
-def import_circles(sources: list[Source], *, types: bool = False) -> list[list[str]]:
+def import_circles(sources: list[Source]) -> list[list[str]]:
     """Sets of modules that import each other, directly or through others (Tarjan's strongly connected components)."""
     modules = {source.module: source for source in sources}
-    graph = {module: imported_modules(source, modules, types=types) for module, source in modules.items()}
+    graph = {module: imported_modules(source, modules) for module, source in modules.items()}
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -142,7 +129,7 @@ def counts(root: Path) -> dict[str, str]:
     sources = read_sources(root)
     lengths = [len(source.text.splitlines()) for source in sources]
     sizes = [length for source in sources for _, length in functions(source)]
-    circles, for_types = import_circles(sources), import_circles(sources, types=True)
+    circles = import_circles(sources)
     return {
         "files": str(len(sources)),
         "lines": f"{sum(lengths):,}",
@@ -155,8 +142,6 @@ def counts(root: Path) -> dict[str, str]:
         f"functions above {LONGEST_FUNCTION}": str(sum(size > LONGEST_FUNCTION for size in sizes)),
         "import circles": str(len(circles)),
         "files in them": str(sum(map(len, circles))),
-        "circles with imports for types": str(len(for_types)),
-        "files in these": str(sum(map(len, for_types))),
         "`Any`": str(sum(map(uses_of_any, sources))),
         "`train.py`": str(len((root / "train.py").read_text(encoding="utf-8").splitlines())),
     }
