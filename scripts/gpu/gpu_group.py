@@ -43,7 +43,7 @@ from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.tracking import Tracker
 from slimelite.tracking.metrics_file import read_metrics
 from slimelite.training.attention import varlen_attention
-from slimelite.training.layout import PackedSequences
+from slimelite.training.batch import PackedSequences
 from slimelite.training.model import chunked_log_probs
 
 # dense bf16, from the data sheets

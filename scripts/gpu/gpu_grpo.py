@@ -15,7 +15,7 @@ from torch import Tensor
 from slimelite.cluster.remote import LocalRemote
 from slimelite.cluster.workers import RemoteSink
 from slimelite.training.attention import varlen_attention
-from slimelite.training.layout import Nodes, PackedSequences, ranges
+from slimelite.training.batch import Nodes, PackedSequences, ranges
 from slimelite.training.trainer import Trainer
 
 # rows of a group, which have one prompt

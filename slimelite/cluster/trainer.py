@@ -46,7 +46,8 @@ class TrainerWorker(Trainer):
             adapter = adapter_format(self.model.hf, args, args.hf_checkpoint) if args.sends_adapter else None
             self._servers = EngineFactory(args).transport(self.world.device, host, adapter)
         self._profiler = Profiler(args, rank)
-        self.timed.around = self._profiler.of_pass
+        if args.use_pytorch_profiler:
+            self.timed.around = self._profiler.of_pass
 
     def train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
         """See `Trainer.train`."""

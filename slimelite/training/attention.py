@@ -1,6 +1,6 @@
 """Causal attention over a packed row of shared prefixes, without a mask tensor.
 
-A micro-batch is one row of T tokens (`slimelite.training.layout`): a tree of shared prefixes, or sequences laid end to
+A micro-batch is one row of T tokens (`slimelite.training.batch`): a tree of shared prefixes, or sequences laid end to
 end. The attention function is registered with transformers under ``ATTENTION``; for such a name transformers builds no
 mask, and hands the model's keyword argument ``sequences`` through to every layer.
 
@@ -31,7 +31,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from slimelite.training.layout import Blocks, Bucket, PackedSequences
+from slimelite.training.batch import Blocks, Bucket, PackedSequences
 
 ATTENTION = "slimelite_varlen"
 
@@ -144,42 +144,35 @@ class _Padded:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for bucket in self._own:
-            rows, part, part_lse = self._attend(bucket, q, k, v, causal=True)
+            rows, part, part_lse = self.shared(bucket, q, k, v, causal=True)
             out.index_copy_(0, rows, part)
             lse.index_copy_(0, rows, part_lse)
         return out, lse
-
-    def shared(self, bucket: Bucket, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The attention of ``rows`` [m] of the tokens to shared nodes: rows, [m, heads, width], and [m, heads]."""
-        return self._attend(bucket, q, k, v, causal=False)
 
     def own_gradients(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v from what `own` computed; ``given``: of the result, q, k, v, result, log-sum-exp."""
         gradients = torch.zeros_like(given[1]), torch.zeros_like(given[2]), torch.zeros_like(given[3])
         for bucket in self._own:
-            self._add(bucket, gradients, *given, causal=True)
+            self.add_gradients(bucket, gradients, *given, causal=True)
         return gradients
 
-    def add_gradients(self, bucket: Bucket, gradients: tuple[Tensor, Tensor, Tensor], *given: Tensor) -> None:
-        """Add those from what `shared` computed; see `own_gradients`."""
-        self._add(bucket, gradients, *given, causal=False)
-
-    def _attend(
-        self, bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, *, causal: bool
+    def shared(
+        self, bucket: Bucket, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """The attention of ``rows`` [m] of the tokens to shared nodes: rows, [m, heads, width], and [m, heads]."""
         q_, k_, v_ = self._blocks(bucket, q, k, v)
         out, lse = torch.empty_like(q_), q_.new_empty(q_.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         for heads in self._heads(q, k):
-            part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q_[:, :, heads].transpose(1, 2), k_, v_, 0.0, causal, attn_mask=_mask(bucket, q), scale=self._scale
             )
-            out[:, :, heads], lse[:, :, heads] = (x.transpose(1, 2) for x in part)
-        out, lse = (x.flatten(0, 1) for x in (out, lse))
+            out[:, :, heads], lse[:, :, heads] = part.transpose(1, 2), part_lse.transpose(1, 2)
+        out, lse = out.flatten(0, 1), lse.flatten(0, 1)
         if len(bucket.rows) < len(out):
-            out, lse = (x.index_select(0, bucket.real) for x in (out, lse))
+            out, lse = out.index_select(0, bucket.real), lse.index_select(0, bucket.real)
         return bucket.rows, out, lse
 
-    def _add(
+    def add_gradients(
         self,
         bucket: Bucket,
         gradients: tuple[Tensor, Tensor, Tensor],
@@ -190,8 +183,9 @@ class _Padded:
         out: Tensor,
         lse: Tensor,
         *,
-        causal: bool,
+        causal: bool = False,
     ) -> None:
+        """Add those from what `shared` computed; see `own_gradients`."""
         q_, k_, v_ = self._blocks(bucket, q, k, v)
         grad_, out_, lse_ = (x.index_select(0, bucket.queries) for x in (grad, out, lse))
         if len(bucket.rows) < len(grad_):  # padding has no gradient

@@ -76,16 +76,12 @@ class TokenColumns:
     pair_weights: np.ndarray | None = None
     loss_weights: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        for column in chain(*PASSES.values()):  # one number in memory, however long the column is
-            setattr(self, column, torch.tensor(torch.nan).expand(len(self.mask)))
-
     @classmethod
     def from_table(cls, table: SampleTable, steps: list[np.ndarray] | None = None) -> TokenColumns:
         """The columns that need no model; ``steps`` None: all rows are one optimizer step."""
         rows = np.repeat(np.arange(len(table)), table.response_lengths)
         mask = table.loss_mask & ~table.removed[rows] if table.removed.any() else table.loss_mask.copy()
-        return cls(
+        columns = cls(
             table=table,
             steps=[np.arange(len(table))] if steps is None else steps,
             mask=torch.from_numpy(mask),
@@ -95,6 +91,9 @@ class TokenColumns:
             pg_weights=torch.zeros(len(rows), dtype=torch.float64),
             advantages=torch.zeros(len(rows)),
         )
+        for name in chain(*PASSES.values()):  # one number in memory, however long the column is
+            setattr(columns, name, torch.tensor(torch.nan).expand(len(rows)))
+        return columns
 
     def fill(self, name: str, found: Iterable[Tensor]) -> None:
         """Keep what the pass ``name`` has computed: [N] for each of its columns, NaN where it computed nothing."""
@@ -156,7 +155,24 @@ class TokenColumns:
                 args, self.table, self
             )
         else:
-            self._estimate_advantages(args)
+            per_row = torch.tensor(self.table.advantage, dtype=torch.float32)
+            if not per_row.isfinite().all():
+                self._check_finite(args, advantages=per_row[self.segments])  # a recurrence would spread it
+            kl = torch.zeros(len(self.mask))
+            if args.kl_coef:
+                kl = kl_estimate(self.old, self.ref, self.mask, args.kl_reward_type)
+            groups, rollouts = self.table.compared()
+            turns = self.table.turn_rewards if args.estimator.group is None else None
+            tokens = adv.RolloutTokens(
+                *(per_row, kl, self.mask, self.segments, self.values),
+                turn_rewards=None if turns is None else torch.tensor(turns),
+                groups=torch.from_numpy(groups),
+                rollouts=torch.from_numpy(rollouts),
+                kl_coef=args.kl_coef,
+                gamma=args.gamma,
+                lambd=args.lambd,
+            )
+            self.advantages, self.returns = adv.token_advantages(args.advantage_estimator, tokens)
         if args.use_opd:
             self.advantages = adv.add_distillation(
                 self.advantages, self.old, self.teacher, self.mask, opd_kl_coef=args.opd_kl_coef
@@ -167,26 +183,6 @@ class TokenColumns:
             self.advantages = adv.whiten(self.advantages, self.mask)
         of_tokens = args.estimator.token or args.custom_advantage_function_path
         self.of_tokens = bool(of_tokens or args.normalize_advantages or args.use_opd)
-
-    def _estimate_advantages(self, args: Args) -> None:
-        per_row = torch.tensor(self.table.advantage, dtype=torch.float32)
-        if not per_row.isfinite().all():
-            self._check_finite(args, advantages=per_row[self.segments])  # a recurrence would spread it
-        kl = torch.zeros(len(self.mask))
-        if args.kl_coef:
-            kl = kl_estimate(self.old, self.ref, self.mask, args.kl_reward_type)
-        groups, rollouts = self.table.compared()
-        turns = self.table.turn_rewards if args.estimator.group is None else None
-        tokens = adv.RolloutTokens(
-            *(per_row, kl, self.mask, self.segments, self.values),
-            turn_rewards=None if turns is None else torch.tensor(turns),
-            groups=torch.from_numpy(groups),
-            rollouts=torch.from_numpy(rollouts),
-            kl_coef=args.kl_coef,
-            gamma=args.gamma,
-            lambd=args.lambd,
-        )
-        self.advantages, self.returns = adv.token_advantages(args.advantage_estimator, tokens)
 
     def _check_finite(self, args: Args, **columns: Tensor | None) -> None:
         source = "rewards and log-probs"
@@ -204,7 +200,7 @@ class TokenColumns:
         In a step where no row can have one, a few trained rows are computed anyway, to measure the entropy and the
         mismatch with the engine. ``checked``: --ci-test checks this rollout, so that every trained row is computed.
         """
-        trained = self.trained_rows()
+        trained = self.table.mask_sums > 0
         if checked or normalizes(args):
             return trained
         computed = self.rows_with_gradient(args)
@@ -213,10 +209,6 @@ class TokenColumns:
                 candidates = rows[trained[rows]]
                 computed[candidates[:: math.ceil(len(candidates) / MEASURED_ROWS) or 1]] = True
         return computed
-
-    def trained_rows(self) -> np.ndarray:
-        """[n] bool: rows with a token that the loss sees."""
-        return self._rows_with(self.mask)
 
     def known_rows(self) -> np.ndarray:
         """[n] bool: rows whose log-probs are in ``old``."""
@@ -268,8 +260,8 @@ class TokenColumns:
             )
 
     def means(self, args: Args, computed: np.ndarray) -> dict[str, float]:
-        """The mean over trained rows of each column's masked token mean; NaN rows are left out, and so are the policy's
-        log-probs where those of a row ``computed`` [n] bool are not known.
+        """``rollout/*``: the mean over trained rows of each column's masked token mean. NaN rows are left out, and
+        the policy's log-probs where those of a row ``computed`` [n] bool are not known.
         """
         columns = {
             "returns": self.returns,
@@ -289,20 +281,23 @@ class TokenColumns:
         trained, counts = counts > 0, counts.clamp(min=1)
         means = {}
         for name, column in columns.items():
-            if column is not None:
-                means[name] = float(self._row_means(column, counts)[trained].nanmean())
-        return {name: value for name, value in means.items() if not math.isnan(value)}
+            mean = math.nan if column is None else float(self._row_means(column, counts)[trained].nanmean())
+            if not math.isnan(mean):
+                means[f"rollout/{name}"] = mean
+        return means
 
     def trained(self) -> dict[str, np.ndarray]:
         """The columns of the table that training knows better than the rollout, by name; each [N] float32."""
-        found = {"advantages": self.advantages if self.of_tokens else None, "loss_weights": self.loss_weights}
-        return {name: column.float().numpy() for name, column in found.items() if column is not None}
+        found = {"advantages": self.advantages.float().numpy()} if self.of_tokens else {}
+        if self.loss_weights is not None:
+            found["loss_weights"] = self.loss_weights.float().numpy()
+        return found
 
     def token_stats(self) -> TokenStats:
         """Log-probs and entropies under the weights before the first step, as far as passes have computed them."""
-        columns = ((self.old, self.other_log_probs), (self.entropy, self.other_entropy))
-        found = (torch.where(column.isnan(), other, column).float().numpy() for column, other in columns)
-        return TokenStats(self.table.sample_id, self.table.response_offsets, *found)
+        log_probs = torch.where(self.old.isnan(), self.other_log_probs, self.old).float()
+        entropy = torch.where(self.entropy.isnan(), self.other_entropy, self.entropy).float()
+        return TokenStats(self.table.sample_id, self.table.response_offsets, log_probs.numpy(), entropy.numpy())
 
     def _refuse(self, tokens: Tensor, what: str) -> None:
         """Raise ValueError if a trained token is in ``tokens`` [N] bool; ``what``: the problem that its sample has."""

@@ -18,7 +18,7 @@ from slimelite.models.checkpoints import STATE_FILE, Checksums
 from slimelite.training import checkpoint
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
-from slimelite.training.learner import Learner
+from slimelite.training.learner import Learner, MetricSums
 from slimelite.training.loading import build_model, build_policy
 from slimelite.training.loss import check_values
 from slimelite.training.model import LanguageModel, PolicyModel
@@ -26,7 +26,6 @@ from slimelite.training.offload import HostMemory
 from slimelite.training.optimizer import CRITIC_FLAGS
 from slimelite.training.parallel import World, reshard
 from slimelite.training.planning import Step
-from slimelite.training.sums import MetricSums
 
 FOLDER = "critic"  # subfolder of a checkpoint
 
@@ -96,7 +95,7 @@ class Critic(Learner[ValueModel]):
             checked = self.args.ci_test and self._fresh
             loss = self.gradient(columns, step, sums, checked=checked)
             self.update(sums, loss)
-            self._fresh = self._fresh and not columns.trained_rows()[step.rows].any()
+            self._fresh = self._fresh and not columns.table.mask_sums[step.rows].any()
 
     def gradient(self, columns: TokenColumns, step: Step, sums: MetricSums, *, checked: bool = False) -> Tensor:
         """Gradients of one optimizer step, weighted as the policy's are; see `Learner.accumulate`.

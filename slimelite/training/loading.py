@@ -18,7 +18,7 @@ from slimelite.base.heap import return_freed_memory
 from slimelite.models.files import LOGIT_TRANSFORMS, check_weights, has_weights, load_config, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.lora import adapters, add_adapters, check_ranks, check_readable
-from slimelite.training.model import LanguageModel, PolicyModel
+from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel
 from slimelite.training.packing import NoSmallModel, Packing, may_pack, one_line
 from slimelite.training.parallel import World, shard_model
 
@@ -75,6 +75,7 @@ def build_model(
         for _, adapter in adapters(hf):
             adapter.in_place = not args.recomputes_selectively
     model = wrap(hf)
+    model.flops = ForwardFlops.of(model)
     model.packed = packing >= Packing.PACKED
     model.shares = args.share_prefixes and packing is Packing.SHARED
     # not the buffers: rotary frequencies rounded to bf16 give angles that are radians off at position 1,000

@@ -82,7 +82,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         scores = _compiled(_chunk_scores) if compiled else _chunk_scores
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs, entropy, log_z = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
+        log_probs = hidden.new_empty(len(hidden), dtype=dtype)
+        entropy, log_z = torch.empty_like(log_probs), torch.empty_like(log_probs)
         for start in range(0, len(hidden), chunk_size):
             rows = slice(start, start + chunk_size)
             logits = _logits(hidden[rows], weight, temperature)
@@ -193,6 +194,8 @@ class LanguageModel(nn.Module):
         # whether a prefix that rows of a micro-batch share is computed once, see there
         self.shares = False
         self.compiled = False
+        # of a forward pass; None: they are not counted
+        self.flops: ForwardFlops | None = None
         # as engines run it: in train() a model may draw experts or drop layers, whose log-probs nobody sampled with
         self.eval()
 
@@ -237,11 +240,6 @@ class LanguageModel(nn.Module):
     def saved_buffers(self) -> dict[str, Tensor]:
         """What a model's files hold beside weights, by the names that it has there; see `model_files.saved_buffers`."""
         return model_files.as_filed(self.hf, model_files.saved_buffers(self.hf))
-
-    @property
-    def has_experts(self) -> bool:
-        """See `model_files.has_experts`."""
-        return model_files.has_experts(self.hf)
 
     def as_filed(self, name: str, weight: Tensor) -> dict[str, Tensor]:
         """A whole weight by the names that it has in a model's files; see `model_files.as_filed`."""
@@ -298,7 +296,7 @@ class ForwardFlops:
     @classmethod
     def of(cls, model: LanguageModel) -> ForwardFlops | None:
         """The operations of a dense model; None for a mixture of experts, where a token uses only some weights."""
-        if model.has_experts:
+        if model_files.has_experts(model.hf):
             return None
         config = model.hf.config.get_text_config()
         head = model.hf.get_output_embeddings().weight

@@ -26,7 +26,7 @@ from slimelite.training.attention import register_attention
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
 from slimelite.training.model import PolicyModel
-from slimelite.training.prefixes import SHORTEST
+from slimelite.training.planning import SHORTEST
 
 # largest difference of log-probs that counts as rounding [nats]; docs/algorithms.md reports those of 165 families
 TOLERANCE = 1e-3

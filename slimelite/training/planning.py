@@ -20,6 +20,13 @@ Invariants (tests/training/test_planning.py asserts each):
 9. The result depends only on the arguments, so that every rank computes the same one.
 
 Planning takes n log n steps for n rows.
+
+Shared prefixes are found by sorting rows by their token ids; the longest common prefix of two rows is then the smallest
+of the common prefixes of the neighbours between them. A prefix is shared up to a *branch*: a depth at which rows part.
+Branches are chosen for the whole table: two of one path are at least ``SHORTEST`` tokens apart, because a shorter node
+costs more calls than its tokens are worth (of eight answers three may begin with "The", and still part where the prompt
+ends). So what two rows share does not depend on the micro-batch that they meet in, whose tokens can be counted before
+it is made.
 """
 
 from __future__ import annotations
@@ -29,11 +36,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from slimelite.samples.table import SampleTable
-from slimelite.training.prefixes import Prefixes
+
+# tokens that a shared prefix has at least, and that it has more than the shared prefix before it
+SHORTEST = 16
+
+# token ids compared at a time, over all rows that are still alike
+CHUNK_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +95,16 @@ def deal(
         shares: whether a prefix that rows share is in a micro-batch once.
     """
     units = _Units(table, rows, Prefixes.of(table, shares=shares))
-    of_ranks = _level([np.sort(np.concatenate(parts)) for parts in _spread(units, dp_size)], units)
-    packed = [_pack(units, share, limits) for share in of_ranks]
-    count = max(1, *(len(p) for p in packed))
-    return [[units.rows_of(part) for part in p + [[]] * (count - len(p))] for p in packed]
+    packed = [_pack(units, share, limits) for share in _level(_spread(units, dp_size), units)]
+    count = max(1, *map(len, packed))
+    return [list(map(units.rows_of, parts + [[]] * (count - len(parts)))) for parts in packed]
 
 
 def tokens_shared(table: SampleTable, dealt: Iterable[np.ndarray], *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
     """The rows [n] of all micro-batches ``dealt``, and the tokens [n] of each that another row there has computed."""
     parts = list(dealt)
     rows = np.concatenate([np.zeros(0, np.int64), *parts])
-    whose = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    whose = np.repeat(np.arange(len(parts)), list(map(len, parts)))
     order, shared = Prefixes.of(table, shares=shares).within(rows, whose)
     return rows[order], shared
 
@@ -114,14 +126,10 @@ class _Units:
         by_first = np.argsort(first)
         self._rows, self._begins, self._ends = rows, begins[by_first], ends[by_first]
         self._first, self._last = first[by_first], prefixes.rank[rows[ends - 1]][by_first]
-        lengths, responses = table.total_lengths[rows], table.response_lengths[rows]
-        self.tokens, self.responses = (
-            np.add.reduceat(values, begins)[by_first] if len(rows) else values
-            for values in (lengths - shared, responses)
-        )
-
-    def __len__(self) -> int:
-        return len(self.tokens)
+        self.tokens, self.responses = table.total_lengths[rows] - shared, table.response_lengths[rows]
+        if len(rows):
+            self.tokens = np.add.reduceat(self.tokens, begins)[by_first]
+            self.responses = np.add.reduceat(self.responses, begins)[by_first]
 
     def shared(self, share: np.ndarray) -> np.ndarray:
         """[m] the tokens that each unit of ``share`` [m], ascending, has in common with the one before it."""
@@ -136,15 +144,16 @@ class _Units:
 
     def rows_of(self, units: list[int]) -> np.ndarray:
         """The rows of ``units``."""
-        return np.concatenate([np.zeros(0, np.int64), *(self._rows[self._begins[u] : self._ends[u]] for u in units)])
+        begins = self._begins[units]
+        return self._rows[ranges(begins, self._ends[units] - begins)]
 
 
-def _spread(units: _Units, dp_size: int) -> list[list[np.ndarray]]:
-    """The clumps of each rank, as arrays of units."""
-    everyone = np.arange(len(units))
+def _spread(units: _Units, dp_size: int) -> list[np.ndarray]:
+    """The units [m], ascending, of each rank: whole clumps."""
+    everyone = np.arange(len(units.tokens))
     shared = units.shared(everyone)
     clumps = np.split(everyone, np.flatnonzero(shared == 0)[1:])
-    sizes = np.add.reduceat(units.tokens - shared, np.flatnonzero(shared == 0)) if len(units) else np.zeros(0)
+    sizes = np.add.reduceat(units.tokens - shared, np.flatnonzero(shared == 0)) if len(everyone) else np.zeros(0)
     parts: list[list[np.ndarray]] = [[np.zeros(0, np.int64)] for _ in range(dp_size)]
     loads = [(0, rank) for rank in range(dp_size)]
     heapify(loads)
@@ -152,7 +161,7 @@ def _spread(units: _Units, dp_size: int) -> list[list[np.ndarray]]:
         load, rank = loads[0]
         parts[rank].append(clumps[i])
         heapreplace(loads, (load + int(sizes[i]), rank))
-    return parts
+    return [np.sort(np.concatenate(part)) for part in parts]
 
 
 def _level(shares: list[np.ndarray], units: _Units) -> list[np.ndarray]:
@@ -190,7 +199,8 @@ def _pack(units: _Units, share: np.ndarray, limits: PackingLimits) -> list[list[
     bins: list[list[int]] = []
     # the bins with room, by how much there is
     room: list[tuple[int, int]] = []
-    for size, piece in sorted(pieces, key=lambda p: (-p[0], p[1][0])):
+    for negative, piece in sorted(pieces):
+        size = -negative
         at = bisect_left(room, (size, -1))
         if at < len(room):
             left, number = room.pop(at)
@@ -217,7 +227,7 @@ def _by_rows(units: _Units, share: np.ndarray, micro_batch_size: int) -> list[li
 
 
 def _pieces(units: _Units, share: np.ndarray, max_tokens: int) -> list[tuple[int, list[int]]]:
-    """The clumps of ``share``, those above ``max_tokens`` cut where they share least: (size, units) of each piece.
+    """The clumps of ``share``, those above ``max_tokens`` cut where they share least: (-size, units) of each piece.
 
     A size is in tree tokens or in response tokens, whichever are more: equal responses are the same tree tokens, but
     each has log-probs of its own.
@@ -244,7 +254,7 @@ def _pieces(units: _Units, share: np.ndarray, max_tokens: int) -> list[tuple[int
             found[-1] = (found[-1][0], end)
         else:
             found.append((first, end))
-    return [(size(first, end), share[first:end].tolist()) for first, end in found]
+    return [(-size(first, end), share[first:end].tolist()) for first, end in found]
 
 
 def _connected(*ids: np.ndarray) -> np.ndarray:
@@ -259,3 +269,134 @@ def _connected(*ids: np.ndarray) -> np.ndarray:
             labels = lowest[inverse]
         if (labels == before).all():
             return labels
+
+
+class Prefixes:
+    """The shared prefixes of the n rows of a table.
+
+    ``rank``: [n] int64, the place of each row among the sorted rows; ``shared``: [n] int32, by rank, the tokens that a
+    row shares with the row before it (0 for the first row).
+    """
+
+    def __init__(self, rank: np.ndarray, shared: np.ndarray) -> None:
+        self.rank, self.shared = rank, shared.astype(np.int32)
+        # _smallest[k, i]: the smallest of the 2^k values from i on, so that any range is covered by two of them
+        self._smallest = [self.shared]
+        for width in 2 ** np.arange(max(len(rank), 1).bit_length() - 1):
+            before, after = self._smallest[-1][:-width], self._smallest[-1][width:]
+            self._smallest.append(np.minimum(before, after))
+
+    @classmethod
+    def of(cls, table: SampleTable, *, shares: bool, shortest: int = SHORTEST) -> Prefixes:
+        """The prefixes of the rows of ``table``, none if not ``shares``; the first call for a table computes them."""
+        known = _found.setdefault(table, {})
+        key = shortest if shares else 0
+        if key not in known:
+            order, common = _sorted(table) if shares else (np.arange(len(table)), np.zeros(len(table), np.int64))
+            known[key] = cls(np.argsort(order), _branches(common, shortest))
+        return known[key]
+
+    def between(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """[m] int64 the tokens that all rows of the ranks ``first`` [m] to ``last`` [m] share; ``first`` < ``last``."""
+        level = np.frexp(last - first)[1] - 1
+        found = np.zeros(len(first), np.int64)
+        for k in np.unique(level):
+            at = np.flatnonzero(level == k)
+            smallest = self._smallest[k]
+            found[at] = np.minimum(smallest[first[at] + 1], smallest[last[at] + 1 - 2**k])
+        return found
+
+    def within(self, rows: np.ndarray, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``rows`` [m] sorted by part and then by token ids, and the tokens that each shares with the one before it in
+        its part: index into ``rows`` [m] and [m] int64. ``parts``: [m] int64, such as its micro-batch.
+        """
+        ranks = self.rank[rows]
+        order = np.lexsort((ranks, parts))
+        ranks, parts = ranks[order], parts[order]
+        shared, again = np.zeros(len(rows), np.int64), np.flatnonzero(np.diff(parts) == 0)
+        shared[again + 1] = self.between(ranks[again], ranks[again + 1])
+        return order, shared
+
+
+# by table, and `shortest` or 0; every pass of a rollout asks
+_found: WeakKeyDictionary[SampleTable, dict[int, Prefixes]] = WeakKeyDictionary()
+
+
+def _sorted(table: SampleTable) -> tuple[np.ndarray, np.ndarray]:
+    """The rows sorted by token ids, and the length of the prefix that each has in common with the one before it.
+
+    All rows that are still alike are compared a chunk of tokens at a time; one whose neighbours differ is out of it.
+    So every shared token is read about once, and little of what comes after.
+    """
+    rows = len(table)
+    order, common = np.arange(rows), np.zeros(rows, np.int64)
+    lengths = table.total_lengths
+    # places in `order` of the rows that are alike so far, and the run of such rows that each is in
+    places, runs = np.arange(rows), np.zeros(rows, np.int64)
+    depth, size = 0, 16
+    while len(places) > 1:
+        tokens = _chunk(table, order[places], depth, size)
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(runs)) + 1])
+        sizes = np.diff(np.append(starts, len(runs)))
+        alike = (tokens == np.repeat(tokens[starts], sizes, axis=0)).all(1)
+        mixed = np.flatnonzero(np.repeat(~np.logical_and.reduceat(alike, starts), sizes))
+        if len(mixed):
+            keys = np.ascontiguousarray(np.concatenate([runs[mixed, None], tokens[mixed]], axis=1).astype(">u4"))
+            by_key = mixed[np.argsort(keys.view(f"S{keys.shape[1] * 4}")[:, 0], kind="stable")]
+            order[places[mixed]], tokens[mixed] = order[places[by_key]], tokens[by_key]
+        linked = np.flatnonzero(np.diff(runs) == 0) + 1  # to the one before
+        differ = tokens[linked] != tokens[linked - 1]
+        parted = differ.any(1)
+        length = lengths[order[places[linked]]]
+        common[places[linked]] = np.where(parted, depth + differ.argmax(1), length)
+        on = linked[~parted & (length >= depth + size)]  # one that ends here is a row of zeros in the next chunk
+        stays = np.zeros(len(places), bool)
+        stays[on] = stays[on - 1] = True
+        begins = np.ones(len(places), bool)
+        begins[on] = False
+        places, runs = places[stays], np.cumsum(begins)[stays]
+        depth += size
+        size = max(16, min(2 * size, CHUNK_ELEMENTS // max(1, len(places))))
+    return order, common
+
+
+def _chunk(table: SampleTable, rows: np.ndarray, depth: int, size: int) -> np.ndarray:
+    """[m, size] int64 the token ids of ``rows`` [m] from ``depth`` on, plus 1; 0 after the end of a row."""
+    tokens = np.zeros((len(rows), size), np.int64)
+    at = np.nonzero(depth + np.arange(size) < table.total_lengths[rows, None])
+    tokens[at] = tokens_at(table, rows[at[0]], depth + at[1]) + 1
+    return tokens
+
+
+def tokens_at(table: SampleTable, rows: np.ndarray, depths: np.ndarray) -> np.ndarray:
+    """[m] int64 the token ids at ``depths`` [m], counted from the start of the prompt, of ``rows`` [m]."""
+    offsets, prompts = table.response_offsets[rows], np.diff(table.prompt_offsets)[rows]
+    tokens, first = np.empty(len(rows), np.int64), depths < prompts
+    tokens[first] = table.prompt_tokens[(table.prompt_offsets[rows] + depths)[first]]
+    tokens[~first] = table.response_tokens[(offsets + depths - prompts)[~first]]
+    return tokens
+
+
+def _branches(common: np.ndarray, shortest: int) -> np.ndarray:
+    """[n] the tokens that neighbours share: ``common`` [n] lowered to branches that are ``shortest`` apart.
+
+    From the root down: rows that have less than a branch and ``shortest`` tokens in common part at that branch; the
+    rest stay together up to the next branch, the shortest common prefix among them.
+    """
+    shared = np.zeros(len(common), np.int64)
+    links = np.arange(1, len(common))  # between a row and the one before it
+    branch = np.zeros(len(links), np.int64)
+    while len(links):
+        parts = common[links] < branch + shortest
+        shared[links[parts]] = branch[parts]
+        links = links[~parts]
+        if len(links):
+            begins = np.concatenate([[True], np.diff(links) > 1])
+            branch = np.minimum.reduceat(common[links], np.flatnonzero(begins))[np.cumsum(begins) - 1]
+    return shared
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[sum(lengths)] int64: starts[i], starts[i] + 1, … for each i."""
+    ends = np.cumsum(lengths)
+    return (np.arange(lengths.sum()) + np.repeat(starts - (ends - lengths), lengths)).astype(np.int64)

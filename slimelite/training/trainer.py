@@ -23,7 +23,7 @@ from slimelite.training import checkpoint, weights
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns, normalizes, passes
 from slimelite.training.critic import Critic, FrozenPolicy, build_reference
-from slimelite.training.learner import Learner
+from slimelite.training.learner import Learner, MetricSums, PassTimer, Scores, table_scores
 from slimelite.training.loading import build_policy
 from slimelite.training.lora import peft_config
 from slimelite.training.loss import check_first_step, micro_batch_loss
@@ -31,7 +31,6 @@ from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import be_deterministic, join_world
 from slimelite.training.planning import PackingLimits, Step, deal, split_steps
-from slimelite.training.sums import MetricSums, PassTimer, Scores, table_scores
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +80,8 @@ class Trainer(Learner[PolicyModel]):
         parts = [part for part in (self, self.reference, self.teacher, self.critic) if part is not None]
         leaking = {part.model.hf.config.model_type for part in parts if not part.model.packed}
         self._packed = not leaking
+        readers = [part.model for part in (self, self.teacher, self.critic) if part is not None]
+        self._vocab_size = min(model.hf.config.vocab_size for model in readers)
         # micro-batches are planned for all models alike
         self._shares = all(part.model.shares for part in parts)
         limits = PackingLimits(args.max_tokens_per_gpu if args.use_dynamic_batch_size else None, args.micro_batch_size)
@@ -122,8 +123,7 @@ class Trainer(Learner[PolicyModel]):
         computed = columns.rows_to_compute(self.args, checked=self._checked) & trains
         self._fill(columns, passes(self.args, columns, computed, checked=self._checked), alike=self.args.ci_test)
         if self.critic is not None:
-            trained = columns.trained_rows()
-            schedule = self._schedule(columns, trained)
+            schedule = self._schedule(columns, table.mask_sums > 0)
             with self.timed(
                 "critic_train", self.critic.model, table, chain(*(step.micro_batches for step in schedule))
             ):
@@ -191,10 +191,10 @@ class Trainer(Learner[PolicyModel]):
                 then(self.gradient(columns, step, sums, scores, checked=checked and sums.step == 0))
                 if scores is not None:
                     columns.fill("log_probs", scores.gather())
-        if self._weights:
+        if self._weights.parts:
             (columns.loss_weights,) = self._weights.gather()
         # a first step without a trained token had nothing to check, so the next rollout's is checked
-        self._fresh = self._fresh and not columns.trained_rows()[columns.steps[0]].any()
+        self._fresh = self._fresh and not columns.table.mask_sums[columns.steps[0]].any()
 
     @property
     def _checked(self) -> bool:
@@ -225,11 +225,10 @@ class Trainer(Learner[PolicyModel]):
         """
 
         def share(batch: MicroBatch) -> Tensor:
-            batch.fetch()
             log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)
             if scores is not None:
                 unknown = batch.old.isnan()
-                scores.add(batch, *(values.where(unknown, torch.nan) for values in (log_probs, entropy)))
+                scores.add(batch, log_probs.where(unknown, torch.nan), entropy.where(unknown, torch.nan))
                 batch.old = torch.where(unknown, log_probs.detach(), batch.old)
             loss = micro_batch_loss(self.args, batch, log_probs, entropy)
             sums.add_all(loss.metrics)
@@ -317,8 +316,7 @@ class Trainer(Learner[PolicyModel]):
         self._weights = Scores(len(table.response_tokens), self.world)
         if self.args.use_opd and self.teacher is None:
             columns.teacher = torch.from_numpy(table.teacher_log_probs)
-        readers = [part.model for part in (self, self.teacher, self.critic) if part is not None]
-        columns.check(self.args, min(model.hf.config.vocab_size for model in readers))
+        columns.check(self.args, self._vocab_size)
         columns.set_weights(self.args)
         self._fill(columns, passes(self.args, columns))
         if self.args.job.sampled and self.args.compute_advantages_and_returns:
@@ -361,7 +359,7 @@ class Trainer(Learner[PolicyModel]):
         metrics, *self.step_metrics = [
             {f"train/{name}": value for name, value in found.items()} for found in (means, *of_steps)
         ]
-        metrics |= {f"rollout/{name}": value for name, value in columns.means(self.args, computed).items()}
+        metrics |= columns.means(self.args, computed)
         metrics |= self.timed.metrics(self.world.ranks)
         if seconds := metrics.get("perf/actor_train_time"):
             metrics["perf/actor_train_tok_per_s"] = int(columns.table.total_lengths[computed].sum()) / seconds

@@ -30,10 +30,9 @@ from slimelite.samples.table import SampleTable
 from slimelite.training import attention, critic, loading, lora, model, parallel, trainer
 from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns
-from slimelite.training.learner import Learner
+from slimelite.training.learner import Learner, MetricSums, Scores
 from slimelite.training.offload import HostMemory
 from slimelite.training.packing import Packing
-from slimelite.training.sums import MetricSums, Scores
 from slimelite.training.trainer import Trainer
 
 

@@ -12,8 +12,8 @@ from tiny import exact_norms, gradients, random_table
 from slimelite.algorithms.estimators import ESTIMATORS as REGISTERED
 from slimelite.algorithms.estimators import Estimator
 from slimelite.samples.table import SampleTable
+from slimelite.training.learner import MetricSums
 from slimelite.training.planning import Step, split_steps
-from slimelite.training.sums import MetricSums
 from slimelite.training.trainer import Trainer
 
 Gradient = dict[str, torch.Tensor]

@@ -15,9 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trees import tokens_of, tree_table
 
 from slimelite.training.attention import ATTENTION, _gathered_buckets, register_attention, varlen_attention
-from slimelite.training.batch import MicroBatch
+from slimelite.training.batch import CALL, MicroBatch, PackedSequences
 from slimelite.training.columns import TokenColumns
-from slimelite.training.layout import CALL, PackedSequences
 from slimelite.training.model import PolicyModel
 
 LENGTHS = [5, 17, 1, 16, 9, 30, 16, 2]

@@ -22,9 +22,9 @@ from slimelite.samples.table import SampleTable
 from slimelite.training import trainer as trainer_module
 from slimelite.training.columns import TokenColumns
 from slimelite.training.critic import Critic, ValueModel
+from slimelite.training.learner import MetricSums, table_scores
 from slimelite.training.parallel import World, local, whole
 from slimelite.training.planning import Step, split_steps
-from slimelite.training.sums import MetricSums, table_scores
 from slimelite.training.trainer import Trainer
 
 

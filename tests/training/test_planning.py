@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from trees import tokens_of, tree_table
 
 from slimelite.samples.table import SampleTable
-from slimelite.training import prefixes as module
-from slimelite.training.planning import PackingLimits, deal, split_steps, tokens_shared
-from slimelite.training.prefixes import SHORTEST, Prefixes
+from slimelite.training import planning as module
+from slimelite.training.planning import SHORTEST, PackingLimits, Prefixes, deal, split_steps, tokens_shared
 
 few = settings(max_examples=80, deadline=None, database=None)
 

@@ -21,8 +21,8 @@ from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
 from slimelite.serving.format import ChatFormat
 from slimelite.serving.sessions import Session, Sessions
+from slimelite.training.learner import MetricSums
 from slimelite.training.planning import Step, split_steps
-from slimelite.training.sums import MetricSums
 from tests.serving.chat import build, engine_sampler, tokenizer
 
 USER = {"role": "user", "content": "abc"}

@@ -15,7 +15,7 @@ from tiny import one_rank, save_tiny_model, tiny_args, weights_of
 
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.training.columns import TokenColumns
-from slimelite.training.sums import table_scores
+from slimelite.training.learner import table_scores
 from slimelite.training.trainer import Trainer
 
 REFERENCE = {"use_reference": True, "kl_coef": 0.1}

@@ -114,7 +114,7 @@ def loss_batch(args: Args, table: SampleTable, rows: Sequence[int] | None = None
     columns.set_advantages(args)
     columns.old = -torch.rand(len(columns.mask), generator=torch.Generator().manual_seed(0)) - 3.5
     chosen = np.array(range(len(table)) if rows is None else rows, np.int64)
-    return MicroBatch(columns, chosen)
+    return MicroBatch(columns, chosen).fetch()
 
 
 @contextmanager
