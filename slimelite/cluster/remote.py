@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from threading import Thread
@@ -175,8 +176,7 @@ class Pending(Future[R]):
     def __init__(self, turns: Turns, attend: Callable[[Progress | None], None] | None = None) -> None:
         super().__init__()
         self.taken = False  # whether `result` has returned or raised
-        self.errors_before = turns.errors  # number of errors when the verb was called
-        self.left_out = False  # whether the verb did not run because of an earlier error
+        self.failure = turns.failure  # that of the verbs that were called with it
         self._turns, self._attend = turns, attend
 
     def result(self, timeout: float | None = None, progress: Progress | None = None) -> R:
@@ -198,7 +198,14 @@ class Pending(Future[R]):
             return super().result(0)
         finally:
             self.taken = self.done()
-            self._turns.told(self)
+            self._turns.seen(self)
+
+
+@dataclass(slots=True)
+class Failure:
+    """The first ``error`` of the verbs that were called since the caller saw the one before; None: there is none."""
+
+    error: BaseException | None = None
 
 
 class Turns:
@@ -212,9 +219,7 @@ class Turns:
         self, *, inline: bool, explained: Callable[[BaseException], BaseException] = lambda error: error
     ) -> None:
         self._explained = explained
-        self.failed: BaseException | None = None
-        self.errors = 0
-        self._last: BaseException | None = None
+        self.failure = Failure()
         self._closed = False
         self.inline, self._over = inline, False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -232,27 +237,22 @@ class Turns:
         return pending
 
     def check(self, pending: Pending[Any] | None = None) -> None:
-        """Raise the error that no `Pending.result` has raised yet; for ``pending`` also any error since its verb was
-        called, and then ``pending.left_out`` is set.
+        """Raise the error that no `Pending.result` has raised yet; for ``pending`` also one since its verb was called.
 
         Raises:
             Exception: that error.
             ValueError: the block of `launch` has ended.
         """
-        error = self.failed
-        if error is None and pending is not None and pending.errors_before != self.errors:
-            error = self._last
+        error = self.failure.error or (None if pending is None else pending.failure.error)
         if error is not None:
-            if pending is not None:
-                pending.left_out = True
             raise error
         if self._closed:
             raise ValueError("the run has ended with its `with launch(...)`: call verbs inside the block")
 
-    def told(self, pending: Future[Any]) -> None:
+    def seen(self, pending: Future[Any]) -> None:
         """Note that the caller has seen the error of ``pending``. After a failed job no other runs until then."""
-        if pending.done() and not pending.cancelled() and pending.exception() is self.failed:
-            self.failed = None
+        if pending.done() and not pending.cancelled() and pending.exception() is self.failure.error is not None:
+            self.failure = Failure()
 
     def finish(self) -> None:
         """Wait until every job has run.
@@ -289,10 +289,10 @@ class Turns:
             result = work()
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)  # in the main thread
-            if not (interrupted or pending.left_out):
+            left_out = error is self.failure.error or error is pending.failure.error
+            if not (interrupted or left_out):
                 error = self._explained(error)
-                self._last, self.failed = error, self.failed or error
-                self.errors += 1
+                self.failure.error = self.failure.error or error
             pending.set_exception(error)
             if interrupted:
                 raise
