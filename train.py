@@ -19,7 +19,7 @@ from slimelite.stages import run_stages
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster
-    from slimelite.tracking import Tracker
+    from slimelite.tracking.tracker import Tracker
 
 
 def train(cluster: Cluster, tracker: Tracker) -> None:
@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         from slimelite.base.locks import hold
         from slimelite.cluster import ClusterError, launch
         from slimelite.plan.shortage import needs_and_remedies
-        from slimelite.tracking import Tracker
+        from slimelite.tracking.tracker import Tracker
 
         try:
             folders = {"--run-dir": args.run_dir, "--save": args.save}

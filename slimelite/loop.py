@@ -22,7 +22,7 @@ from slimelite.models.checkpoints import (
 
 if TYPE_CHECKING:
     from slimelite.cluster import Cluster
-    from slimelite.tracking import Tracker
+    from slimelite.tracking.tracker import Tracker
 
 
 def due(interval: int | None, rollout_id: int, num_rollout: int, *, last: bool = False) -> bool:

@@ -13,7 +13,7 @@ import sys
 from slimelite.arguments import parse_args
 from slimelite.cluster import Cluster, launch
 from slimelite.preflight import preflight
-from slimelite.tracking import Tracker
+from slimelite.tracking.tracker import Tracker
 
 
 def loop(cluster: Cluster, tracker: Tracker) -> None:

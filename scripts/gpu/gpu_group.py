@@ -40,8 +40,8 @@ from slimelite.cluster import Cluster, launch
 from slimelite.cluster.remote import LocalRemote
 from slimelite.cluster.workers import RemoteSink
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
-from slimelite.tracking import Tracker
 from slimelite.tracking.metrics_file import read_metrics
+from slimelite.tracking.tracker import Tracker
 from slimelite.training.attention import varlen_attention
 from slimelite.training.batch import PackedSequences
 from slimelite.training.model import chunked_log_probs

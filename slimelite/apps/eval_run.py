@@ -25,8 +25,8 @@ from slimelite.data.tokenizer import beginning, load_tokenizer
 from slimelite.engines.registry import ENGINES
 from slimelite.models.checkpoints import read_json
 from slimelite.preflight import inspect
-from slimelite.tracking import Tracker
 from slimelite.tracking.run_folder import SOURCES, config_dict
+from slimelite.tracking.tracker import Tracker
 
 RESULTS = "results.json"
 Results = dict[str, dict[str, Any]]

@@ -15,8 +15,8 @@ from slimelite.arguments.flags import all_flags
 from slimelite.arguments.rollout import EPISODE, PROGRAM, RewardArgs, RolloutArgs
 from slimelite.arguments.tasks import CHOOSE
 from slimelite.arguments.vocabulary import SIMILAR
-from slimelite.engines.memory import DRAFTS, NO_DRAFTS_BY_DISK
 from slimelite.engines.params import SamplingParams
+from slimelite.engines.registry import DRAFTS, NO_DRAFTS_BY_DISK
 from slimelite.rewards.rules import RULES
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from slimelite.engines.memory import KEEPS_ALL, Content, EngineMemory
 from slimelite.engines.params import SamplingParams
+from slimelite.engines.registry import KEEPS_ALL, Content, EngineMemory
 from slimelite.samples.per_token import Listed, PerToken
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from slimelite.arguments.machine import Machine
-from slimelite.engines.memory import Content
+from slimelite.engines.registry import Content
 from slimelite.plan import time
 from slimelite.plan.devices import Device
 from slimelite.plan.memory import CONTEXT, USABLE, largest, peak, total

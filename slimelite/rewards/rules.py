@@ -182,7 +182,7 @@ class Rules(Registry[Rule]):
         return super().__getitem__(name)
 
 
-_MATH, _TEXT, _CODE, _SCORERS = (f"slimelite.rewards.{module}:" for module in ("math", "text", "code", "scorers"))
+_MATH, _TEXT, _CODE, _SCORERS = (f"slimelite.rewards.{module}:" for module in ("math", "text", "code", "grader"))
 _IFBENCH = "slimelite.contrib.ifbench:"
 RULES = Rules(
     "reward rule",

@@ -18,9 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
 from slimelite.cluster.workers import EngineFactory
-from slimelite.engines.memory import Content, EngineMemory
 from slimelite.engines.protocol import MEMORY_TAGS
-from slimelite.engines.registry import ENGINES
+from slimelite.engines.registry import ENGINES, Content, EngineMemory
 from slimelite.engines.sglang.client import SglangEngine
 from slimelite.engines.sglang.server import Server, server_fields
 from slimelite.training.lora import adapter_format

@@ -15,7 +15,7 @@ import gc, json, sys, psutil, ray
 from slimelite.arguments import parse_args
 from slimelite.cluster import launch
 from slimelite.preflight import preflight, problems
-from slimelite.tracking import Tracker
+from slimelite.tracking.tracker import Tracker
 
 HEAVY = ("torch", "torch._dynamo", "sympy", "accelerate", "matplotlib", "pandas", "wandb", "aiohttp")
 USUAL = gc.get_threshold()

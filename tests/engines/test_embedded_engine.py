@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 from slimelite.arguments.user_code import import_files
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.embedded.model import Decoder
-from slimelite.engines.embedded.scoring import Scoring
+from slimelite.engines.embedded.sampler import Scoring
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams, WeightBucket
 from slimelite.models.families import FAMILIES
 from tests.engines.contract import EngineContract, as_buckets

@@ -19,10 +19,9 @@ from transformers import (
 )
 
 from slimelite.arguments import RewardArgs
-from slimelite.rewards.grader import Grader, check_reward
+from slimelite.rewards.grader import Grader, ModelReward, check_reward, exchange_of
 from slimelite.rewards.reward_model import RewardModel
 from slimelite.rewards.rules import Exchange, Failure
-from slimelite.rewards.scorers import ModelReward, exchange_of
 from slimelite.samples.sample import Sample
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

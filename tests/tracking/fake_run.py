@@ -11,8 +11,8 @@ from typing import Any
 from slimelite.arguments import Args, EvalDataset
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
-from slimelite.tracking import Tracker
 from slimelite.tracking.plot import Drawing
+from slimelite.tracking.tracker import Tracker
 
 
 def make_args(run_dir: Path, **changes: Any) -> Args:

@@ -17,9 +17,9 @@ from fake_run import evaluate, make_args, make_metrics, make_table, make_tracker
 from slimelite.arguments.args import Args
 from slimelite.arguments.flags import all_flags
 from slimelite.base.lifecycle import RolloutError
-from slimelite.tracking import Tracker
 from slimelite.tracking.alarms import KINDS, Alarm, replay
 from slimelite.tracking.metrics_file import Record, read_metrics, series
+from slimelite.tracking.tracker import Tracker
 
 ROOT = Path(__file__).parents[2]
 HEALTHY = {

@@ -14,8 +14,8 @@ import pytest
 from fake_run import make_args, make_table, make_tracker, play
 
 from slimelite.samples.table import SampleTable
-from slimelite.tracking import Tracker
 from slimelite.tracking.metrics_file import read_metrics, series
+from slimelite.tracking.tracker import Tracker
 
 
 def status(run_dir: Path) -> dict[str, object]:
@@ -235,7 +235,7 @@ def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "unused"),
     [
-        ("from slimelite.tracking import Tracker", set()),
+        ("from slimelite.tracking.tracker import Tracker", set()),
         ("import slimelite.tracking.plot", {"rich", "numpy", "pyarrow"}),
     ],
 )

@@ -41,7 +41,7 @@ INTERRUPTED = """
 import os, signal, sys
 from fake_run import make_args
 from slimelite.base.lifecycle import StopSignals, Watchdog
-from slimelite.tracking import Tracker
+from slimelite.tracking.tracker import Tracker
 args = make_args(sys.argv[1], use_wandb=True, wandb_mode="offline")
 with StopSignals() as stop, Watchdog(args.run_dir), Tracker(args):
     os.kill(os.getpid(), signal.SIGINT)

@@ -18,8 +18,8 @@ from slimelite.engines.checks import check_ids, check_score
 from slimelite.engines.embedded.memory import KVMemory
 from slimelite.engines.embedded.model import Decoder, DecoderShape, DecoderWeights
 from slimelite.engines.embedded.rows import Running
+from slimelite.engines.embedded.sampler import Scoring, together
 from slimelite.engines.embedded.scheduler import Scheduler
-from slimelite.engines.embedded.scoring import Scoring, together
 from slimelite.engines.in_process import InProcessEngine, build_in_process
 from slimelite.engines.protocol import (
     Codec,

@@ -16,8 +16,7 @@ from slimelite.engines.embedded.memory import KVMemory, Slab, class_length
 from slimelite.engines.embedded.model import Decoder
 from slimelite.engines.embedded.prefixes import Node, PrefixTree
 from slimelite.engines.embedded.rows import Fill, RowTable, Running
-from slimelite.engines.embedded.sampler import sample, uniforms
-from slimelite.engines.embedded.scoring import NOT_FINITE, Scoring, compute
+from slimelite.engines.embedded.sampler import NOT_FINITE, Scoring, compute, sample, uniforms
 from slimelite.engines.protocol import Decode, FinishReason, OnTokens
 
 # most prompt tokens in one prefill call, which bounds the memory of its activations

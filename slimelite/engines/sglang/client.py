@@ -19,7 +19,6 @@ from transformers import AutoConfig
 from slimelite.base.http_client import Client, HttpError, NoAnswer, Refused, Retry, ask
 from slimelite.base.threads import LoopThread
 from slimelite.engines.checks import check_ids, check_request, check_score
-from slimelite.engines.memory import DRAFTS, NO_DRAFTS_BY_DISK
 from slimelite.engines.protocol import (
     Codec,
     Engine,
@@ -34,7 +33,7 @@ from slimelite.engines.protocol import (
     WeightBucket,
     check_memory_tags,
 )
-from slimelite.engines.registry import ServerAddress
+from slimelite.engines.registry import DRAFTS, NO_DRAFTS_BY_DISK, ServerAddress
 from slimelite.engines.sglang.front import ADAPTER, AdapterFront
 from slimelite.engines.sglang.server import (
     REPORT_S,
