@@ -131,7 +131,7 @@ class Run:
             return {}
         try:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ValueError(f"{path} is not JSON: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{path} is no file of a run: it holds no JSON object")

@@ -228,8 +228,6 @@ class Flag:
         numbers = [v for v in (value if isinstance(value, list) else [value]) if type(v) in (int, float)]
         if any(math.isinf(v) for v in numbers) and not self.infinite:
             return "must be finite"
-        if any(isinstance(v, int) and abs(v) >= 2**63 for v in numbers) and self.at_most is None:
-            return "must be below 2**63"
         return None if all(map(self._within, numbers)) else f"must be {self.bounds}"
 
     def _within(self, number: float) -> bool:

@@ -241,8 +241,6 @@ def _data(args: Args) -> Iterator[str]:
     if args.prompt_data_weights and len(args.prompt_data_weights) != len(args.prompt_data):
         count = len(args.prompt_data_weights)
         yield f"--prompt-data-weights has {count} weights for {len(args.prompt_data)} paths of --prompt-data"
-    if sum(args.prompt_data_weights) > 1e300:
-        yield "--prompt-data-weights are shares: their sum must be finite"
     at_once, batch = args.over_sampling_batch_size, args.rollout_batch_size
     if args.job.engines and at_once is not None and batch is not None and at_once < batch:
         yield f"--over-sampling-batch-size {at_once} must be at least --rollout-batch-size {batch}"

@@ -17,8 +17,6 @@ from slimelite.base.registry import Registry
 
 # flags that name a file of arguments
 FILES = ("--config", "--custom-config-path")
-# the longest name that a file or folder may have [bytes]
-NAME_BYTES = 255
 # most bytes of a YAML file, and most values that it has once its aliases are written out
 YAML_BYTES, YAML_VALUES = 250_000, 100_000
 # metavars in `--help` of the other flags that name files or folders
@@ -253,8 +251,6 @@ def _unusable(path: str) -> str | None:
     """Why ``path`` cannot be used, or None; a path where nothing exists yet can be used."""
     if not path:
         return "is empty: a variable that is not set?"
-    if any(len(os.fsencode(name)) > NAME_BYTES for name in path.split("/")):
-        return f"cannot be used: a name in it has more than {NAME_BYTES} bytes"
     try:
         os.stat(f"{path.partition('@[')[0]}/.")  # fails for a folder that we may not enter
     except (FileNotFoundError, NotADirectoryError):

@@ -167,7 +167,7 @@ def read_status(folder: str | Path) -> dict[str, Any]:
     """
     try:
         status: Any = json.loads((Path(folder) / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
     if not isinstance(status, dict):
         return {}

@@ -35,8 +35,6 @@ BASE = "base"
 # in a checkpoint: {"files": {"__0_0.distcp": {"bytes": 4096, "crc32": "89abcdef"}, ...}}; written last
 CHECKSUMS = "checksums.json"
 BLOCK = 1 << 24
-# most digits that the number of a rollout has
-DIGITS = 18
 # above this size, comparing checksums is announced [bytes]
 SAID_ABOVE = 10**10
 Checksums = dict[str, "Checksum"]
@@ -133,7 +131,7 @@ def find_checkpoint(
         raise ValueError(
             f"{load}: {MARKER} says {word}, but there is no iter_{word:0>7}/{ROLLOUT_STATE}: a Megatron checkpoint?"
         )
-    if not is_number(word):
+    if not word.isdecimal():
         cut = f"{marker}: is damaged: it should have the number of a rollout"
         raise DamagedCheckpoint(cut, "give one with --ckpt-step")
     directory = _directory(root, word)
@@ -179,12 +177,7 @@ def best_of(root: str | Path) -> int | None:
     """The rollout whose checkpoint under ``root`` is marked as that of the best evaluation, if one is."""
     marker = Path(root) / BEST_MARKER
     word = marker.read_text(errors="replace").strip() if marker.is_file() else ""
-    return int(word) if is_number(word) else None
-
-
-def is_number(word: str) -> bool:
-    """Whether ``word``, read from a file, may be the number of a rollout."""
-    return word.isdecimal() and len(word) <= DIGITS
+    return int(word) if word.isdecimal() else None
 
 
 def mark_best(final: Path, interval: int, retain: int | None) -> None:
@@ -243,7 +236,7 @@ def writing(final: Path, size: int, retain: int | None) -> Iterator[tuple[Path, 
     directory.rename(final)
     before = (root / MARKER).read_text().strip() if (root / MARKER).is_file() else ""
     write_text(root / MARKER, str(rollout_id))
-    older = is_number(before) and int(before) < rollout_id
+    older = before.isdecimal() and int(before) < rollout_id
     if retain is not None and older and (int(before) + 1) % retain and int(before) != best_of(root):
         shutil.rmtree(folder_of(root, int(before)), ignore_errors=True)
     if replaced.is_dir():

@@ -79,7 +79,7 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
             continue
         try:
             found = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except json.JSONDecodeError:
             torn = (number, line)
             continue
         try:

@@ -118,7 +118,6 @@ def test_what_is_no_run_is_said(tmp_path: Path, folder: Path) -> None:
         ("metrics.jsonl", '{"kind": "rollout", "rollout/step": []}', r"metrics\.jsonl:1: no record of metrics"),
         ("metrics.jsonl", '{"rollout/step": 1}', r"metrics\.jsonl:1: no record of metrics"),
         ("config.json", "[]", r"config\.json is no file of a run: it holds no JSON object"),
-        ("config.json", "[" * 10**5, r"config\.json is not JSON: maximum recursion"),
         ("status.json", "[]", None),
         ("status.json", '{"status": "running", "started": 1}', None),
     ],
