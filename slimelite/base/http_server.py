@@ -167,11 +167,12 @@ def with_key(url: str, key: str | None) -> str:
 
 def request_key(http: web.Request) -> str:
     """The key that a request brings, "" without one."""
-    bearer = http.headers.get("Authorization", "")
-    if bearer.startswith("Basic ") and "x-api-key" not in http.headers:
+    header = http.headers.get("Authorization", "")
+    scheme, _, token = header.partition(" ")  # in small or capital letters (RFC 9110)
+    if scheme.lower() == "basic" and "x-api-key" not in http.headers:
         with suppress(ValueError, binascii.Error):
-            return BasicAuth.decode(bearer).password
-    return http.headers.get("x-api-key") or bearer.removeprefix("Bearer ")
+            return BasicAuth.decode(header).password
+    return http.headers.get("x-api-key") or (token.strip() if scheme.lower() == "bearer" else header)
 
 
 async def listen(app: web.Application, host: str, port: int, *, unpacks: bool = True) -> tuple[web.AppRunner, str]:

@@ -29,7 +29,6 @@ from slimelite.serving.requests import (
     TEXT,
     TEXTS,
     WHOLE,
-    Anything,
     check_fields,
     sampling,
 )
@@ -37,17 +36,22 @@ from slimelite.serving.sessions import Session, Turn
 
 CONVERSATION = {"model": TEXT, "messages": OBJECTS, "system": ANYTHING, "tools": OBJECTS, "tool_choice": OBJECT}
 CONVERSATION |= {"thinking": OBJECT, "output_config": OBJECT, "context_management": OBJECT}
+# who asks, what it may cost, and what Anthropic's servers keep between requests: nobody reads them
+CONVERSATION |= {"metadata": OBJECT, "cache_control": OBJECT, "betas": TEXTS}
+CONVERSATION |= dict.fromkeys(("service_tier", "inference_geo", "speed"), TEXT)
 FIELDS = CONVERSATION | {"max_tokens": COUNT, "temperature": NUMBER, "top_p": NUMBER, "top_k": WHOLE}
 FIELDS |= {"stop_sequences": TEXTS, "stream": SWITCH}
-# fields that are not read: who asks, what it may cost, and what Anthropic's servers keep between requests; in
-# ``output_config`` the effort, which no chat template knows, but no format, which would be another answer
+# values that ask for nothing; of ``output_config`` the effort, which no chat template knows, but no format, which would
+# be another answer
 NEUTRAL: dict[str, Any] = {
-    **dict.fromkeys(("metadata", "service_tier", "inference_geo", "speed", "betas", "cache_control"), Anything()),
-    "output_config.effort": Anything(),
+    "mcp_servers": ([],),
+    "output_config.effort": ("low", "medium", "high", "xhigh", "max"),
     "output_config.format": (),
 }
-# edits of ``context_management`` that take something out of a long history; here all of it stays
-CLEARS = re.compile("clear_.*")
+# edits of ``context_management`` that take thinking, or results of tools, out of a long history; here all of it stays
+CLEARS = re.compile(r"clear_(thinking|tool_uses)_\d{8}")
+# what Anthropic takes for the trigger and for ``keep`` of an edit that clears results of tools and does not say them
+CLEARING = {"trigger": {"type": "input_tokens", "value": 100_000}, "keep": {"type": "tool_uses", "value": 3}}
 # the variable by which Qwen3's, GLM's and others' templates let a model think
 SWITCH_NAME = "enable_thinking"
 # value of ``thinking.type`` -> whether the model is to think; None: as its template has it
@@ -69,7 +73,9 @@ async def messages(model: Model, session: Session, body: Mapping[str, Any]) -> A
     one = (body.get("tool_choice") or {}).get("disable_parallel_tool_use") or False
     if not isinstance(one, bool):
         raise RequestError(f"disable_parallel_tool_use is true or false, not {one!r:.60}", param="tool_choice")
-    turn = session.turn(*_conversation(body), _template_kwargs(body, session.format), one_call=one)
+    said = _conversation(body)
+    turn = session.turn(*said, _template_kwargs(body, session.format), one_call=one)
+    _check_clears(body, said[0], len(turn.prompt_ids))
     asked = turn, sampling(body, session.defaults)
     head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model.name}
     if body.get("stream"):
@@ -82,7 +88,9 @@ async def count_tokens(model: Model, session: Session, body: Mapping[str, object
     """``/v1/messages/count_tokens``."""
     check_fields(body, CONVERSATION, NEUTRAL)
     messages, tools, _ = _conversation(body)
-    return {"input_tokens": len(session.format.prompt(messages, tools, **_template_kwargs(body, session.format)))}
+    count = len(session.format.prompt(messages, tools, **_template_kwargs(body, session.format)))
+    _check_clears(body, messages, count)
+    return {"input_tokens": count}
 
 
 def error_body(error: Exception, status: int) -> dict[str, object]:
@@ -95,10 +103,10 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:
     """Messages and tools in OpenAI's form, and of which tools one must be called."""
-    output, edits = body.get("output_config") or {}, (body.get("context_management") or {}).get("edits")
+    output = body.get("output_config") or {}
     check_fields({f"output_config.{name}": value for name, value in output.items()}, {}, NEUTRAL)
-    for index, edit in enumerate(edits if isinstance(edits, list) else ()):
-        kind = edit.get("type") if isinstance(edit, dict) else edit
+    for index, edit in enumerate(_edits(body)):
+        kind = edit.get("type") if isinstance(edit, dict) else None
         if not CLEARS.fullmatch(str(kind)):
             raise RequestError(
                 f"context_management.edits[{index}] of type {kind!r:.60} is not supported", param="context_management"
@@ -125,13 +133,45 @@ def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str
     return said, *shown_tools(tools, named)
 
 
+def _check_clears(body: Mapping[str, Any], said: list[Message], tokens: int) -> None:
+    """Refuse an edit that would clear results of tools, since the model would see them here.
+
+    ``tokens``: those of the prompt of the conversation ``said``.
+    """
+    for index, edit in enumerate(_edits(body)):
+        if not edit["type"].startswith("clear_tool_uses_"):
+            continue
+        where = f"context_management.edits[{index}]"
+        trigger, keep = (_threshold(edit.get(name) or usual, f"{where}.{name}") for name, usual in CLEARING.items())
+        calls = [call["function"]["name"] for message in said for call in message.get("tool_calls") or ()]
+        excluded = edit["exclude_tools"] if isinstance(edit.get("exclude_tools"), list) else []
+        cleared = len([name for name in calls if name not in excluded]) - keep["value"]
+        size = len(calls) if trigger["type"] == "tool_uses" else tokens
+        if cleared > 0 and size > trigger["value"]:
+            raise RequestError(
+                f"{where} would clear the results of {cleared} tool uses, and here a history stays as it is sent: "
+                "leave the edit out, or send a shorter history",
+                param=where,
+            )
+
+
+def _threshold(given: object, where: str) -> dict[str, Any]:
+    if not isinstance(given, dict) or "type" not in given or not WHOLE.holds(given.get("value")):
+        raise RequestError(f"{where} needs a type and a whole number as value", param=where)
+    return given
+
+
+def _edits(body: Mapping[str, Any]) -> list[Any]:
+    """What ``context_management`` asks for."""
+    edits = (body.get("context_management") or {}).get("edits")
+    return edits if isinstance(edits, list) else []
+
+
 def _template_kwargs(body: Mapping[str, Any], chat_format: ChatFormat) -> dict[str, Any]:
     """What ``thinking`` sets in the chat template, where that has a switch; nothing holds the model to a budget."""
     kind = (body.get("thinking") or {}).get("type", "adaptive")
     if kind not in list(THINKING):  # it may be anything that JSON has
         raise RequestError(f"thinking.type is one of {', '.join(THINKING)}, not {kind!r:.60}", param="thinking")
-    if kind == "enabled" and chat_format.reasoning is None:
-        raise RequestError("thinking cannot be enabled: the model's chat template knows of none", param="thinking")
     wanted, template = THINKING[kind], str(chat_format.tokenizer.chat_template)
     return {} if wanted is None or SWITCH_NAME not in template else {SWITCH_NAME: wanted}
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.web_log import AccessLogger
 
 from slimelite.base.http_client import Client
-from slimelite.base.http_server import RequestError
+from slimelite.base.http_server import RequestError, request_key
 from slimelite.base.threads import LoopThread
 from slimelite.engines.http_front import parse_sampling_params
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, OnTokens, Scores
@@ -140,7 +140,7 @@ class _ByKey(Front):
             raise RequestError("an agent may ask for replies alone", 401, code="invalid_api_key")
 
     def _session(self, http: web.Request) -> Session:
-        session_id = http.headers.get("x-api-key") or http.headers.get("Authorization", "").removeprefix("Bearer ")
+        session_id = request_key(http)
         session = self._model.sessions.find(session_id)
         if self._most_turns is not None and len(session.turns) >= self._most_turns:
             raise RequestError(f"session {session_id!r} has had its {self._most_turns} turns (max_turns_per_sid)", 429)

@@ -493,7 +493,7 @@ def test_generate_streams_all_tokens_so_far_as_sglang_does(folder: Path) -> None
         ("qwen3.5", {"type": "adaptive"}, "<think>\n"),
         ("qwen3.5", {"type": "disabled"}, "</think>\n\n"),
         ("llama3", {"type": "disabled"}, "assistant\n\n"),
-        ("llama3", {"type": "enabled"}, None),
+        ("llama3", {"type": "enabled", "budget_tokens": 1024}, "assistant\n\n"),
         ("qwen3", {"type": "often"}, None),
     ],
 )

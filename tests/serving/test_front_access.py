@@ -102,8 +102,9 @@ def test_pages_of_other_sites_cannot_use_a_server_without_a_key() -> None:
     async def scenario() -> None:
         for key, status in ((None, 403), ("k", 200)):
             async with scripted_front("qwen2.5", *["abc<|im_end|>"] * 4, key=key) as (ask, _):
-                for headers in ({"Origin": "https://example.org"}, {"Origin": "null"}, {"Host": "example.org"}, {}):
-                    headers = {**headers, "Authorization": f"Bearer {key}"}
+                small = {"Authorization": f"bearer {key}"}
+                for headers in ({"Origin": "https://example.org"}, {"Origin": "null"}, {"Host": "example.org"}, small):
+                    headers = {"Authorization": f"Bearer {key}", **headers}
                     async with ask.http.post(ask.url + "/v1/completions", json={"prompt": "a"}, headers=headers) as got:
                         assert got.status == (status if len(headers) > 1 else 200), headers
 
@@ -288,7 +289,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
     ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
     ("/v1/messages", {"messages": ASK}, "max_tokens"),
-    ("/v1/messages", {**CHAT, "thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking"),
     ("/v1/messages", {**CHAT, "thinking": {"type": ["enabled"]}}, "thinking"),
     ("/v1/messages", {**CHAT, "tool_choice": {"type": "any"}}, "tool_choice"),
     ("/v1/messages", {**CHAT, "system": "a", "messages": [*ASK, {"role": "user", "content": [{"type": "image"}]}]},
@@ -301,7 +301,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/messages", {**CHAT, "output_config": {"task_budget": 5}}, "output_config.task_budget"),
     ("/v1/messages", {**CHAT, "output_config": "high"}, "output_config must be an object"),
     ("/v1/messages", {**CHAT, "context_management": {"edits": [{"type": "compact_20260112"}]}}, "compact_20260112"),
+    ("/v1/messages", {**CHAT, "context_management": {"edits": [{"type": "clear_everything"}]}}, "clear_everything"),
+    ("/v1/messages", {**CHAT, "context_management": {"edits": ["clear_thinking_20251015"]}}, "edits[0] of type None"),
+    *(("/v1/messages", {**CHAT, "context_management": {"edits": [{"type": "clear_tool_uses_20250919", name: value}]}},
+       f"edits[0].{name} needs") for name, value in {"keep": 5, "trigger": {"type": "tool_uses"}}.items()),
     ("/v1/messages", {**CHAT, "mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+    ("/v1/messages", {**CHAT, "output_config": {"effort": "lots"}}, "output_config.effort='lots'"),
+    *(("/v1/messages", {**CHAT, name: 5}, name) for name in ("cache_control", "metadata", "betas", "speed")),
     *(("/v1/chat/completions", {**CHAT, "chat_template_kwargs": {name: "x"}}, "template") for name in
       ("chat_template", "conversation", "messages", "tools", "self")),
     ("/v1/completions", {"prompt": [[65]] * 33, "n": 128}, "4096"),
@@ -365,6 +371,7 @@ def test_fields_of_anthropics_that_change_no_token_are_taken(folder: Path) -> No
         "output_config": {"effort": "high", "format": None},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "thinking": {"type": "adaptive", "display": "summarized"},
+        "mcp_servers": [],
     }
 
     async def scenario() -> None:
@@ -377,6 +384,39 @@ def test_fields_of_anthropics_that_change_no_token_are_taken(folder: Path) -> No
             prompts = [call.args[0][0].input_ids for call in engine.generate.call_args_list]
             assert len(prompts) == 2
             assert prompts[0] == prompts[1]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("uses", "edit", "taken"),
+    [
+        (3, {}, True),
+        (4, {}, True),  # far from 100,000 tokens
+        (4, {"trigger": {"type": "input_tokens", "value": 10}}, False),
+        (4, {"trigger": {"type": "tool_uses", "value": 4}}, True),
+        (5, {"trigger": {"type": "tool_uses", "value": 4}}, False),
+        (5, {"trigger": {"type": "tool_uses", "value": 4}, "keep": {"type": "tool_uses", "value": 5}}, True),
+        (5, {"trigger": {"type": "tool_uses", "value": 4}, "exclude_tools": ["search"]}, True),
+    ],
+)
+def test_results_of_tools_that_are_to_be_cleared_are_not_kept_without_a_word(
+    folder: Path, uses: int, edit: dict[str, Any], taken: bool
+) -> None:
+    messages: list[dict[str, Any]] = [*ASK]
+    for use in range(uses):
+        call = {"type": "tool_use", "id": str(use), "name": "search", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": str(use), "content": "a"}
+        messages += [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    clear = {"edits": [{"type": "clear_tool_uses_20250919", **edit}]}
+
+    async def scenario() -> None:
+        async with engine_front(folder) as (ask, _):
+            for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                more = {"max_tokens": 2} if path == "/v1/messages" else {}
+                status, said = await ask(path, {"messages": messages, "context_management": clear, **more})
+                assert status == (200 if taken else 400), said
+                assert taken or f"would clear the results of {uses - 3} tool uses" in said["error"]["message"]
 
     run(scenario())
 
