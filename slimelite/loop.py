@@ -73,8 +73,8 @@ class Evaluations:
     def write(self) -> None:
         """Keep the values in the folder of ``--save``; called when all that the last evaluation asks for is saved."""
         if self._watched and self._args.save is not None:
-            found = [{"rollout_id": rollout_id, "value": value} for rollout_id, value in sorted(self._values.items())]
-            content = {"metric": self._args.early_stop_metric, "evaluations": found}
+            rows = [{"rollout_id": rollout_id, "value": value} for rollout_id, value in sorted(self._values.items())]
+            content = {"metric": self._args.early_stop_metric, "evaluations": rows}
             write_text(Path(self._args.save) / EVALUATIONS, json.dumps(content, indent=1))
 
     @property
@@ -91,7 +91,7 @@ class Evaluations:
         since = sum(rollout_id > best for rollout_id in self._values)
         if patience is None or since < patience:
             return None
-        return f"{'1 evaluation was' if since == 1 else f'{since} evaluations were'} no better than {self._said()}"
+        return f"{'1 evaluation was' if since == 1 else f'{since} evaluations were'} no better than {self._best_text()}"
 
     def improved(self, rollout_id: int) -> bool:
         """Whether ``--save-best`` keeps the weights after ``rollout_id``: their evaluation is the best so far."""
@@ -108,15 +108,17 @@ class Evaluations:
         if not self._args.save_best or self.best is None:
             return {}
         if self.best < 0:
-            return {"best": f"{self._said()}; nothing was kept, for no later evaluation was better"}
+            return {"best": f"{self._best_text()}; nothing was kept, for no later evaluation was better"}
         save, template = self._args.save, self._args.save_hf
         places = [folder_of(save, self.best)] if save and best_of(save) == self.best else []
         places += [model_folder(template, "best")] if template else []
         kept = ", ".join(str(place) for place in places if place.is_dir())
         # a run that resumes may know of a better evaluation from a run with another --save, or without --save-best
-        return {"best": f"{self._said()}{f': {kept}' if kept else '; it was before this run went on, and is not kept'}"}
+        return {
+            "best": f"{self._best_text()}{f': {kept}' if kept else '; it was before this run went on, and is not kept'}"
+        }
 
-    def _said(self) -> str:
+    def _best_text(self) -> str:
         if self.best is None:
             return f"nothing: {self._args.early_stop_metric} was never a number"
         when = "before training" if self.best < 0 else f"after rollout {self.best}"
@@ -135,9 +137,9 @@ def read_evaluations(args: EvalArgs) -> dict[int, float]:
     if not file.is_file():
         return {}
     try:
-        found = read_json(file)
-        values = {int(each["rollout_id"]): float(each["value"]) for each in found["evaluations"]}
-        return values if found["metric"] == args.early_stop_metric else {}
+        content = read_json(file)
+        values = {int(each["rollout_id"]): float(each["value"]) for each in content["evaluations"]}
+        return values if content["metric"] == args.early_stop_metric else {}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{file}: is damaged ({type(error).__name__}: {error}); remove it, and evaluations count from now on"

@@ -86,11 +86,11 @@ class Stage:
         """
         file = self.folder / RECORD
         try:
-            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        check_format(file, found.get("format"))
-        return found
+        check_format(file, record.get("format"))
+        return record
 
     def changed(self, after: object) -> str | None:
         """Why the finished stage is another than the one that is asked for now; None if it is the same."""
@@ -103,18 +103,18 @@ class Stage:
         before, now = record["flags"], self._flags()
         differ = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
         if differ:
-            said = (
+            changes = (
                 f"{name} was {before.get(name, 'not given')} and is {now.get(name, 'not given')}" for name in differ
             )
-            return f"it has finished with other flags: {', '.join(said)}"
+            return f"it has finished with other flags: {', '.join(changes)}"
         return None if record["after"] == after else "it began with another model of the stage before"
 
     def _flags(self) -> dict[str, Any]:
         """Flags that say what the stage computes, as JSON gives them back."""
-        given = {**self.settings.values, **self.settings.sglang, **self.settings.custom}
-        shown = {name: masked(name, value) for name, value in given.items() if name not in ASIDE}
-        found: dict[str, Any] = json.loads(json.dumps(shown, default=str))
-        return found
+        values = {**self.settings.values, **self.settings.sglang, **self.settings.custom}
+        shown = {name: masked(name, value) for name, value in values.items() if name not in ASIDE}
+        flags: dict[str, Any] = json.loads(json.dumps(shown, default=str))
+        return flags
 
 
 def run_stages(run: Callable[[list[str] | None], int], problems: Callable[[list[str]], list[str]]) -> int:
@@ -159,22 +159,22 @@ def read_stages(argv: Sequence[str]) -> list[Stage]:
         ArgumentError: no file is named, or one cannot be read; ``--run-dir`` is missing; a flag is given that cannot
             hold for every stage.
     """
-    given = merge_sources(argv, Vocabulary(args_type(argv))).values
+    settings = merge_sources(argv, Vocabulary(args_type(argv))).values
     calls = [(option, words) for option, words in split_words(argv)[0] if option != "--stages"]
     # a value may begin with dashes, after an equals sign
     common = [word for option, words in calls for word in ("=".join((option, *words[:1])), *words[1:])]
-    files = given.get("stages")
+    files = settings.get("stages")
     if not files:
         raise ArgumentError(["--stages names no file: give one of flags for each, as in --stages sft.yaml rl.yaml"])
-    if "config" in given:
+    if "config" in settings:
         raise ArgumentError(["--config and --stages exclude each other: put the flags into the files of --stages"])
-    if "run_dir" not in given:
+    if "run_dir" not in settings:
         raise ArgumentError(
             ["--stages needs --run-dir: each stage has its run, its checkpoints and its model in there"]
         )
-    if every := ", ".join(f"--{name.replace('_', '-')}" for name in OF_ONE if name in given):
+    if every := ", ".join(f"--{name.replace('_', '-')}" for name in OF_ONE if name in settings):
         raise ArgumentError([f"{every} with --stages: all would use one folder; name one in the file of each stage"])
-    stages = [_stage(number, file, Path(given["run_dir"]), common) for number, file in enumerate(files)]
+    stages = [_stage(number, file, Path(settings["run_dir"]), common) for number, file in enumerate(files)]
     if wrong := [f"{each}: {wrong.removeprefix('--config ')}" for each in stages for wrong in each.settings.problems]:
         raise ArgumentError(wrong)
     return stages

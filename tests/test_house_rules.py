@@ -32,11 +32,9 @@ ROOMS_TO_DO = {  # they still have such names; a room that is done leaves the li
     "arguments",
     "cluster",
     "engines",
-    "loop.py",
     "rollout",
     "samples",
     "serving",
-    "stages.py",
     "tracking",
     "training",
 }
