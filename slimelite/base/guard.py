@@ -84,7 +84,9 @@ def own_traceback(error: BaseException) -> str:
 def raised_at(error: BaseException) -> str:
     """Where a plugin raised ``error``, for a message: `` (file, line 3, in reward)``; empty if not known."""
     frames = traceback.extract_tb(error.__traceback__)
-    return _place([f for f in frames if not Path(f.filename).is_relative_to(PACKAGE)])
+    # a syntax error is raised in Python's own import, and its message has the file and the line
+    own = [f for f in frames if not (Path(f.filename).is_relative_to(PACKAGE) or f.filename.startswith("<frozen"))]
+    return _place(own)
 
 
 def import_failure(option: str, path: str, error: BaseException) -> str:

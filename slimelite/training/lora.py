@@ -352,21 +352,22 @@ def _load(hf: PreTrainedModel, folder: Path) -> None:
     try:
         found = load_file(file)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"--lora-adapter-path: {file} cannot be read ({error})") from error
+        raise ValueError(f"{file} cannot be read ({error})") from error
     if broken := [name for name, value in found.items() if not value.isfinite().all()]:
-        raise ValueError(f"--lora-adapter-path: {min(broken)} in {file} holds NaN or infinity; take an earlier adapter")
+        raise ValueError(f"{min(broken)} in {file} holds NaN or infinity; take an earlier adapter")
     mine = dict(peft_weights(hf))
     for problem, names in (("lacks", mine.keys() - found.keys()), ("has", found.keys() - mine.keys())):
         if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
-                f"--lora-adapter-path: {file} {problem} {min(names)} and {len(names) - 1} more, unlike the adapter "
-                "that --hf-checkpoint and --lora-target-modules make"
+                f"the adapter in {file} {problem} {min(names)}{more}, unlike one of this model by its "
+                f"{ADAPTER_CONFIG}: it is another model's, or damaged"
             )
     for name, parameter in mine.items():
         if parameter.shape != found[name].shape:
             raise ValueError(
-                f"--lora-adapter-path: {name} is {list(found[name].shape)} in {file} and {list(parameter.shape)} in "
-                "the model of --hf-checkpoint"
+                f"{name} is {list(found[name].shape)} in {file} and {list(parameter.shape)} in this model: it is "
+                "another model's"
             )
         if not parameter.is_meta:
             parameter.copy_(found[name])

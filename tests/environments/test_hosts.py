@@ -261,6 +261,15 @@ def test_what_cannot_be_loaded_is_said() -> None:
     played(ECHO + "o", play, processes=1)
 
 
+def test_a_syntax_error_is_said_with_its_own_line(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("class Echo:\n    pass\n  oops\n")
+    with pytest.raises(ValueError, match="cannot load") as raised:
+        load(f"{file}:Echo")
+    assert "(broken.py, line 3)" in str(raised.value)
+    assert "importlib" not in str(raised.value)
+
+
 def test_functions_become_tools() -> None:
     shape = Tool(Weather().weather).schema["function"]
     assert shape["name"], shape["description"] == ("weather", "The weather in a town.")

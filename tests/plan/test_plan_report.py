@@ -310,7 +310,14 @@ def test_each_other_setting_has_a_line() -> None:
         assert any("--no-fsdp-cpu-offload" in row for row in others) == (words == "--fsdp-cpu-offload")
 
 
-@pytest.mark.parametrize(("text", "said"), [("h10:8", "did you mean h100:8?"), ("h100:x", "x is no number of GPUs")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("h10:8", "did you mean h100:8?"),
+        ("h100:x", "x is no number of GPUs"),
+        ("h100:99999999999999", "write h100:8, and"),
+    ],
+)
 def test_a_gpu_that_is_not_known(text: str, said: str) -> None:
     with pytest.raises(ArgumentError) as error:
         run("qwen2.5-7B", f"--colocate --plan-gpu {text}")

@@ -436,7 +436,7 @@ def test_a_wrong_adapter_is_refused(model: Path, tmp_path: Path) -> None:
     first = min(weights)
     save_file({n: w for n, w in weights.items() if n != first}, folder / "adapter_model.safetensors")
     args = tiny_args(model, **LORA, lora_adapter_path=str(folder))
-    with pytest.raises(ValueError, match=f"lacks {first} and 0 more"):
+    with pytest.raises(ValueError, match=f"adapter in .* lacks {first}, unlike"):
         inspect_model(args, str(model), trained=True)
     save_file(weights | {first: weights[first][:2]}, folder / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=rf"{first} is \[2, 64\] in .* and \[4, 64\]"):
@@ -449,7 +449,7 @@ def test_an_adapter_of_nan_is_refused(model: Path, tmp_path: Path, broken: float
     weights = load_file(folder / "adapter_model.safetensors")
     weights[max(weights)][0, 0] = broken
     save_file(weights, folder / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=f"--lora-adapter-path: {max(weights)} in .* holds NaN or infinity; take an"):
+    with pytest.raises(ValueError, match=f"{max(weights)} in .* holds NaN or infinity; take an"):
         inspect_model(tiny_args(model, **LORA, lora_adapter_path=str(folder)), str(model), trained=True)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": broken}))
