@@ -20,7 +20,7 @@ from slimelite.algorithms.corrections import level_ratio, mis_weights
 from slimelite.algorithms.losses import LEVELS
 from slimelite.algorithms.packed import row_weights, segment_sum, select
 from slimelite.algorithms.policy import kl_estimate
-from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs
+from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs, DistillationArgs
 from slimelite.base.guard import guarded
 from slimelite.samples.sample import COLUMNS
 from slimelite.samples.table import SampleTable, TokenStats
@@ -142,7 +142,7 @@ class TokenColumns:
             factors[rows] = 1 / mean if mean > 1e-8 else 1.0
         self.pg_weights = self.pg_weights * factors[self.segments]
 
-    def set_advantages(self, args: Args) -> None:
+    def set_advantages(self, args: DistillationArgs) -> None:
         """Set the advantage of every token by ``--advantage-estimator`` (docs/algorithms.md), or by the plugin of
         ``--custom-advantage-function-path``, ``fn(args, table, columns)``, which sets ``columns.advantages`` and, with
         a critic, ``columns.returns``.
@@ -184,7 +184,7 @@ class TokenColumns:
         of_tokens = args.estimator.token or args.custom_advantage_function_path
         self.of_tokens = bool(of_tokens or args.normalize_advantages or args.use_opd)
 
-    def _check_finite(self, args: Args, **columns: Tensor | None) -> None:
+    def _check_finite(self, args: DistillationArgs, **columns: Tensor | None) -> None:
         source = "rewards and log-probs"
         if args.custom_advantage_function_path:
             source = f"what --custom-advantage-function-path {args.custom_advantage_function_path} sets"
@@ -259,7 +259,7 @@ class TokenColumns:
                 "the samples with log-probs",
             )
 
-    def means(self, args: Args, computed: np.ndarray) -> dict[str, float]:
+    def means(self, args: DistillationArgs, computed: np.ndarray) -> dict[str, float]:
         """``rollout/*``: the mean over trained rows of each column's masked token mean. NaN rows are left out, and
         the policy's log-probs where those of a row ``computed`` [n] bool are not known.
         """
@@ -359,7 +359,7 @@ def passes(
     return {name: np.flatnonzero(rows) for name, rows in found.items() if rows.any()}
 
 
-def pass_begins(args: Args, num_steps: int, checked: bool) -> int | None:
+def pass_begins(args: CorrectionArgs, num_steps: int, checked: bool) -> int | None:
     """The step from which on rows need a pass of their own for the log-probs before the first step; None: no row does.
 
     In the first step the weights have not changed yet: its own pass computes those of its rows. They differ from those

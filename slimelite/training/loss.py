@@ -19,7 +19,7 @@ from slimelite.algorithms.losses import CORRECTIONS, MODES
 from slimelite.algorithms.packed import Metrics, mean_metric, weighted_sum
 from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.algorithms.supervised import dpo_loss, sft_loss
-from slimelite.arguments import Args, CorrectionArgs, DebugArgs, PreferenceArgs
+from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs, DebugArgs, PreferenceArgs
 from slimelite.slime.plugins import load_function
 from slimelite.training.batch import MicroBatch
 from slimelite.training.parallel import World
@@ -40,7 +40,7 @@ class Loss:
     weights: Tensor | None = None
 
 
-def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
+def micro_batch_loss(args: AlgorithmArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
     """The loss by ``--loss-type``; ``log_probs`` and ``entropy`` are [R].
 
     Raises:
@@ -66,7 +66,7 @@ def fine_tuning(args: object, batch: MicroBatch, log_probs: Tensor, entropy: Ten
     return sft_loss(log_probs, batch.mask), {}
 
 
-def custom(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
+def custom(args: AlgorithmArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
     """``--loss-type custom_loss``: the plugin is called like any other function of ``LOSSES``."""
     plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
     found: tuple[Tensor, Metrics] = plugin(args, batch, log_probs, entropy)
