@@ -334,7 +334,7 @@ def start_workers(
     secrets = public_part(args.train_env_vars)[1]
     if trainers:  # what is wrong with a model is said once, before engines and trainers stumble over it
         progress(0, len(loading) + len(trainers), "workers are up; checking the models")
-        trainers[0].make("slimelite.training.inspection:check_models", secrets, args).result()
+        trainers[0].make("slimelite.training.loading:check_models", secrets, args).result()
     if trainers and engines and args.colocate and args.job.gpus:
         _wait_until_up(loading, progress)
         loading = {}

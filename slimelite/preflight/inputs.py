@@ -35,7 +35,7 @@ class InputChecks(FileChecks):
         """Check what `read_files` could not, as far as that is possible without the weights of a model."""
         args = self.args
         if args.dry_run or not args.job.trains or args.job.local or self._doubtful():
-            from slimelite.training.inspection import inspect_models  # it needs torch
+            from slimelite.training.loading import inspect_models  # it needs torch
 
             problems, facts = inspect_models(args, self.broken)
             self.findings.problems += problems

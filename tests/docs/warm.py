@@ -23,7 +23,7 @@ def serve(address: str) -> None:
     import slimelite.cluster.local
     import slimelite.engines.embedded.engine
     import slimelite.preflight.inputs
-    import slimelite.training.inspection
+    import slimelite.training.loading
     import slimelite.training.trainer  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a child tells the client how it ended
