@@ -221,10 +221,10 @@ class Cluster:
             self._rollouts = {}
 
         def work() -> int:
-            found, why = find_checkpoint(folder, step)
-            if found is None:
+            checkpoint, why = find_checkpoint(folder, step)
+            if checkpoint is None:
                 raise ValueError(f"load: {folder}: {why}")
-            return self._load(found)
+            return self._load(checkpoint)
 
         return self._take(work, engines=True)
 

@@ -219,7 +219,7 @@ class Actors:
 
     def engines(self, count: int) -> list[RayRemote[Any]]:
         """Actors for ``count`` engines, or for the processes of servers."""
-        args, found = self.args, []
+        args, actors = self.args, []
         first = 0 if args.colocate else self.world
         for n in range(count):
             place = args.engine_place(n)
@@ -230,10 +230,10 @@ class Actors:
             if args.job.servers:
                 # other calls must be answered while a server restarts
                 options |= {"max_concurrency": 4}
-                found.append(self._start(Host, f"engine_{n}", own[0], options, env, self.factory.server, n, host))
+                actors.append(self._start(Host, f"engine_{n}", own[0], options, env, self.factory.server, n, host))
             else:
-                found.append(self._start(AsyncHost, f"engine_{n}", own[0], options, env, self.factory.desk, n, host))
-        return found
+                actors.append(self._start(AsyncHost, f"engine_{n}", own[0], options, env, self.factory.desk, n, host))
+        return actors
 
     def rollout(
         self, engines: Sequence[Target], processes: Sequence[Remote[ServerProcess]]
@@ -272,8 +272,8 @@ class Actors:
         if not self.args.job.gpus or len(bundles) == 1:
             return {}
         probe = ray.remote(lambda: (ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()))
-        found = [probe.options(**self._place(bundle, ENGINE_SHARE)).remote() for bundle in bundles]
-        nodes, gpus = zip(*ray.get(found), strict=True)
+        places = [probe.options(**self._place(bundle, ENGINE_SHARE)).remote() for bundle in bundles]
+        nodes, gpus = zip(*ray.get(places), strict=True)
         if len(set(nodes)) > 1:
             raise ClusterError(
                 f"an engine of {len(bundles)} GPUs (--rollout-num-gpus-per-engine) would span {len(set(nodes))} nodes; "

@@ -196,25 +196,25 @@ def _first_line(error: BaseException) -> str:
 
 def explained(error: RayError, worker: str, log: Path | None = None) -> ClusterError:
     """``error`` as one message; Ray's own words are a note, which log.txt shows."""
-    said = last_line(error)
+    last = last_line(error)
     if isinstance(error, OutOfMemoryError):
         what = f"{worker} was ended by Ray because the machine's memory was nearly full: {NO_MEMORY}"
     elif isinstance(error, OutOfDiskError | ObjectStoreFullError):
         what = f"{worker}: Ray has no room left for what the workers exchange: {NO_ROOM}"
     elif isinstance(error, RuntimeEnvSetupError):
-        what = f"{worker} could not be given its environment (--train-env-vars): {said}"
+        what = f"{worker} could not be given its environment (--train-env-vars): {last}"
     elif isinstance(error, NodeDiedError):
-        what = f"{worker}: its machine is gone: {said}"
-    elif isinstance(error, RayActorError) and ENDED in said:
+        what = f"{worker}: its machine is gone: {last}"
+    elif isinstance(error, RayActorError) and ENDED in last:
         what = (
             f"{worker} died without an error: it was killed (SIGKILL; `dmesg` says whether for want of memory, then "
             f"{NO_MEMORY}) or it crashed"
         )
     elif isinstance(error, RayActorError):
-        what = f"{worker} died: {said}"
+        what = f"{worker} died: {last}"
     else:
-        what = f"{worker}: Ray failed: {type(error).__name__}: {said}"
-    killed = isinstance(error, OutOfMemoryError) or (isinstance(error, RayActorError) and ENDED in said)
+        what = f"{worker}: Ray failed: {type(error).__name__}: {last}"
+    killed = isinstance(error, OutOfMemoryError) or (isinstance(error, RayActorError) and ENDED in last)
     one = (MemoryShortage if killed else ClusterError)(what if log is None else f"{what}; its log is {log}")
     one.add_note(str(error))
     return one

@@ -56,11 +56,11 @@ def with_memory(error: BaseException, args: Args) -> BaseException:
     from slimelite.plan.shortage import is_shortage, needs_and_remedies, shortage  # a run without errors needs none
 
     if isinstance(error, MemoryShortage):
-        told = ClusterError(f"{error}. {needs_and_remedies(args)}")
+        explained = ClusterError(f"{error}. {needs_and_remedies(args)}")
     elif is_shortage(error) and not isinstance(error, ClusterError):
-        told = ClusterError(shortage(error, args))
+        explained = ClusterError(shortage(error, args))
     elif isinstance(error, RuntimeError) and not isinstance(error, ClusterError) and SILENCE.search(str(error)):
-        told = ClusterError(
+        explained = ClusterError(
             f"a training rank got no answer from another one: its process was stopped or hangs, its machine or the "
             f"network is gone, or a collective takes more than --distributed-timeout-minutes "
             f"{args.distributed_timeout_minutes} ({' '.join(str(error).rpartition(']')[2].split())[:200]}); the ranks' "
@@ -68,10 +68,10 @@ def with_memory(error: BaseException, args: Args) -> BaseException:
         )
     else:
         return error
-    told.__cause__ = error
+    explained.__cause__ = error
     for note in getattr(error, "__notes__", []):
-        told.add_note(note)
-    return told
+        explained.add_note(note)
+    return explained
 
 
 class Names:
@@ -153,18 +153,18 @@ class LocalRemote(Remote[T_co]):
         return future
 
 
-def check_number(verb: str, name: str, given: object) -> None:
+def check_number(verb: str, name: str, value: object) -> None:
     """Raise ValueError unless the argument ``name`` that ``verb`` was given is a whole number from 0."""
-    if not isinstance(given, int) or isinstance(given, bool) or given < 0:
-        raise ValueError(f"{verb}: {name} is {given!r}, and must be a whole number from 0")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{verb}: {name} is {value!r}, and must be a whole number from 0")
 
 
-def check_table(verb: str, given: object) -> None:
+def check_table(verb: str, value: object) -> None:
     """Raise ValueError unless what ``verb`` was given to train on is a table of samples."""
-    if not isinstance(given, SampleTable):
-        has = isinstance(given, Pending) and ": take the .table of its result()"
-        has = has or (hasattr(given, "table") and ": take its .table") or ""
-        raise ValueError(f"{verb}: the table is a {type(given).__name__}, and must be a SampleTable{has}")
+    if not isinstance(value, SampleTable):
+        has = isinstance(value, Pending) and ": take the .table of its result()"
+        has = has or (hasattr(value, "table") and ": take its .table") or ""
+        raise ValueError(f"{verb}: the table is a {type(value).__name__}, and must be a SampleTable{has}")
 
 
 class Pending(Future[R]):

@@ -61,12 +61,12 @@ class TrainerWorker(Trainer):
 
     def get_weights(self) -> dict[str, Tensor]:
         """On rank 0 all weights, on the CPU, by Hugging Face name, in the optimizer's dtype; on other ranks nothing."""
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         size = self.args.update_weight_buffer_size
         for bucket in buckets(self.model.named_weights(), size, memory=self.memory, filed=self.model.as_filed):
             if self.world.rank == 0:
-                found |= {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
-        return found
+                weights |= {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
+        return weights
 
     def close(self) -> None:
         """Leave the process groups."""

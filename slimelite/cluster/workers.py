@@ -94,8 +94,8 @@ class EngineFactory:
         if args.job.engines == "external":
             external = self._function(self._parts.external)
             addresses, way = args.rollout_external_engine_addrs, str(args.update_weight_transport)
-            found: list[ServerAddress] = external(addresses, str(args.hf_checkpoint), way)
-            return found
+            servers: list[ServerAddress] = external(addresses, str(args.hf_checkpoint), way)
+            return servers
         places = [args.engine_place(number) for number in range(len(processes))]
         urls = [process.ask(ServerProcess.address) for process in processes]
         return [ServerAddress(url, place.width, place.first_gpu) for url, place in zip(urls, places, strict=True)]
@@ -200,8 +200,8 @@ class RemoteSink:
     def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
         """Stop every engine's decoding."""
         # a user's engine may have no second parameter, which only a run with adapters needs
-        told = (version,) if changed is None else (version, changed)
-        return all(_results([engine.submit(Engine.begin_weight_update, *told) for engine in self.engines]))
+        update = (version,) if changed is None else (version, changed)
+        return all(_results([engine.submit(Engine.begin_weight_update, *update) for engine in self.engines]))
 
     def send(self, bucket: WeightBucket) -> None:
         """Load one bucket into every engine."""

@@ -176,8 +176,8 @@ class Sample:
         Raises:
             ValueError: trainable tokens without log-probs, or lists of different lengths.
         """
-        given = first if tokens is None else tokens
-        added: Any = given if isinstance(given, np.ndarray) else [] if given is None else list(given)
+        ids = first if tokens is None else tokens
+        added: Any = ids if isinstance(ids, np.ndarray) else [] if ids is None else list(ids)
         count = len(added)
         if log_probs is None:
             if trainable and count:
@@ -264,10 +264,10 @@ class Sample:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Sample:
         """The inverse of `to_dict`; keys that are no fields become attributes, as plugins set them."""
-        given = {f.name for f in fields(cls)} & values.keys()
-        sample = cls(**{name: values[name] for name in given})
+        known = {f.name for f in fields(cls)} & values.keys()
+        sample = cls(**{name: values[name] for name in known})
         sample.status = _Status(sample.status)
-        vars(sample).update({name: value for name, value in values.items() if name not in given})
+        vars(sample).update({name: value for name, value in values.items() if name not in known})
         return sample
 
 

@@ -131,16 +131,16 @@ class SampleTable:
         values: dict[str, object] = {name: _offsets(lengths[per]) for per, name in OFFSETS.items()}
         values["reward"] = np.array([s.reward_value(reward_key) for s in samples], np.float64)
         for column in [column for column in COLUMNS.values() if column.name not in values]:
-            found = [column.read(s) for s in samples]
-            if not (column.required or any(value is not None for value in found)):
+            read = [column.read(s) for s in samples]
+            if not (column.required or any(value is not None for value in read)):
                 continue
             if column.dtype == "str":
-                values[column.name] = found
+                values[column.name] = read
             elif column.per == "sample":
-                filled = [column.absent if value is None else value for value in found]
+                filled = [column.absent if value is None else value for value in read]
                 values[column.name] = np.array(filled, column.dtype)
-            elif any(value is not None and len(value) for value in found):
-                each = zip(found, lengths[column.per].tolist(), strict=True)
+            elif any(value is not None and len(value) for value in read):
+                each = zip(read, lengths[column.per].tolist(), strict=True)
                 parts = [v if v is not None and len(v) else np.full(n, column.absent, column.dtype) for v, n in each]
                 values[column.name] = _concat(parts, column.dtype)
             else:
@@ -238,14 +238,14 @@ class SampleTable:
         for column in COLUMNS.values():
             if column.name not in table.column_names:
                 continue
-            found = table.column(column.name).combine_chunks()
+            array = table.column(column.name).combine_chunks()
             if column.dtype == "str":
-                values[column.name] = found.to_pylist()
+                values[column.name] = array.to_pylist()
                 continue
             if column.per != "sample":
-                values[OFFSETS[column.per]] = _offsets(found.value_lengths().to_numpy(zero_copy_only=False))
-                found = found.flatten()
-            values[column.name] = found.to_numpy(zero_copy_only=False).astype(column.dtype)
+                values[OFFSETS[column.per]] = _offsets(array.value_lengths().to_numpy(zero_copy_only=False))
+                array = array.flatten()
+            values[column.name] = array.to_numpy(zero_copy_only=False).astype(column.dtype)
         if "label_value" in table.column_names:
             typed = table.column("label_value").to_pylist()
             values["label"] = [
