@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from slimelite.training.columns import TokenColumns, passes
 from slimelite.training.trainer import Trainer
 from tests.training.tiny import one_rank, random_table, save_tiny_model, tiny_args, weights_of
 
@@ -114,3 +115,23 @@ def test_a_pass_over_every_row_trains_the_same(
             assert torch.equal(weight, theirs[name]), name
         else:
             torch.testing.assert_close(weight, theirs[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_changes_nothing_and_asks_for_nothing_twice(model: Path) -> None:
+    args = tiny_args(model, **KL, token_stats="all", **TWO)
+    table = random_table(masked=0.0)
+    columns = TokenColumns.from_table(table, [np.arange(8), np.arange(8, 16)])
+    before = {name: value.clone() for name, value in vars(columns).items() if isinstance(value, torch.Tensor)}
+    computed = np.arange(16) % 2 == 0
+    first, rest = passes(args, columns), passes(args, columns, computed)
+    assert {name: rows.tolist() for name, rows in first.items()} == {"ref_log_probs": list(range(16))}
+    assert rest["log_probs"].tolist() == [8, 10, 12, 14]
+    assert rest["token_stats"].tolist() == list(range(1, 16, 2))
+    assert all(
+        torch.equal(value.nan_to_num(9.0), vars(columns)[name].nan_to_num(9.0)) for name, value in before.items()
+    )
+    found = torch.where(torch.from_numpy(np.isin(columns.segments, rest["log_probs"])), -1.0, torch.nan)
+    columns.fill("log_probs", (found, -found))
+    assert columns.old.isnan().any(), "NaN where nothing was computed"
+    assert passes(args, columns, computed).keys() == {"token_stats"}
+    assert passes(args, columns, computed, checked=True)["log_probs"].tolist() == list(range(0, 16, 2))
