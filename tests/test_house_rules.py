@@ -172,6 +172,7 @@ def test_there_is_one_http_client() -> None:
     found = offenders(None, ("aiohttp", "urllib.request", "http.client", "requests"))  # the fronts are servers
     fronts = {
         "slimelite/engines/http_front.py",
+        "slimelite/base/http_body.py",
         "slimelite/base/http_server.py",
         "slimelite/engines/sglang/front.py",
         "slimelite/environments/serve.py",

@@ -22,11 +22,13 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from aiohttp import web
 
 from slimelite.base.guard import raised_at
-from slimelite.base.http_server import Handler, RequestError, Server, is_loopback, read_json, with_key
+from slimelite.base.http_body import Shape, read_body
+from slimelite.base.http_server import Handler, RequestError, Server, is_loopback, with_key
 from slimelite.base.threads import call
 from slimelite.environments.hosts import load
 from slimelite.environments.protocol import Environment, Row
@@ -36,6 +38,18 @@ from slimelite.slime.plugins import run_file
 FORGOTTEN_SECONDS = 6 * 3600.0
 MOST_BYTES = 1 << 28
 KEY_VARIABLE = "ENVIRONMENT_API_KEY"
+
+
+class ResetBody(Shape):
+    row: dict[str, Any]
+
+
+class CloseBody(Shape):
+    id: str
+
+
+class StepBody(CloseBody):
+    reply: dict[str, Any]
 
 
 class EnvironmentServer(Server):
@@ -69,19 +83,19 @@ class EnvironmentServer(Server):
             if now - used > FORGOTTEN_SECONDS:
                 del self._episodes[name]
         environment = await call(self._make)
-        start = await call(environment.reset, Row(**(await read_json(request))["row"]))
+        start = await call(environment.reset, Row(**(await read_body(request, ResetBody)).row))
         name = uuid.uuid4().hex
         self._episodes[name] = environment, now
         return web.json_response({"id": name, **asdict(start)})
 
     async def _step(self, request: web.Request) -> web.Response:
-        body = await read_json(request)
-        environment = self._taken(body["id"])
-        self._episodes[body["id"]] = environment, time.monotonic()
-        return web.json_response(asdict(await call(environment.step, body["reply"])))
+        body = await read_body(request, StepBody)
+        environment = self._taken(body.id)
+        self._episodes[body.id] = environment, time.monotonic()
+        return web.json_response(asdict(await call(environment.step, body.reply)))
 
     async def _close(self, request: web.Request) -> web.Response:
-        environment = self._taken((await read_json(request))["id"])
+        environment = self._taken((await read_body(request, CloseBody)).id)
         if end := getattr(environment, "close", None):
             await call(end)
         return web.Response()

@@ -7,55 +7,24 @@ through the same session, so that both dialects may take turns in one.
 from __future__ import annotations
 
 import json
-import re
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from slimelite.base.http_body import Body, Shape, Text, must, unread, with_fields
 from slimelite.base.http_server import Answer, RequestError, sse
-from slimelite.engines.protocol import SamplingParams
+from slimelite.engines.http_bodies import TEXTS, SampledBody, sampled
+from slimelite.engines.params import SamplingParams
 from slimelite.serving.format import ChatFormat, Message
-from slimelite.serving.messages import content_text
 from slimelite.serving.openai import checked_messages, shown_tools
 from slimelite.serving.replies import Asked, Model, Part, parts
-from slimelite.serving.requests import (
-    ANYTHING,
-    COUNT,
-    NUMBER,
-    OBJECT,
-    OBJECTS,
-    SWITCH,
-    TEXT,
-    TEXTS,
-    WHOLE,
-    check_fields,
-    sampling,
-)
 from slimelite.serving.sessions import Session, Turn
 
-CONVERSATION = {"model": TEXT, "messages": OBJECTS, "system": ANYTHING, "tools": OBJECTS, "tool_choice": OBJECT}
-CONVERSATION |= {"thinking": OBJECT, "output_config": OBJECT, "context_management": OBJECT}
-# who asks, what it may cost, and what Anthropic's servers keep between requests: nobody reads them
-CONVERSATION |= {"metadata": OBJECT, "cache_control": OBJECT, "betas": TEXTS}
-CONVERSATION |= dict.fromkeys(("service_tier", "inference_geo", "speed"), TEXT)
-FIELDS = CONVERSATION | {"max_tokens": COUNT, "temperature": NUMBER, "top_p": NUMBER, "top_k": WHOLE}
-FIELDS |= {"stop_sequences": TEXTS, "stream": SWITCH}
-# values that ask for nothing; of ``output_config`` the effort, which no chat template knows, but no format, which would
-# be another answer
-NEUTRAL: dict[str, Any] = {
-    "mcp_servers": ([],),
-    "output_config.effort": ("low", "medium", "high", "xhigh", "max"),
-    "output_config.format": (),
-}
-# edits of ``context_management`` that take thinking, or results of tools, out of a long history; here all of it stays
-CLEARS = re.compile(r"clear_(thinking|tool_uses)_\d{8}")
-# what Anthropic takes for the trigger and for ``keep`` of an edit that clears results of tools and does not say them
-CLEARING = {"trigger": {"type": "input_tokens", "value": 100_000}, "keep": {"type": "tool_uses", "value": 3}}
 # the variable by which Qwen3's, GLM's and others' templates let a model think
 SWITCH_NAME = "enable_thinking"
-# value of ``thinking.type`` -> whether the model is to think; None: as its template has it
-THINKING = {"enabled": True, "disabled": False, "adaptive": None}
 STOP_REASONS = {"length": "max_tokens", "abort": "abort"}
 # type of a block -> its field that comes in pieces; the type of a piece, and what its text is called there
 DELTAS = {
@@ -65,28 +34,135 @@ DELTAS = {
 }
 
 
-async def messages(model: Model, session: Session, body: Mapping[str, Any]) -> Answer:
+class TextBlock(Shape):
+    type: Literal["text"]
+    text: str
+
+
+class ToolResult(Shape):
+    type: Literal["tool_result"]
+    tool_use_id: Any = None
+    content: str | list[TextBlock] = ""
+
+
+class ToolUse(Shape):
+    type: Literal["tool_use"]
+    id: Any = None
+    name: str
+    input: Any = Field(default_factory=dict)
+
+
+class Thinking(Shape):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class UserMessage(Shape):
+    role: Literal["user", "system"]
+    content: str | list[Annotated[TextBlock | ToolResult, Field(discriminator="type")]] | None = None
+
+
+class AssistantMessage(Shape):
+    role: Literal["assistant"]
+    content: str | list[Annotated[TextBlock | ToolUse | Thinking, Field(discriminator="type")]] | None = None
+
+
+class Tool(Shape):
+    type: Literal["custom"] = "custom"
+    name: Text
+    description: str = ""
+    input_schema: dict[str, Any] = Field(default_factory=dict)
+
+
+class ToolChoice(Shape):
+    type: Literal["auto", "any", "none", "tool"]
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingSwitch(Shape):
+    type: Literal["enabled", "disabled", "adaptive"] = "adaptive"
+
+
+# a format would be another answer
+@with_fields(unread(format=None))
+class OutputConfig(Body):
+    # known by no chat template
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class Threshold(Shape):
+    type: str
+    value: int
+
+
+CLEARS = must("an edit that clears thinking or tool uses: clear_thinking_… or clear_tool_uses_… with its date")
+
+
+class ClearToolUses(Shape):
+    """Takes results of tools out of a long history; trigger and keep default to Anthropic's."""
+
+    type: Annotated[str, Field(pattern=r"^clear_tool_uses_\d{8}$"), CLEARS]
+    trigger: Threshold = Threshold(type="input_tokens", value=100_000)
+    keep: Threshold = Threshold(type="tool_uses", value=3)
+    exclude_tools: list[Any] = Field(default_factory=list)
+
+
+class ClearThinking(Shape):
+    type: Annotated[str, Field(pattern=r"^clear_thinking_\d{8}$"), CLEARS]
+
+
+class ContextManagement(Shape):
+    """Edits of a long history; here all of it stays."""
+
+    edits: list[ClearToolUses | ClearThinking] = Field(default_factory=list)
+
+
+@with_fields(unread(mcp_servers=[]))
+class CountBody(Body):
+    """``/v1/messages/count_tokens``."""
+
+    model: Text = ""
+    messages: list[Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]] = Field(min_length=1)
+    system: str | list[TextBlock] = ""
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    thinking: ThinkingSwitch = ThinkingSwitch()
+    output_config: OutputConfig = OutputConfig()
+    context_management: ContextManagement = ContextManagement()
+    # who asks, what it may cost, and what Anthropic's servers keep between requests: nobody reads them
+    metadata: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+    betas: TEXTS | None = None
+    service_tier: Text | None = None
+    inference_geo: Text | None = None
+    speed: Text | None = None
+
+
+@sampled("anthropic")
+class MessagesBody(CountBody, SampledBody):
     """``/v1/messages``."""
-    check_fields(body, FIELDS, NEUTRAL)
-    if body.get("max_tokens") is None:
-        raise RequestError("max_tokens is required", param="max_tokens")
-    one = (body.get("tool_choice") or {}).get("disable_parallel_tool_use") or False
-    if not isinstance(one, bool):
-        raise RequestError(f"disable_parallel_tool_use is true or false, not {one!r:.60}", param="tool_choice")
-    said = _conversation(body)
-    turn = session.turn(*said, _template_kwargs(body, session.format), one_call=one)
-    _check_clears(body, said[0], len(turn.prompt_ids))
-    asked = turn, sampling(body, session.defaults)
+
+    max_tokens: int = Field(ge=1)
+    stream: bool = False
+
+
+async def messages(model: Model, session: Session, body: MessagesBody) -> Answer:
+    """``/v1/messages``."""
+    one = body.tool_choice.disable_parallel_tool_use
+    conversation = _conversation(body)
+    turn = session.turn(*conversation, _template_kwargs(body, session.format), one_call=one)
+    _check_clears(body, conversation[0], len(turn.prompt_ids))
+    asked = turn, body.params(session.defaults)
     head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model.name}
-    if body.get("stream"):
+    if body.stream:
         return _stream(head, session, asked)
     (part,) = [part async for part in parts(session, [asked], stream=False)]
     return {**head, "content": _blocks(part), **_end(*asked), "usage": _usage(turn)}
 
 
-async def count_tokens(model: Model, session: Session, body: Mapping[str, object]) -> Answer:  # noqa: ARG001
+async def count_tokens(model: Model, session: Session, body: CountBody) -> Answer:  # noqa: ARG001
     """``/v1/messages/count_tokens``."""
-    check_fields(body, CONVERSATION, NEUTRAL)
     messages, tools, _ = _conversation(body)
     count = len(session.format.prompt(messages, tools, **_template_kwargs(body, session.format)))
     _check_clears(body, messages, count)
@@ -101,53 +177,35 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
-def _conversation(body: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:
+def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:
     """Messages and tools in OpenAI's form, and of which tools one must be called."""
-    output = body.get("output_config") or {}
-    check_fields({f"output_config.{name}": value for name, value in output.items()}, {}, NEUTRAL)
-    for index, edit in enumerate(_edits(body)):
-        kind = edit.get("type") if isinstance(edit, dict) else None
-        if not CLEARS.fullmatch(str(kind)):
-            raise RequestError(
-                f"context_management.edits[{index}] of type {kind!r:.60} is not supported", param="context_management"
-            )
-    said: list[Message] = []
-    if body.get("system"):
-        said.append({"role": "system", "content": content_text(body["system"], "system")})
-    if not body.get("messages"):
-        raise RequestError("send messages: a list of at least one", param="messages")
-    for index, message in enumerate(body["messages"]):
-        said += checked_messages(_messages(message, f"messages[{index}]"), index)
+    said: list[Message] = [{"role": "system", "content": _text(body.system)}] if body.system else []
+    for index, message in enumerate(body.messages):
+        said += checked_messages(_messages(message), index)
     if said[-1]["role"] == "assistant":  # as newer models of theirs do; it would be a message of its own here
         raise RequestError(f"messages[{index}]: the assistant's reply cannot be begun for it", param="messages")
-    tools = []
-    for index, tool in enumerate(body.get("tools") or ()):
-        if tool.get("type", "custom") != "custom":
-            raise RequestError(f"tools[{index}]: tools of type {tool['type']!r:.60} are not supported", param="tools")
-        function = {"name": tool.get("name"), "description": tool.get("description") or ""}
-        function["parameters"] = tool.get("input_schema") or {}
-        tools.append({"type": "function", "function": function})
-    choice = body.get("tool_choice") or {"type": "auto"}
-    kind = str(choice.get("type"))
-    named = {"type": "function", "function": choice} if kind == "tool" else "required" if kind == "any" else kind
-    return said, *shown_tools(tools, named)
+    functions = [
+        {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in body.tools
+    ]
+    choice = body.tool_choice
+    named = {"type": "function", "function": {"name": choice.name}}
+    wanted = {"tool": named, "any": "required"}.get(choice.type, choice.type)
+    return said, *shown_tools([{"type": "function", "function": function} for function in functions], wanted)
 
 
-def _check_clears(body: Mapping[str, Any], said: list[Message], tokens: int) -> None:
+def _check_clears(body: CountBody, messages: list[Message], tokens: int) -> None:
     """Refuse an edit that would clear results of tools, since the model would see them here.
 
-    ``tokens``: those of the prompt of the conversation ``said``.
+    ``tokens``: those of the prompt of the conversation.
     """
-    for index, edit in enumerate(_edits(body)):
-        if not edit["type"].startswith("clear_tool_uses_"):
+    calls = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
+    for index, edit in enumerate(body.context_management.edits):
+        if isinstance(edit, ClearThinking):
             continue
-        where = f"context_management.edits[{index}]"
-        trigger, keep = (_threshold(edit.get(name) or usual, f"{where}.{name}") for name, usual in CLEARING.items())
-        calls = [call["function"]["name"] for message in said for call in message.get("tool_calls") or ()]
-        excluded = edit["exclude_tools"] if isinstance(edit.get("exclude_tools"), list) else []
-        cleared = len([name for name in calls if name not in excluded]) - keep["value"]
-        size = len(calls) if trigger["type"] == "tool_uses" else tokens
-        if cleared > 0 and size > trigger["value"]:
+        cleared = len([name for name in calls if name not in edit.exclude_tools]) - edit.keep.value
+        size = len(calls) if edit.trigger.type == "tool_uses" else tokens
+        if cleared > 0 and size > edit.trigger.value:
+            where = f"context_management.edits[{index}]"
             raise RequestError(
                 f"{where} would clear the results of {cleared} tool uses, and here a history stays as it is sent: "
                 "leave the edit out, or send a shorter history",
@@ -155,57 +213,37 @@ def _check_clears(body: Mapping[str, Any], said: list[Message], tokens: int) -> 
             )
 
 
-def _threshold(given: object, where: str) -> dict[str, Any]:
-    if not isinstance(given, dict) or "type" not in given or not WHOLE.holds(given.get("value")):
-        raise RequestError(f"{where} needs a type and a whole number as value", param=where)
-    return given
-
-
-def _edits(body: Mapping[str, Any]) -> list[Any]:
-    """What ``context_management`` asks for."""
-    edits = (body.get("context_management") or {}).get("edits")
-    return edits if isinstance(edits, list) else []
-
-
-def _template_kwargs(body: Mapping[str, Any], chat_format: ChatFormat) -> dict[str, Any]:
+def _template_kwargs(body: CountBody, chat_format: ChatFormat) -> dict[str, Any]:
     """What ``thinking`` sets in the chat template, where that has a switch; nothing holds the model to a budget."""
-    kind = (body.get("thinking") or {}).get("type", "adaptive")
-    if kind not in list(THINKING):  # it may be anything that JSON has
-        raise RequestError(f"thinking.type is one of {', '.join(THINKING)}, not {kind!r:.60}", param="thinking")
-    wanted, template = THINKING[kind], str(chat_format.tokenizer.chat_template)
-    return {} if wanted is None or SWITCH_NAME not in template else {SWITCH_NAME: wanted}
+    kind = body.thinking.type
+    if kind == "adaptive" or SWITCH_NAME not in str(chat_format.tokenizer.chat_template):
+        return {}
+    return {SWITCH_NAME: kind == "enabled"}
 
 
-def _messages(message: Message, name: str) -> list[Message]:
+def _messages(message: UserMessage | AssistantMessage) -> list[Message]:
     """A message of Anthropic's as OpenAI's: each result of a tool is one, and what the user says after them is one."""
-    content, role = message.get("content"), message.get("role")
-    if role not in ("user", "assistant", "system"):
-        raise RequestError(f"{name} needs the role user or assistant, not {role!r:.60}", param=name)
+    role, content = message.role, message.content
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
     found: list[Message] = []
     own: Message = {"role": role, "content": None}
-    texts: list[str] = []
-    for place, block in enumerate(content):
-        where = f"{name}.content[{place}]"
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "text":
-            texts.append(content_text([block], where))
-        elif kind == "tool_result" and role == "user":
-            result = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
-            found.append({**result, "content": content_text(block.get("content"), where)})
-        elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
-            own.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind == "thinking" and role == "assistant":
-            own["reasoning_content"] = block.get("thinking")
-        else:
-            raise RequestError(
-                f"{where} is of type {kind!r:.60}, which a message of the {role} cannot have", param=name
-            )
+    for block in content:
+        if isinstance(block, ToolResult):
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
+        elif isinstance(block, ToolUse):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            own.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
+        elif isinstance(block, Thinking):
+            own["reasoning_content"] = block.thinking
+    texts = [block for block in content if isinstance(block, TextBlock)]
     if texts or role == "assistant" or not content:
-        found.append({**own, "content": "".join(texts)})
+        found.append({**own, "content": _text(texts)})
     return found
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
 def _blocks(part: Part) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from slimelite.base.http_server import RequestError
 from slimelite.engines.protocol import SamplingParams, Scores
@@ -17,10 +17,11 @@ Top = Sequence[tuple[int, float]]
 
 
 class Choices(ABC):
-    """The choices of one request, whose checked fields are ``body``.
+    """The choices of one request.
 
     ``kind``, ``chunk``, ``prefix``: what an answer and the parts of a stream are called, and what their id begins with.
-    ``alternatives``: so many are wanted of each token; None: no log-probs are.
+    ``alternatives``: so many are wanted of each token; None: no log-probs are. ``ids``: token ids are wanted. ``echo``:
+    so is the prompt.
     """
 
     kind: str
@@ -31,14 +32,16 @@ class Choices(ABC):
         self,
         engine: Generating,
         chat_format: ChatFormat,
-        body: Mapping[str, object],
         params: SamplingParams,
         alternatives: int | None,
+        *,
+        ids: bool,
+        echo: bool = False,
     ) -> None:
-        self._engine, self._format, self._body = engine, chat_format, body
+        self._engine, self._format = engine, chat_format
         self._temperature = params.temperature or 1.0
         self._alternatives = alternatives
-        self._echo = bool(body.get("echo"))
+        self._ids, self._echo = ids, echo
         self._told: dict[int, int] = {}  # index of a response -> characters of its tokens so far
 
     @property
@@ -57,7 +60,7 @@ class Choices(ABC):
     def _end(self, part: Part) -> dict[str, object]:
         """The last fields of a response: why it ended, and its token ids if they are wanted."""
         ids = {"token_ids": part.turn.output_ids, "prompt_token_ids": part.turn.prompt_ids}
-        return {"finish_reason": finish_reason(part.turn), **(ids if self._body.get("return_token_ids") else {})}
+        return {"finish_reason": finish_reason(part.turn), **(ids if self._ids else {})}
 
     async def _score(self, ids: Sequence[int], start: int, temperature: float) -> Scores:
         """The engine's scores, if it has any."""

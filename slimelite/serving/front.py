@@ -7,19 +7,21 @@ everything; the key of a session opens its sampling endpoints and its record, an
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
 from aiohttp import web
+from pydantic import Field
 
-from slimelite.base.http_server import Answer, Handler, RequestError, read_json
-from slimelite.engines.http_front import GenerateServer
+from slimelite.base.http_body import Body, must, read_body
+from slimelite.base.http_server import Answer, Handler, RequestError
+from slimelite.engines.http_bodies import SampledBody, sampled
+from slimelite.engines.http_front import GenerateBody, GenerateServer
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams
 from slimelite.engines.sampling import Generating
 from slimelite.serving import anthropic, openai
 from slimelite.serving.replies import Model
-from slimelite.serving.requests import OBJECT, SAMPLING, Kind, check_fields, sampling
 from slimelite.serving.sessions import Session, Sessions, Turn
 
 # most requests that are answered or wait at the same time, and most open sessions; more are told to come again
@@ -28,20 +30,27 @@ MOST_SESSIONS = 16384
 # a session that a client opened and did not use for so long is closed when another is opened [s]
 IDLE_S = 24 * 3600.0
 # the endpoints that sample, with and without a session
-SAMPLING_ROUTES: dict[str, Callable[[Model, Session, dict[str, object]], Awaitable[Answer]]] = {
-    "/v1/chat/completions": openai.chat,
-    "/v1/completions": openai.complete,
-    "/v1/messages": anthropic.messages,
-    "/v1/messages/count_tokens": anthropic.count_tokens,
+SAMPLING_ROUTES: dict[str, tuple[type[Body], Callable[[Model, Session, Any], Awaitable[Answer]]]] = {
+    "/v1/chat/completions": (openai.ChatBody, openai.chat),
+    "/v1/completions": (openai.CompletionBody, openai.complete),
+    "/v1/messages": (anthropic.MessagesBody, anthropic.messages),
+    "/v1/messages/count_tokens": (anthropic.CountBody, anthropic.count_tokens),
 }
 SESSION = r"/sessions/{session}"
-# an id is a part of a path
-SESSION_ID = Kind(
-    "1 to 200 letters, digits, and . _ - after the first",
-    lambda value: isinstance(value, str) and bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", value)),
-)
 # the columns of a turn in the record of a session
 RECORD = ("number", "parent", "prompt_ids", "output_ids", "log_probs", "weight_versions", "finish_reason")
+
+
+@sampled("openai", "anthropic")
+class SessionBody(SampledBody):
+    """``/sessions``: the defaults of its sampling parameters. The ``id`` is a part of a path."""
+
+    id: Annotated[
+        str | None,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"),
+        must("1 to 200 letters, digits, and . _ - after the first"),
+    ] = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
 
 
 class Front(GenerateServer):
@@ -84,6 +93,10 @@ class Front(GenerateServer):
         page = [web.get("/", self._page)] if self._html is not None else []
         return [*super()._routes(), *sampling, *models, *sessions, *page]
 
+    def _bodies(self) -> dict[str, type[Body]]:
+        sampling = {path: kind for path, (kind, _) in SAMPLING_ROUTES.items()}
+        return {**super()._bodies(), **sampling, "/sessions": SessionBody}
+
     async def _handled(self, http: web.Request, handler: Handler) -> web.StreamResponse:
         """As every server; and the number of requests is bounded."""
         if self._running >= MOST_REQUESTS:
@@ -123,7 +136,8 @@ class Front(GenerateServer):
     async def _sample(self, http: web.Request) -> web.StreamResponse:
         session = self._session(http)
         path = http.path.removeprefix(f"/sessions/{http.match_info.get('session')}")
-        return await self._respond(http, await SAMPLING_ROUTES[path](self._model, session, await read_json(http)))
+        kind, answered = SAMPLING_ROUTES[path]
+        return await self._respond(http, await answered(self._model, session, await read_body(http, kind)))
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         if "session" not in http.match_info:
@@ -135,7 +149,7 @@ class Front(GenerateServer):
             columns = turn.output_ids, turn.log_probs, turn.weight_versions
             return GenerateResult(request.request_id, *columns, turn.finish_reason, turn.cached_tokens)  # type: ignore[arg-type]
 
-        return await self._respond(http, await self._sampled(await read_json(http), sample))
+        return await self._respond(http, await self._sampled(await read_body(http, GenerateBody), sample))
 
     async def _models(self, http: web.Request) -> web.Response:
         known = await openai.models(self._model)
@@ -143,15 +157,12 @@ class Front(GenerateServer):
 
     async def _open(self, http: web.Request) -> web.Response:
         """Open a session; sampling parameters in the body are its defaults."""
-        body = await read_json(http) if http.can_read_body else {}
-        check_fields(
-            body, {"id": SESSION_ID, "metadata": OBJECT} | {name: kind for name, (kind, _) in SAMPLING.items()}, {}
-        )
+        body = await read_body(http, SessionBody) if http.can_read_body else SessionBody()
         self._model.sessions.forget(IDLE_S)
         if len(self._model.sessions) >= MOST_SESSIONS:
             raise RequestError(f"{MOST_SESSIONS} sessions are open; close some (DELETE /sessions/<id>)", 429)
         whole = SamplingParams(max_new_tokens=self._model.sessions.max_context_len)
-        session = self._model.sessions.open(body.get("id"), defaults=sampling(body, whole))
+        session = self._model.sessions.open(body.id, defaults=body.params(whole))
         return web.json_response({"id": session.id, "key": session.key, "path": f"/sessions/{session.id}"})
 
     async def _record(self, http: web.Request) -> web.Response:

@@ -11,56 +11,28 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
+from slimelite.base.http_body import Ids, Like, Shape, Text, must, unread, with_fields
 from slimelite.base.http_server import Answer, RequestError, sse
-from slimelite.base.text import is_text
 from slimelite.data.messages import BadCell, read_messages
+from slimelite.engines.http_bodies import SampledBody, sampled
 from slimelite.engines.protocol import SamplingParams
 from slimelite.serving.choices import ChatChoices, Choices, TextChoices, usage
 from slimelite.serving.format import ChatFormat, Message
 from slimelite.serving.messages import content_text
 from slimelite.serving.replies import Asked, Model, parts
-from slimelite.serving.requests import (
-    ALTERNATIVES,
-    ANYTHING,
-    CHOICES,
-    OBJECT,
-    OBJECTS,
-    SAMPLING,
-    SWITCH,
-    TEXT,
-    WHOLE,
-    Anything,
-    check_fields,
-    sampling,
-)
 from slimelite.serving.sessions import Session, Turn
 
-COMMON = {name: kind for name, (kind, _) in SAMPLING.items() if name != "stop_sequences"}
-COMMON |= {"model": TEXT, "n": CHOICES, "stream": SWITCH, "stream_options": OBJECT, "return_token_ids": SWITCH}
-CHAT = COMMON | {"messages": OBJECTS, "tools": OBJECTS, "tool_choice": ANYTHING, "response_format": OBJECT}
-CHAT |= {"logprobs": SWITCH, "top_logprobs": ALTERNATIVES, "chat_template_kwargs": OBJECT}
-CHAT |= {"parallel_tool_calls": SWITCH}
-COMPLETION = COMMON | {"prompt": ANYTHING, "echo": SWITCH, "logprobs": ALTERNATIVES, "max_tokens": WHOLE}
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-# fields that are not read, and the values that ask for nothing
-NEUTRAL: dict[str, Any] = {
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), (0,)),
-    "repetition_penalty": (1,),
-    "best_of": (1,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "skip_special_tokens": (True,),
-    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier"), Anything()),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention"), Anything()),
-}
+# most responses to one request
+MOST_CHOICES = 128
+# most alternatives of a token that a request may ask for
+MOST_ALTERNATIVES = 20
 COMPLETION_TOKENS = 16  # OpenAI's default
 # most responses to one request, to all of its prompts together
 MOST_RESPONSES = 4096
@@ -68,55 +40,152 @@ MOST_RESPONSES = 4096
 MOST_LOG_PROBS = 1 << 19
 
 
-async def chat(model: Model, session: Session, body: Mapping[str, Any]) -> Answer:
+class Function(Shape):
+    name: Text
+
+
+class Tool(Shape):
+    type: Literal["function"]
+    function: Function
+
+
+class Call(Shape):
+    function: Function
+
+
+class ChatMessage(Shape):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: list[Call] = Field(default_factory=list)
+
+
+class StreamOptions(Shape):
+    include_usage: bool = False
+
+
+class Schema(Shape):
+    found: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Shape):
+    """The form of the reply, where the engine can hold it to one."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: Schema | None = None
+
+    def schema_text(self) -> str | None:
+        """The JSON schema that the reply is held to; None: to none."""
+        if self.type == "json_schema" and self.json_schema is None:
+            raise RequestError("response_format of type json_schema needs a json_schema", param="response_format")
+        if self.type == "json_schema" and self.json_schema is not None:
+            return json.dumps(self.json_schema.found)
+        return json.dumps({"type": "object"}) if self.type == "json_object" else None
+
+
+@sampled("openai")
+@with_fields(
+    unread(
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+        frequency_penalty=0,
+        presence_penalty=0,
+        min_p=0,
+        repetition_penalty=1,
+        best_of=1,
+        logit_bias={},
+        suffix="",
+        modalities=["text"],
+        skip_special_tokens=True,
+    )
+)
+class CommonBody(SampledBody):
+    model: Text = ""
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+
+
+class ChatBody(CommonBody):
     """``/v1/chat/completions``."""
-    check_fields(body, CHAT, NEUTRAL)
-    messages = checked_messages(body.get("messages"))
-    tools, forced = shown_tools(body.get("tools"), body.get("tool_choice"))
-    top = body.get("top_logprobs") or 0
-    if top and not body.get("logprobs"):
+
+    messages: list[Annotated[dict[str, Any], Like(ChatMessage)]] = Field(min_length=1, fail_fast=True)
+    tools: list[Annotated[dict[str, Any], Like(Tool)]] = Field(default_factory=list)
+    tool_choice: Any = None
+    response_format: ResponseFormat = ResponseFormat()
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_ALTERNATIVES)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    parallel_tool_calls: bool = True
+
+
+class CompletionBody(CommonBody):
+    """``/v1/completions``: ``prompt`` is a text, several, token ids, or several lists of them."""
+
+    prompt: Annotated[
+        str | Annotated[Ids | list[Ids | str], Field(min_length=1)],
+        must("a text, token ids, or a list of either"),
+    ]
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
+    max_tokens: int | None = Field(None, ge=0)
+
+    def prompts(self, chat_format: ChatFormat) -> list[list[int]]:
+        """Each prompt as token ids."""
+        given: Any = self.prompt
+        if isinstance(given, str) or isinstance(given[0], int):
+            given = [given]
+        found = [chat_format.encode_text(one) if isinstance(one, str) else one for one in given]
+        if not all(found):
+            raise RequestError("a prompt must not be empty", param="prompt")
+        return found
+
+
+async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
+    """``/v1/chat/completions``."""
+    messages = checked_messages(body.messages)
+    tools, forced = shown_tools(body.tools, body.tool_choice)
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
-    schema = _schema(body.get("response_format"))
+    schema = body.response_format.schema_text()
     if schema is not None and not (info := await model.engine.info()).schemas:
         raise RequestError(f"the {info.name} engine holds no reply to a JSON schema", param="response_format")
     # a call that is asked for is no answer that has the form
-    params = replace(sampling(body, session.defaults), json_schema=None if forced else schema)
-    kwargs = body.get("chat_template_kwargs") or {}
+    params = replace(body.params(session.defaults), json_schema=None if forced else schema)
+    kwargs = body.chat_template_kwargs
     if "chat_template" in kwargs:  # a template is a program, which could stop the server, or a run, for everybody
         raise RequestError("a request cannot bring a chat_template of its own", param="chat_template_kwargs")
-    one = body.get("parallel_tool_calls") is False
     asked = [
-        (session.turn(messages, tools, forced, kwargs, one_call=one), _seeded(params, copy))
-        for copy in range(body.get("n") or 1)
+        (session.turn(messages, tools, forced, kwargs, one_call=not body.parallel_tool_calls), _seeded(params, copy))
+        for copy in range(body.n)
     ]
-    choices = ChatChoices(model.engine, session.format, body, params, top if body.get("logprobs") else None)
+    top = body.top_logprobs if body.logprobs else None
+    choices = ChatChoices(model.engine, session.format, params, top, ids=body.return_token_ids)
     return await _answer(model, session, body, asked, choices)
 
 
-async def complete(model: Model, session: Session, body: Mapping[str, Any]) -> Answer:
+async def complete(model: Model, session: Session, body: CompletionBody) -> Answer:
     """``/v1/completions``."""
-    check_fields(body, COMPLETION, NEUTRAL)
-    prompts, copies = _prompts(body.get("prompt"), session.format), body.get("n") or 1
-    wanted = body.get("max_tokens")
-    wanted = COMPLETION_TOKENS if wanted is None else wanted
-    if wanted < 0 or (wanted == 0 and not body.get("echo")):
+    prompts, wanted = body.prompts(session.format), COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if wanted == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
-    if len(prompts) * copies > MOST_RESPONSES:
+    if len(prompts) * body.n > MOST_RESPONSES:
         raise RequestError(f"a request may ask for {MOST_RESPONSES} responses; send several", param="prompt")
-    if (top := body.get("logprobs")) is not None:
-        tokens = sum(wanted + len(prompt) * bool(body.get("echo")) for prompt in prompts)
-        entries = tokens * copies * (1 + top)
+    if body.logprobs is not None:
+        tokens = sum(wanted + len(prompt) * body.echo for prompt in prompts)
+        entries = tokens * body.n * (1 + body.logprobs)
         if entries > MOST_LOG_PROBS:
             message = f"this asks for {entries} log-probs; a request may ask for {MOST_LOG_PROBS}; send several"
             raise RequestError(message, param="logprobs")
-    params = sampling({**body, "max_tokens": wanted or None}, session.defaults)
+    params = replace(body.params(session.defaults), max_new_tokens=wanted or session.defaults.max_new_tokens)
     asked = [
         # nothing is sampled after a prompt that is only scored
         (session.raw_turn(prompt) if wanted else Turn(0, None, (), "", prompt, finish_reason="length"), given)
         for prompt in prompts
-        for given in (_seeded(params, copy) for copy in range(copies))
+        for given in (_seeded(params, copy) for copy in range(body.n))
     ]
-    choices = TextChoices(model.engine, session.format, body, params, body.get("logprobs"))
+    choices = TextChoices(
+        model.engine, session.format, params, body.logprobs, ids=body.return_token_ids, echo=body.echo
+    )
     return await _answer(model, session, body, asked, choices)
 
 
@@ -137,26 +206,16 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def checked_messages(messages: Any, index: int | None = None) -> list[Message]:
+def checked_messages(messages: Sequence[Message], index: int | None = None) -> list[Message]:
     """The messages of a request, if they are what a chat template can be shown.
 
     ``index``: the place in the request of the message that all of them come from.
 
     Raises:
-        RequestError: there are none, or one has no role, nothing to show, or calls that are none.
+        RequestError: one has nothing to show, or arguments of a call that are no JSON.
     """
-    if not messages:
-        raise RequestError("send messages: a list of at least one", param="messages")
     for number, message in enumerate(messages):
         name = f"messages[{number if index is None else index}]"
-        calls = message.get("tool_calls") or []
-        named = isinstance(calls, list) and all(_is_call(call) for call in calls)
-        if message.get("role") not in ROLES or not named:
-            raise RequestError(
-                f"{name} needs a role, one of {', '.join(ROLES)}; its tool_calls are functions with a name "
-                "and arguments, if it has any",
-                param=name,
-            )
         try:
             content_text(message.get("content"), f"{name}.content")
             read_messages([message])
@@ -168,18 +227,13 @@ def checked_messages(messages: Any, index: int | None = None) -> list[Message]:
     return list(messages)
 
 
-def shown_tools(tools: list[dict[str, Any]] | None, choice: object) -> tuple[list[dict[str, Any]] | None, list[str]]:
+def shown_tools(tools: list[dict[str, Any]], choice: object) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """The tools that the model is shown, none with ``tool_choice`` "none", and of which it must call one.
 
     Raises:
-        RequestError: a tool is no function, or the choice is none of OpenAI's or of no tool.
+        RequestError: the choice is none of OpenAI's, or of no tool.
     """
-    names = []
-    for index, tool in enumerate(tools or ()):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict) or not is_text(function.get("name")):
-            raise RequestError(f"tools[{index}] must be a function with a name", param=f"tools[{index}]")
-        names.append(function["name"])
+    names = [tool["function"]["name"] for tool in tools]
     if choice in (None, "auto", "none"):
         return None if choice == "none" else tools or None, []
     one = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
@@ -193,46 +247,15 @@ def shown_tools(tools: list[dict[str, Any]] | None, choice: object) -> tuple[lis
     return tools, forced
 
 
-def _is_call(call: object) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _schema(response_format: dict[str, object] | None) -> str | None:
-    kind = (response_format or {}).get("type", "text")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return json.dumps({"type": "object"})
-    found = (response_format or {}).get("json_schema")
-    if kind != "json_schema" or not isinstance(found, dict) or not isinstance(found.get("schema"), dict):
-        raise RequestError("response_format is text, json_object or json_schema with a schema", param="response_format")
-    return json.dumps(found["schema"])
-
-
 def _seeded(params: SamplingParams, copy: int) -> SamplingParams:
     """Several responses to one seed get one each."""
     return params if params.seed is None else replace(params, seed=params.seed + copy)
 
 
-def _prompts(prompt: object, chat_format: ChatFormat) -> list[list[int]]:
-    """Each prompt of ``/v1/completions`` as token ids: a text, several, token ids, or several lists of them."""
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
-        prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-        raise RequestError("prompt must be a text, token ids, or a list of either", param="prompt")
-    found = [chat_format.encode_text(one) if isinstance(one, str) else one for one in prompt]
-    if not all(isinstance(ids, list) and ids and all(type(token) is int for token in ids) for ids in found):
-        raise RequestError("each prompt must be a text or a list of token ids, not empty", param="prompt")
-    return found
-
-
-async def _answer(
-    model: Model, session: Session, body: Mapping[str, object], asked: Sequence[Asked], choices: Choices
-) -> Answer:
+async def _answer(model: Model, session: Session, body: CommonBody, asked: Sequence[Asked], choices: Choices) -> Answer:
     """Sample what is asked, and answer with one choice each, whole or as a stream."""
     head = {"id": f"{choices.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
-    if body.get("stream"):
+    if body.stream:
         return _stream(head, session, body, asked, choices)
     async with aclosing(parts(session, asked, stream=False)) as coming:
         said = {part.index: await choices.whole(part) async for part in coming}
@@ -241,9 +264,9 @@ async def _answer(
 
 
 async def _stream(
-    head: dict[str, Any], session: Session, body: Mapping[str, Any], asked: Sequence[Asked], choices: Choices
+    head: dict[str, Any], session: Session, body: CommonBody, asked: Sequence[Asked], choices: Choices
 ) -> AsyncGenerator[bytes]:
-    counts = (body.get("stream_options") or {}).get("include_usage")
+    counts = body.stream_options.include_usage
     rest: dict[str, Any] = {"usage": None} if counts else {}
     head = {**head, "object": choices.chunk}
     async with aclosing(parts(session, asked, stream=not choices.wait)) as coming:
