@@ -456,11 +456,11 @@ def _memory(draft: Draft) -> None:
         return
     load, here = training_load(args), draft.machine.gpu_bytes
     if isinstance(load, str) or here is None or load.shapes.router:
-        unknown = load if isinstance(load, str) else "the GPUs' memory is"
+        unknown = load if isinstance(load, str) else "the GPUs' memory is not known here"
         if not isinstance(load, str) and load.shapes.router:
-            unknown = "what experts keep for the backward pass is"
-        draft.default("gradient_checkpointing", True, f"{unknown} not known here, and a GPU may be too small without")
-        draft.set("reduce_once_a_step", False, f"{unknown} not known here, and whole gradients may not fit")
+            unknown = "what experts keep for the backward pass is not known here"
+        draft.default("gradient_checkpointing", True, f"{unknown}, and a GPU may be too small without")
+        draft.set("reduce_once_a_step", False, f"{unknown}, and whole gradients may not fit")
         return
 
     def needs(*, checkpointing: bool, whole_grads: bool = False) -> float:

@@ -13,10 +13,11 @@ from slimelite.plan.shapes import Shapes
 
 
 def training_load(args: Args) -> Load | str:
-    """What a training rank computes; or what is not known of it, as the subject and verb of a sentence."""
+    """What a training rank computes; or what is not known of it."""
     shapes, tokens = model_shapes(args), _longest_micro_batch(args)
     if shapes is None or tokens is None:
-        return "the model's shapes are" if shapes is None else "the longest micro-batch is"
+        longest = "the longest micro-batch is not known before the prompts are read"
+        return "the model's shapes are not known here" if shapes is None else longest
     ranks = args.training_ranks
     return Load(
         shapes,

@@ -22,9 +22,13 @@ PARTS = ("weights", "optimizer", "gradients", "activations", "logits", "gathered
 COLUMNS = (*PARTS, "KV pool", "graphs", "buffers", "others", "processes")  # of engines: their pool and CUDA graphs
 # what is not known of a run -> what makes it known
 UNKNOWN = {
-    "the model's shapes are": "give a folder with a config.json, of a decoder with attention in each layer",
-    "the longest micro-batch is": "--rollout-max-prompt-len or --use-dynamic-batch-size bounds it",
-    "the GPUs' memory is": "--plan-gpu h100:8 names GPUs",
+    "the model's shapes are not known here": (
+        "give a folder with a config.json, of a decoder with attention in each layer"
+    ),
+    "the longest micro-batch is not known before the prompts are read": (
+        "--rollout-max-prompt-len or --use-dynamic-batch-size bounds it"
+    ),
+    "the GPUs' memory is not known here": "--plan-gpu h100:8 names GPUs",
 }
 # --compile is proposed if a step without it takes so many times as long
 GAIN = 1.15
@@ -89,7 +93,7 @@ def plan_lines(args: Args, machine: Machine) -> list[str]:
     """The lines of a dry run about memory, time and traffic."""
     plan = Plan.of(args, machine)
     if isinstance(plan, str):
-        return ["will it fit (predicted)", f"  unknown: {plan} not known here; {UNKNOWN[plan]}"]
+        return ["will it fit (predicted)", f"  unknown: {plan}; {UNKNOWN[plan]}"]
     if not plan.phases():
         return []
     lines = [f"will it fit (predicted)\n  {verdict(plan)}", *_memory(plan)]
@@ -143,6 +147,7 @@ def _cache_capacity(plan: Plan) -> Iterator[str]:
 def _settings(plan: Plan) -> Iterator[str]:
     """The largest micro-batch, and so the longest sample, under other settings."""
     load, kept, ranks = plan.load, plan.beside_training(), plan.summed
+    contexts = [most for most in (load.shapes.context, plan.args.rollout_max_context_len) if most is not None]
     variants = {
         "--no-gradient-checkpointing": replace(load, checkpointing=False),
         "--gradient-checkpointing": replace(load, checkpointing=True),
@@ -158,7 +163,7 @@ def _settings(plan: Plan) -> Iterator[str]:
             continue
         most = largest(tried, (plan.usable - kept) / ranks)
         mark = " (as given)" if tried == load else ""
-        response = max(0, most - plan.work.prompt)
+        response = max(0, min(most, *contexts) - plan.work.prompt)
         yield f"  {words + mark:45}{(ranks * peak(tried) + kept) / 1e9:>10.1f}{most:>30,}{response:>12,}"
 
 

@@ -58,7 +58,7 @@ class Plan:
 
     @classmethod
     def of(cls, args: Args, machine: Machine) -> Plan | str:
-        """The plan of a run; or what is not known of it, as the subject and verb of a sentence."""
+        """The plan of a run; or what is not known of it."""
         load = training_load(args)
         if isinstance(load, str):
             return load
@@ -66,7 +66,7 @@ class Plan:
         device = time.measured_cpu(args.cpu_threads) if shared and args.dry_run else machine.device
         memory = host_bytes() if shared else machine.gpu_bytes
         if not memory:
-            return "the GPUs' memory is"
+            return "the GPUs' memory is not known here"
         ranks = args.training_ranks if args.job.trains else 0
         engines = args.num_engines if args.job.engines == "own" else 0
         prompt = min(args.rollout_max_prompt_len or PROMPT, PROMPT)

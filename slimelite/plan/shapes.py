@@ -16,6 +16,7 @@ class Shapes:
     """Sizes of a decoder with gated MLPs. ``query`` and ``key`` are the widths of all heads together, ``biases`` and
     ``norms`` the parameters of a layer.
 
+    ``context``: most positions that the model knows, if it says so.
     ``mlp``: parameters of a layer's MLP. In a mixture of experts these are those of all experts, while ``inner`` is the
     width of the experts that one token goes through; ``router``: parameters of the choice between experts.
     """
@@ -32,6 +33,7 @@ class Shapes:
     norms: int
     mlp: int
     router: int = 0
+    context: int | None = None
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Shapes | None:
@@ -63,7 +65,8 @@ class Shapes:
             mlp = 3 * hidden * (count * width + shared) + router
         elif family is not None:
             biases += is_true(family.mlp_bias, config) * (2 * inner + hidden)
-        return cls(layers, hidden, inner, query, key, vocab, tied, qk_norm, biases, norms, mlp, router)
+        context = int(config.get("max_position_embeddings") or 0) or None
+        return cls(layers, hidden, inner, query, key, vocab, tied, qk_norm, biases, norms, mlp, router, context)
 
     @property
     def attention(self) -> int:

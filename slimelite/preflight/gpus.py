@@ -31,7 +31,7 @@ def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
     if not args.job.gpus:
         return
     if machine.capability and (args.plan_gpu or not _elsewhere(args)):
-        _check_generation(machine.capability, findings)
+        _check_generation(args, machine.capability, findings)
     if needed > machine.gpus and not _elsewhere(args):
         what = f"{needed} GPUs are needed ({ranks} for training, {engines} for engines, colocate={args.colocate})"
         remedy = "lower --actor-num-gpus-per-node or --rollout-num-gpus" if machine.gpus else "take --device cpu"
@@ -57,7 +57,7 @@ def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
     else:
         capability = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
         if machine.capability is None:
-            _check_generation(capability, findings)
+            _check_generation(args, capability, findings)
         built = torch.cuda.get_arch_list()
         if not _has_kernels(built, capability):
             findings.problems.append(
@@ -71,7 +71,7 @@ def _elsewhere(args: ClusterArgs) -> bool:
     return args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ
 
 
-def _check_generation(capability: tuple[int, int], findings: Findings) -> None:
+def _check_generation(args: Args, capability: tuple[int, int], findings: Findings) -> None:
     record = generation(capability)
     gpus = f"GPUs of compute capability {_dotted(capability)} ({record.name}: {record.examples})"
     if record.attention is None:
@@ -81,7 +81,8 @@ def _check_generation(capability: tuple[int, int], findings: Findings) -> None:
         )
     else:
         trainer, engine = record.attention
-        findings.facts.append(f"{gpus}: attention by {trainer} in the trainer, {engine} in SGLang")
+        own = f", {engine} in SGLang" if args.job.engines and args.rollout_backend == "sglang" else ""
+        findings.facts.append(f"{gpus}: attention by {trainer} in the trainer{own}")
 
 
 def _no_cuda(torch: ModuleType, driver: str | None) -> str:

@@ -86,6 +86,9 @@ def test_gradients_are_reduced_once_a_step_where_whole_ones_fit(plan: Make) -> N
 
 
 def test_without_numbers_checkpointing_is_on(plan: Make, make: Make) -> None:
+    longest = plan("0.5B", 1, 80, "--no-use-dynamic-batch-size --micro-batch-size 4")
+    unread = "the longest micro-batch is not known before the prompts are read"
+    assert unread in reason(longest, "gradient_checkpointing")
     assert "the GPUs' memory is not known" in reason(plan("0.5B", 1, None), "gradient_checkpointing")
     hub = make("--colocate --use-dynamic-batch-size --max-tokens-per-gpu 9216", Machine(gpus=1, gpu_bytes=8 * 10**10))
     for args in (plan("0.5B", 1, None), hub):

@@ -298,6 +298,15 @@ def test_a_critic_is_another_learner_with_adapters_of_its_own() -> None:
     assert found == ["values", "critic"]
 
 
+def test_a_response_is_no_longer_than_the_context() -> None:
+    for words, context in (("", 128), ("--rollout-max-context-len 100", 100)):
+        shape = f"--max-position-embeddings 128 --rollout-max-prompt-len 20 {words}"
+        lines = plan_lines(*run("qwen2.5-0.5B", f"--colocate --plan-gpu h100:8 {shape}"))
+        rows = [line.split()[-1] for line in "\n".join(lines).splitlines() if "gradient-checkpointing" in line]
+        assert rows
+        assert set(rows) == {str(context - 20)}
+
+
 def test_each_other_setting_has_a_line() -> None:
     for words in ("", "--fsdp-cpu-offload", "--lora-rank 16", "--no-gradient-checkpointing"):
         lines = "\n".join(plan_lines(*run("qwen2.5-7B", f"--colocate --plan-gpu h100:8 {words}"))).splitlines()

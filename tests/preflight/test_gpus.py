@@ -69,6 +69,15 @@ def test_what_runs_on_newer_ones_is_a_fact(said: Said, new: tuple[int, int]) -> 
     assert any(f"{new[0]}.{new[1]} (" in fact and "FlashAttention 2 in the trainer" in fact for fact in found.facts)
 
 
+@pytest.mark.parametrize(("engine", "named"), [("sglang", True), ("embedded", False)])
+def test_the_attention_of_an_engine_that_is_not_there_is_no_fact(engine: str, named: bool) -> None:
+    machine, findings = Machine(8, True, 80 * 2**30, gpus()["h100"], (9, 0)), Findings()
+    words = f"--colocate --dry-run --plan-gpu h100:8 --rollout-backend {engine}"
+    check_devices(make_args([*COMPLETE.split(), *words.split()], machine=machine), machine, findings)
+    assert any("FlashAttention 2 in the trainer" in fact for fact in findings.facts)
+    assert any("SGLang" in fact for fact in findings.facts) is named
+
+
 def test_planned_gpus_are_refused_as_those_that_are_here() -> None:
     """Every GPU of the list, on a machine without one."""
     for name, device in gpus().items():
