@@ -270,7 +270,7 @@ class Sglang:
         settings = {"backend": "disabled"} if off else {}
         keys = ("backend", "max_bs", "bs")
         settings |= {key: value for key in keys if (value := options.get(f"cuda_graph_{key}_{name}")) is not None}
-        if name == "decode":  # as older versions call them
+        if name == "decode":  # SGLang has flags without the name, too
             settings = {
                 key: value for key in keys if (value := options.get(f"cuda_graph_{key}")) is not None
             } | settings

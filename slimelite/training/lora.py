@@ -294,7 +294,7 @@ def peft_weights(hf: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def check_readable(hf: PreTrainedModel) -> None:
     """Raise ValueError if peft would not find the adapters of ``hf`` in their file: it renames what is in there as
-    transformers renames the weights of older files.
+    transformers renames the weights of files of an earlier layout.
     """
     renamings = [change for change in get_model_conversion_mapping(hf) if isinstance(change, WeightRenaming)]
     for name, _ in adapters(hf):
