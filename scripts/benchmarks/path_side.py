@@ -106,7 +106,7 @@ def carry(given: argparse.Namespace) -> dict[str, float]:
         MicroBatch(columns, np.arange(row, min(row + 4, len(sent))), shares=True)
     batched = time.process_time()
     at_end = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    parts = vars(table).values()
+    parts = [column for column in vars(table).values() if column is not None]
     own = sum(c.nbytes if isinstance(c, np.ndarray) else sum(map(len, filter(None, c))) for c in parts)
     manager.close()
     return {

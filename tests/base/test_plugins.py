@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts.lib.arithmetic import build_tokenizer
-from slimelite.rollout import filters, generate
+from slimelite.rollout import filters
 from slimelite.samples.sample import UNSTAMPED, Sample, Status
 from slimelite.slime import compat
 from slimelite.slime import functions as slime_functions
@@ -46,9 +46,6 @@ def plugin_file(tmp_path: Path) -> Path:
 def test_functions_of_packages_and_of_files(plugin_file: Path) -> None:
     assert load_function("slimelite.rollout.filters.check_all") is filters.check_all
     assert load_function("slimelite.rollout.filters:check_all") is filters.check_all
-    # as config.yaml of an earlier SFT or DPO run has it
-    for old in ("sft", "dpo"):
-        assert load_function(f"slimelite.rollout.{old}.generate_rollout") is generate.offline_rollout
     reward = load_function(f"{plugin_file}:reward")
     assert reward(None, None) == 42
     assert load_function(f"{plugin_file}:reward")(None, None) == 42  # loaded once
