@@ -17,6 +17,9 @@ from slimelite.arguments.sources import load_yaml, read_entry
 from slimelite.arguments.tasks import load_task
 from slimelite.arguments.vocabulary import Settings, known_tables
 
+# limit for a dataset's name: file names have at most 255 bytes and also contain the rollout's number
+NAME_BYTES = 200
+
 
 def seeks_best(args: Any) -> bool:
     """Whether the run looks for its best evaluation."""
@@ -60,6 +63,9 @@ class EvalDataset:
 
     def problems(self) -> Iterator[str]:
         """A message for each invalid setting, whichever flag or file it came from."""
+        if len(self.name.encode()) > NAME_BYTES:
+            name = f"{self.name[:40]}..."
+            yield f"eval dataset {name}: its files are called after it: a name of {NAME_BYTES} bytes or less"
         if re.search(r"/|-pass@|-stderr$|-truncated_ratio$|^(step|reward_errors)$", self.name):
             yield (
                 f"eval dataset {self.name}: eval/{self.name} would not be known as a score, as other metrics have "

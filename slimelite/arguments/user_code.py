@@ -100,6 +100,10 @@ def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Ori
     taken = [option for flag in flags for option in (flag.option, *flag.aliases)]
     if twice := {option for option in taken if taken.count(option) > 1}:
         raise ArgumentError([f"{', '.join(sorted(twice))}: two groups have this flag; call yours something else"])
+    own = {name for group in groups for name in all_flags(group)}
+    if reserved := own & {*dir(Args), *(field.name for field in dataclasses.fields(Args))}:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(reserved))
+        raise ArgumentError([f"{options}: the arguments have an attribute of this name; call yours something else"])
     if origins is None:
         places = [Origin.of(inspect.getsourcefile(g) or "", g.__module__, g.__qualname__) for g in groups]
         origins = Origins(files, tuple(places))

@@ -34,6 +34,7 @@ WANTED = {
     "float_type": "a number",
     "finite_number": "a finite number",
     "string_type": "text",
+    "string_unicode": "text",
     "bool_type": "true or false",
     "list_type": "a list",
     "dict_type": "an object",
@@ -43,10 +44,12 @@ WANTED = {
     "greater_than_equal": "at least {ge:g}",
     "less_than_equal": "at most {le:g}",
     "literal_error": "{expected}",
-    "union_tag_not_found": "an object with a type",
+    "union_tag_not_found": "an object with {discriminator}",
     "too_short": "a list of at least {min_length}",
     "must": "{wanted}",
 }
+# those that say that a value is of another type: of a value that may have several, all are named
+TYPES = {"int_type", "float_type", "string_type", "bool_type", "list_type", "dict_type"}
 
 
 class Body(BaseModel):
@@ -109,8 +112,10 @@ def _encodable(text: str) -> str:
 
 # text that UTF-8 can encode: see `is_text`
 Text = Annotated[str, AfterValidator(_encodable)]
-# a wrong one among a million is one error
-Ids = Annotated[list[int], Field(fail_fast=True)]
+L = TypeVar("L")
+# a list whose first wrong entry is the error: a million of them would take seconds to list
+FirstError = Annotated[L, Field(fail_fast=True)]
+Ids = FirstError[list[int]]
 
 
 def with_fields(fields: Mapping[str, tuple[Any, Any]]) -> Callable[[type[B]], type[B]]:
@@ -149,10 +154,13 @@ def checked(kind: type[B], body: Any) -> B:
         errors = error.errors(include_url=False)
         # of a value that may have several types, the error of the type that goes deepest says what is wrong
         first = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-        raise _refusal(max(first, key=lambda each: len(each["loc"])), body) from None
+        deepest = max(first, key=lambda each: len(each["loc"]))
+        place = _place(deepest, body)
+        types = [WANTED[each["type"]] for each in first if each["type"] in TYPES and _place(each, body) == place]
+        raise _refusal(deepest, body, " or ".join(dict.fromkeys(types)) if deepest["type"] in TYPES else "") from None
 
 
-def _refusal(error: ErrorDetails, body: object) -> RequestError:
+def _refusal(error: ErrorDetails, body: object, wanted: str) -> RequestError:
     kind, value, place = error["type"], error["input"], _place(error, body)
     if kind == "extra_forbidden":
         message = f"unknown parameter {place}: leave it out; /openapi.json has those that are read"
@@ -166,7 +174,7 @@ def _refusal(error: ErrorDetails, body: object) -> RequestError:
         of = error["ctx"]
         message = f"{place} is of {of['discriminator'].strip(chr(39))} {of['tag']!r:.60}, not {of['expected_tags']}"
         return RequestError(message, param=place)
-    wanted = WANTED[kind].format_map(error.get("ctx", {})) if kind in WANTED else error["msg"]
+    wanted = wanted or (WANTED[kind].format_map(error.get("ctx", {})) if kind in WANTED else error["msg"])
     return RequestError(f"{place} must be {wanted}, not {value!r:.60}", param=place)
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any
 
+import numpy as np
 from aiohttp import web
 from pydantic import Field
 
@@ -71,7 +72,17 @@ def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
     Raises:
         ValueError: a parameter is not supported, or has another type.
     """
-    return checked(Sampling, given).params(DEFAULTS)
+    plain = {name: _as_json(value) for name, value in given.items()}
+    return checked(Sampling, plain).params(DEFAULTS)
+
+
+def _as_json(value: object) -> object:
+    """A value of a plugin's dict, which may be a tuple or of numpy."""
+    if isinstance(value, (tuple, np.ndarray)):
+        value = list(value)
+    if isinstance(value, list):
+        return [_as_json(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 class GenerateServer(Server):

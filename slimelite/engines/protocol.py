@@ -149,8 +149,14 @@ class GenerateResult:
     output_ids: Listed[list[int]] = Listed(())
     log_probs: Listed[list[float]] = Listed(())
     weight_versions: Listed[list[int]] = Listed(())
-    finish_reason: FinishReason = "abort"
+    finish_reason: FinishReason = ""  # type: ignore[assignment]  # abort, where there are no tokens
     cached_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.finish_reason:
+            if self.length:
+                raise TypeError(f"the result of request {self.request_id} has tokens and no finish_reason")
+            self.finish_reason = "abort"
 
     @property
     def length(self) -> int:

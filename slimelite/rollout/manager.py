@@ -226,7 +226,7 @@ class RolloutManager:
         self._done = (done, total, note)
 
     def probe(self) -> SampleTable:
-        """See `slimelite.rollout.manager`."""
+        """See `probe` above."""
         engines, vocab_size = self._context.engines.engines, len(self._context.tokenizer)
         return self._thread.run(probe(engines, vocab_size, self.args.rollout_temperature))
 

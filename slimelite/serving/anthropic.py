@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from slimelite.base.http_body import Body, Shape, Text, must, unread, with_fields
+from slimelite.base.http_body import Body, FirstError, Shape, Text, must, unread, with_fields
 from slimelite.base.http_server import Answer, RequestError, sse
 from slimelite.engines.http_bodies import TEXTS, SampledBody, sampled
 from slimelite.engines.params import SamplingParams
@@ -42,7 +42,7 @@ class TextBlock(Shape):
 class ToolResult(Shape):
     type: Literal["tool_result"]
     tool_use_id: Any = None
-    content: str | list[TextBlock] = ""
+    content: str | FirstError[list[TextBlock]] = ""
 
 
 class ToolUse(Shape):
@@ -57,14 +57,20 @@ class Thinking(Shape):
     thinking: str
 
 
+UserBlock = Annotated[TextBlock | ToolResult, Field(discriminator="type")]
+AssistantBlock = Annotated[TextBlock | ToolUse | Thinking, Field(discriminator="type")]
+
+
 class UserMessage(Shape):
     role: Literal["user", "system"]
-    content: str | list[Annotated[TextBlock | ToolResult, Field(discriminator="type")]] | None = None
+    content: str | FirstError[list[UserBlock]] | None = None
 
 
 class AssistantMessage(Shape):
     role: Literal["assistant"]
-    content: str | list[Annotated[TextBlock | ToolUse | Thinking, Field(discriminator="type")]] | None = None
+    content: str | FirstError[list[Annotated[TextBlock | ToolUse | Thinking, Field(discriminator="type")]]] | None = (
+        None
+    )
 
 
 class Tool(Shape):
@@ -115,7 +121,7 @@ class ClearThinking(Shape):
 class ContextManagement(Shape):
     """Edits of a long history; here all of it stays."""
 
-    edits: list[ClearToolUses | ClearThinking] = Field(default_factory=list)
+    edits: FirstError[list[ClearToolUses | ClearThinking]] = Field(default_factory=list)
 
 
 @with_fields(unread(mcp_servers=[]))
@@ -123,9 +129,11 @@ class CountBody(Body):
     """``/v1/messages/count_tokens``."""
 
     model: Text = ""
-    messages: list[Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]] = Field(min_length=1)
-    system: str | list[TextBlock] = ""
-    tools: list[Tool] = Field(default_factory=list)
+    messages: list[Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]] = Field(
+        min_length=1, fail_fast=True
+    )
+    system: str | FirstError[list[TextBlock]] = ""
+    tools: FirstError[list[Tool]] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: ThinkingSwitch = ThinkingSwitch()
     output_config: OutputConfig = OutputConfig()

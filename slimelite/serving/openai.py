@@ -55,7 +55,7 @@ class Call(Shape):
 
 class ChatMessage(Shape):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: list[Call] = Field(default_factory=list)
+    tool_calls: list[Call] = Field(default_factory=list, fail_fast=True)
 
 
 class StreamOptions(Shape):
@@ -109,7 +109,7 @@ class ChatBody(CommonBody):
     """``/v1/chat/completions``."""
 
     messages: list[Annotated[dict[str, Any], Like(ChatMessage)]] = Field(min_length=1, fail_fast=True)
-    tools: list[Annotated[dict[str, Any], Like(Tool)]] = Field(default_factory=list)
+    tools: list[Annotated[dict[str, Any], Like(Tool)]] = Field(default_factory=list, fail_fast=True)
     tool_choice: Any = None
     response_format: ResponseFormat = ResponseFormat()
     logprobs: bool = False
@@ -128,6 +128,7 @@ class CompletionBody(CommonBody):
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     max_tokens: int | None = Field(None, ge=0)
+    max_completion_tokens: int | None = Field(None, ge=0)
 
     def prompts(self, chat_format: ChatFormat) -> list[list[int]]:
         """Each prompt as token ids."""
@@ -165,7 +166,9 @@ async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
 
 async def complete(model: Model, session: Session, body: CompletionBody) -> Answer:
     """``/v1/completions``."""
-    prompts, wanted = body.prompts(session.format), COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts = body.prompts(session.format)
+    limits = (body.max_completion_tokens, body.max_tokens, COMPLETION_TOKENS)
+    wanted = next(limit for limit in limits if limit is not None)
     if wanted == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     if len(prompts) * body.n > MOST_RESPONSES:

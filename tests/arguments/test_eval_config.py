@@ -93,6 +93,7 @@ def test_a_rule_of_its_own_beats_the_custom_reward(make: Make, config: Any) -> N
             (f"datasets: [{{name: {name}, path: p}}]", f"dataset {name}: eval/{name} would not be known as a score")
             for name in ("math/500", "step", "a-stderr", "a-pass@1")
         ),
+        (f"datasets: [{{name: {'n' * 300}, path: p}}]", "its files are called after it: a name of 200 bytes or less"),
         ("datasets: {a: {path: p}}\ndefaults: [temperature]", "defaults: is not a mapping of settings"),
         ("datasets: {a: {path: p}, a: {path: q}}", "line 1: a is there a second time"),
         ("", "is empty"),

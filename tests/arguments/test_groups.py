@@ -128,6 +128,17 @@ def test_two_groups_of_the_same_flag_name_the_clash() -> None:
         make_args(COMPLETE.split(), groups=[Again], machine=CPU)
 
 
+def test_a_flag_that_hides_an_attribute_of_the_arguments_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Hides:
+        """Hides."""
+
+        job: str | None = flag(None, "which job of the queue")
+
+    with pytest.raises(ArgumentError, match="--job: the arguments have an attribute of this name"):
+        make_args(COMPLETE.split(), groups=[Hides], machine=CPU)
+
+
 def test_every_group_stands_alone_with_defaults() -> None:
     assert len(groups_of(Args)) >= 15
     for group in groups_of(Args):

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from slimelite.engines.embedded import EmbeddedEngine
+from slimelite.engines.http_front import parse_sampling_params
 from slimelite.engines.in_process import HttpFront
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from tests.engines.contract import as_buckets
@@ -374,3 +376,17 @@ def test_other_machines_need_the_key_that_plugins_find_in_the_address(folder: Pa
         await engine.close()
 
     asyncio.run(work())
+
+
+def test_parameters_of_a_plugin_may_be_tuples_and_numbers_of_numpy() -> None:
+    plugin = {
+        "max_new_tokens": np.int64(4),
+        "stop": ("a", "b"),
+        "stop_token_ids": np.array([7, 8]),
+        "top_k": np.int32(3),
+    }
+    params = parse_sampling_params(plugin)
+    assert (params.max_new_tokens, params.stop, params.stop_token_ids, params.top_k) == (4, ("a", "b"), (7, 8), 3)
+    assert type(params.max_new_tokens) is int
+    with pytest.raises(ValueError, match="max_new_tokens must be an integer, not 'x'"):
+        parse_sampling_params({"max_new_tokens": "x"})

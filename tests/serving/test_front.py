@@ -413,6 +413,10 @@ def test_completions_of_texts_ids_and_several_with_streams(folder: Path, model: 
     async def scenario() -> None:
         async with engine_front(folder) as (ask, _):
             expected = tokenizer().decode(greedy(model, IDS, 12))
+            newer = {"temperature": 0, "ignore_eos": True, "max_completion_tokens": 12}  # it wins over the older name
+            for named in (newer, {**newer, "max_tokens": 3}):
+                _, whole = await ask("/v1/completions", {**named, "prompt": text})
+                assert whole["choices"][0]["text"] == expected
             for prompt in (text, [text], IDS, [IDS]):
                 _, whole = await ask("/v1/completions", {**body, "prompt": prompt})
                 assert whole["choices"][0]["text"] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from pydantic import ValidationError
 
 from slimelite.base.http_body import checked
 from slimelite.base.http_server import RequestError
@@ -91,8 +93,6 @@ DIALECTS: list[tuple[str, type, dict[str, Any]]] = [
 def test_every_parameter_of_a_dialect_reaches_the_engine(dialect: Any, kind: Any, rest: dict[str, Any]) -> None:
     for field, names in names_at(dialect).items():
         for name in names:
-            if (kind, name) == (CompletionBody, "max_completion_tokens"):
-                continue
             value = list(SET[field]) if isinstance(SET[field], tuple) else SET[field]
             found = checked(kind, {**rest, name: value}).params(SamplingParams(99))
             assert getattr(found, field) == SET[field], name
@@ -135,6 +135,9 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (MessagesBody, {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
      "messages[0].content[0].text must be text, not 5"),
     (MessagesBody, {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0] must be an object, not 5"),
+    (MessagesBody, {"messages": [{"content": "a"}]}, "messages[0] must be an object with 'role', not "),
+    (MessagesBody, {"messages": [{"role": "user", "content": {"a": 1}}]}, "messages[0].content must be text or a list"),
+    (CountBody, {"messages": [{"role": "user", "content": "a"}], "system": 5}, "system must be text or a list, not 5"),
     (CountBody, {"max_tokens": 5}, "unknown parameter max_tokens: leave it out"),
     (CountBody, {"tools": [{"type": "web_search", "name": "a"}]}, "tools[0].type must be 'custom', not 'web_search'"),
     (GenerateBody, {"sampling_params": {"n": 4}}, "sampling_params.n=4 is not supported: leave it out"),
@@ -177,3 +180,18 @@ def test_help_and_a_loop_without_a_server_import_no_pydantic() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "place"),
+    [
+        (ChatBody, {"messages": [{"role": "user", "content": "a"}], "tools": [{}] * 1000}, "tools[0].type is required"),
+        (MessagesBody, {"messages": [{"role": "robot"}] * 1000, "max_tokens": 9}, "messages[0] is of role 'robot'"),
+    ],
+)
+def test_the_first_wrong_entry_of_a_list_ends_its_check(kind: Any, body: dict[str, Any], place: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(place)) as caught:
+        checked(kind, body)
+    cause = caught.value.__context__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() < 5
