@@ -50,7 +50,7 @@ def names(file: Path) -> set[str]:
 def test_the_steps_of_slime_are_profiled_unless_others_are_named(
     tmp_path: Path, targets: list[Any], files: set[str]
 ) -> None:
-    # in a process of its own, as trainers are: in one of thousands of tests torch's profiler did not start once, and spun
+    # in a process of its own, as a trainer is: after thousands of tests torch's profiler once spun and did not start
     done = subprocess.run(
         [sys.executable, "-c", PROFILED, str(tmp_path), json.dumps(targets)],
         capture_output=True,
