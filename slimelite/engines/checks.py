@@ -143,8 +143,8 @@ def model_shapes(model_path: str) -> dict[str, tuple[int, ...]]:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(model_path))
-        held = as_filed(model, {**dict(model.named_parameters()), **saved_buffers(model)})
-    return {name: tuple(weight.shape) for name, weight in held.items()}
+        filed = as_filed(model, {**dict(model.named_parameters()), **saved_buffers(model)})
+    return {name: tuple(weight.shape) for name, weight in filed.items()}
 
 
 class WeightUpdate:

@@ -66,13 +66,13 @@ class AbortBody(Shape):
     abort_all: bool = False
 
 
-def parse_sampling_params(given: dict[str, Any]) -> SamplingParams:
+def parse_sampling_params(fields: dict[str, Any]) -> SamplingParams:
     """Convert SGLang's ``sampling_params`` JSON to `SamplingParams`.
 
     Raises:
         ValueError: a parameter is not supported, or has another type.
     """
-    plain = {name: _as_json(value) for name, value in given.items()}
+    plain = {name: _as_json(value) for name, value in fields.items()}
     return checked(Sampling, plain).params(DEFAULTS)
 
 

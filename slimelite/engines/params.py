@@ -35,7 +35,7 @@ def parameter(
         bounds: of flags and settings, as `slimelite.arguments.flags.flag` takes them.
         names: place -> its names there, where they are others.
     """
-    known = {**dict.fromkeys(own.split(), ()), **{place: tuple(said.split()) for place, said in names.items()}}
+    known = {**dict.fromkeys(own.split(), ()), **{place: tuple(text.split()) for place, text in names.items()}}
     metadata = {"help": help, "truncates": truncates, "bounds": bounds or {}, "names": known}
     return field(default=default, metadata=metadata)
 

@@ -96,10 +96,10 @@ class DecodePlan:
 
     def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         with_mass = bool(self._sharing)
-        found = [part.attend(layer, query[part.rows], with_mass) for part in self._parts]
-        out = found[0][0] if len(found) == 1 else torch.cat([part for part, _ in found])
+        results = [part.attend(layer, query[part.rows], with_mass) for part in self._parts]
+        out = results[0][0] if len(results) == 1 else torch.cat([part for part, _ in results])
         if with_mass:
-            mass = torch.cat([part for _, part in found if part is not None])
+            mass = torch.cat([part for _, part in results if part is not None])
             for rows, level in self._sharing:
                 _add_shared(layer, rows, level, query, out, mass)
         return out.flatten(1)
@@ -178,12 +178,12 @@ class PrefillPlan:
                     before.append(piece.kv[layer, :, :, : past - piece.start])
                     keys, values = torch.cat((*(part[:, None] for part in before), torch.stack((keys, values))), 3)
                 if not past and self._blocks:
-                    found = causal_attention(queries, keys, values)
+                    attended = causal_attention(queries, keys, values)
                 else:
-                    found = F.scaled_dot_product_attention(
+                    attended = F.scaled_dot_product_attention(
                         queries, keys, values, batch[0][2], is_causal=not past, enable_gqa=True
                     )
-                out[first:last] = found.transpose(1, 2).flatten(0, 1)
+                out[first:last] = attended.transpose(1, 2).flatten(0, 1)
                 first = last
         return out.flatten(1)
 

@@ -116,7 +116,7 @@ class EmbeddedEngine(InProcessEngine):
         self._seeds = np.random.default_rng(seed)
         # tags of memory that is released: no step runs until all is back; only the worker thread touches this set
         self._released: set[str] = set()
-        self._asked = Gathered(self._accept_scorings)
+        self._scorings = Gathered(self._accept_scorings)
         self._worker.start()
 
     async def info(self) -> EngineInfo:
@@ -138,15 +138,15 @@ class EmbeddedEngine(InProcessEngine):
         check_score(input_ids, start, temperature, top, self._vocab_size, self._max_context_len)
         scoring = Scoring(list(input_ids), start, float(temperature), top)
         scoring.future.set_running_or_notify_cancel()
-        self._asked.add(scoring)
+        self._scorings.add(scoring)
         return await asyncio.wrap_future(scoring.future)
 
-    def _accept_scorings(self, asked: list[Scoring]) -> None:
+    def _accept_scorings(self, scorings: list[Scoring]) -> None:
         """Submit the calls of `score` of one turn of an event loop, those that begin alike together."""
         try:
-            self._post(lambda: self._scheduler.scoring.extend(together(asked)))
+            self._post(lambda: self._scheduler.scoring.extend(together(scorings)))
         except RuntimeError as error:
-            for scoring in asked:
+            for scoring in scorings:
                 scoring.future.set_exception(error)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
@@ -230,10 +230,10 @@ def build(setup: EngineSetup, codec: Codec) -> InProcessEngine:
 
 def read_eos_ids(model_path: str, config: PretrainedConfig) -> set[int]:
     """Tokens that end a response, from generation_config.json and config.json."""
-    found = [config.eos_token_id]
+    declared = [config.eos_token_id]
     if not Path(model_path).is_dir() or (Path(model_path) / "generation_config.json").is_file():
-        found.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
-    return {t for ids in found for t in (ids if isinstance(ids, list) else [ids]) if t is not None}
+        declared.append(GenerationConfig.from_pretrained(model_path).eos_token_id)
+    return {t for ids in declared for t in (ids if isinstance(ids, list) else [ids]) if t is not None}
 
 
 def default_cache_tokens(shape: DecoderShape, device: torch.device, dtype: torch.dtype) -> int:

@@ -115,8 +115,8 @@ class Linear:
         if not self._packs:
             return F.linear(x, self.weight, self.bias)
         self._repack()
-        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return found
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return product
 
     def added_to(self, before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """``before`` [T, out], which may be overwritten, plus the product with ``x`` [T, in].

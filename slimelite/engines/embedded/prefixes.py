@@ -29,12 +29,12 @@ class Node:
 
     def path(self) -> list[Node]:
         """The nodes from the root's child to this one."""
-        found: list[Node] = []
+        nodes: list[Node] = []
         node = self
         while node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
     def at(self, layer: int) -> torch.Tensor:
         """Keys and values of a layer [2, kv heads, end - start, head dim], wherever they are."""

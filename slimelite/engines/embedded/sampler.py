@@ -189,23 +189,23 @@ class Scoring:
     def read(self, decoder: Decoder, hidden: torch.Tensor) -> Scores:
         """What was wanted, from the ``hidden`` states of the tokens before each of ``tokens[start:]``."""
         rows = max(1, SCORE_ELEMENTS // len(decoder.weights.head.weight))
-        found, wanted = Scores([], []), torch.tensor(self.tokens[self.start :], device=hidden.device)
+        scores, wanted = Scores([], []), torch.tensor(self.tokens[self.start :], device=hidden.device)
         for states, targets in zip(hidden.split(rows), wanted.split(rows), strict=True):
             log_probs = (decoder.logits(states) / self.temperature).log_softmax(-1)
-            found.log_probs.extend(log_probs.gather(-1, targets[:, None])[:, 0].tolist())
+            scores.log_probs.extend(log_probs.gather(-1, targets[:, None])[:, 0].tolist())
             best, ids = log_probs.topk(min(self.top, log_probs.shape[-1]))
-            found.top.extend(list(zip(*row, strict=True)) for row in zip(ids.tolist(), best.tolist(), strict=True))
-        if not np.isfinite(found.log_probs).all():
+            scores.top.extend(list(zip(*row, strict=True)) for row in zip(ids.tolist(), best.tolist(), strict=True))
+        if not np.isfinite(scores.log_probs).all():
             raise RuntimeError(NOT_FINITE)
-        return found
+        return scores
 
 
 def together(scorings: Iterable[Scoring]) -> list[list[Scoring]]:
     """Those that go on from the same tokens, such as the choices of a question, in one list."""
-    found: dict[tuple[int, ...], list[Scoring]] = {}
+    by_start: dict[tuple[int, ...], list[Scoring]] = {}
     for scoring in scorings:
-        found.setdefault(tuple(scoring.tokens[: scoring.start]), []).append(scoring)
-    return list(found.values())
+        by_start.setdefault(tuple(scoring.tokens[: scoring.start]), []).append(scoring)
+    return list(by_start.values())
 
 
 def compute(group: Sequence[Scoring], decoder: Decoder) -> list[Scores]:

@@ -271,13 +271,13 @@ class SglangEngine(Engine):
         """Generate the whole response; send the rest again after a weight update or a lost connection."""
         running = self._running[request.request_id]
         result = GenerateResult(request.request_id)
-        failures = told = 0
+        failures = sent = 0
         while not running.aborted:
             if self._released:
                 await asyncio.sleep(POLL_S)
                 continue
             if result.output_ids and request.params.json_schema is not None:  # its grammar begins with the first token
-                if told:
+                if sent:
                     raise RuntimeError(
                         f"request {request.request_id}: interrupted, and a response in JSON cannot go on"
                     )
@@ -290,9 +290,9 @@ class SglangEngine(Engine):
                 async with aclosing(self._answers(body, streams=on_tokens is not None)) as answers:
                     async for answer in answers:
                         result = self._longer(request, before, answer)
-                        if on_tokens is not None and told < len(result.output_ids):
-                            on_tokens(result.output_ids[told:], result.log_probs[told:])
-                            told = len(result.output_ids)
+                        if on_tokens is not None and sent < len(result.output_ids):
+                            on_tokens(result.output_ids[sent:], result.log_probs[sent:])
+                            sent = len(result.output_ids)
                         if result.finish_reason == "stop":
                             break
             except NoAnswer as error:  # retried here, under a new id: the server may still have the old one

@@ -64,9 +64,9 @@ class AdapterFront:
         body = await request.read()
         if request.path in SAMPLING:
             with suppress(ValueError):  # the server says what is wrong with it
-                found = json.loads(body)
-                if isinstance(found, dict) and found.get("lora_path") is None:
-                    body = json.dumps({**found, "lora_path": ADAPTER}).encode()
+                sent = json.loads(body)
+                if isinstance(sent, dict) and sent.get("lora_path") is None:
+                    body = json.dumps({**sent, "lora_path": ADAPTER}).encode()
         response: web.StreamResponse | None = None
         try:
             async with self._session.request(
@@ -83,11 +83,11 @@ class AdapterFront:
                 await response.write_eof()
                 return response
         except (aiohttp.ClientError, TimeoutError) as error:
-            said = f"{self._target}{request.path} does not answer: {str(error) or type(error).__name__}"
+            problem = f"{self._target}{request.path} does not answer: {str(error) or type(error).__name__}"
             if response is None:
-                return web.json_response({"error": {"message": said}}, status=502)
+                return web.json_response({"error": {"message": problem}}, status=502)
             if request.transport is not None:  # None: it is the client that has left
                 # the status is sent already; a connection that breaks off says that the answer is not whole
-                logger.warning("%s", said)
+                logger.warning("%s", problem)
                 request.transport.abort()
             return response
