@@ -30,7 +30,7 @@ ON_LOOPBACK = "127.0.0.1,localhost"
 @dataclass(frozen=True)
 class Ended:
     """How a program ended. ``status``: its exit status, below 0 for a signal, None if it took too long; the ends of its
-    ``output`` and ``errors``; ``seconds``: without the time for which it was held.
+    ``output`` and ``errors``; ``seconds``: without the time for which it was paused.
     """
 
     status: int | None
@@ -66,7 +66,7 @@ class Programs:
     Args:
         command: with its arguments; no shell reads it.
         at_once: most programs that run at the same time; others wait.
-        seconds: for one program, without the time for which it is held.
+        seconds: for one program, without the time for which it is paused.
         folder: gets ``programs.log``.
     """
 
@@ -79,7 +79,7 @@ class Programs:
     async def run(self, row: Mapping[str, object], variables: Mapping[str, str], pause: Callable[[], float]) -> Ended:
         """Run the program with ``row`` as a line of JSON on stdin; when this returns, its process group is gone.
 
-        ``pause``: seconds for which the program was held so far.
+        ``pause``: seconds for which the program was paused so far.
 
         Raises:
             OSError: it cannot be started.

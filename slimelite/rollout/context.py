@@ -20,7 +20,7 @@ from slimelite.data.tokenizer import stop_token_ids
 from slimelite.environments.hosts import Host
 from slimelite.environments.program import Programs
 from slimelite.rollout.pool import EnginePool
-from slimelite.rollout.sessions import Home, PooledSessions
+from slimelite.rollout.sessions import AgentState, PooledSessions
 from slimelite.rollout.teacher import Teacher
 from slimelite.samples.sample import Generated, Sample
 from slimelite.serving.format import ChatFormat
@@ -139,7 +139,7 @@ class RolloutContext:
     # scores training samples (--opd-type sglang); None: there is no teacher server
     teacher: Teacher | None = None
     # session id of a sample that a generate function works on -> the engine of its group, and its clock
-    homes: dict[str, Home] = field(default_factory=dict)
+    states: dict[str, AgentState] = field(default_factory=dict)
     # the sessions of agents, once one has asked for them
     agents: PooledSessions | None = None
     # opens the environments of --environment
@@ -170,7 +170,7 @@ class RolloutContext:
                 reasoning_parser=args.reasoning_parser,
                 end_ids=stop_token_ids(str(args.tokenizer), self.tokenizer),
             )
-            self.agents = PooledSessions(chat_format, self.engines, self.homes, limit, args.rollout_seed)
+            self.agents = PooledSessions(chat_format, self.engines, self.states, limit, args.rollout_seed)
         return self.agents
 
     async def front(self) -> str:

@@ -86,8 +86,8 @@ async def run(
     stream = "evaluation" if evaluation else "training"
     row = row_of(sample, stream_seed(args.rollout_seed, stream, sample.group_index))
     try:
-        home = context.homes[str(sample.session_id)]
-        ended = await context.programs.run(vars(row), variables, lambda: home.held)
+        state = context.states[str(sample.session_id)]
+        ended = await context.programs.run(vars(row), variables, lambda: state.paused)
     finally:
         sessions.close(session.id)
     failure = _failure(ended, session)

@@ -98,9 +98,9 @@ async def _evaluate(
     )
 
     async def generate(part: list[list[Sample]]) -> list[Outcome]:
-        found = await generator.generate(part)
+        outcomes = await generator.generate(part)
         count(dataset.name, len(part))
-        return found
+        return outcomes
 
     parts = await asyncio.gather(*(generate(part) for part in generator.parts(groups)))
     outcomes = [outcome for part in parts for outcome in part]
@@ -129,8 +129,8 @@ async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> S
     context, metadata, start = args.rollout_context, sample.metadata, len(sample.tokens)
     choices: list[str] = metadata["choices"]
     texts = [f"{sample.prompt}{metadata['delimiter']}{choice}" for choice in choices]
-    asked, *encoded = context.tokenizer([sample.prompt, *texts], add_special_tokens=False)["input_ids"]
-    answers = [ids[len(asked) :] for ids in encoded]
+    prompt_ids, *encoded = context.tokenizer([sample.prompt, *texts], add_special_tokens=False)["input_ids"]
+    answers = [ids[len(prompt_ids) :] for ids in encoded]
     if not all(answers):
         raise ValueError(f"a choice of {choices!r:.200} adds no token to the prompt")
     engines = context.engines

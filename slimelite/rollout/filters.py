@@ -54,16 +54,15 @@ def verdict(output: bool | DynamicFilterOutput, name: str = "the filter") -> Dyn
     Raises:
         ValueError: the value is anything else, such as the text "no", which is true in Python; names the filter.
     """
-    said: Any = getattr(output, "keep", output)
-    said = said.item() if getattr(said, "shape", None) == () else said
-    if not isinstance(said, bool | int) or said not in (0, 1):
+    keep: Any = getattr(output, "keep", output)
+    keep = keep.item() if getattr(keep, "shape", None) == () else keep
+    if not isinstance(keep, bool | int) or keep not in (0, 1):
         raise ValueError(
             f"{name} returned {output!r:.100}; a filter returns True to keep the group, False to drop it, or a "
             "DynamicFilterOutput(keep, reason)"
         )
-    keep = bool(said)
     reason = None if keep else getattr(output, "reason", None) or "filter"
-    return DynamicFilterOutput(keep, reason, bool(getattr(output, "keep_when_insufficient", False)))
+    return DynamicFilterOutput(bool(keep), reason, bool(getattr(output, "keep_when_insufficient", False)))
 
 
 def rollout_rewards(samples: Sequence[Sample], reward_key: str | None) -> list[float]:

@@ -26,7 +26,7 @@ from slimelite.rollout.context import PluginArgs, RolloutFnEvalOutput, RolloutFn
 from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
 from slimelite.rollout.groups import GroupGenerator, is_finished, restart, without_dropped
-from slimelite.rollout.sessions import Outcome, Parked, PooledSessions
+from slimelite.rollout.sessions import Outcome, PooledSessions, WaitingGroup
 from slimelite.samples.sample import Sample
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Collection:
         """
         await self.context.engines.refresh()
         if self.context.agents is not None:
-            self.context.agents.let_go()
+            self.context.agents.admit()
         try:
             fresh = self._take(self.target)
             # over-sample only what is missing; otherwise every second rollout would consist of surplus groups alone
@@ -164,10 +164,10 @@ class Collection:
         for samples in groups:
             limit = self.args.max_weight_staleness
             age = max((version - int(v.min()) for s in samples if len(v := s.trained_versions)), default=0)
-            parked = self._parked(samples, version)
-            if parked is not None:
+            waiting = self._waiting(samples, version)
+            if waiting is not None:
                 self.counts["resumed_groups"] += 1
-                self._go_on(parked)
+                self._go_on(waiting)
                 continue
             if limit is not None and age > limit:
                 self.counts["stale_groups"] += 1
@@ -192,24 +192,24 @@ class Collection:
         for part in self.generator.parts(groups):
             self.tasks[asyncio.create_task(self.generator.generate(part))] = part
 
-    def _parked(self, samples: list[Sample], version: int) -> Parked | None:
+    def _waiting(self, samples: list[Sample], version: int) -> WaitingGroup | None:
         """The group of an agent that waits since an earlier rollout; one with tokens that are too old is ended."""
         agents, limit = self.context.agents, self.args.max_weight_staleness
-        parked = agents.parked.pop(samples[0].group_index, None) if agents is not None else None
-        if agents is None or parked is None or limit is None:
-            return parked
+        waiting = agents.waiting.pop(samples[0].group_index, None) if agents is not None else None
+        if agents is None or waiting is None or limit is None:
+            return waiting
         versions = [v for s in agents.of(map(self.generator.session_id, samples)) for v in s.weight_versions]
         if version - min(versions, default=version) <= limit:
-            return parked
+            return waiting
         self.counts["stale_groups"] += 1
-        parked.cancel()
+        waiting.cancel()
         return None
 
-    def _go_on(self, parked: Parked) -> None:
-        parked.go_on(self.rollout_id, self.generator.generated)
+    def _go_on(self, waiting: WaitingGroup) -> None:
+        waiting.go_on(self.rollout_id, self.generator.generated)
         self.in_flight += 1
-        self.tasks[parked.task] = [parked.group]
-        self.context.sessions().go_on([self.generator.session_id(sample) for sample in parked.group])
+        self.tasks[waiting.task] = [waiting.group]
+        self.context.sessions().resume([self.generator.session_id(sample) for sample in waiting.group])
 
     async def _done(self, when: str, timeout: float | None = None) -> list[Outcome]:
         """Wait, then return the groups that are done, in submission order."""
@@ -271,7 +271,7 @@ class Collection:
         self.generator.stopping = True
         agents = self.context.agents
         if agents is not None:
-            agents.hold(f"{self.generator.stream}-")
+            agents.pause(f"{self.generator.stream}-")
         unfinished = []
         deadline = time.monotonic() + STOP_SECONDS
         while (self.tasks or (agents is not None and agents.running)) and time.monotonic() < deadline:
@@ -299,7 +299,7 @@ class Collection:
         return unfinished
 
     async def _leave(self, agents: PooledSessions | None) -> list[list[Sample]]:
-        """Take the groups of agents out of the tasks, parked or else cancelled; returns them as they were submitted."""
+        """Take the groups of agents out of the tasks, to wait or be cancelled; returns them as they were submitted."""
         if agents is None:
             return []
         left = []
@@ -311,7 +311,7 @@ class Collection:
             del self.tasks[task]
             left += part
             if self.args.partial_rollout and len(part) == 1:
-                agents.parked[part[0][0].group_index] = Parked(task, part[0], self.generator.go_on)
+                agents.waiting[part[0][0].group_index] = WaitingGroup(task, part[0], self.generator.go_on)
             else:
                 task.cancel()
                 ended.append(task)

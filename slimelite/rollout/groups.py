@@ -22,7 +22,7 @@ from slimelite.engines.protocol import GenerateRequest, GenerateResult, Sampling
 from slimelite.rewards.grader import RewardError, route_of
 from slimelite.rollout.context import Plugin, PluginArgs, RolloutContext, flatten
 from slimelite.rollout.pool import IS_GONE
-from slimelite.rollout.sessions import Home, Outcome
+from slimelite.rollout.sessions import AgentState, Outcome
 from slimelite.samples.sample import FINISH_STATUS, UNSTAMPED, Generated, Sample, Status
 from slimelite.serving.sessions import stream_seed
 from slimelite.slime.plugins import load_function
@@ -42,8 +42,8 @@ def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
     for unknown in ("seed", "ignore_eos"):  # slime names the seed sampling_seed and passes no ignore_eos
         del values[unknown]
-    given = {} if seed is None else {"sampling_seed": seed}
-    return {**values, "no_stop_trim": True, "spaces_between_special_tokens": False, **given}
+    seeded = {} if seed is None else {"sampling_seed": seed}
+    return {**values, "no_stop_trim": True, "spaces_between_special_tokens": False, **seeded}
 
 
 def remaining_params(sample: Sample, params: SamplingParams, max_context_len: int, seed: int | None) -> SamplingParams:
@@ -150,7 +150,7 @@ class GroupGenerator:
     cached_tokens: int = field(default=0, init=False)
     retries: int = field(default=0, init=False)
     generated: list[Generated] = field(default_factory=list, init=False)
-    _told: set[type[Exception]] = field(default_factory=set, init=False)
+    _logged: set[type[Exception]] = field(default_factory=set, init=False)
     _turns: defaultdict[int, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock), init=False)
     _hooks: list[Plugin] = field(init=False)
     _request_numbers: Iterator[int] = field(default_factory=count, init=False)
@@ -221,8 +221,8 @@ class GroupGenerator:
 
     def _tell(self, error: Exception, what: str, *, plugin: bool) -> None:
         """Log an error, with the traceback of the plugin if one raised it; only the first of its type is a warning."""
-        level = logging.INFO if type(error) in self._told else logging.WARNING
-        self._told.add(type(error))
+        level = logging.INFO if type(error) in self._logged else logging.WARNING
+        self._logged.add(type(error))
         logger.log(level, "%s: %s", what, own_traceback(error) if plugin else repr(error))
 
     async def _ask_engine(self, samples: list[Sample], engine: int) -> Exception | None:
@@ -240,7 +240,7 @@ class GroupGenerator:
     async def _sample(self, samples: list[Sample], engine: int) -> None:
         info = self.context.engines.infos[engine]
         longest = min(info.max_context_len, self.max_context_len or info.max_context_len)
-        asked: list[Sample] = []
+        unfinished: list[Sample] = []
         requests: list[GenerateRequest] = []
         for sample in samples:
             if sample.status in FINISHED:
@@ -249,7 +249,7 @@ class GroupGenerator:
             if params.max_new_tokens <= 0:
                 sample.status = Status.TRUNCATED
                 continue
-            asked.append(sample)
+            unfinished.append(sample)
             requests.append(self._request(sample, params))
         results = await self.context.engines.generate(engine, requests)
         self.requests += len(requests)
@@ -257,7 +257,7 @@ class GroupGenerator:
         self.cached_tokens += sum(r.cached_tokens for r in results)
         self.generated += [Generated(r.length, r.length) for r in results]
         if self.context.args.partial_rollout or all(r.finish_reason != "abort" for r in results):
-            for sample, result in zip(asked, results, strict=True):
+            for sample, result in zip(unfinished, results, strict=True):
                 add_result(sample, result, self.context.tokenizer, self.params.skip_special_tokens)
 
     def _request(self, sample: Sample, params: SamplingParams) -> GenerateRequest:
@@ -291,26 +291,26 @@ class GroupGenerator:
         self, function: Plugin, args: PluginArgs, sample: Sample, engine: int
     ) -> list[Sample] | Exception:
         session_id = self.session_id(sample)
-        home = self.context.homes[session_id] = Home(engine)
+        state = self.context.states[session_id] = AgentState(engine)
         # the engines live on the rollout's event loop, and the plugin's may be another
         IS_GONE.set(lambda: self.context.thread.result(self.context.engines.is_gone(engine)))
         try:
-            return await self._call(function, args, sample, home)
+            return await self._call(function, args, sample, state)
         except (PluginError, RewardError):
             raise  # these end the run
         except Exception as error:
             return error
         finally:
-            self.context.homes.pop(session_id, None)
+            self.context.states.pop(session_id, None)
 
-    async def _call(self, function: Plugin, args: PluginArgs, sample: Sample, home: Home) -> list[Sample]:
+    async def _call(self, function: Plugin, args: PluginArgs, sample: Sample, state: AgentState) -> list[Sample]:
         # several requests with one seed draw the same numbers: only deterministic mode passes a seed, as in slime
         seed = self._seed(sample) if self.context.args.deterministic_mode else None
-        given = Sample.from_dict(sample.to_dict())  # a failing plugin must not change the original
-        given.session_id = self.session_id(sample)
+        copied = Sample.from_dict(sample.to_dict())  # a failing plugin must not change the original
+        copied.session_id = self.session_id(sample)
         extra = {"evaluation": self.evaluation} if "evaluation" in inspect.signature(function).parameters else {}
-        answer = function(args, given, slime_params(self.params, seed), **extra)
-        returned = await self._within(self.context.args.generate_timeout, answer, home)
+        answer = function(args, copied, slime_params(self.params, seed), **extra)
+        returned = await self._within(self.context.args.generate_timeout, answer, state)
         made = flatten([returned])
         if not made:
             raise ValueError("the custom generate function returned no sample")
@@ -326,14 +326,14 @@ class GroupGenerator:
             return made if self.context.args.partial_rollout and isinstance(returned, Sample) else [sample]
         return made
 
-    async def _within(self, seconds: float, answer: Awaitable[object], home: Home) -> object:
+    async def _within(self, seconds: float, answer: Awaitable[object], state: AgentState) -> object:
         """The answer, or TimeoutError; unlike `asyncio.wait_for` it returns even if the coroutine ignores cancellation.
 
-        Time for which the agent is held does not count.
+        Time for which the agent is paused does not count.
         """
         task, end = asyncio.ensure_future(answer), time.monotonic() + seconds
         try:
-            while not (done := task.done()) and (left := end + home.held - time.monotonic()) > 0:
+            while not (done := task.done()) and (left := end + state.paused - time.monotonic()) > 0:
                 await asyncio.wait([task], timeout=left)
         finally:
             task.cancel()  # does nothing if the task is done

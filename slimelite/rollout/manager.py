@@ -143,10 +143,10 @@ class RolloutManager:
                 rollout does not exist.
         """
         self._note(0, 0, "")
-        found = self._scored(rollout_id)
+        output = self._scored(rollout_id)
         if not self.args.job.local:  # a process of its own, which has no other use for the memory of the samples
             return_freed_memory(above=SAMPLES_BYTES)
-        return found
+        return output
 
     def _scored(self, rollout_id: int) -> RolloutOutput:
         started = time.monotonic()
@@ -166,8 +166,8 @@ class RolloutManager:
         self._save(table, rollout_id)
         if self._log and self._log(rollout_id, self._plugin_args(), samples, metrics, seconds):
             return RolloutOutput(table, {})
-        found = self._metrics(output, table, reward_key, version, seconds)
-        return RolloutOutput(table, {**found, **table_metrics(table), **metrics})
+        sampled = self._metrics(output, table, reward_key, version, seconds)
+        return RolloutOutput(table, {**sampled, **table_metrics(table), **metrics})
 
     def _generated(self, rollout_id: int) -> RolloutFnTrainOutput:
         """The rollout function's result; checks that a sample has a reward, and gives each token a weight version."""

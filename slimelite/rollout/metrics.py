@@ -114,7 +114,7 @@ def component_means(table: SampleTable) -> dict[str, float]:
         for name, value in row.items():
             values.setdefault(name, []).append(value)
             rollouts.setdefault(name, []).append(rollout)
-    return {f"reward/{name}": mean_of_rollouts(found, rollouts[name]) for name, found in values.items()}
+    return {f"reward/{name}": mean_of_rollouts(numbers, rollouts[name]) for name, numbers in values.items()}
 
 
 def mean_of_rollouts(values: Sequence[float], rollout_ids: Iterable[int | None]) -> float:

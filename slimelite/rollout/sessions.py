@@ -1,10 +1,10 @@
 """Sessions of agents on the engines of a run, and what becomes of them when a rollout ends.
 
-An agent may be a program that knows nothing of rollouts. At the end of one, its session is *held*: the reply under way
-is aborted, and it waits. Under ``--partial-rollout`` the group is parked: its coroutine stays as it is, its prompt goes
-back to the data source as an unfinished one does, and when the source hands it out again the group goes on, with the
-tokens it has, under the weights of then. The agent sees a long wait. A run that resumes from a checkpoint has no parked
-groups, and begins these anew.
+An agent may be a program that knows nothing of rollouts. At the end of one, its session is *paused*: the reply under
+way is aborted, and it waits. Under ``--partial-rollout`` the group waits too: its coroutine stays as it is, and its
+prompt goes back to the data source as an unfinished one does. When the source hands the prompt out again, the group
+goes on with the tokens that it has, under the weights of then. The agent sees a long wait. A run that resumes from a
+checkpoint has no waiting groups, and begins these anew.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ATTEMPTS = 3
 
 
 @dataclass(slots=True)
-class Home:
+class AgentState:
     """Where an agent's requests go: the ``engine`` that its group's room is reserved on; and its clock.
 
-    ``since``: since when the agent is held [s, monotonic]; None: it is not. ``before``: seconds of earlier holds.
+    ``since``: since when the agent is paused [s, monotonic]; None: it is not. ``before``: seconds of earlier pauses.
     """
 
     engine: int
@@ -38,13 +38,13 @@ class Home:
     before: float = 0.0
 
     @property
-    def held(self) -> float:
-        """Seconds for which the agent was held so far; limits on its time do not count them."""
+    def paused(self) -> float:
+        """Seconds for which the agent was paused so far; limits on its time do not count them."""
         return self.before + (0.0 if self.since is None else time.monotonic() - self.since)
 
 
 @dataclass(slots=True)
-class Parked:
+class WaitingGroup:
     """A ``group`` that waits for the next rollout: the task that generates it, and its `GroupGenerator.go_on`."""
 
     task: asyncio.Task[list[Outcome]]
@@ -60,18 +60,18 @@ class Parked:
 class PooledSessions(Sessions):
     """The sessions of a run; the ids of one sample's are its ``session_id``, alone or with a dot and a name after it.
 
-    ``homes``: session id of a sample that an agent works on -> its `Home`.
-    ``parked``: group index -> a group that waits for the next rollout.
+    ``states``: session id of a sample that an agent works on -> its `AgentState`.
+    ``waiting``: group index -> a group that waits for the next rollout.
     """
 
     def __init__(
-        self, chat_format: ChatFormat, pool: EnginePool, homes: Mapping[str, Home], max_context_len: int, seed: int
+        self, chat_format: ChatFormat, pool: EnginePool, states: Mapping[str, AgentState], limit: int, seed: int
     ) -> None:
-        super().__init__(chat_format, self._sample, max_context_len)
-        self.homes = homes
-        self.parked: dict[int | None, Parked] = {}
+        super().__init__(chat_format, self._sample, limit)
+        self.states = states
+        self.waiting: dict[int | None, WaitingGroup] = {}
         self._pool, self._seed = pool, seed
-        self._held: str | None = None
+        self._paused: str | None = None
 
     def open(
         self, session_id: str | None = None, *, defaults: SamplingParams | None = None, seed: int | None = None
@@ -80,7 +80,7 @@ class PooledSessions(Sessions):
         if seed is None and session_id is not None:
             seed = stream_seed(self._seed, session_id)
         session = super().open(session_id, defaults=defaults, seed=seed)
-        if self._held is not None and session.id.startswith(self._held):
+        if self._paused is not None and session.id.startswith(self._paused):
             session.pause()
         return session
 
@@ -89,41 +89,41 @@ class PooledSessions(Sessions):
         wanted = set(ids)
         return (session for name, session in self._open.items() if not wanted.isdisjoint(_owners(name)))
 
-    def hold(self, prefix: str) -> None:
+    def pause(self, prefix: str) -> None:
         """Pause the sessions whose ids begin with ``prefix``, also those that are opened from now on, and the clocks of
         their agents.
         """
-        self._held = prefix
+        self._paused = prefix
         for session in self._open.values():
             if session.id.startswith(prefix):
                 session.pause()
-        for name, home in self.homes.items():
-            if name.startswith(prefix) and home.since is None:
-                home.since = time.monotonic()
+        for name, state in self.states.items():
+            if name.startswith(prefix) and state.since is None:
+                state.since = time.monotonic()
 
-    def let_go(self) -> None:
-        """End `hold` for sessions that are opened from now on; others wait for `go_on`."""
-        self._held = None
+    def admit(self) -> None:
+        """End `pause` for sessions that are opened from now on; others wait for `resume`."""
+        self._paused = None
 
-    def go_on(self, ids: Sequence[str]) -> None:
-        """End `hold` for the agents of samples with these session ids."""
-        for home in (self.homes[name] for name in ids if name in self.homes):
-            home.before, home.since = home.held, None
+    def resume(self, ids: Sequence[str]) -> None:
+        """End `pause` for the agents of samples with these session ids."""
+        for state in (self.states[name] for name in ids if name in self.states):
+            state.before, state.since = state.paused, None
         for session in self.of(ids):
             session.resume()
 
     @property
     def running(self) -> bool:
-        """Whether a held session has a request on an engine."""
-        return any(s.running for s in self._open.values() if self._held is not None and s.id.startswith(self._held))
+        """Whether a paused session has a request on an engine."""
+        return any(s.running for s in self._open.values() if self._paused is not None and s.id.startswith(self._paused))
 
     async def _sample(self, request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
         """Ask the engine of the session's sample, or another one when that is gone."""
         assert request.prefix_key is not None
-        home = next((self.homes[name].engine for name in _owners(request.prefix_key) if name in self.homes), None)
+        own = next((self.states[name].engine for name in _owners(request.prefix_key) if name in self.states), None)
         tries = 0
         while True:
-            engine = await self._pool.usable(home)
+            engine = await self._pool.usable(own)
             tries += 1
             try:
                 (result,) = await self._pool.generate(engine, [request], on_tokens)

@@ -20,7 +20,7 @@ from slimelite.engines.http_bodies import TEXTS, SampledBody, sampled
 from slimelite.engines.params import SamplingParams
 from slimelite.serving.format import ChatFormat, Message
 from slimelite.serving.openai import checked_messages, shown_tools
-from slimelite.serving.replies import Asked, Model, Part, parts
+from slimelite.serving.replies import Model, Part, PlannedTurn, parts
 from slimelite.serving.sessions import Session, Turn
 
 # the variable by which Qwen3's, GLM's and others' templates let a model think
@@ -161,12 +161,12 @@ async def messages(model: Model, session: Session, body: MessagesBody) -> Answer
     conversation = _conversation(body)
     turn = session.turn(*conversation, _template_kwargs(body, session.format), one_call=one)
     _check_clears(body, conversation[0], len(turn.prompt_ids))
-    asked = turn, body.params(session.defaults)
+    planned = turn, body.params(session.defaults)
     head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model.name}
     if body.stream:
-        return _stream(head, session, asked)
-    (part,) = [part async for part in parts(session, [asked], stream=False)]
-    return {**head, "content": _blocks(part), **_end(*asked), "usage": _usage(turn)}
+        return _stream(head, session, planned)
+    (part,) = [part async for part in parts(session, [planned], stream=False)]
+    return {**head, "content": _blocks(part), **_end(*planned), "usage": _usage(turn)}
 
 
 async def count_tokens(model: Model, session: Session, body: CountBody) -> Answer:  # noqa: ARG001
@@ -187,10 +187,10 @@ def error_body(error: Exception, status: int) -> dict[str, object]:
 
 def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] | None, list[str]]:
     """Messages and tools in OpenAI's form, and of which tools one must be called."""
-    said: list[Message] = [{"role": "system", "content": _text(body.system)}] if body.system else []
+    conversation: list[Message] = [{"role": "system", "content": _text(body.system)}] if body.system else []
     for index, message in enumerate(body.messages):
-        said += checked_messages(_messages(message), index)
-    if said[-1]["role"] == "assistant":  # as newer models of theirs do; it would be a message of its own here
+        conversation += checked_messages(_messages(message), index)
+    if conversation[-1]["role"] == "assistant":  # as newer models of theirs do; it would be a message of its own here
         raise RequestError(f"messages[{index}]: the assistant's reply cannot be begun for it", param="messages")
     functions = [
         {"name": tool.name, "description": tool.description, "parameters": tool.input_schema} for tool in body.tools
@@ -198,7 +198,7 @@ def _conversation(body: CountBody) -> tuple[list[Message], list[dict[str, Any]] 
     choice = body.tool_choice
     named = {"type": "function", "function": {"name": choice.name}}
     wanted = {"tool": named, "any": "required"}.get(choice.type, choice.type)
-    return said, *shown_tools([{"type": "function", "function": function} for function in functions], wanted)
+    return conversation, *shown_tools([{"type": "function", "function": function} for function in functions], wanted)
 
 
 def _check_clears(body: CountBody, messages: list[Message], tokens: int) -> None:
@@ -234,11 +234,11 @@ def _messages(message: UserMessage | AssistantMessage) -> list[Message]:
     role, content = message.role, message.content
     if not isinstance(content, list):
         return [{"role": role, "content": content}]
-    found: list[Message] = []
+    messages: list[Message] = []
     own: Message = {"role": role, "content": None}
     for block in content:
         if isinstance(block, ToolResult):
-            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)})
         elif isinstance(block, ToolUse):
             function = {"name": block.name, "arguments": json.dumps(block.input)}
             own.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
@@ -246,8 +246,8 @@ def _messages(message: UserMessage | AssistantMessage) -> list[Message]:
             own["reasoning_content"] = block.thinking
     texts = [block for block in content if isinstance(block, TextBlock)]
     if texts or role == "assistant" or not content:
-        found.append({**own, "content": _text(texts)})
-    return found
+        messages.append({**own, "content": _text(texts)})
+    return messages
 
 
 def _text(content: str | list[TextBlock]) -> str:
@@ -271,8 +271,8 @@ def _end(turn: Turn, params: SamplingParams) -> dict[str, object]:
         return {"stop_reason": STOP_REASONS[turn.finish_reason], "stop_sequence": None}
     if turn.reply.tool_calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    said = f"{turn.reply.reasoning or ''}{turn.reply.content}"
-    hit = next((stop for stop in params.stop if stop in said), None)
+    text = f"{turn.reply.reasoning or ''}{turn.reply.content}"
+    hit = next((stop for stop in params.stop if stop in text), None)
     return {"stop_reason": "stop_sequence" if hit else "end_turn", "stop_sequence": hit}
 
 
@@ -282,16 +282,16 @@ def _usage(turn: Turn) -> dict[str, int]:
     return {**counts, "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0}
 
 
-async def _stream(head: dict[str, Any], session: Session, asked: Asked) -> AsyncGenerator[bytes]:
+async def _stream(head: dict[str, Any], session: Session, planned: PlannedTurn) -> AsyncGenerator[bytes]:
     """Anthropic's events. A block is open until one of another kind begins; each call is one of its own."""
     kind, index = "", -1
-    fresh = {"input_tokens": len(asked[0].prompt_ids), "output_tokens": 0}
+    fresh = {"input_tokens": len(planned[0].prompt_ids), "output_tokens": 0}
     start = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": fresh}
 
     def event(name: str, **rest: object) -> bytes:
         return sse({"type": name, **rest}, name)
 
-    async with aclosing(parts(session, [asked], stream=True)) as coming:
+    async with aclosing(parts(session, [planned], stream=True)) as coming:
         async for part in coming:
             if part.first:
                 yield event("message_start", message=start)
@@ -308,5 +308,5 @@ async def _stream(head: dict[str, Any], session: Session, asked: Asked) -> Async
                 yield event("content_block_delta", index=index, delta={"type": delta, key: piece})
     if kind:
         yield event("content_block_stop", index=index)
-    yield event("message_delta", delta=_end(*asked), usage=_usage(asked[0]))
+    yield event("message_delta", delta=_end(*planned), usage=_usage(planned[0]))
     yield event("message_stop")

@@ -103,7 +103,7 @@ def short(text: str) -> str:
 
 def after(mark: str, text: str) -> Iterator[Piece]:
     """Yields the parts of ``text`` that begin with ``mark``; each ends where the next one begins, or with the text."""
-    starts = [found.start() for found in re.finditer(re.escape(mark), text)]
+    starts = [match.start() for match in re.finditer(re.escape(mark), text)]
     for start, end in pairwise([*starts, len(text)]):
         yield Piece(start, end, text[start + len(mark) : end])
 
@@ -123,8 +123,8 @@ def typed_call(name: str, pairs: list[tuple[str, str]], rest: str, schemas: Sche
         raise Unreadable("it has no name")
     if rest.strip():
         raise Unreadable(f"it has something else than parameters: {short(rest)}")
-    found = {key.strip(): _typed(text, _kinds(schemas.get(name, {}).get(key.strip()))) for key, text in pairs}
-    return name, arguments_text(found)
+    arguments = {key.strip(): _typed(text, _kinds(schemas.get(name, {}).get(key.strip()))) for key, text in pairs}
+    return name, arguments_text(arguments)
 
 
 def _typed(text: str, kinds: set[str]) -> object:

@@ -38,28 +38,28 @@ class Part(NamedTuple):
     @property
     def recipient(self) -> str | None:
         """To whom it goes, if the head names a tool."""
-        found = RECIPIENT.search(self.head)
-        return found[1] if found and found[1] not in ("self", "user") else None
+        match = RECIPIENT.search(self.head)
+        return match[1] if match and match[1] not in ("self", "user") else None
 
     @property
     def thinks(self) -> bool:
         """Whether it is thinking."""
-        found = RECIPIENT.search(self.head)
-        return found[1] == "self" if found else bool(ANALYSIS.search(self.head))
+        match = RECIPIENT.search(self.head)
+        return match[1] == "self" if match else bool(ANALYSIS.search(self.head))
 
 
 def parts(text: str) -> Iterator[Part]:
     """Yields the parts of a reply in order; together they are all of it."""
-    at, found = 0, HEAD.search(text)
-    while found is not None:
-        if at < found.start():
-            yield Part(at, found.start(), "", text[at : found.start()])
-        after = HEAD.search(text, found.end())
+    at, head = 0, HEAD.search(text)
+    while head is not None:
+        if at < head.start():
+            yield Part(at, head.start(), "", text[at : head.start()])
+        after = HEAD.search(text, head.end())
         end = at = len(text) if after is None else after.start()
-        if close := END.search(text, found.end(), end):
+        if close := END.search(text, head.end(), end):
             end, at = close.span()
-        yield Part(found.start(), at, found[0], text[found.end() : end])
-        found = after
+        yield Part(head.start(), at, head[0], text[head.end() : end])
+        head = after
     if at < len(text):
         yield Part(at, len(text), "", text[at:])
 
@@ -81,8 +81,8 @@ def certain_channels(text: str) -> tuple[str, str]:
     """What `read_channels` finds in the beginning of a reply, as far as no longer text changes it."""
     half = HALF.search(text)
     text = text[: half.start()] if half else text
-    told = text.rfind(BODY)
-    begun = [place for mark in ("<|start|>", "<|channel|>") if (place := text.find(mark, max(told, 0))) >= 0]
+    body = text.rfind(BODY)
+    begun = [place for mark in ("<|start|>", "<|channel|>") if (place := text.find(mark, max(body, 0))) >= 0]
     thinking, rest = read_channels(text[: min(begun, default=len(text))])
     return thinking or "", rest
 
@@ -98,9 +98,9 @@ def channel_pieces(text: str) -> Iterator[Piece]:
 
 def read_harmony(inside: str, _: Schemas) -> list[tuple[str, str]]:
     """``<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}`` of GPT-OSS."""
-    found, body = RECIPIENT.search(inside), inside.partition(BODY)[2]
-    assert found is not None
-    return [(found[1].removeprefix("functions."), arguments_text(json_value(body)))]
+    recipient, body = RECIPIENT.search(inside), inside.partition(BODY)[2]
+    assert recipient is not None
+    return [(recipient[1].removeprefix("functions."), arguments_text(json_value(body)))]
 
 
 def read_muse(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
@@ -112,5 +112,5 @@ def read_muse(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
     if block is None or invoke.sub("", block[1]).strip() or not invoke.search(block[1]):
         raise Unreadable("it is not <atem:function_calls> with an <atem:invoke name=…>")
     return [
-        typed_call(name, pair.findall(said), pair.sub("", said), schemas) for name, said in invoke.findall(block[1])
+        typed_call(name, pair.findall(text), pair.sub("", text), schemas) for name, text in invoke.findall(block[1])
     ]

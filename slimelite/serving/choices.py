@@ -42,7 +42,7 @@ class Choices(ABC):
         self._temperature = params.temperature or 1.0
         self._alternatives = alternatives
         self._ids, self._echo = ids, echo
-        self._told: dict[int, int] = {}  # index of a response -> characters of its tokens so far
+        self._offsets: dict[int, int] = {}  # index of a response -> characters of its tokens so far
 
     @property
     def wait(self) -> bool:
@@ -88,20 +88,20 @@ class ChatChoices(Choices):
 
     async def chunks(self, part: Part) -> list[dict[str, object]]:
         """See `Choices.chunks`."""
-        found: list[dict[str, object]] = []
+        chunks: list[dict[str, object]] = []
         if part.first:
-            found.append({"delta": {"role": "assistant", "content": ""}})
+            chunks.append({"delta": {"role": "assistant", "content": ""}})
         text = {"reasoning_content": part.thinking, "content": part.content}
         text = {name: new for name, new in text.items() if new}
         log_probs = await self._log_probs(part) if part.ids else None
         if text or log_probs:
-            found.append({"delta": text, "logprobs": log_probs})
+            chunks.append({"delta": text, "logprobs": log_probs})
         if part.calls:
             calls = part.turn.reply.message()["tool_calls"]
-            found.append({"delta": {"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]}})
+            chunks.append({"delta": {"tool_calls": [{"index": index, **call} for index, call in enumerate(calls)]}})
         if part.ended:
-            found.append({"delta": {}, "logprobs": None, **self._end(part)})
-        return [{"index": part.index, "finish_reason": None, **chunk} for chunk in found]
+            chunks.append({"delta": {}, "logprobs": None, **self._end(part)})
+        return [{"index": part.index, "finish_reason": None, **chunk} for chunk in chunks]
 
     async def _log_probs(self, part: Part) -> dict[str, object] | None:
         """Those of all tokens of the part, also of those that are no content."""
@@ -152,10 +152,10 @@ class TextChoices(Choices):
         self, index: int, ids: Sequence[int], log_probs: Sequence[float | None], tops: Sequence[Top | None]
     ) -> dict[str, object]:
         texts = [self._format.decode([token]) for token in ids]
-        offsets = [self._told.get(index, 0)]
+        offsets = [self._offsets.get(index, 0)]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
-        self._told[index] = offsets[-1]
+        self._offsets[index] = offsets[-1]
         named: list[dict[str, float] | None] | None = None
         if self._alternatives:
             named = []

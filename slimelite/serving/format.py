@@ -163,11 +163,11 @@ class ChatFormat:
                 changed = self._apply([*messages[:at], probe, *messages[at + 1 :]], tools, template_kwargs)
             except ValueError:
                 continue  # some templates want a call before a tool's answer: the next probe has one
-            before, found, after = changed.partition(PROBE)
+            before, mark, after = changed.partition(PROBE)
             if "tool_calls" in probe:  # some templates show the name of the tool beside its answer
                 named = messages[at]["tool_calls"][0]
                 after = self._from_end(after).replace(PROBE, named.get("function", named)["name"])
-            if found and before.startswith(rendered) and PROBE not in after and text.endswith(after):
+            if mark and before.startswith(rendered) and PROBE not in after and text.endswith(after):
                 break
         else:
             return None
@@ -205,10 +205,10 @@ class ChatFormat:
                     calls.append(self.encode(text.replace(PROBE * 2, parameter).replace(PROBE, name)))
         unknown = self.tokenizer.unk_token_id  # a vocabulary may lack what no call has
         columns = takewhile(lambda column: {*column} == {column[0]} - {unknown}, zip(*calls, strict=False))
-        if not (given := [column[0] for column in columns]):
+        if not (opening := [column[0] for column in columns]):
             named = " and ".join(names)
             raise ValueError(f"tool_choice: calls of {named} begin with different tokens: take one function")
-        return given
+        return opening
 
     def call_ends(self, tools: Tools) -> tuple[str, ...]:
         """The text that ends a reply of at most one call; nothing if the reply can have none.
@@ -228,14 +228,14 @@ class ChatFormat:
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """Tokens that end a reply: the tokenizer's, those given, and what the template puts after a reply."""
-        found = {*self._given_ends, self.tokenizer.eos_token_id}
+        ends = {*self._given_ends, self.tokenizer.eos_token_id}
         user, tool = ({"role": role, "content": "x"} for role in ("user", "tool"))
         for probe, follower in product(_probes({"tool_calls": [_called(PROBE, {})]}), (user, tool)):
             try:
-                found.add(self._end_of(probe, [user], [follower]))
+                ends.add(self._end_of(probe, [user], [follower]))
             except ValueError:
                 continue  # not every template has tools
-        return frozenset(i for i in found if i is not None)
+        return frozenset(i for i in ends if i is not None)
 
     @cached_property
     def _last_end(self) -> int | None:
@@ -269,8 +269,8 @@ class ChatFormat:
         same = next((i for i, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(prompt))
         return text[len(re.sub(r"<[^<>]*\Z", "", text[:same])) :]  # two marks may begin with the same letters
 
-    def _calls_probe(self, said: str) -> bool:
-        _, calls, malformed = read_tools(self._spoken(said), self.tools, {}, "")
+    def _calls_probe(self, text: str) -> bool:
+        _, calls, malformed = read_tools(self._spoken(text), self.tools, {}, "")
         return [call.name for call in calls] == [PROBE] and not malformed
 
     def _spoken(self, text: str) -> str:
@@ -286,10 +286,10 @@ class ChatFormat:
         texts = {name: {"type": "string", "description": "x"} for name in ("text", PROBE)}
         parameters = {"type": "object", "properties": texts, "required": ["text"]}
         tools = [{"type": "function", "function": {"name": PROBE, "description": "x", "parameters": parameters}}]
-        asked = [{"role": "user", "content": "x"}]
+        question = [{"role": "user", "content": "x"}]
         call = {"role": "assistant", "content": "", "tool_calls": [_called(PROBE, PROBED)]}
         try:
-            shown = PROBE in self._apply(asked, tools, {})
+            shown = PROBE in self._apply(question, tools, {})
         except ValueError:
             return None  # it wants something else in a conversation, or says so when it is asked
         if not shown:
@@ -297,7 +297,9 @@ class ChatFormat:
         if self._reads_always:
             return None
         try:
-            text = self._reply_in(self._apply([*asked, call], tools, {"add_generation_prompt": False}), asked, tools)
+            text = self._reply_in(
+                self._apply([*question, call], tools, {"add_generation_prompt": False}), question, tools
+            )
         except ValueError as error:
             return f"tools cannot be used with this chat template: of a call of the model {error}"
         if PROBE not in text:
@@ -306,8 +308,8 @@ class ChatFormat:
         known = f"--tool-call-parser names one of {', '.join(TOOL_FORMATS)}"
         if self.tools is None:
             return f"how the model writes tool calls is not known: {written}. {known}"
-        said = self._spoken(text[: len(text) - len(self._from_end(text.partition(PROBE)[2]))])
-        _, calls, malformed = read_tools(said, self.tools, schemas(tools), "")
+        spoken = self._spoken(text[: len(text) - len(self._from_end(text.partition(PROBE)[2]))])
+        _, calls, malformed = read_tools(spoken, self.tools, schemas(tools), "")
         if [(call.name, json.loads(call.arguments)) for call in calls] != [(PROBE, PROBED)]:
             read = " ".join(malformed) or f"in which the format {self.tools.name} finds {len(calls)} calls"
             return f"tool calls of this model cannot be read: {written}, {read}. {known}"
@@ -329,20 +331,20 @@ class ChatFormat:
 
     def _says(self, shown: str, output_ids: Sequence[int], tools: Tools, opened: bool) -> bool:
         """Whether a rendered reply says what was sampled, whatever its white space and the form of its JSON."""
-        said = self.decode(self.without_end(output_ids))
-        if shown.strip() == said.strip():
+        sampled = self.decode(self.without_end(output_ids))
+        if shown.strip() == sampled.strip():
             return True
-        one, other = self._read(shown, tools, opened), self._read(said, tools, opened)
+        one, other = self._read(shown, tools, opened), self._read(sampled, tools, opened)
         reasoning = [(r.reasoning or "").strip() for r in (one, other)]
         return reasoning[0] == reasoning[1] and comparable(one.message()) == comparable(other.message())
 
     def _apply(self, messages: Sequence[Message], tools: Tools, template_kwargs: Mapping[str, object]) -> str:
         plain = read_messages(list(messages))
         for message in plain:
-            said = content_text(message["content"])
+            text = content_text(message["content"])
             if self._written is not None and (calls := message.pop("tool_calls", None)):
-                said += self._written([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
-            message["content"] = self._content(said)
+                text += self._written([(call["function"]["name"], call["function"]["arguments"]) for call in calls])
+            message["content"] = self._content(text)
             message["role"] = "system" if message["role"] == "developer" else message["role"]
             if THOUGHTS[0] in message:
                 message[self._thought] = message.pop(THOUGHTS[0])
@@ -402,11 +404,11 @@ def _probes(reply: Message) -> Iterator[Message]:
 
 def schemas(tools: Tools) -> dict[str, dict[str, object]]:
     """Function name -> parameter -> its schema; tools that say nothing about it are left out."""
-    found: dict[str, dict[str, object]] = {}
+    by_name: dict[str, dict[str, object]] = {}
     for tool in tools or ():
         called = tool.get("function", tool)
         parameters = called.get("parameters") if isinstance(called, Mapping) else None
         known = parameters.get("properties") if isinstance(parameters, Mapping) else None
         if isinstance(known, Mapping):
-            found[str(called.get("name"))] = {k: v for k, v in known.items() if isinstance(v, Mapping)}
-    return found
+            by_name[str(called.get("name"))] = {k: v for k, v in known.items() if isinstance(v, Mapping)}
+    return by_name

@@ -30,9 +30,9 @@ class Scanner:
 
     def comes(self, *marks: str) -> bool:
         """Whether one of ``marks`` comes next, after white space; then it has been read."""
-        found = re.compile(rf"\s*(?:{'|'.join(map(re.escape, marks))})").match(self._text, self._at)
-        self._at = found.end() if found else self._at
-        return found is not None
+        match = re.compile(rf"\s*(?:{'|'.join(map(re.escape, marks))})").match(self._text, self._at)
+        self._at = match.end() if match else self._at
+        return match is not None
 
     def want(self, mark: str) -> None:
         """Read ``mark``."""
@@ -41,11 +41,11 @@ class Scanner:
 
     def name(self) -> str:
         """Read the name of a function or a parameter."""
-        found = re.compile(rf"\s*({NAME})").match(self._text, self._at)
-        if found is None:
+        match = re.compile(rf"\s*({NAME})").match(self._text, self._at)
+        if match is None:
             raise Unreadable(f"a name is missing before {self._rest()}")
-        self._at = found.end()
-        return found[1]
+        self._at = match.end()
+        return match[1]
 
     def until(self, mark: str) -> str:
         """Read the text up to ``mark``, and that."""
@@ -75,11 +75,11 @@ class Scanner:
                 return self._items(end, depth)
         if self.comes("{"):
             return self._entries(depth)
-        found = re.compile(r"\s*([^\s,\]})]+)\s*").match(self._text, self._at)
-        if found is None:
+        match = re.compile(r"\s*([^\s,\]})]+)\s*").match(self._text, self._at)
+        if match is None:
             raise Unreadable(f"a value is missing before {self._rest()}")
-        self._at = found.end()
-        return WORDS[found[1]] if found[1] in WORDS else json_value(found[1])
+        self._at = match.end()
+        return WORDS[match[1]] if match[1] in WORDS else json_value(match[1])
 
     def entries(self) -> dict[str, Any]:
         """Read ``{key: value, …}``."""
@@ -91,19 +91,19 @@ class Scanner:
         return short(rest) if rest else "its end"
 
     def _items(self, end: str, depth: int) -> list[Any]:
-        found: list[Any] = []
+        items: list[Any] = []
         while not self.comes(end):
-            if found:
+            if items:
                 self.want(",")
                 if self.comes(end):  # Python writes one after the only item
                     break
-            found.append(self.value(depth + 1))
-        return found
+            items.append(self.value(depth + 1))
+        return items
 
     def _entries(self, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         while not self.comes("}"):
-            if found:
+            if entries:
                 self.want(",")
             if self.comes(QUOTE):
                 key = self.until(QUOTE)
@@ -113,14 +113,14 @@ class Scanner:
                 self.want(":")
             else:
                 key = self.until(":").strip()
-            found[key] = self.value(depth + 1)
-        return found
+            entries[key] = self.value(depth + 1)
+        return entries
 
     def _quoted(self, quote: str, *, parameter: bool) -> str:
         """Read what follows a quote, up to the one that ends it, and that."""
-        for found in re.compile(rf"\\.|{quote}", re.DOTALL).finditer(self._text, self._at):
-            if found[0] == quote and (not parameter or ENDS.match(self._text, found.end())):
-                text, self._at = self._text[self._at : found.start()], found.end()
+        for match in re.compile(rf"\\.|{quote}", re.DOTALL).finditer(self._text, self._at):
+            if match[0] == quote and (not parameter or ENDS.match(self._text, match.end())):
+                text, self._at = self._text[self._at : match.start()], match.end()
                 text = ESCAPE.sub(lambda m: ESCAPED.get(m[4], m[4]) if m[4] else _character(m[1] or m[2] or m[3]), text)
                 return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # joins halves
         raise Unreadable(f"{quote} is missing after {short(self._text[self._at :])}")
@@ -148,8 +148,8 @@ def read_lfm2(inside: str, _: Schemas) -> list[tuple[str, str]]:
     it, the list is JSON.
     """
     if re.match(r"\s*\[?\s*\{", inside):
-        found = json_value(inside)
-        return [json_call(call) for call in (found if isinstance(found, list) else [found])]
+        value = json_value(inside)
+        return [json_call(call) for call in (value if isinstance(value, list) else [value])]
     text = Scanner(inside)
     listed = text.comes("[")
     calls: list[tuple[str, str]] = []
@@ -173,7 +173,9 @@ def read_lfm2(inside: str, _: Schemas) -> list[tuple[str, str]]:
 
 def write_lfm2(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
     """Calls, as (name, arguments), in LFM2's way."""
-    written = [f"{name}({', '.join(f'{key}={_lfm2(value)}' for key, value in given.items())})" for name, given in calls]
+    written = [
+        f"{name}({', '.join(f'{key}={_lfm2(value)}' for key, value in arguments.items())})" for name, arguments in calls
+    ]
     return f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>"
 
 

@@ -54,8 +54,8 @@ def content_text(content: object, name: str = "content") -> str:
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """``text`` up to the first of ``stops``, which is part of the tokens and not of the text that clients get."""
-    found = [place for stop in stops if (place := text.find(stop)) >= 0]
-    return text[: min(found, default=len(text))]
+    places = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(places, default=len(text))]
 
 
 def comparable(message: Message) -> tuple[object, ...]:

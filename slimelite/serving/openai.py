@@ -26,7 +26,7 @@ from slimelite.engines.protocol import SamplingParams
 from slimelite.serving.choices import ChatChoices, Choices, TextChoices, usage
 from slimelite.serving.format import ChatFormat, Message
 from slimelite.serving.messages import content_text
-from slimelite.serving.replies import Asked, Model, parts
+from slimelite.serving.replies import Model, PlannedTurn, parts
 from slimelite.serving.sessions import Session, Turn
 
 # most responses to one request
@@ -63,7 +63,7 @@ class StreamOptions(Shape):
 
 
 class Schema(Shape):
-    found: dict[str, Any] = Field(alias="schema")
+    value: dict[str, Any] = Field(alias="schema")
 
 
 class ResponseFormat(Shape):
@@ -77,7 +77,7 @@ class ResponseFormat(Shape):
         if self.type == "json_schema" and self.json_schema is None:
             raise RequestError("response_format of type json_schema needs a json_schema", param="response_format")
         if self.type == "json_schema" and self.json_schema is not None:
-            return json.dumps(self.json_schema.found)
+            return json.dumps(self.json_schema.value)
         return json.dumps({"type": "object"}) if self.type == "json_object" else None
 
 
@@ -132,13 +132,13 @@ class CompletionBody(CommonBody):
 
     def prompts(self, chat_format: ChatFormat) -> list[list[int]]:
         """Each prompt as token ids."""
-        given: Any = self.prompt
-        if isinstance(given, str) or isinstance(given[0], int):
-            given = [given]
-        found = [chat_format.encode_text(one) if isinstance(one, str) else one for one in given]
-        if not all(found):
+        prompts: Any = self.prompt
+        if isinstance(prompts, str) or isinstance(prompts[0], int):
+            prompts = [prompts]
+        encoded = [chat_format.encode_text(one) if isinstance(one, str) else one for one in prompts]
+        if not all(encoded):
             raise RequestError("a prompt must not be empty", param="prompt")
-        return found
+        return encoded
 
 
 async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
@@ -155,13 +155,13 @@ async def chat(model: Model, session: Session, body: ChatBody) -> Answer:
     kwargs = body.chat_template_kwargs
     if "chat_template" in kwargs:  # a template is a program, which could stop the server, or a run, for everybody
         raise RequestError("a request cannot bring a chat_template of its own", param="chat_template_kwargs")
-    asked = [
+    planned = [
         (session.turn(messages, tools, forced, kwargs, one_call=not body.parallel_tool_calls), _seeded(params, copy))
         for copy in range(body.n)
     ]
     top = body.top_logprobs if body.logprobs else None
     choices = ChatChoices(model.engine, session.format, params, top, ids=body.return_token_ids)
-    return await _answer(model, session, body, asked, choices)
+    return await _answer(model, session, body, planned, choices)
 
 
 async def complete(model: Model, session: Session, body: CompletionBody) -> Answer:
@@ -180,16 +180,16 @@ async def complete(model: Model, session: Session, body: CompletionBody) -> Answ
             message = f"this asks for {entries} log-probs; a request may ask for {MOST_LOG_PROBS}; send several"
             raise RequestError(message, param="logprobs")
     params = replace(body.params(session.defaults), max_new_tokens=wanted or session.defaults.max_new_tokens)
-    asked = [
+    planned = [
         # nothing is sampled after a prompt that is only scored
-        (session.raw_turn(prompt) if wanted else Turn(0, None, (), "", prompt, finish_reason="length"), given)
+        (session.raw_turn(prompt) if wanted else Turn(0, None, (), "", prompt, finish_reason="length"), seeded)
         for prompt in prompts
-        for given in (_seeded(params, copy) for copy in range(body.n))
+        for seeded in (_seeded(params, copy) for copy in range(body.n))
     ]
     choices = TextChoices(
         model.engine, session.format, params, body.logprobs, ids=body.return_token_ids, echo=body.echo
     )
-    return await _answer(model, session, body, asked, choices)
+    return await _answer(model, session, body, planned, choices)
 
 
 async def models(model: Model) -> dict[str, Any]:
@@ -255,27 +255,29 @@ def _seeded(params: SamplingParams, copy: int) -> SamplingParams:
     return params if params.seed is None else replace(params, seed=params.seed + copy)
 
 
-async def _answer(model: Model, session: Session, body: CommonBody, asked: Sequence[Asked], choices: Choices) -> Answer:
-    """Sample what is asked, and answer with one choice each, whole or as a stream."""
+async def _answer(
+    model: Model, session: Session, body: CommonBody, planned: Sequence[PlannedTurn], choices: Choices
+) -> Answer:
+    """Sample what is planned, and answer with one choice each, whole or as a stream."""
     head = {"id": f"{choices.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model.name}
     if body.stream:
-        return _stream(head, session, body, asked, choices)
-    async with aclosing(parts(session, asked, stream=False)) as coming:
-        said = {part.index: await choices.whole(part) async for part in coming}
-    counts = usage([turn for turn, _ in asked])
-    return {**head, "object": choices.kind, "choices": [said[i] for i in range(len(asked))], "usage": counts}
+        return _stream(head, session, body, planned, choices)
+    async with aclosing(parts(session, planned, stream=False)) as coming:
+        written = {part.index: await choices.whole(part) async for part in coming}
+    counts = usage([turn for turn, _ in planned])
+    return {**head, "object": choices.kind, "choices": [written[i] for i in range(len(planned))], "usage": counts}
 
 
 async def _stream(
-    head: dict[str, Any], session: Session, body: CommonBody, asked: Sequence[Asked], choices: Choices
+    head: dict[str, Any], session: Session, body: CommonBody, planned: Sequence[PlannedTurn], choices: Choices
 ) -> AsyncGenerator[bytes]:
     counts = body.stream_options.include_usage
     rest: dict[str, Any] = {"usage": None} if counts else {}
     head = {**head, "object": choices.chunk}
-    async with aclosing(parts(session, asked, stream=not choices.wait)) as coming:
+    async with aclosing(parts(session, planned, stream=not choices.wait)) as coming:
         async for part in coming:
             for chunk in await choices.chunks(part):
                 yield sse({**head, "choices": [chunk], **rest})
     if counts:
-        yield sse({**head, "choices": [], "usage": usage([turn for turn, _ in asked])})
+        yield sse({**head, "choices": [], "usage": usage([turn for turn, _ in planned])})
     yield sse("[DONE]")

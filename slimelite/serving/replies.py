@@ -15,8 +15,8 @@ from slimelite.serving.format import ChatFormat
 from slimelite.serving.messages import before_stop
 from slimelite.serving.sessions import Session, Sessions, Turn
 
-# a response that is wanted: its turn, which has the prompt, and how it is sampled
-Asked = tuple[Turn, SamplingParams]
+# a turn, which has its prompt, and how its response is sampled
+PlannedTurn = tuple[Turn, SamplingParams]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Part:
         return self.turn.reply.tool_calls if self.ended else ()
 
 
-async def parts(session: Session, asked: Sequence[Asked], *, stream: bool) -> AsyncGenerator[Part]:
+async def parts(session: Session, planned: Sequence[PlannedTurn], *, stream: bool) -> AsyncGenerator[Part]:
     """Sample what is ``asked`` side by side; yields the responses as they come if they ``stream``, else as they end.
 
     A turn that has a finish reason already is not sampled. Closing the generator, and the first error, cancel all.
@@ -61,13 +61,13 @@ async def parts(session: Session, asked: Sequence[Asked], *, stream: bool) -> As
     async def sample(turn: Turn, params: SamplingParams, on_tokens: OnTokens | None) -> Turn:
         return turn if turn.finish_reason else await session.sample(turn, params, on_tokens)
 
-    texts = [TextStream(session.format, turn, params.stop) for turn, params in asked]
-    silent = set(range(len(asked)))
-    async with aclosing(news([partial(sample, *one) for one in asked], stream=stream)) as coming:
+    texts = [TextStream(session.format, turn, params.stop) for turn, params in planned]
+    silent = set(range(len(planned)))
+    async with aclosing(news([partial(sample, *one) for one in planned], stream=stream)) as coming:
         async for new in coming:
-            turn, text, ended = asked[new.index][0], texts[new.index], new.result is not None
-            told = len(text.ids) - len(turn.given_ids)
-            ids, log_probs = (turn.output_ids[told:], turn.log_probs[told:]) if ended else (new.ids, new.log_probs)
+            turn, text, ended = planned[new.index][0], texts[new.index], new.result is not None
+            shown = len(text.ids) - len(turn.given_ids)
+            ids, log_probs = (turn.output_ids[shown:], turn.log_probs[shown:]) if ended else (new.ids, new.log_probs)
             thinking, content = text.end() if ended else text.add(ids)
             yield Part(new.index, turn, thinking, content, ids, log_probs, new.index in silent, ended)
             silent.discard(new.index)
@@ -131,23 +131,23 @@ class TextStream:
     def _certain(self) -> tuple[str, str]:
         form, text = self._thinking, self._text
         if form is None:
-            return "", _held(text, self._marks)
+            return "", _certain_text(text, self._marks)
         if form.channels:
             thinking, content = certain_channels(text)
-            return _held(thinking, self._stops), _held(content, self._marks)
+            return _certain_text(thinking, self._stops), _certain_text(content, self._marks)
         lead = text.lstrip()
         begun = lead.startswith(form.start)
         if not begun and form.start.startswith(lead):
             return "", ""
         if not begun and not self._opened:
-            return "", _held(text, self._marks)
+            return "", _certain_text(text, self._marks)
         thinking, ended, rest = (lead[len(form.start) :] if begun else text).partition(form.end)
         if not ended:
-            return _held(thinking, (*self._stops, form.end)).lstrip("\n"), ""
-        return thinking.strip("\n"), _held(rest.lstrip("\n"), self._marks)
+            return _certain_text(thinking, (*self._stops, form.end)).lstrip("\n"), ""
+        return thinking.strip("\n"), _certain_text(rest.lstrip("\n"), self._marks)
 
 
-def _held(text: str, marks: Sequence[str]) -> str:
+def _certain_text(text: str, marks: Sequence[str]) -> str:
     """``text`` without what may be the beginning of one of ``marks``, and without white space at its end."""
     text = before_stop(text, marks)
     for length in range(min(len(text), max(map(len, marks), default=0)), 0, -1):

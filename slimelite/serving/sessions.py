@@ -47,7 +47,7 @@ class Turn:
     ``given_ids``: the beginning of the reply, if that is not the model's choice: the prompt ends with it.
     ``ends``: texts that end the reply and are part of what is shown of it, unlike a request's stop strings.
     ``tools``: those that the model is shown. ``sent``: what is `comparable` of the messages as the client sent them;
-    ``heard``: of the reply as a client may send it back, with and without its stop string. ``log_probs``,
+    ``echoes``: of the reply as a client may send it back, with and without its stop string. ``log_probs``,
     ``weight_versions``: one for each of ``output_ids``.
     ``finish_reason``: "stop", "length" or "abort". ``reward``: for the environment to set.
     """
@@ -61,7 +61,7 @@ class Turn:
     tools: Tools = field(default=None, repr=False)
     given_ids: list[int] = field(default_factory=list, repr=False)
     ends: tuple[str, ...] = ()
-    heard: tuple[object, ...] = field(default=(), repr=False)
+    echoes: tuple[object, ...] = field(default=(), repr=False)
     output_ids: list[int] = field(default_factory=list, repr=False)
     log_probs: list[float] = field(default_factory=list, repr=False)
     weight_versions: list[int] = field(default_factory=list, repr=False)
@@ -248,7 +248,7 @@ class Session:
                 f"the prompt has {len(rendered):,} characters, which leave no room for a reply in a context of "
                 f"{self.max_context_len} tokens"
             )
-        given = self.format.opening(whole, rendered, forced, tools, **template_kwargs) if forced else []
+        opening = self.format.opening(whole, rendered, forced, tools, **template_kwargs) if forced else []
         ends = self.format.call_ends(tools) if one_call else ()
         for parent in before:
             thinking = (parent.reply.reasoning or "").strip()
@@ -257,8 +257,8 @@ class Session:
             text, at = parent.rendered, len(parent.messages)
             added = self.format.continuation(text, rendered, parent.reply_ids, whole, at, tools, **template_kwargs)
             if added is not None:
-                return Turn(self._next(), parent, whole, rendered[len(text) :], added, sent, tools, given, ends)
-        return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools, given, ends)
+                return Turn(self._next(), parent, whole, rendered[len(text) :], added, sent, tools, opening, ends)
+        return Turn(self._next(), None, whole, rendered, self.format.encode(rendered), sent, tools, opening, ends)
 
     def raw_turn(self, input_ids: Sequence[int]) -> Turn:
         """The turn that goes on after raw tokens: from the longest turn whose prompt and output they begin with."""
@@ -301,9 +301,9 @@ class Session:
         turn.finish_reason, turn.cached_tokens = result.finish_reason, result.cached_tokens
         opened = self.format.opens_thinking(turn.rendered)
         turn.reply = self.format.reply(turn.reply_ids, turn.tools, opened=opened, salt=f"{self.id}/{turn.number}")
-        said = turn.reply.message()
-        shown = {**said, "content": before_stop(turn.reply.content, params.stop)}
-        turn.heard = comparable(said), comparable(shown)
+        message = turn.reply.message()
+        shown = {**message, "content": before_stop(turn.reply.content, params.stop)}
+        turn.echoes = comparable(message), comparable(shown)
         self.turns.append(turn)
         self.used = time.monotonic()
         return turn
@@ -428,7 +428,7 @@ def _begins(messages: Sequence[Message], sent: Sequence[tuple[object, ...]], tur
     A client that knows nothing of thinking leaves it out; one that sends other thinking has rewritten it.
     """
     at = len(turn.sent)
-    if len(sent) <= at or sent[at] not in turn.heard or sent[:at] != turn.sent:
+    if len(sent) <= at or sent[at] not in turn.echoes or sent[:at] != turn.sent:
         return False
     for message, ours in zip(messages, turn.history, strict=False):
         thinking = message.get("reasoning_content") or message.get("reasoning")

@@ -94,10 +94,10 @@ def read_glm(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
 def read_qwen3_coder(inside: str, schemas: Schemas) -> list[tuple[str, str]]:
     """``<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`` of Qwen3-Coder."""
     pair = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
-    found = re.fullmatch(r"\s*<function=([^>\n]*)>(.*)</function>\s*", inside, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"\s*<function=([^>\n]*)>(.*)</function>\s*", inside, re.DOTALL)
+    if match is None:
         raise Unreadable("it is not <function=name> … </function>")
-    return [typed_call(found[1].strip(), pair.findall(found[2]), pair.sub("", found[2]), schemas)]
+    return [typed_call(match[1].strip(), pair.findall(match[2]), pair.sub("", match[2]), schemas)]
 
 
 def llama3_pieces(text: str) -> Iterator[Piece]:
@@ -112,13 +112,13 @@ def llama3_pieces(text: str) -> Iterator[Piece]:
 
 def read_llama3(inside: str, _: Schemas) -> list[tuple[str, str]]:
     """``{"name": …, "parameters": {…}}`` as the whole reply or after ``<|python_tag|>``; ``;`` separates several."""
-    found, at = [], 0
+    calls, at = [], 0
     while True:
         value, at = first_json(inside, at)
-        found.append(json_call(value))
+        calls.append(json_call(value))
         left = inside[at:].lstrip(" \n\t;")
         if not left:
-            return found
+            return calls
         if not left.startswith("{"):
             raise Unreadable(f"text follows its JSON: {short(left)}")
         at = len(inside) - len(left)
@@ -148,10 +148,10 @@ def deepseek_pieces(text: str) -> Iterator[Piece]:
 def read_deepseek(inside: str, _: Schemas) -> list[tuple[str, str]]:
     """DeepSeek's calls: V3 writes ``function<sep>name`` and a block of JSON, V3.1 ``name<sep>{…}``."""
     sep = "<｜tool▁sep｜>"
-    head, found, rest = inside.partition(sep)
+    head, mark, rest = inside.partition(sep)
     block = re.fullmatch(r"\s*(\S+)\s*```json\n(.*?)\n?```\s*", rest, re.DOTALL)
     name, arguments = (block[1], block[2]) if block else (head.strip(), rest)
-    if not found or not name:
+    if not mark or not name:
         raise Unreadable(f"it is not a name, {sep} and arguments")
     return [(name, arguments_text(json_value(arguments)))]
 
@@ -299,12 +299,12 @@ def read_tools(
         try:
             if missing is not None:
                 raise Unreadable(f"it is not closed by {missing}")
-            found = form.read(inside, schemas)
+            read = form.read(inside, schemas)
         except Unreadable as error:
             malformed.append(f"The tool call {short(text[start:end])} cannot be read: {error}.")
             continue
         content, at = content + text[at:start], end
-        for name, arguments in found:
+        for name, arguments in read:
             key = f"{salt}/{len(calls)}/{name}/{arguments}".encode(errors="replace")
             calls.append(ToolCall(hashlib.blake2b(key).hexdigest()[:9], name, arguments))
     content += text[at:]

@@ -80,7 +80,7 @@ def test_an_agent_goes_on_where_it_was_under_new_weights(
     # nobody had to begin anew, and nothing is left of these; a later group may wait in its turn
     assert set(agents.begun.values()) == {1}
     assert [agents.ended[f"train-{index}"] for index in range(8)] == [1] * 8
-    assert not {0, 1, 2, 3} & manager._context.sessions().parked.keys()
+    assert not {0, 1, 2, 3} & manager._context.sessions().waiting.keys()
     for row, sample in enumerate(second.table.to_samples()[0] + second.table.to_samples()[1]):
         sampled = np.flatnonzero(sample.loss_mask)
         tokens, versions = (
@@ -104,15 +104,15 @@ def test_the_clock_of_an_agent_stands_still_until_it_is_taken_again(
     waiting = manager.source.get_samples(2)
     assert {group[0].group_index for group in waiting} == {2, 3}
     update(manager)
-    real, later, let_go = time.monotonic, [0.0], PooledSessions.let_go
+    real, later, admit = time.monotonic, [0.0], PooledSessions.admit
     monkeypatch.setattr(time, "monotonic", lambda: real() + later[0])
 
     def and_time_passes(sessions: PooledSessions) -> None:
-        let_go(sessions)
+        admit(sessions)
         later[0] = 1000.0
 
     with monkeypatch.context() as patched:
-        patched.setattr(PooledSessions, "let_go", and_time_passes)
+        patched.setattr(PooledSessions, "admit", and_time_passes)
         manager.generate(1)  # of other prompts
     assert agents.ended.keys().isdisjoint({"train-4", "train-5", "train-6", "train-7"})
     manager.source.add_samples(waiting)
@@ -182,7 +182,7 @@ def test_the_generate_function_of_the_docs(make_args: MakeArgs, make_manager: Ma
     assert output.metrics["rollout/branches_per_episode"] == 1
 
 
-def test_groups_that_wait_for_room_and_an_evaluation_need_not_wait_for_parked_ones(
+def test_groups_that_wait_for_room_and_an_evaluation_need_not_wait_for_waiting_ones(
     make_args: MakeArgs, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch, prompt_file: str
 ) -> None:
     monkeypatch.setattr(generate, "STOP_SECONDS", 5.0)
@@ -202,11 +202,11 @@ def test_groups_that_wait_for_room_and_an_evaluation_need_not_wait_for_parked_on
     settings = {"custom_generate_function_path": TALK, "sglang_server_concurrency": 6, "partial_rollout": True}
     manager = make_manager(make_args(**sizes, **settings, eval_datasets=[dataset]), [Interrupted()])
     first = manager.generate(0)
-    parked = set(manager._context.sessions().parked)
-    assert parked
-    assert first.metrics["rollout/unfinished_groups"] == 6 > len(parked)
+    waiting = set(manager._context.sessions().waiting)
+    assert waiting
+    assert first.metrics["rollout/unfinished_groups"] == 6 > len(waiting)
     assert len(manager.evaluate(0).tables["asked"]) == 6
     update(manager)
     manager.generate(1)
-    assert not parked & set(manager._context.sessions().parked)
+    assert not waiting & set(manager._context.sessions().waiting)
     assert set(agents.begun.values()) == {1}
