@@ -31,8 +31,8 @@ from slimelite.arguments.conditions import (
     TIS,
     TRAINING,
     chosen,
-    given,
     named,
+    use_of,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
@@ -41,7 +41,7 @@ from slimelite.arguments.rollout import RewardArgs
 from slimelite.arguments.sources import PRESETS
 
 # this plugin gets the arguments: it may read reward flags that nothing else reads
-POST_PROCESS = given("--custom-reward-post-process-path")
+POST_PROCESS = use_of("--custom-reward-post-process-path")
 BOUNDED_BELOW = named(MODES, lambda mode: "mis_lower_bound" in mode.reads)
 COMPARES = when("an --advantage-estimator that compares the responses to a prompt", lambda a: a.estimator.group)
 
@@ -100,7 +100,7 @@ class AlgorithmArgs(OfJob):
         1.0,
         "rewards are discounted by this factor a token",
         TRAINING
-        & (given("--custom-advantage-function-path") | (ADVANTAGES & chosen(ESTIMATORS, lambda e: e.discounts))),
+        & (use_of("--custom-advantage-function-path") | (ADVANTAGES & chosen(ESTIMATORS, lambda e: e.discounts))),
         at_least=0,
         at_most=1,
     )
@@ -318,7 +318,7 @@ class CorrectionArgs(AlgorithmArgs):
     opsm_delta: float = flag(
         1e-4,
         "a response whose mean log-ratio is above this is off-policy",
-        POLICY_LOSS & given("--use-opsm"),
+        POLICY_LOSS & use_of("--use-opsm"),
         at_least=0,
     )
 

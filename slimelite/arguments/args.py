@@ -64,7 +64,7 @@ class Args(
     """Every argument of a run, flat: ``args.rollout_temperature``. ``--help-all`` lists bases from right to left."""
 
     # what the command line and its files gave, by field, before anything was derived
-    given: dict[str, object] = resolved({})
+    user_values: dict[str, object] = resolved({})
     derivations: tuple[Derivation, ...] = resolved(())
     notes: tuple[str, ...] = resolved(())
     # keys of --custom-config-path that are no flags; a plugin reads them as attributes
@@ -87,7 +87,7 @@ class Draft:
     """The arguments while `derive` completes them."""
 
     args: Args
-    given: frozenset[str]  # fields that the command line or a config file set, not a preset
+    explicit: frozenset[str]  # fields that the command line or a config file set, not a preset
     machine: Machine
     settings: Settings
     derivations: list[Derivation] = field(default_factory=list)

@@ -17,7 +17,7 @@ def when(words: Words, holds: Callable[[Any], object], why_not: str = "") -> Nee
     return Needs((Condition(words, holds, why_not),))
 
 
-def given(option: str) -> Needs:
+def use_of(option: str) -> Needs:
     """The condition that ``option`` is given, or on."""
     name = option.removeprefix("--").replace("-", "_")
     return when(option, lambda args: getattr(args, name))
@@ -54,7 +54,7 @@ SYNC = TRAINING & INFERENCE
 NEW_ROLLOUTS = when("new rollouts", lambda a: not a.job.saved, ", and --load-debug-rollout-data brings saved ones")
 # --loss-type sft_loss without evaluation runs no engine; a rollout function of the user's may sample without one
 SAMPLING = when("responses to sample", lambda a: a.job.engines or (a.rollout_function_path and a.job.sampled))
-EVALUATION = INFERENCE & given("--eval-interval")
+EVALUATION = INFERENCE & use_of("--eval-interval")
 TASKS = EVALUATION & when("--eval-tasks", lambda a: a.eval_tasks or any(d.task for d in a.eval_datasets))
 
 # where it runs
@@ -77,16 +77,16 @@ REFERENCE = TRAINING & when(
 CRITIC = TRAINING & when(named(ESTIMATORS, lambda e: e.needs_critic), lambda a: a.use_critic)
 TIS = POLICY_LOSS & chosen(CORRECTIONS, lambda correction: "tis_clip" in correction.reads)
 MIS = POLICY_LOSS & when("--correction mis", lambda a: a.correction == "mis")
-REJECTION = MIS & given("--mis-rejection-level")
-DISTILLATION = given("--use-opd")
+REJECTION = MIS & use_of("--mis-rejection-level")
+DISTILLATION = use_of("--use-opd")
 
 # one flag needs another
-DRY_RUN = given("--dry-run")
-LOAD = given("--load")
+DRY_RUN = use_of("--dry-run")
+LOAD = use_of("--load")
 CHECKPOINT = TRAINING & when("a checkpoint to --load", lambda a: a.load and a.load != a.hf_checkpoint)
-SAVE = TRAINING & given("--save")
+SAVE = TRAINING & use_of("--save")
 LORA = TRAINING & when("--lora-rank", lambda a: a.lora_rank or a.critic_lora_rank)
-DYNAMIC_BATCH = TRAINING & given("--use-dynamic-batch-size")
+DYNAMIC_BATCH = TRAINING & use_of("--use-dynamic-batch-size")
 MUON = TRAINING & when("--optimizer muon", lambda a: a.optimizer == "muon")
 WSD = TRAINING & when("--lr-decay-style WSD", lambda a: a.lr_decay_style == "WSD")
 DECAY = TRAINING & when("a --lr-decay-style other than constant", lambda a: a.lr_decay_style != "constant")
@@ -94,14 +94,14 @@ END_OF_DECAY = TRAINING & when(
     "a --lr-decay-style other than constant and inverse-square-root",
     lambda a: a.lr_decay_style not in ("constant", "inverse-square-root"),
 )
-WARMUP_SHARE = TRAINING & given("--lr-warmup-fraction")
+WARMUP_SHARE = TRAINING & use_of("--lr-warmup-fraction")
 WARMUP = TRAINING & when(
     "--lr-warmup-iters or --lr-warmup-fraction",
     lambda a: a.lr_warmup_iters or a.lr_warmup_fraction or a.critic_lr_warmup_iters,
 )
-WANDB = given("--use-wandb")
-TENSORBOARD = given("--use-tensorboard")
-PROFILER = given("--use-pytorch-profiler")
+WANDB = use_of("--use-wandb")
+TENSORBOARD = use_of("--use-tensorboard")
+PROFILER = use_of("--use-pytorch-profiler")
 PROFILED_STEPS = TRAINING & PROFILER & when("no --profile-rollouts (which wins)", lambda a: not a.profile_rollouts)
-MEMORY_HISTORY = TRAINING & given("--record-memory-history")
-CI = TRAINING & given("--ci-test")
+MEMORY_HISTORY = TRAINING & use_of("--record-memory-history")
+CI = TRAINING & use_of("--ci-test")

@@ -44,12 +44,12 @@ AHEAD = "; --async-rollout generates ahead of training"
 OFFLINE_ROLLOUT = "slimelite.rollout.generate.offline_rollout"
 
 
-def derive(args: Args, given: frozenset[str], machine: Machine, settings: Settings) -> Args:
+def derive(args: Args, explicit: frozenset[str], machine: Machine, settings: Settings) -> Args:
     """``args`` with every open field filled in; a field for which that fails becomes a problem of ``settings``.
 
     ``args.derivations`` has the values of presets when this is called.
     """
-    draft = Draft(args, given, machine, settings, list(args.derivations))
+    draft = Draft(args, explicit, machine, settings, list(args.derivations))
     _modes(draft)
     _environment(draft)
     _devices(draft)
@@ -126,14 +126,14 @@ def _environment(draft: Draft) -> None:
         return
     draft.default("custom_generate_function_path", EPISODE, "--environment: episodes are the responses")
     try:
-        found = known(args.environment)
+        kinds = known(args.environment)
     except ValueError as error:
         draft.settings.problems.append(str(error))
         return
     draft.default("reward_key", TOTAL, "--environment: rewards may have named parts")
     if args.apply_chat_template:
         draft.set("apply_chat_template", False, "--environment: an episode renders its messages itself")
-    if found and found[0].rows and not (args.prompt_data or args.data_source_path or args.job.saved):
+    if kinds and kinds[0].rows and not (args.prompt_data or args.data_source_path or args.job.saved):
         draft.set("prompt_data", [f"environment:{args.environment}"], "the environment brings its own")
 
 
@@ -141,8 +141,8 @@ def _devices(draft: Draft) -> None:
     """The device, the training ranks of a node, and whether trainer and engines give memory back."""
     args, gpus = draft.args, draft.machine.gpus
     if args.device == "auto":
-        found = f"{gpus} GPU(s) {'of --plan-gpu' if args.plan_gpu else 'found'}" if gpus else "no GPU found"
-        draft.set("device", "cuda" if gpus else "cpu", found)
+        reason = f"{gpus} GPU(s) {'of --plan-gpu' if args.plan_gpu else 'found'}" if gpus else "no GPU found"
+        draft.set("device", "cuda" if gpus else "cpu", reason)
     cuda = draft.args.job.gpus
     draft.default("distributed_backend", "nccl" if cuda else "gloo", f"on {draft.args.device}")
     if not cuda and draft.args.distributed_backend == "nccl":
@@ -241,7 +241,7 @@ def _transport(draft: Draft) -> None:
     """
     args, job = draft.args, draft.args.job
     if not job.servers:
-        if not job.gpus and job.syncs and "update_weight_buffer_size" not in draft.given:
+        if not job.gpus and job.syncs and "update_weight_buffer_size" not in draft.explicit:
             # a larger buffer is memory that the kernel has to clear anew for each sync; up to 32 MiB (`base.heap`)
             # the process that trains keeps it, and a bucket ends with the tensor that fills it
             size = (16 if job.local else 64) * 1024**2
@@ -274,20 +274,20 @@ def _initial_weights(draft: Draft) -> None:
 def _lora(draft: Draft) -> None:
     """The modules with an adapter, and what the adapter of ``--lora-adapter-path`` says about itself."""
     args = draft.args
-    for name, given in (("lora_targets", args.lora_target_modules), ("lora_excluded", args.lora_exclude_modules)):
-        if given:
-            draft.set(name, words(given), "--lora-target-modules and --lora-exclude-modules")
+    for name, modules in (("lora_targets", args.lora_target_modules), ("lora_excluded", args.lora_exclude_modules)):
+        if modules:
+            draft.set(name, words(modules), "--lora-target-modules and --lora-exclude-modules")
     if args.lora_adapter_path is not None and args.job.trains:
         try:
-            found = read_adapter(args.lora_adapter_path)
+            adapter = read_adapter(args.lora_adapter_path)
         except ValueError as error:
             draft.complain("--lora-adapter-path", str(error))
             return
-        targets = {name: found.pop(name) for name in ("lora_targets", "lora_excluded")}
-        for name, value in found.items():
-            given, option = getattr(args, name), "--" + name.replace("_", "-")
-            if name in draft.given and given != value and {given, value} != {"lora", "canonical_lora"}:
-                draft.complain(option, f"{given}: the adapter of --lora-adapter-path has {value}; leave it out")
+        targets = {name: adapter.pop(name) for name in ("lora_targets", "lora_excluded")}
+        for name, value in adapter.items():
+            flag, option = getattr(args, name), "--" + name.replace("_", "-")
+            if name in draft.explicit and flag != value and {flag, value} != {"lora", "canonical_lora"}:
+                draft.complain(option, f"{flag}: the adapter of --lora-adapter-path has {value}; leave it out")
             draft.set(name, value, "--lora-adapter-path")
         if not (args.lora_target_modules or args.lora_exclude_modules):
             for name, value in targets.items():
@@ -426,9 +426,9 @@ def _algorithm(draft: Draft) -> None:
         draft.set("use_critic", True, f"--advantage-estimator {args.advantage_estimator}")
         if count := args.num_critic_only_steps:
             draft.notes.append(f"rollouts 1 to {count} train the critic alone: the policy stays as it is")
-    if args.calculate_per_token_loss and "loss_aggregation" not in draft.given:
+    if args.calculate_per_token_loss and "loss_aggregation" not in draft.explicit:
         draft.set("loss_aggregation", "token", "--calculate-per-token-loss")
-    if args.kl_coef and "kl_loss_type" in draft.given:
+    if args.kl_coef and "kl_loss_type" in draft.explicit:
         draft.set("kl_reward_type", args.kl_loss_type, "--kl-loss-type was given")
     if args.estimator.open_below and args.eps_clip < 1:
         draft.notes.append(
@@ -496,28 +496,28 @@ def _checkpoint(draft: Draft) -> None:
         return
     try:
         own = args.save is not None and Path(args.load).resolve() == Path(args.save).resolve()
-        found, note = find_checkpoint(args.load, args.ckpt_step, fallback=args.load_fallback, own=own)
+        folder, note = find_checkpoint(args.load, args.ckpt_step, fallback=args.load_fallback, own=own)
     except ValueError as error:
         draft.complain("--load", str(error))
         return
-    if found is None:
+    if folder is None:
         note += ": a new run begins" + " from --hf-checkpoint" * (args.hf_checkpoint is not None)
     if note:
         draft.notes.append(f"--load {args.load}: {note}")
     newest = "the newest under --load" if args.ckpt_step is None else "--ckpt-step"
-    draft.set("resume_directory", None if found is None else str(found), note or newest)
+    draft.set("resume_directory", None if folder is None else str(folder), note or newest)
 
 
 def _rollout_seed(draft: Draft) -> None:
     """Runs that differ in --seed alone differ in what they sample; a run that goes on keeps the seed that it had."""
     args = draft.args
-    if "rollout_seed" in draft.given:
+    if "rollout_seed" in draft.explicit:
         return
     if args.resume_directory is not None and not args.finetune:
         saved = read_json(Path(args.resume_directory) / ROLLOUT_STATE)[ROLLOUT_SEED]
-        if saved != args.rollout_seed or "seed" in draft.given:
+        if saved != args.rollout_seed or "seed" in draft.explicit:
             draft.set("rollout_seed", saved, "the checkpoint's: it goes on with the seed that it began with")
-    elif "seed" in draft.given and args.seed in SEEDS:
+    elif "seed" in draft.explicit and args.seed in SEEDS:
         draft.set("rollout_seed", args.seed, "as --seed")
 
 
@@ -536,7 +536,7 @@ def _correction(draft: Draft) -> None:
     args = draft.args
     if args.custom_tis_function_path is not None:
         _resolve_plugin(draft, args.custom_tis_function_path)
-    elif args.use_tis and args.correction == "none" and "correction" not in draft.given:
+    elif args.use_tis and args.correction == "none" and "correction" not in draft.explicit:
         draft.set("correction", "tis", "--use-tis")
     if draft.args.correction != "mis":
         return
@@ -548,7 +548,7 @@ def _correction(draft: Draft) -> None:
     if "mis_lower_bound" in MODES[args.mis_mode].reads:
         draft.default("mis_lower_bound", _inverse(args.mis_upper_bound), "1 / --mis-upper-bound")
     if args.mis_rejection_level is not None:
-        if args.mis_rejection_upper_bound is None and "mis_lower_bound" in draft.given:
+        if args.mis_rejection_upper_bound is None and "mis_lower_bound" in draft.explicit:
             draft.default("mis_rejection_lower_bound", args.mis_lower_bound, "as --mis-lower-bound")
         draft.default("mis_rejection_upper_bound", args.mis_upper_bound, "as --mis-upper-bound")
         upper = draft.args.mis_rejection_upper_bound
@@ -563,7 +563,7 @@ def _resolve_plugin(draft: Draft, path: str) -> None:
     name = path.replace("/", ".").replace(".py:", ".").replace(":", ".")
     name = name.replace("examples.infra_features.", "examples.")  # where miles has slime's file
     ours = next((record.name for record in CORRECTIONS.values() if record.slime == name), None)
-    if "correction" not in draft.given:
+    if "correction" not in draft.explicit:
         draft.set("correction", ours or "custom", "--custom-tis-function-path")
     if ours == draft.args.correction:
         draft.set("custom_tis_function_path", None, f"slime's function is --correction {ours}")

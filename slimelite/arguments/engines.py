@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slimelite.arguments.conditions import INFERENCE, OWN_ENGINES, SGLANG, SYNC, given, when
+from slimelite.arguments.conditions import INFERENCE, OWN_ENGINES, SGLANG, SYNC, use_of, when
 from slimelite.arguments.flags import flag, resolved
 from slimelite.arguments.model import EnginePlace
 from slimelite.arguments.rollout import RolloutArgs
 from slimelite.arguments.vocabulary import known_tables, sglang_options
 
-FAULT_TOLERANCE = SGLANG & given("--use-fault-tolerance")
+FAULT_TOLERANCE = SGLANG & use_of("--use-fault-tolerance")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SglangArgs(RolloutArgs):
     rollout_external: bool = flag(
         False,
         "this switch of slime's says that somebody else runs the servers",
-        INFERENCE & given("--rollout-external-engine-addrs").strictly(),
+        INFERENCE & use_of("--rollout-external-engine-addrs").strictly(),
     )
     rollout_external_engine_addrs: list[str] = flag(
         [], "somebody else runs SGLang servers at these host:port, so none is started", INFERENCE
@@ -99,7 +99,7 @@ class WeightSyncArgs:
     update_weight_disk_keep_files: bool = flag(
         False,
         "the folder keeps earlier versions of the weights",
-        SYNC & SGLANG & given("--update-weight-disk-dir"),
+        SYNC & SGLANG & use_of("--update-weight-disk-dir"),
     )
     check_weight_update_equal: bool = flag(
         False,
@@ -181,8 +181,8 @@ def _engines_of(group: dict[str, Any], where: str, first: int, width: int) -> It
 
 def _is_policy(model: Mapping[str, object], checkpoint: str | None) -> bool:
     default = model.get("model_path") in (None, checkpoint)
-    given = model.get("update_weights")
-    return default if given is None else bool(given)
+    choice = model.get("update_weights")
+    return default if choice is None else bool(choice)
 
 
 def _check_keys(where: str, entry: Mapping[str, object], known: set[str]) -> None:

@@ -189,11 +189,11 @@ def resolve_eval_datasets(args: EvalArgs, settings: Settings) -> tuple[EvalDatas
     entries += [{"task": task} for words in args.eval_tasks for task in words.split(",") if task]
     base = _flag_values(args)
     datasets = [_dataset(args, base, defaults, entry, settings) for entry in entries]
-    found = [d for d in datasets if d is not None]
-    names = [d.name for d in found]
+    complete = [d for d in datasets if d is not None]
+    names = [d.name for d in complete]
     for name in sorted({n for n in names if names.count(n) > 1}):
         settings.complain("--eval-config" if args.eval_config else "--eval-prompt-data", f"names two datasets {name!r}")
-    return tuple(found)
+    return tuple(complete)
 
 
 def _flag_values(args: EvalArgs) -> dict[str, Any]:
@@ -287,10 +287,10 @@ def _task_settings(args: EvalArgs, spec: str, values: dict[str, Any]) -> dict[st
     """
     task = load_task(spec)
     shots = values.get("fewshot", args.eval_fewshot)
-    said = task.settings(spec, args.eval_task_data, shots, chat=values["apply_chat_template"])
+    settings = task.settings(spec, args.eval_task_data, shots, chat=values["apply_chat_template"])
     if args.eval_limit is not None:
-        said["path"] += f"@[:{args.eval_limit}]"
+        settings["path"] += f"@[:{args.eval_limit}]"
     if task.chooses:
-        return {**said, "n_samples_per_eval_prompt": 1, "pass_at_k": []}
+        return {**settings, "n_samples_per_eval_prompt": 1, "pass_at_k": []}
     flags = {name: getattr(args, f"eval_{name}") for name in ("temperature", "max_response_len")}
-    return said | {name: value for name, value in flags.items() if value is not None}
+    return settings | {name: value for name, value in flags.items() if value is not None}

@@ -56,7 +56,7 @@ class Condition(NamedTuple):
     while it does not hold is an error; otherwise the flag is only listed under "no effect here".
     """
 
-    said: Words
+    description: Words
     holds: Callable[[Any], object]
     why_not: str = ""
     strict: bool = False
@@ -64,7 +64,7 @@ class Condition(NamedTuple):
     @property
     def words(self) -> str:
         """The description of the condition, as text."""
-        return spoken(self.said)
+        return spoken(self.description)
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,8 @@ def group_flags(group: type) -> tuple[Flag, ...]:
     """The flags that ``group`` itself declares, in order; inherited ones belong to its bases."""
     hints = typing.get_type_hints(group)
     own = vars(group).get("__annotations__", {})
-    found = [f for f in dataclasses.fields(group) if f.name in own and "help" in f.metadata]
-    return tuple(_read_field(f, hints[f.name]) for f in found)
+    fields = [f for f in dataclasses.fields(group) if f.name in own and "help" in f.metadata]
+    return tuple(_read_field(f, hints[f.name]) for f in fields)
 
 
 def groups_of(args_type: type) -> list[type]:

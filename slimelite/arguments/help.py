@@ -96,13 +96,13 @@ def _short(args_type: type, width: int) -> str:
     parts += [_section(group, width) for group in own]
     lines = [_line(short_name(group), _contents(group), width, at=16, most=1) for group in groups]
     parts.append("\n".join(["GROUPS OF FLAGS, FOR --help GROUP", *lines]))
-    found = {
+    ways = {
         "train.py --help reward": "every flag of a group",
         "train.py --help --lr": "one flag",
         "train.py --help kl": "every flag with kl in its name",
         "train.py --help-all | grep WORD": "all of them; docs/arguments.md is the same as a page",
     }
-    parts.append("\n".join(["TO FIND A FLAG", *(_line(how, what, width) for how, what in found.items())]))
+    parts.append("\n".join(["TO FIND A FLAG", *(_line(how, what, width) for how, what in ways.items())]))
     return "\n\n".join(parts)
 
 

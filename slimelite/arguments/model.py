@@ -15,7 +15,7 @@ from slimelite.arguments.conditions import (
     SAVE,
     SYNC,
     TRAINING,
-    given,
+    use_of,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, resolved
@@ -127,7 +127,7 @@ class ArchitectureArgs:
     group_query_attention: bool = flag(
         False,
         "there are --num-query-groups key/value heads instead of one for each query head",
-        given("--num-query-groups"),
+        use_of("--num-query-groups"),
     )
     num_query_groups: int | None = flag(None, "attention has this many key/value heads", ALWAYS, at_least=1)
     kv_channels: int | None = flag(None, "one head is this wide", ALWAYS, at_least=1)

@@ -52,7 +52,7 @@ def parse_args(
         problems = error.problems
         if isinstance(error.args_so_far, Args) and error.args_so_far.dry_run:
             again = tuple(problems)  # the pre-flight may meet a problem once more
-            problems = [*problems, *(found for found in inspect(error.args_so_far) if not found.endswith(again))]
+            problems = [*problems, *(problem for problem in inspect(error.args_so_far) if not problem.endswith(again))]
         print("\n".join(f"train.py: {problem}" for problem in problems), file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -72,27 +72,27 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     kind = args_type(argv, groups)
     vocabulary = Vocabulary(kind)
     settings = merge_sources(argv, vocabulary)
-    own, given = dict(settings.values), frozenset(settings.values)
+    own, explicit = dict(settings.values), frozenset(settings.values)
     for name, value in (*settings.values.items(), *((f"sglang_{k}", v) for k, v in settings.sglang.items())):
         if is_masked(value):
             settings.complain("--" + name.replace("_", "-"), MASKED)
-    presets, preset_of = read_presets(settings.values.get("preset", []), vocabulary, given)
+    presets, preset_of = read_presets(settings.values.get("preset", []), vocabulary, explicit)
     settings = settings.over(presets)
     chosen = [
         Derivation(name, value, f"--preset {preset_of[name]}")
         for name, value in presets.values.items()
-        if name not in given
+        if name not in explicit
     ]
     misread, blamed = list(settings.problems), set(settings.blamed)
-    draft = kind(**settings.values, given=own, derivations=tuple(chosen))
-    args = derive(draft, given, machine or _machine(draft.plan_gpu, settings), settings)
+    draft = kind(**settings.values, user_values=own, derivations=tuple(chosen))
+    args = derive(draft, explicit, machine or _machine(draft.plan_gpu, settings), settings)
     args = replace(args, custom_config=settings.custom, notes=(*args.notes, *_own_keys(settings, vocabulary)))
-    found = settings.problems[len(misread) :] + validate(args)
+    later = settings.problems[len(misread) :] + validate(args)
     # a flag that could not be read has its default here; problems that this default causes are left out
-    problems = misread + [p for p in found if not blamed.intersection(re.split(r"[\s:,;]+", p))]
+    problems = misread + [p for p in later if not blamed.intersection(re.split(r"[\s:,;]+", p))]
     if problems:
         raise ArgumentError(dict.fromkeys(problems), args)
-    no_effect = {**settings.no_effect, **dict(without_effect(args, given))}
+    no_effect = {**settings.no_effect, **dict(without_effect(args, explicit))}
     return replace(args, no_effect=tuple(no_effect.items()))
 
 

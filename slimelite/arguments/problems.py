@@ -39,13 +39,13 @@ def validate(args: Args) -> list[str]:
     return [problem for check in checks for problem in check(args)]
 
 
-def without_effect(args: Args, given: frozenset[str]) -> Iterator[tuple[str, str]]:
+def without_effect(args: Args, explicit: frozenset[str]) -> Iterator[tuple[str, str]]:
     """(flag, why) for each flag that was given and has nothing to act on, such as --mis-level without --correction mis.
 
     They are no errors: the run lists them under "no effect here" when it starts.
     """
     for flag in all_flags(type(args)).values():
-        if flag.name in given and flag.needs and (missing := flag.needs.missing(args)):
+        if flag.name in explicit and flag.needs and (missing := flag.needs.missing(args)):
             off = flag.negative if getattr(args, flag.name) is False else None
             yield off or flag.option, f"needs {missing}"
     if missing := SGLANG.missing(args):
@@ -112,8 +112,8 @@ def _modes(args: Args) -> Iterator[str]:
                 "in --profile-rollouts 0"
             )
     # what is wrong in one of them has been said
-    asked = args.eval_config or args.eval_prompt_data or any(task.strip(",") for task in args.eval_tasks)
-    if args.eval_interval is not None and job.engines and not asked:
+    named = args.eval_config or args.eval_prompt_data or any(task.strip(",") for task in args.eval_tasks)
+    if args.eval_interval is not None and job.engines and not named:
         yield "--eval-interval needs --eval-prompt-data, --eval-config or --eval-tasks"
 
 
@@ -193,7 +193,7 @@ def _weight_sync(args: Args) -> Iterator[str]:
     if job.syncs and job.servers and job.engines == "own" and not args.sends_adapter:
         every = [args.sglang_overrides, *(place.overrides for place in args.engine_places)]
         yield from dict.fromkeys(problem for options in every for problem in _quantized(options))
-        if way == "disk" and (drafts := next((found for each in every if (found := each.get(DRAFTS))), None)):
+        if way == "disk" and (drafts := next((algorithm for each in every if (algorithm := each.get(DRAFTS))), None)):
             yield f"--sglang-speculative-algorithm {drafts}: {NO_DRAFTS_BY_DISK}"
     if args.check_weight_update_equal and (args.offload_rollout or args.offload_train):
         yield (

@@ -17,8 +17,8 @@ from slimelite.arguments.conditions import (
     SUPERVISED,
     SYNC,
     TRAINING,
-    given,
     rule_reads,
+    use_of,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, SEEDS, flag, plugin, resolved
@@ -252,7 +252,7 @@ class RolloutArgs(DataArgs, ClusterArgs):
     update_weights_interval: int = flag(
         1,
         "this many rollouts are trained on between weight syncs",
-        SYNC & given("--async-rollout"),
+        SYNC & use_of("--async-rollout"),
         at_least=1,
     )
 
@@ -367,18 +367,18 @@ class RewardArgs(RolloutArgs):
     reward_model_device: Literal["auto", "cpu", "cuda"] = flag(
         "auto",
         "the reward model runs here; auto: on a GPU if its process sees one",
-        SAMPLING & given("--reward-model-path"),
+        SAMPLING & use_of("--reward-model-path"),
     )
     reward_model_batch_size: int = flag(
         8,
         "the reward model scores this many conversations at once",
-        SAMPLING & given("--reward-model-path"),
+        SAMPLING & use_of("--reward-model-path"),
         at_least=1,
     )
     format_regex: str | None = flag(
         None,
         "the rule format wants a whole response to match this; without it, <think>...</think><answer>...</answer>",
-        SAMPLING & (rule_reads("format_regex") | given("--format-reward-coef")),
+        SAMPLING & (rule_reads("format_regex") | use_of("--format-reward-coef")),
     )
     format_reward_coef: float = flag(
         0.0, "in training this is added to the reward of a response that the rule format accepts", POLICY_SAMPLING
@@ -392,7 +392,7 @@ class RewardArgs(RolloutArgs):
     overlong_penalty_factor: float = flag(
         1.0,
         "a response that fills the buffer loses this much reward; one that just enters it loses nothing",
-        POLICY_SAMPLING & given("--overlong-buffer-len"),
+        POLICY_SAMPLING & use_of("--overlong-buffer-len"),
         at_least=0,
     )
 
@@ -402,8 +402,8 @@ class RewardArgs(RolloutArgs):
 
 # the generate functions of runs with --environment and with --agent-command
 EPISODE, PROGRAM = "slimelite.rollout.episodes.play", "slimelite.rollout.episodes.run"
-PROGRAMS = SAMPLING & NEW_ROLLOUTS & given("--agent-command")
-EPISODES = SAMPLING & NEW_ROLLOUTS & given("--environment")
+PROGRAMS = SAMPLING & NEW_ROLLOUTS & use_of("--agent-command")
+EPISODES = SAMPLING & NEW_ROLLOUTS & use_of("--environment")
 IN_THIS_RUN = EPISODES & when(
     "an environment that is no address", lambda a: a.environment is None or not is_address(a.environment)
 )

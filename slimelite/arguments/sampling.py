@@ -58,7 +58,7 @@ def sampling_values(args: object) -> dict[str, Any]:
     """The sampling settings of every dataset: those of ``--eval-*``, else of ``--rollout-*``, else the defaults."""
     rollout, values = SamplingParams.of(args, "rollout"), {}
     for field, (name, *_) in names_at("dataset").items():
-        given = getattr(args, f"eval_{name}") if field in names_at("eval") else None
-        value = getattr(rollout, field) if given is None else given
+        own = getattr(args, f"eval_{name}") if field in names_at("eval") else None
+        value = getattr(rollout, field) if own is None else own
         values[name] = list(value) if isinstance(value, tuple) else value
     return values

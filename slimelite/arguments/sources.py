@@ -210,27 +210,27 @@ def _read_key(name: str, value: object, vocabulary: Vocabulary, settings: Settin
 
 
 def read_presets(
-    names: Sequence[str], vocabulary: Vocabulary, given: Collection[str]
+    names: Sequence[str], vocabulary: Vocabulary, explicit: Collection[str]
 ) -> tuple[Settings, dict[str, str]]:
     """The settings of all presets, and the name of the preset that set each field.
 
-    Two presets may not set a field to different values, unless it is in ``given``: other sources override presets.
+    Two presets may not set a field to different values, unless it is in ``explicit``: other sources override presets.
     """
     settings, owner = Settings(), dict[str, str]()
     for name in names:
         try:
-            found = read_command_line(PRESETS[name].flags.split(), vocabulary)
+            preset = read_command_line(PRESETS[name].flags.split(), vocabulary)
         except ValueError as error:
             settings.problems.append(str(error))
             continue
-        for field, value in found.values.items():
-            if field not in given and settings.values.setdefault(field, value) != value:
+        for field, value in preset.values.items():
+            if field not in explicit and settings.values.setdefault(field, value) != value:
                 option = "--" + field.replace("_", "-")
                 settings.complain(
                     "--preset", f"{owner[field]} and {name} disagree about {option}: give it, or take one"
                 )
             owner.setdefault(field, name)
-        settings.problems += found.problems
+        settings.problems += preset.problems
     return settings, owner
 
 

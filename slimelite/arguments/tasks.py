@@ -119,11 +119,11 @@ class Task:
         if not Path(folder).is_dir():
             raise ValueError(f"{folder}: no such folder of data")
         for pattern in files:
-            found = sorted(str(path) for path in Path(folder).glob(pattern) if path.name.endswith(SUFFIXES))
-            if len(found) > 1:
-                raise ValueError(f"task {self.name}: its rows are one file, and {pattern} matches {', '.join(found)}")
-            if found:
-                return found[0]
+            files = sorted(str(path) for path in Path(folder).glob(pattern) if path.name.endswith(SUFFIXES))
+            if len(files) > 1:
+                raise ValueError(f"task {self.name}: its rows are one file, and {pattern} matches {', '.join(files)}")
+            if files:
+                return files[0]
         raise ValueError(f"task {self.name}: {folder} has none of {', '.join(files)}")
 
 

@@ -16,7 +16,7 @@ from slimelite.arguments.conditions import (
     TENSORBOARD,
     TRAINING,
     WANDB,
-    given,
+    use_of,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, SEEDS, flag
@@ -60,7 +60,7 @@ class TrackingArgs(DataArgs, CheckpointArgs):
     wandb_random_suffix: bool = flag(
         True,
         "no random letters are added to the group's name",
-        WANDB & given("--wandb-group"),
+        WANDB & use_of("--wandb-group"),
         negative="--disable-wandb-random-suffix",
     )
     wandb_always_use_train_step: bool = flag(False, "the x-axis of every metric is the optimizer step", WANDB)
@@ -202,7 +202,7 @@ class DebugArgs(OfJob):
     load_debug_rollout_data_subsample: float | None = flag(
         None,
         "this share of the groups of a saved rollout is used",
-        given("--load-debug-rollout-data").strictly(),
+        use_of("--load-debug-rollout-data").strictly(),
         above=0,
         at_most=1,
     )

@@ -20,7 +20,7 @@ from slimelite.arguments.conditions import (
     WARMUP,
     WARMUP_SHARE,
     WSD,
-    given,
+    use_of,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, resolved
@@ -209,7 +209,7 @@ class LoraArgs(CheckpointArgs, ModelArgs):
     lora_merge: bool = flag(
         False,
         "--save-hf writes the whole model with the adapter merged into it, instead of the adapter",
-        LORA & given("--save-hf"),
+        LORA & use_of("--save-hf"),
     )
     lora_sync: Literal["adapter", "merged"] | None = flag(
         None,
@@ -243,9 +243,9 @@ class LoraArgs(CheckpointArgs, ModelArgs):
         return self.lora_alpha / (sqrt(self.lora_rank) if self.lora_type == "rslora" else self.lora_rank)
 
 
-def words(given: list[str]) -> tuple[str, ...]:
-    """The names in ``given``, where spaces or commas separate them."""
-    return tuple(name for text in given for name in text.replace(",", " ").split())
+def words(texts: list[str]) -> tuple[str, ...]:
+    """The names in ``texts``, where spaces or commas separate them."""
+    return tuple(name for text in texts for name in text.replace(",", " ").split())
 
 
 def read_adapter(folder: str) -> dict[str, Any]:

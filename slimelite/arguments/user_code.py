@@ -153,6 +153,6 @@ def _find(origin: Origin) -> type:
     if origin.module in sys.modules and origin.module != "__main__":
         return getattr(sys.modules[origin.module], origin.name)
     if os.path.isfile(origin.path()):
-        found: Any = load_function(f"{origin.path()}:{origin.name}")
-        return found
+        group: Any = load_function(f"{origin.path()}:{origin.name}")
+        return group
     return getattr(importlib.import_module(origin.module), origin.name)

@@ -89,13 +89,13 @@ def known_flags(refused: bool | None = None) -> dict[str, KnownFlag]:
     """Flags that have no field here, by name without dashes; ``refused``: None for all, else only those that match."""
     if refused is not None:
         return {name: flag for name, flag in known_flags().items() if flag.refused == refused}
-    tables, found = known_tables(), dict[str, KnownFlag]()
+    tables, flags = known_tables(), dict[str, KnownFlag]()
     for table in ("no_effect", "refused"):
         for usage, why in tables[table].items():
             name, _, takes = usage.partition(" ")
             arity = None if takes.startswith("[") else -1 if takes.endswith("...") else len(takes.split())
-            found[name] = KnownFlag(arity, why, table == "refused", tables["harmless"].get(name))
-    return found
+            flags[name] = KnownFlag(arity, why, table == "refused", tables["harmless"].get(name))
+    return flags
 
 
 def known_flag(name: str) -> KnownFlag | None:
@@ -188,8 +188,8 @@ class Vocabulary:
         names = [*self.switches_on, *self.switches_off, *known_flags(), *sglang]
         known = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
         near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1, cutoff=SIMILAR)
-        found = f"{prefix}{near[0]}" if near else ""
-        return f"--{found}" if found and not self._is_refused(found) else None
+        nearest = f"{prefix}{near[0]}" if near else ""
+        return f"--{nearest}" if nearest and not self._is_refused(nearest) else None
 
     def _is_refused(self, name: str) -> bool:
         """Whether an option is answered with what to write instead."""
@@ -239,9 +239,9 @@ def _read_known(flag: KnownFlag, words: Sequence[str]) -> str:
     _expect(words, flag.arity)
     if not flag.refused:
         return flag.why
-    given = " ".join(words)
-    if flag.harmless is not None and _same(given, flag.harmless):
-        return f"{given} is how it is anyway"
+    value = " ".join(words)
+    if flag.harmless is not None and _same(value, flag.harmless):
+        return f"{value} is how it is anyway"
     raise ValueError(f"is not supported: {flag.why}")
 
 

@@ -121,8 +121,8 @@ class RunFolder:
 
 def config_dict(args: Args) -> dict[str, object]:
     """All arguments as plain values, secrets masked; ``derivations``: name -> reason."""
-    values = dataclasses.asdict(replace(args, given={}))
-    del values["given"]
+    values = dataclasses.asdict(replace(args, user_values={}))
+    del values["user_values"]
     values["derivations"] = {d.name: d.reason for d in args.derivations}
     return {name: masked(name, value) for name, value in values.items()}
 
@@ -144,8 +144,8 @@ def config_yaml(args: Args) -> str:
         lines += ["", f"# {group_title(group)[0]}"]
         for name in (flag.name for flag in group_flags(group) if flag.name not in SOURCES):
             value, reason = getattr(args, name), reasons.get(name)
-            if name in args.given:
-                own = args.given[name]
+            if name in args.user_values:
+                own = args.user_values[name]
                 reason = reason and (reason if own == value else f"here {_shown(value)}: {reason}")
                 lines.append(_entry(name, own) + (f"  # {reason}" if reason else ""))
             elif value is not None:
