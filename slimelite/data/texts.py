@@ -33,11 +33,11 @@ def text_files(spec: str) -> list[str]:
         return [spec]
     pattern = spec if any(sign in spec for sign in "*?[") else None
     root, inner = (path, "**/*") if pattern is None else (Path(path.anchor or "."), str(path).removeprefix(path.anchor))
-    found = sorted(str(file) for file in root.glob(inner) if file.is_file())
+    files = sorted(str(file) for file in root.glob(inner) if file.is_file())
     if pattern is None:  # of a folder, the files that are read without being named
-        found = [file for file in found if file.endswith((*ROWS, *PLAIN))]
-    if found:
-        return found
+        files = [file for file in files if file.endswith((*ROWS, *PLAIN))]
+    if files:
+        return files
     if not path.exists() and HUB_ID.fullmatch(spec):
         return [spec]
     raise ValueError(

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
 
 from scripts.lib.arithmetic import write_model_folder
@@ -65,6 +65,8 @@ def test_a_faithful_class_is_kept(tmp_path: Path) -> None:
 def test_the_named_class_is_all_that_auto_tokenizer_would_give(name: str, model_type: str, tmp_path: Path) -> None:
     """`load_tokenizer` must not import `AutoTokenizer`, and so finds the class itself."""
     tokenizer = byte_tokenizer()
+    if "wen2" in name + model_type:  # this class adds it, and the file's ids win over a class
+        tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_tokens(["<own>", "ab"])
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
