@@ -72,14 +72,15 @@ def main(argv: list[str] | None = None) -> int:
             return status
         from slimelite.base.locks import hold
         from slimelite.cluster import ClusterError, launch
-        from slimelite.plan.shortage import needs_and_remedies
         from slimelite.tracking.tracker import Tracker
 
         try:
             folders = {"--run-dir": args.run_dir, "--save": args.save}
+            words = sys.argv[1:] if argv is None else argv
+            memory = [sys.executable, "-m", "slimelite.plan.run", *words]  # what a run that is killed needed
             with (
                 hold(folders),
-                Watchdog(args.run_dir, needs_and_remedies(args)),
+                Watchdog(args.run_dir, memory),
                 Tracker(args) as tracker,
                 ExitStack() as stack,
             ):

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -111,18 +111,22 @@ class Watchdog:
 
     It acts when this process dies or leaves the block with an error: it kills every process with our mark in its
     environment (Ray's daemons, actors, servers), and writes the status of a run that could not write it itself.
-    ``folder``: the run folder. ``memory``: what is said of a killed run's memory.
+    ``folder``: the run folder. ``explain``: a command whose output explains why a run may have been killed.
     """
 
-    def __init__(self, folder: str | Path, memory: str = "") -> None:
-        self._folder, self._memory = Path(folder).absolute(), memory
+    def __init__(self, folder: str | Path, explain: Sequence[str] = ()) -> None:
+        self._folder, self._explain = Path(folder).absolute(), explain
         self._mark = secrets.token_hex(16)
 
     def __enter__(self) -> Watchdog:
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), self._mark, str(self._folder)]
-        command.append(self._memory)
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            [*command, *self._explain],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},  # for ``explain``; -I leaves it out here
+            start_new_session=True,
         )
         self._before = {name: os.environ.get(name) for name in (MARK, KEEP)}
         os.environ.update({MARK: self._mark, KEEP: "1"})
@@ -176,7 +180,7 @@ def read_status(folder: str | Path) -> dict[str, Any]:
     return status
 
 
-def _watch(pid: int, mark: str, folder: Path, memory: str) -> None:
+def _watch(pid: int, mark: str, folder: Path, explain: list[str]) -> None:
     """The watchdog's program."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -195,7 +199,7 @@ def _watch(pid: int, mark: str, folder: Path, memory: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
-    _set_status(folder, pid, memory)
+    _set_status(folder, pid, explain)
 
 
 def _marked(mark: str) -> Iterator[int]:
@@ -207,18 +211,24 @@ def _marked(mark: str) -> Iterator[int]:
                 yield int(process.name)
 
 
-def _set_status(folder: Path, pid: int, memory: str) -> None:
+def _set_status(folder: Path, pid: int, explain: list[str]) -> None:
     status = read_status(folder)
     if status.get("pid") != pid or status["status"] != WITHOUT_A_WORD:
         return
-    if memory:
-        status["message"] += f". {memory}"
     for left in folder.glob("*.partial"):
         left.unlink(missing_ok=True)
+    _write_status(folder, status)
+    if explain:
+        done = subprocess.run(explain, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if done.stdout.strip():
+            _write_status(folder, status | {"message": f"{status['message']}. {done.stdout.strip()}"})
+
+
+def _write_status(folder: Path, status: dict[str, Any]) -> None:
     partial = folder / "status.json.partial"
     partial.write_text(json.dumps(status, indent=1) + "\n", encoding="utf-8")
     partial.replace(folder / "status.json")
 
 
 if __name__ == "__main__":
-    _watch(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4])
+    _watch(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

@@ -53,7 +53,7 @@ class MemoryShortage(ClusterError):
 def with_memory(error: BaseException, args: Args) -> BaseException:
     """``error``; or, if it is for want of memory, one that ends with what was needed and what would have fitted; or, if
     a rank waited for another one in vain, one that says so."""
-    from slimelite.plan.shortage import is_shortage, needs_and_remedies, shortage  # a run without errors needs none
+    from slimelite.plan.run import is_shortage, needs_and_remedies, shortage  # a run without errors needs none
 
     if isinstance(error, MemoryShortage):
         explained = ClusterError(f"{error}. {needs_and_remedies(args)}")

@@ -20,7 +20,7 @@ import json, subprocess, sys, time
 from slimelite.base.lifecycle import StopSignals, Watchdog, this_process
 folder, how = sys.argv[1:]
 with StopSignals() as stop:
-    with Watchdog(folder, "Predicted: more than there is"):
+    with Watchdog(folder, ["echo", "Predicted: more than there is"]):
         open(folder + "/status.json", "w").write(json.dumps({"status": "running", "rollouts_done": 3} | this_process()))
         daemon = subprocess.Popen(["sh", "-c", "sleep 300 & wait"], start_new_session=True, stdout=subprocess.DEVNULL)
         print(daemon.pid, flush=True)
@@ -102,7 +102,7 @@ def test_after_sigkill_nothing_is_left_and_the_status_says_so(tmp_path: Path) ->
     assert code == -signal.SIGKILL
     assert run.daemon_ends()
     deadline = time.monotonic() + 30
-    while json.loads((tmp_path / "status.json").read_text())["status"] == "running" and time.monotonic() < deadline:
+    while "Predicted" not in (tmp_path / "status.json").read_text() and time.monotonic() < deadline:
         time.sleep(0.02)
     found = json.loads((tmp_path / "status.json").read_text())
     assert (found["status"], found["rollouts_done"]) == (WITHOUT_A_WORD, 3)

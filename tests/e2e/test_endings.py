@@ -265,8 +265,10 @@ def test_sigkill_while_ray_starts_leaves_nothing(args: list[str], tmp_path: Path
     members = family(process)
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 30
     while alive(members) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive(members) == []
     assert status(run)["status"] == "stopped without a word"
+    assert "(SIGKILL)" in status(run)["message"]
+    assert status(run)["message"].endswith("would fit (predicted)")  # the watchdog asks the planner then
