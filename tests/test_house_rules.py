@@ -28,12 +28,6 @@ def script(name: str) -> ModuleType:
 house_counts, machine_bounds = script("house_counts"), script("machine_bounds")
 FILES = sorted(PACKAGE.rglob("*.py"))
 BANNED_NAMES = {"found", "given", "said", "told", "asked", "held", "Home", "Parked", "let_go", "heard"}
-ROOMS_TO_DO = {  # they still have such names; a room that is done leaves the list
-    "tracking",
-    "training",
-}
-
-
 SOURCES = house_counts.read_sources(ROOT)
 
 
@@ -273,12 +267,8 @@ def banned(source: str) -> list[str]:
 
 def test_names_are_nouns() -> None:
     """Names that say how a value came here and not what it is, such as ``found`` for a list of problems."""
-    by_room: dict[str, list[str]] = {}
-    for file in FILES:
-        room = file.relative_to(PACKAGE).parts[0]
-        by_room.setdefault(room, []).extend(f"{file.name}:{name}" for name in banned(file.read_text()))
-    assert {room: names for room, names in by_room.items() if names and room not in ROOMS_TO_DO} == {}
-    assert [room for room in ROOMS_TO_DO if not by_room.get(room)] == []  # a room that is done leaves the list
+    names = [f"{file.relative_to(PACKAGE)}:{name}" for file in FILES for name in banned(file.read_text())]
+    assert names == []
 
 
 @pytest.mark.parametrize(

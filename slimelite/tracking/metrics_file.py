@@ -78,13 +78,13 @@ def read_metrics(run_dir: str | Path) -> list[Record]:
         if not line:
             continue
         try:
-            found = json.loads(line)
+            entry = json.loads(line)
         except json.JSONDecodeError:
             torn = (number, line)
             continue
         try:
-            stated = found.pop("format", None)
-            record = {k: v if k == "kind" else float(v) for k, v in found.items()}
+            stated = entry.pop("format", None)
+            record = {k: v if k == "kind" else float(v) for k, v in entry.items()}
             kind, _ = record["kind"], record[AXES["eval/"] if record["kind"] == "eval" else DEFAULT_AXIS]
         except (AttributeError, KeyError, TypeError, ValueError):
             if torn is None:

@@ -114,8 +114,8 @@ def median_and_range(curves: Sequence[Points]) -> tuple[list[float], list[float]
     for steps, values in curves:
         for step, value in zip(steps, values, strict=True):
             at.setdefault(step, []).append(value)
-    found = [at[step] for step in sorted(at)]
-    return sorted(at), [median(v) for v in found], [min(v) for v in found], [max(v) for v in found]
+    by_step = [at[step] for step in sorted(at)]
+    return sorted(at), [median(v) for v in by_step], [min(v) for v in by_step], [max(v) for v in by_step]
 
 
 def axis_range(values: Sequence[float], span: float) -> tuple[float, float]:
@@ -145,8 +145,8 @@ def _panel(title: str, metrics: Sequence[str], runs: Runs) -> Panel:
     """A panel with, for each run, the first of ``metrics`` that it has."""
     lines: dict[str, list[Points]] = {}
     for label, group in runs.items():
-        found = [next((p for m in metrics if (p := series(records, m))[0]), None) for records in group]
-        if curves := [points for points in found if points is not None]:
+        firsts = [next((p for m in metrics if (p := series(records, m))[0]), None) for records in group]
+        if curves := [points for points in firsts if points is not None]:
             lines[label] = curves
     records = [record for group in runs.values() for some in group for record in some]
     # its axis may be another one than that of the first metric
@@ -264,9 +264,9 @@ class Drawing:
         """Wait for the drawing that goes on, if any; a warning says why there is no picture."""
         if self._process is None:
             return
-        _, said = self._process.communicate()
+        _, errors = self._process.communicate()
         if self._process.returncode:
-            logger.warning("the curves are not drawn: %s", (said.strip().splitlines() or ["killed"])[-1])
+            logger.warning("the curves are not drawn: %s", (errors.strip().splitlines() or ["killed"])[-1])
         self._took = time.monotonic() - self._began
         self._process = None
 

@@ -127,8 +127,8 @@ class Tracker:
     ) -> None:
         """Write an error to status.json before the run is shut down; has the signature of ``__exit__``."""
         if error is not None:
-            said = str(error) if isinstance(error, Stopped) else f"{type(error).__name__}: {error}".removesuffix(": ")
-            self._save_status(_status_of(error), said)
+            name = "" if isinstance(error, Stopped) else f"{type(error).__name__}: "
+            self._save_status(_status_of(error), f"{name}{error}".removesuffix(": "))
 
     def banner(self, args: Args) -> None:
         """Print the facts of the run; ``args`` now have the number of rollouts and the id of the first one."""
@@ -177,10 +177,10 @@ class Tracker:
             "rollout/raw_reward": float(table.reward.mean()),
             "rollout/response_len/mean": float(table.response_lengths.mean()),
         }
-        found = {"rollout/step": rollout_id, **from_table, **metrics}
+        numbers = {"rollout/step": rollout_id, **from_table, **metrics}
         if not self.args.job.sampled:
-            del found["rollout/raw_reward"]  # there is no reward, and zeros would look like a bad one
-        self._write("rollout", found)
+            del numbers["rollout/raw_reward"]  # there is no reward, and zeros would look like a bad one
+        self._write("rollout", numbers)
 
     def log_train(
         self,

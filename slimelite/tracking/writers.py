@@ -67,8 +67,8 @@ class WandbWriter:
         identity = _wandb_identity(args)
         directory = Path(args.wandb_dir or args.run_dir)
         directory.mkdir(parents=True, exist_ok=True)
-        account = {"base_url": args.wandb_host, "api_key": args.wandb_key}
-        given = {name: value for name, value in account.items() if value is not None}
+        keys = (("base_url", args.wandb_host), ("api_key", args.wandb_key))
+        account = {name: value for name, value in keys if value is not None}
         try:
             with _command_line_masked():
                 self._run = wandb.init(
@@ -78,7 +78,7 @@ class WandbWriter:
                     dir=str(directory),
                     config=dict(config),
                     resume="allow",
-                    settings=wandb.Settings(silent=True, console="off", **given),
+                    settings=wandb.Settings(silent=True, console="off", **account),
                     id=identity["id"],
                     group=identity["group"],
                     name=identity["name"],

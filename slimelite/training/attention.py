@@ -149,11 +149,11 @@ class _Padded:
             lse.index_copy_(0, rows, part_lse)
         return out, lse
 
-    def own_gradients(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v from what `own` computed; ``given``: of the result, q, k, v, result, log-sum-exp."""
-        gradients = torch.zeros_like(given[1]), torch.zeros_like(given[2]), torch.zeros_like(given[3])
+    def own_gradients(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v from what `own` computed; ``inputs``: of the result, q, k, v, result, log-sum-exp."""
+        gradients = torch.zeros_like(inputs[1]), torch.zeros_like(inputs[2]), torch.zeros_like(inputs[3])
         for bucket in self._own:
-            self.add_gradients(bucket, gradients, *given, causal=True)
+            self.add_gradients(bucket, gradients, *inputs, causal=True)
         return gradients
 
     def shared(
@@ -242,16 +242,16 @@ class _Varlen:
         q_, k_, v_ = (x.index_select(0, at) for x, at in ((q, blocks.queries), (k, blocks.keys), (v, blocks.keys)))
         return blocks.queries, *self._attend(q_, k_, v_, blocks, causal=False)
 
-    def own_gradients(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def own_gradients(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `_Padded.own_gradients`."""
-        return self._gradients(given, self._nodes, causal=True)
+        return self._gradients(inputs, self._nodes, causal=True)
 
-    def add_gradients(self, blocks: Blocks, gradients: tuple[Tensor, Tensor, Tensor], *given: Tensor) -> None:
+    def add_gradients(self, blocks: Blocks, gradients: tuple[Tensor, Tensor, Tensor], *inputs: Tensor) -> None:
         """See `_Padded.add_gradients`."""
         at = (blocks.queries, blocks.queries, blocks.keys, blocks.keys, blocks.queries, blocks.queries)
-        parts = tuple(x.index_select(0, index) for x, index in zip(given, at, strict=True))
-        found = self._gradients(parts, blocks, causal=False)
-        for total, part, index in zip(gradients, found, (at[0], at[2], at[2]), strict=True):
+        parts = tuple(x.index_select(0, index) for x, index in zip(inputs, at, strict=True))
+        of_blocks = self._gradients(parts, blocks, causal=False)
+        for total, part, index in zip(gradients, of_blocks, (at[0], at[2], at[2]), strict=True):
             total.index_add_(0, index, part)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, blocks: Blocks, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -262,8 +262,8 @@ class _Varlen:
         out, lse = attend(q, k, v, blocks.cu_queries, blocks.cu_keys, *blocks.longest, return_aux=aux)
         return out, lse.t().contiguous()
 
-    def _gradients(self, given: tuple[Tensor, ...], blocks: Blocks, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-        grad, q, k, v, out, lse = given
+    def _gradients(self, inputs: tuple[Tensor, ...], blocks: Blocks, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+        grad, q, k, v, out, lse = inputs
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         where = (blocks.cu_queries, blocks.cu_keys, *blocks.longest, causal, no_dropout)
         dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(

@@ -186,7 +186,7 @@ class Nodes:
         # the runs of rows that are together so far: first row, row after the last, and the depth up to which they are
         first, last, depth = np.zeros(1, np.int64), np.full(1, len(lengths)), np.zeros(1, np.int64)
         parent, leaf = np.full(1, -1), np.full(len(lengths), -1)
-        found: list[np.ndarray] = []
+        nodes: list[np.ndarray] = []
         count = level = 0
         while len(first):
             to = lengths[first]
@@ -197,7 +197,7 @@ class Nodes:
             own = np.where(there, count + np.cumsum(there) - 1, parent)
             start = begins[first] + depth - shared[first]
             columns = [start, start + to - depth, begins[last], depth, np.full(len(first), level), parent]
-            found.append(np.stack(columns)[:, there])
+            nodes.append(np.stack(columns)[:, there])
             single = last - first == 1
             leaf[first[single]] = own[single]
             count, level = count + int(there.sum()), level + bool(there.any())
@@ -205,7 +205,7 @@ class Nodes:
             parts = np.flatnonzero((rows == first[run]) | (shared[rows] == to[run]))
             first, depth, parent = rows[parts], to[run[parts]], own[run[parts]]
             last = first + np.diff(np.append(parts, len(rows)))
-        columns = np.concatenate(found, axis=1)
+        columns = np.concatenate(nodes, axis=1)
         order = np.argsort(columns[0], kind="stable")
         place = np.append(np.argsort(order), -1)  # of -1 too
         columns = columns[:, order]
@@ -296,10 +296,10 @@ class PackedSequences:
     @cached_property
     def shared_buckets(self) -> list[Bucket]:
         """Level by level, the descendants of shared nodes, which attend to all of its tokens."""
-        found = []
+        buckets = []
         for nodes in self.shared:
-            found += _buckets(*self._below(nodes))
-        return found
+            buckets += _buckets(*self._below(nodes))
+        return buckets
 
     @cached_property
     def own_blocks(self) -> Blocks:
@@ -367,7 +367,7 @@ class Window:
         causal attention.
         """
         nodes, sizes, device = self._sequences.nodes, self._sequences.sizes, self._sequences.device
-        count, depths, found = self._reach + sizes, ranges(nodes.depths, sizes), []
+        count, depths, buckets = self._reach + sizes, ranges(nodes.depths, sizes), []
         for group in _groups(sizes, count):
             rows, real = _padded(nodes.starts[group], sizes[group])
             columns, there = _padded((np.cumsum(count) - count)[group], count[group])
@@ -380,8 +380,8 @@ class Window:
             arrays = (rows.ravel(), keys.ravel(), np.flatnonzero(real), seen[:, None])
             queries, places, at, mask = (torch.from_numpy(array).to(device) for array in arrays)
             bucket = Bucket(len(group), queries, at, queries[at], places, None)
-            found.append((bucket, None if plain else mask))
-        return found
+            buckets.append((bucket, None if plain else mask))
+        return buckets
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -391,14 +391,14 @@ class Window:
 
 def _buckets(queries: Stretches, keys: Stretches) -> list[Bucket]:
     """The blocks of these queries and keys, by size."""
-    found = []
+    buckets = []
     for group in _groups(queries[1], keys[1]):
         rows, real = _padded(queries[0][group], queries[1][group])
         columns, there = _padded(keys[0][group], keys[1][group])
         hidden = None if there.all() else torch.from_numpy(~there)[:, None, None]
         flat, at = torch.from_numpy(rows.ravel()), torch.from_numpy(np.flatnonzero(real))
-        found.append(Bucket(len(group), flat, at, flat[at], torch.from_numpy(columns.ravel()), hidden))
-    return found
+        buckets.append(Bucket(len(group), flat, at, flat[at], torch.from_numpy(columns.ravel()), hidden))
+    return buckets
 
 
 def _groups(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:

@@ -93,13 +93,13 @@ def load(
         _check_optimizer(directory, reader.tensors, args.optimizer, begun=progress.steps > 0)
         state["optimizer"] = _optimizer_slots(reader.tensors, state["model"])
     if not (args.no_load_rng or weights_only):
-        state["rng"] = {name: found for name, found in _random_states(world).items() if f"rng.{name}" in reader.tensors}
+        state["rng"] = {k: v for k, v in _random_states(world).items() if f"rng.{k}" in reader.tensors}
     reader.load(state)
     reshard(learner.model)
     _restore_optimizers(learner, state.get("optimizer", {}))
     try:
-        for name, found in state.get("rng", {}).items():
-            (torch.cuda if name.startswith("cuda") else torch).set_rng_state(found)
+        for name, random_state in state.get("rng", {}).items():
+            (torch.cuda if name.startswith("cuda") else torch).set_rng_state(random_state)
     except RuntimeError as error:
         raise ValueError(f"{directory}: its random state is damaged ({error}); --no-load-rng does without") from error
     if weights_only:
@@ -285,14 +285,18 @@ class CheckpointReader(dcp.FileSystemReader):
         self.directory = directory
         file = directory / METADATA
         try:
-            found = _Unpickler(BytesIO(file.read_bytes())).load()
-            self.tensors = {p: e for p, e in found.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)}
-            others = found.state_dict_metadata.keys() - self.tensors.keys()
+            content = _Unpickler(BytesIO(file.read_bytes())).load()
+            self.tensors = {
+                p: e for p, e in content.state_dict_metadata.items() if isinstance(e, TensorStorageMetadata)
+            }
+            others = content.state_dict_metadata.keys() - self.tensors.keys()
             self._ends: dict[str, dict[str, int]] = {path: {} for path in self.tensors}
-            for key, info in found.storage_data.items():
+            for key, info in content.storage_data.items():
                 ends = self._ends.setdefault(key.fqn, {})
                 ends[info.relative_path] = max(info.offset + info.length, ends.get(info.relative_path, 0))
-            odd = not isinstance(found, Metadata) or any(i.transform_descriptors for i in found.storage_data.values())
+            odd = not isinstance(content, Metadata) or any(
+                i.transform_descriptors for i in content.storage_data.values()
+            )
         except FileNotFoundError:
             raise _damaged(file, "is missing") from None
         except _ForeignClass as error:
@@ -306,7 +310,7 @@ class CheckpointReader(dcp.FileSystemReader):
             raise ValueError(
                 f"{file}: {what}. No checkpoint of slimelite is like that, and bytes could run a program: {DO_NOT}"
             )
-        self.metadata = found
+        self.metadata = content
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:  # noqa: ARG002
         """The metadata that the constructor read."""

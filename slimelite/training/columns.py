@@ -95,9 +95,9 @@ class TokenColumns:
             setattr(columns, name, torch.tensor(torch.nan).expand(len(rows)))
         return columns
 
-    def fill(self, name: str, found: Iterable[Tensor]) -> None:
+    def fill(self, name: str, outputs: Iterable[Tensor]) -> None:
         """Keep what the pass ``name`` has computed: [N] for each of its columns, NaN where it computed nothing."""
-        for column, values in zip(PASSES[name], found, strict=False):  # nobody reads the entropy of a reference
+        for column, values in zip(PASSES[name], outputs, strict=False):  # nobody reads the entropy of a reference
             setattr(self, column, torch.where(values.isnan(), getattr(self, column), values))
 
     def set_weights(self, args: Args) -> None:
@@ -288,10 +288,10 @@ class TokenColumns:
 
     def trained(self) -> dict[str, np.ndarray]:
         """The columns of the table that training knows better than the rollout, by name; each [N] float32."""
-        found = {"advantages": self.advantages.float().numpy()} if self.of_tokens else {}
+        columns = {"advantages": self.advantages.float().numpy()} if self.of_tokens else {}
         if self.loss_weights is not None:
-            found["loss_weights"] = self.loss_weights.float().numpy()
-        return found
+            columns["loss_weights"] = self.loss_weights.float().numpy()
+        return columns
 
     def token_stats(self) -> TokenStats:
         """Log-probs and entropies under the weights before the first step, as far as passes have computed them."""
@@ -320,10 +320,10 @@ class TokenColumns:
 
     def _rows_with(self, tokens: Tensor) -> np.ndarray:
         """[n] bool: rows with a token in ``tokens`` [N] bool."""
-        found, some = np.zeros(len(self.table), bool), self.table.response_lengths > 0
+        has_one, some = np.zeros(len(self.table), bool), self.table.response_lengths > 0
         if some.any():
-            found[some] = np.logical_or.reduceat(tokens.numpy(), self.table.response_offsets[:-1][some])
-        return found
+            has_one[some] = np.logical_or.reduceat(tokens.numpy(), self.table.response_offsets[:-1][some])
+        return has_one
 
 
 def passes(
@@ -352,11 +352,11 @@ def passes(
     if begin is not None:
         later[np.concatenate(columns.steps[begin:])] = True
     unknown = ~columns.known_rows()
-    found = {"log_probs": later & computed & (unknown | checked)}
+    own_pass = {"log_probs": later & computed & (unknown | checked)}
     if args.token_stats == "all":
         unread = ~(computed & (first | later)) & (np.diff(table.prompt_offsets) > 0) & (table.response_lengths > 0)
-        found["token_stats"] = unknown & unread
-    return {name: np.flatnonzero(rows) for name, rows in found.items() if rows.any()}
+        own_pass["token_stats"] = unknown & unread
+    return {name: np.flatnonzero(rows) for name, rows in own_pass.items() if rows.any()}
 
 
 def pass_begins(args: CorrectionArgs, num_steps: int, checked: bool) -> int | None:

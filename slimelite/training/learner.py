@@ -219,12 +219,12 @@ class Scores:
         """[tokens] of each output on the CPU, the same on every rank (collective); NaN for tokens never added."""
         assert self.parts, "every rank has a micro-batch, if only an empty one"
         first = self.parts[0][1]
-        found = torch.zeros(len(first) + 1, self._tokens, dtype=first.dtype)
+        sums = torch.zeros(len(first) + 1, self._tokens, dtype=first.dtype)
         for index, values in self.parts:
-            found[:-1, index] = values.cpu()
-            found[-1, index] = 1
-        found = self._world.all_reduce(found)
-        return found[:-1].masked_fill(found[-1] == 0, torch.nan).unbind()
+            sums[:-1, index] = values.cpu()
+            sums[-1, index] = 1
+        sums = self._world.all_reduce(sums)
+        return sums[:-1].masked_fill(sums[-1] == 0, torch.nan).unbind()
 
 
 @torch.no_grad()
@@ -238,8 +238,8 @@ def table_scores(
     scores = Scores(len(columns.mask), world)
     for rows in dealt[world.dp_rank]:
         batch = MicroBatch(columns, rows, world.device, shares=model.shares)
-        found = model(batch, *options)
-        scores.add(batch, *(found if isinstance(found, tuple) else (found,)))
+        outputs = model(batch, *options)
+        scores.add(batch, *(outputs if isinstance(outputs, tuple) else (outputs,)))
     reshard(model)
     return scores.gather()
 

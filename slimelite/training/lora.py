@@ -187,15 +187,15 @@ def _targets(hf: PreTrainedModel, args: LoraArgs) -> list[str]:
     linear = [name for name, module in able.items() if isinstance(module, nn.Linear) and module is not head]
 
     def named(wanted: tuple[str, ...], what: str) -> set[str]:
-        found: set[str] = set()
+        names: set[str] = set()
         for word in wanted:
             fits = linear if word == ALL_LINEAR else []
             for each in GROUPS.get(word, (word,)):
                 fits = fits + [name for name in able if _is_called(name, each)]
             if not fits:
                 raise ValueError(f"{what} {word}: {_why_not(hf, word, able)}")
-            found.update(fits)
-        return found
+            names.update(fits)
+        return names
 
     chosen = named(args.lora_targets, "--lora-target-modules") - named(args.lora_excluded, "--lora-exclude-modules")
     outer = [name for name in chosen if able[name] in (head, hf.get_input_embeddings())]
@@ -232,7 +232,7 @@ def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
     except (OSError, TypeError, SyntaxError):  # a class without a source file
         return frozenset()
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         # not a look at its dtype; and no slices, which Bloom takes to round as the program that trained it did
         if isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr in LOOKS):
@@ -240,8 +240,8 @@ def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
         for part in ast.iter_child_nodes(node):
             match part:
                 case ast.Attribute(attr="weight", value=ast.Attribute(attr=name, value=ast.Name(id="self"))):
-                    found.add(name)
-    return frozenset(found)
+                    names.add(name)
+    return frozenset(names)
 
 
 def _is_called(name: str, word: str) -> bool:
@@ -350,13 +350,13 @@ def save_adapter(directory: Path, weights: Mapping[str, Tensor], config: Mapping
 def _load(hf: PreTrainedModel, folder: Path) -> None:
     file = folder / ADAPTER_WEIGHTS
     try:
-        found = load_file(file)
+        saved = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} cannot be read ({error})") from error
-    if broken := [name for name, value in found.items() if not value.isfinite().all()]:
+    if broken := [name for name, value in saved.items() if not value.isfinite().all()]:
         raise ValueError(f"{min(broken)} in {file} holds NaN or infinity; take an earlier adapter")
     mine = dict(peft_weights(hf))
-    for problem, names in (("lacks", mine.keys() - found.keys()), ("has", found.keys() - mine.keys())):
+    for problem, names in (("lacks", mine.keys() - saved.keys()), ("has", saved.keys() - mine.keys())):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
@@ -364,10 +364,10 @@ def _load(hf: PreTrainedModel, folder: Path) -> None:
                 f"{ADAPTER_CONFIG}: it is another model's, or damaged"
             )
     for name, parameter in mine.items():
-        if parameter.shape != found[name].shape:
+        if parameter.shape != saved[name].shape:
             raise ValueError(
-                f"{name} is {list(found[name].shape)} in {file} and {list(parameter.shape)} in this model: it is "
+                f"{name} is {list(saved[name].shape)} in {file} and {list(parameter.shape)} in this model: it is "
                 "another model's"
             )
         if not parameter.is_meta:
-            parameter.copy_(found[name])
+            parameter.copy_(saved[name])

@@ -46,10 +46,10 @@ def micro_batch_loss(args: AlgorithmArgs, batch: MicroBatch, log_probs: Tensor, 
     Raises:
         ValueError: the losses of tokens are not [R], or have no gradient.
     """
-    found = args.loss(args, batch, log_probs, entropy)
-    if isinstance(found, Loss):
-        return found
-    losses, metrics = found
+    result = args.loss(args, batch, log_probs, entropy)
+    if isinstance(result, Loss):
+        return result
+    losses, metrics = result
     if losses.shape != log_probs.shape or not losses.requires_grad:
         whose = args.custom_loss_function_path or args.loss_type
         raise ValueError(
@@ -69,8 +69,8 @@ def fine_tuning(args: object, batch: MicroBatch, log_probs: Tensor, entropy: Ten
 def custom(args: AlgorithmArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
     """``--loss-type custom_loss``: the plugin is called like any other function of ``LOSSES``."""
     plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
-    found: tuple[Tensor, Metrics] = plugin(args, batch, log_probs, entropy)
-    return found
+    result: tuple[Tensor, Metrics] = plugin(args, batch, log_probs, entropy)
+    return result
 
 
 def preferences(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
@@ -106,11 +106,11 @@ def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, 
     )
     correction, uncorrected = CORRECTIONS[args.correction], losses
     if correction.function is not None:
-        losses, found = correction(args, batch, losses, batch.old)
-        metrics |= found
+        losses, more = correction(args, batch, losses, batch.old)
+        metrics |= more
     if args.use_opsm:
-        keep, found = opsm_keep(log_probs, old, batch.advantages, *batch.where, delta=args.opsm_delta)
-        losses, metrics = torch.where(keep, losses, 0.0), metrics | found
+        keep, more = opsm_keep(log_probs, old, batch.advantages, *batch.where, delta=args.opsm_delta)
+        losses, metrics = torch.where(keep, losses, 0.0), metrics | more
     pg_loss = weighted_sum(losses, batch.pg_weights)
     weights = None
     if args.use_opsm or args.custom_pg_loss_reducer_function_path or correction.function is not None:
@@ -160,13 +160,13 @@ def weigh_and_reject(args: CorrectionArgs, batch: MicroBatch, losses: Tensor, ow
         losses = losses * weights
     if args.mis_rejection_level is not None:
         upper = upper if args.mis_rejection_upper_bound is None else args.mis_rejection_upper_bound
-        keep, found = rejection_keep(
+        keep, more = rejection_keep(
             *common, level=args.mis_rejection_level, upper=upper, lower=args.mis_rejection_lower_bound
         )
-        losses, metrics = torch.where(keep, losses, 0.0), metrics | found
+        losses, metrics = torch.where(keep, losses, 0.0), metrics | more
     if args.mis_veto_threshold is not None:
-        keep, found = veto_keep(*common, threshold=args.mis_veto_threshold)
-        losses, metrics = torch.where(keep, losses, 0.0), metrics | found
+        keep, more = veto_keep(*common, threshold=args.mis_veto_threshold)
+        losses, metrics = torch.where(keep, losses, 0.0), metrics | more
     return losses, metrics
 
 

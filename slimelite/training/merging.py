@@ -66,8 +66,8 @@ def _read_checkpoint(source: Path, hf: PreTrainedModel, base: str) -> None:
     if lora := read_state(source).get(ADAPTER):
         targets = tuple(sorted(name.removesuffix(".lora_A") for name in saved if name.endswith(".lora_A")))
         # the saved scaling already has what --lora-type makes of rank and alpha
-        given = {"lora_rank": lora["rank"], "lora_alpha": lora["scaling"] * lora["rank"], "lora_targets": targets}
-        add_adapters(hf, LoraArgs(**given), seed=0)
+        flags = {"lora_rank": lora["rank"], "lora_alpha": lora["scaling"] * lora["rank"], "lora_targets": targets}
+        add_adapters(hf, LoraArgs(**flags), seed=0)
     trained: dict[str, Tensor] = {name: p for name, p in hf.named_parameters() if p.requires_grad}
     other = {name for name in saved & trained.keys() if reader.tensors[f"model.{name}"].size != trained[name].shape}
     if odd := (saved ^ trained.keys()) | other:

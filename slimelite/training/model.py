@@ -186,9 +186,9 @@ class LanguageModel(nn.Module):
         self.hf = hf
         # the decoder layers, each sharded as one unit; FSDP will give them classes of other names
         names = set(hf._no_split_modules or ())
-        found = [m for m in hf.modules() if type(m).__name__ in names or isinstance(m, GradientCheckpointingLayer)]
-        inner = {id(part) for module in found for part in module.modules() if part is not module}
-        self.layers = [module for module in found if id(module) not in inner]
+        blocks = [m for m in hf.modules() if type(m).__name__ in names or isinstance(m, GradientCheckpointingLayer)]
+        inner = {id(part) for module in blocks for part in module.modules() if part is not module}
+        self.layers = [module for module in blocks if id(module) not in inner]
         # whether sequences are laid end to end, see `packing.may_pack`; else each is a row of its own
         self.packed = True
         # whether a prefix that rows of a micro-batch share is computed once, see there
@@ -247,8 +247,8 @@ class LanguageModel(nn.Module):
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters, by name, that training changes and a checkpoint keeps: all weights, or the adapters."""
-        found = self.named_parameters()
-        return {name.removeprefix("hf."): parameter for name, parameter in found if parameter.requires_grad}
+        parameters = self.named_parameters()
+        return {name.removeprefix("hf."): parameter for name, parameter in parameters if parameter.requires_grad}
 
 
 class PolicyModel(LanguageModel):

@@ -278,10 +278,10 @@ class _Ranks:
         back = [mine * rows * columns for rows in self.rows]
         parts = self._exchange(torch.cat([shards[i].flatten() for i in order]), out, back).split(back)
         whole = torch.cat([x.view(mine, n, columns) for x, n in zip(parts, self.rows, strict=True)], dim=1)
-        found = orthogonalize(whole) if mine else whole
-        by_holder = torch.cat([x.flatten() for x in found.split(self.rows, dim=1)])
-        found = self._exchange(by_holder, back, out).view(len(shards), *shards[0].shape)
-        return found[np.argsort(order)].unbind()
+        updates = orthogonalize(whole) if mine else whole
+        by_holder = torch.cat([x.flatten() for x in updates.split(self.rows, dim=1)])
+        updates = self._exchange(by_holder, back, out).view(len(shards), *shards[0].shape)
+        return updates[np.argsort(order)].unbind()
 
     def _exchange(self, tensor: Tensor, sizes: list[int], received: list[int]) -> Tensor:
         result = tensor.new_empty(sum(received))

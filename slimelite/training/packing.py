@@ -136,8 +136,8 @@ class SmallModel:
             policy = self._policy(attention)
             right = [packing for packing, rows in TESTS.items() if self._gap(policy, rows, packing) < TOLERANCE]
             apart = max(self._gap(policy, rows, Packing.ALONE) for rows in [[0], [1]] + [[0, 1]] * pairs)
-            found = policy.hf.state_dict()
-            if any(not torch.equal(found[name].cpu(), tensor) for name, tensor in self._weights.items()):
+            weights = policy.hf.state_dict()
+            if any(not torch.equal(weights[name].cpu(), tensor) for name, tensor in self._weights.items()):
                 return Packing.ALONE, "its forward pass changes its weights"
             why = self._why_other(policy) if apart >= TOLERANCE else ""
         except Exception as error:  # models may raise anything when they are called in an unsupported way
@@ -213,7 +213,7 @@ Outputs = list[tuple[str, Tensor, Tensor]]
 
 @contextmanager
 def _outputs(model: nn.Module) -> Iterator[Outputs]:
-    found: Outputs = []
+    outputs: Outputs = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else (output,)
@@ -221,11 +221,11 @@ def _outputs(model: nn.Module) -> Iterator[Outputs]:
             next((x for x in part if isinstance(x, Tensor)), None) for part in ((*args, *kwargs.values()), values)
         ]
         if firsts[0] is not None and firsts[1] is not None:
-            found.append((type(module).__name__, firsts[0].clone(), firsts[1].clone()))
+            outputs.append((type(module).__name__, firsts[0].clone(), firsts[1].clone()))
 
     hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in model.modules()]
     try:
-        yield found
+        yield outputs
     finally:
         for hook in hooks:
             hook.remove()
@@ -236,8 +236,8 @@ def _first_difference(one: Outputs, two: Outputs) -> str:
     for (name, *mine), (same, *theirs) in zip(one, two, strict=False):
         if name != same:
             break
-        given, made = (_row(a, b) for a, b in zip(mine, theirs, strict=True))
-        if given and made and _alike(*given) and not _alike(*made):
+        inputs, made = (_row(a, b) for a, b in zip(mine, theirs, strict=True))
+        if inputs and made and _alike(*inputs) and not _alike(*made):
             return name
     return ""
 

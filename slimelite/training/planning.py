@@ -133,10 +133,10 @@ class _Units:
 
     def shared(self, share: np.ndarray) -> np.ndarray:
         """[m] the tokens that each unit of ``share`` [m], ascending, has in common with the one before it."""
-        found = np.zeros(len(share), np.int64)
+        tokens = np.zeros(len(share), np.int64)
         last = np.maximum(self._last[share[:-1]], self._last[share[1:]])
-        found[1:] = self._prefixes.between(self._first[share[:-1]], last)
-        return found
+        tokens[1:] = self._prefixes.between(self._first[share[:-1]], last)
+        return tokens
 
     def rows_in(self, unit: int) -> int:
         """How many rows ``unit`` has."""
@@ -243,18 +243,18 @@ def _pieces(units: _Units, share: np.ndarray, max_tokens: int) -> list[tuple[int
 
     clumps = [*np.flatnonzero(shared == 0).tolist(), len(share)]
     left = list(pairwise(clumps))[::-1]
-    found: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     while left:
         first, end = left.pop()
         if end - first > 1 and size(first, end) > max_tokens:
             inner = shared[first + 1 : end]
             cuts = [first, *(first + 1 + np.flatnonzero(inner == inner.min())).tolist(), end]
             left += list(pairwise(cuts))[::-1]
-        elif found and again[first] and size(found[-1][0], end) <= max_tokens:
-            found[-1] = (found[-1][0], end)
+        elif pieces and again[first] and size(pieces[-1][0], end) <= max_tokens:
+            pieces[-1] = (pieces[-1][0], end)
         else:
-            found.append((first, end))
-    return [(-size(first, end), share[first:end].tolist()) for first, end in found]
+            pieces.append((first, end))
+    return [(-size(first, end), share[first:end].tolist()) for first, end in pieces]
 
 
 def _connected(*ids: np.ndarray) -> np.ndarray:
@@ -289,7 +289,7 @@ class Prefixes:
     @classmethod
     def of(cls, table: SampleTable, *, shares: bool, shortest: int = SHORTEST) -> Prefixes:
         """The prefixes of the rows of ``table``, none if not ``shares``; the first call for a table computes them."""
-        known = _found.setdefault(table, {})
+        known = _prefixes.setdefault(table, {})
         key = shortest if shares else 0
         if key not in known:
             order, common = _sorted(table) if shares else (np.arange(len(table)), np.zeros(len(table), np.int64))
@@ -299,12 +299,12 @@ class Prefixes:
     def between(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """[m] int64 the tokens that all rows of the ranks ``first`` [m] to ``last`` [m] share; ``first`` < ``last``."""
         level = np.frexp(last - first)[1] - 1
-        found = np.zeros(len(first), np.int64)
+        tokens = np.zeros(len(first), np.int64)
         for k in np.unique(level):
             at = np.flatnonzero(level == k)
             smallest = self._smallest[k]
-            found[at] = np.minimum(smallest[first[at] + 1], smallest[last[at] + 1 - 2**k])
-        return found
+            tokens[at] = np.minimum(smallest[first[at] + 1], smallest[last[at] + 1 - 2**k])
+        return tokens
 
     def within(self, rows: np.ndarray, parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """``rows`` [m] sorted by part and then by token ids, and the tokens that each shares with the one before it in
@@ -319,7 +319,7 @@ class Prefixes:
 
 
 # by table, and `shortest` or 0; every pass of a rollout asks
-_found: WeakKeyDictionary[SampleTable, dict[int, Prefixes]] = WeakKeyDictionary()
+_prefixes: WeakKeyDictionary[SampleTable, dict[int, Prefixes]] = WeakKeyDictionary()
 
 
 def _sorted(table: SampleTable) -> tuple[np.ndarray, np.ndarray]:

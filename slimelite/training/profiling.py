@@ -77,10 +77,10 @@ class Profiler:
             yield
             return
         # what slime records
-        with profile(record_shapes=True, profile_memory=True, with_stack=True, with_flops=True) as found:
+        with profile(record_shapes=True, profile_memory=True, with_stack=True, with_flops=True) as recorded:
             yield
         self._folder.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(str(self._folder / f"{name}-{self._rollout:07d}-rank{self.rank}.json.gz"))
+        recorded.export_chrome_trace(str(self._folder / f"{name}-{self._rollout:07d}-rank{self.rank}.json.gz"))
 
     def _dump(self) -> None:
         torch.cuda.memory._dump_snapshot(str(self._snapshot))

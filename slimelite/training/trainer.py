@@ -357,7 +357,7 @@ class Trainer(Learner[PolicyModel]):
         self.token_stats = None if self.args.token_stats == "none" else columns.token_stats()
         means, of_steps = sums.means()
         metrics, *self.step_metrics = [
-            {f"train/{name}": value for name, value in found.items()} for found in (means, *of_steps)
+            {f"train/{name}": value for name, value in each.items()} for each in (means, *of_steps)
         ]
         metrics |= columns.means(self.args, computed)
         metrics |= self.timed.metrics(self.world.ranks)
@@ -391,7 +391,7 @@ def _check_splits(args: Args) -> None:
         "--ref-update-interval": args.ref_update_interval is not None,
         "--reset-optimizer-states": args.reset_optimizer_states,
     }
-    if found := [flag for flag, given in flags.items() if given]:
+    if whole := [flag for flag, is_set in flags.items() if is_set]:
         raise ValueError(
-            f"forward_backward: {' and '.join(found)} concerns whole rollouts: call train(rollout_id, table) instead"
+            f"forward_backward: {' and '.join(whole)} concerns whole rollouts: call train(rollout_id, table) instead"
         )

@@ -87,8 +87,8 @@ def shareable() -> Iterator[None]:
 
 def _allocator_settings() -> str:
     """Of the memory of GPUs; torch 2.11 has no function for them, but they come from the environment."""
-    if told := getattr(torch._C, "_accelerator_getAllocatorSettings", None):
-        return str(told())
+    if settings := getattr(torch._C, "_accelerator_getAllocatorSettings", None):
+        return str(settings())
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
 
 
@@ -112,9 +112,9 @@ def _fill(
         with ExitStack() as stack:
             for part in parts(tensor):
                 stack.enter_context(memory.present(part) if memory else nullcontext())
-            for piece, found in filed(name, gathered(tensor, dtype, device)).items():
-                places[piece].copy_(found)
-            del found  # beside the bucket only one gathered tensor is in memory
+            for piece, value in filed(name, gathered(tensor, dtype, device)).items():
+                places[piece].copy_(value)
+            del value  # beside the bucket only one gathered tensor is in memory
     return bucket
 
 
