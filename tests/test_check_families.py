@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.models.files import has_experts
-from slimelite.training.packing import small_config
+from slimelite.models.small import small_config
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from slimelite.models.small import VOCABULARY, small_config
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable
 from slimelite.training.attention import register_attention
@@ -261,98 +262,7 @@ def one_line(error: Exception | None) -> str:
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
-VOCABULARY = 80
 # all exceed WINDOW, one is below and others above CONTEXT, so that windows and length-dependent ropes have an effect
 LENGTHS = (9, 13, SHORTEST + 5, SHORTEST + 8, 9)
-WINDOW = 5
-CONTEXT = 10
 # the rows that are tested together
 TESTS = {Packing.PACKED: [0, 1], Packing.SHARED: [0, 2, 3]}
-
-HIDDEN = 64
-HEAD = 16
-# small value -> fields that get it unless they are 0 or None; they fit: 4 heads of 16 make 64, 8 Mamba heads 2 · 64
-_SMALL: dict[int, str] = {
-    HIDDEN: "hidden_size d_model n_embd embedding_size embedding_dim emb_dim lru_width word_embed_proj_dim "
-    "input_embedding_size output_embedding_size hidden_size_per_layer_input",
-    48: "intermediate_size moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size ffn_dim "
-    "decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size expert_ffn_hidden_size intermediate_size_mlp "
-    "moe_shared_expert_intermediate_size dense_intermediate_size dff dim_ff feed_forward_size d_inner",
-    HEAD: "head_dim kv_channels dim_head d_head q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
-    "global_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state state_size ssm_state_size mamba_d_head "
-    "mamba_head_dim attention_head_size rotary_dim index_head_dim mamba_chunk_size chunk_size linear_chunk_size",
-    2 * HEAD: "attention_head_dim qk_head_dim",
-    8: "mamba_n_heads mamba_num_heads",
-    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
-    "num_experts num_local_experts n_routed_experts moe_num_experts linear_num_value_heads zero_expert_num "
-    "index_n_heads",
-    2: "num_experts_per_tok moe_topk moe_k top_k_experts linear_num_key_heads n_mamba_heads",
-    1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups num_codebooks",
-    WINDOW: "sliding_window attention_window_size attention_chunk_size index_topk",
-    VOCABULARY: "vocab_size vocab_size_per_layer_input",
-}
-SMALL = {name: value for value, names in _SMALL.items() for name in names.split()}
-# fields that are multiples of the hidden size where they are given
-PROPORTIONAL = ("attention_hidden_size", "mamba_d_ssm")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
-
-
-def small_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy of ``config`` with all its layers, 4 heads, tiny widths, `VOCABULARY` tokens, a window of `WINDOW` tokens,
-    and a rope that changes with the length (if it does) after `CONTEXT` tokens.
-    """
-    config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    for part in [getattr(config, name, None) for name in config.sub_configs]:
-        if isinstance(part, PretrainedConfig):
-            _shrink(part)
-    _shrink(config)
-    return config
-
-
-def _shrink(config: PretrainedConfig) -> None:
-    fields = vars(config)
-    hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
-    for name in set(KV_HEADS) & set(fields):
-        setattr(config, name, _small(fields[name], 4 if fields[name] == heads else 2))
-    for name in set(SMALL) & set(fields):
-        setattr(config, name, _small(fields[name], SMALL[name]))
-    for name in set(PROPORTIONAL) & set(fields):
-        if isinstance(fields[name], int) and hidden:
-            setattr(config, name, fields[name] * config.hidden_size // hidden)
-    if "head_dim" in fields:
-        config.head_dim = HEAD  # also where None means hidden size / heads
-    if fields.get("expand") and fields.get("num_heads") and "head_dim" in fields:
-        config.head_dim = fields["expand"] * config.hidden_size // config.num_heads  # Mamba 2
-    if fields.get("mamba_expand") and fields.get("mamba_n_heads") and "mamba_d_head" in fields:
-        inner = fields.get("mamba_d_ssm") or fields["mamba_expand"] * config.hidden_size
-        config.mamba_d_head = inner // config.mamba_n_heads
-    for name, value in fields.items():
-        if name.endswith("token_id") and isinstance(value, int):
-            setattr(config, name, 0)
-    _shrink_rope(config)
-
-
-def _small(value: object, small: int) -> object:
-    """``small`` for an int other than 0, and for those in a list; 1 and 2 replace only larger ints."""
-    if isinstance(value, list):
-        return [_small(item, small) for item in value]
-    if not isinstance(value, int) or isinstance(value, bool):
-        return value
-    return min(value, small) if small <= 2 else small * bool(value)
-
-
-def _shrink_rope(config: PretrainedConfig) -> None:
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        if part.get("rope_type") not in ("dynamic", "longrope"):
-            continue
-        config.max_position_embeddings = 2 * CONTEXT if part["rope_type"] == "longrope" else CONTEXT
-        for place in (part, vars(config)):
-            if "original_max_position_embeddings" in place:
-                place["original_max_position_embeddings"] = CONTEXT
-        for name in ("short_factor", "long_factor"):
-            if name in part:
-                width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-                part[name] = part[name][: int(width * part.get("partial_rotary_factor", 1.0)) // 2]

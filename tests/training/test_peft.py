@@ -25,6 +25,7 @@ from transformers.utils import logging
 from slimelite.apps.runnable import Source, merged
 from slimelite.arguments import Args
 from slimelite.arguments.training import ALL_LINEAR, read_adapter
+from slimelite.models.small import VOCABULARY, small_config
 from slimelite.training.loading import inspect_model
 from slimelite.training.lora import (
     adapters,
@@ -35,7 +36,6 @@ from slimelite.training.lora import (
     peft_weights,
     save_adapter,
 )
-from slimelite.training.packing import VOCABULARY, small_config
 from tests.training.test_lora import log_probs
 from tests.training.tiny import Recorder, one_rank, random_table, tiny_args
 
