@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         args = parse_args(argv, inspect=problems)
         if (status := preflight(args)) or args.dry_run:
             return status
-        from slimelite.base.locks import hold
+        from slimelite.base.files import hold
         from slimelite.cluster import ClusterError, launch
         from slimelite.tracking.tracker import Tracker
 

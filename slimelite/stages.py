@@ -22,9 +22,8 @@ from slimelite.arguments.flags import ArgumentError, all_flags, group_flags
 from slimelite.arguments.help import is_asked
 from slimelite.arguments.parse import args_type, merge_sources
 from slimelite.arguments.secret import masked
-from slimelite.arguments.sources import PATHS, read_config, split_words
+from slimelite.arguments.sources import PATHS, Settings, Vocabulary, read_config, split_words
 from slimelite.arguments.tracking import TrackingArgs
-from slimelite.arguments.vocabulary import Settings, Vocabulary
 from slimelite.base.files import FORMAT, check_format, write_text
 from slimelite.base.lifecycle import read_status
 

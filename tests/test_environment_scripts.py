@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import make_args
-from slimelite.arguments.machine import Machine
+from slimelite.plan.devices import Machine
 
 ROOT = Path(__file__).parents[1]
 

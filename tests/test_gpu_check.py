@@ -21,7 +21,7 @@ import gpu_group  # noqa: E402
 from gpu_lab import Lab, Number  # noqa: E402
 
 from slimelite.arguments import make_args  # noqa: E402
-from slimelite.arguments.machine import Machine  # noqa: E402
+from slimelite.plan.devices import Machine  # noqa: E402
 from slimelite.training.batch import PackedSequences  # noqa: E402
 
 NEEDS_GPU = {name for _, name, needs_gpu, _ in gpu_group.CHECKS if needs_gpu}

@@ -64,7 +64,7 @@ def test_ray_is_imported_in_cluster_alone() -> None:
     ("room", "forbidden"),
     [
         ("algorithms", ("slimelite.arguments", "slimelite.training", "slimelite.rollout", "slimelite.samples.table")),
-        ("training", ("slimelite.rollout", "slimelite.rewards", "slimelite.cluster", "slimelite.data.source")),
+        ("training", ("slimelite.rollout", "slimelite.rewards", "slimelite.cluster", "slimelite.data.prompts")),
         ("rollout", ("slimelite.training", "slimelite.cluster", "torch")),
         (
             "engines",
@@ -110,7 +110,6 @@ def test_arguments_know_records_and_no_room() -> None:
         "slimelite.models.families",
         "slimelite.plan.devices",
         "slimelite.plan.memory",
-        "slimelite.plan.shapes",
         "slimelite.rewards.rules",
         "slimelite.serving.tools",
         "slimelite.slime.plugins",

@@ -13,7 +13,7 @@ from slimelite.arguments.args import Args
 from slimelite.arguments.evaluation import EvalDataset
 from slimelite.arguments.flags import all_flags, group_flags, group_title, groups_of
 from slimelite.arguments.help import description, meaning, shared_needs, shown_default, usage
-from slimelite.arguments.vocabulary import known_flags, known_tables
+from slimelite.arguments.sources import known_flags, known_tables
 from slimelite.base.registry import Registry
 
 PATH = Path(__file__).resolve().parents[2] / "docs" / "arguments.md"

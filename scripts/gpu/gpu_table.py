@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.arguments import Args
 from slimelite.plan.devices import recognized
-from slimelite.plan.memory import Load, total
-from slimelite.plan.shapes import Shapes
+from slimelite.plan.memory import Load, Shapes, total
 from slimelite.plan.time import Work, measured_cpu, train
 from slimelite.training.trainer import Trainer
 

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slimelite.arguments import make_args
-from slimelite.arguments.machine import this_machine
+from slimelite.plan.devices import this_machine
 from slimelite.plan.run import Plan
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,8 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "gpu_sim"
 import fake_cuda
 
 from slimelite.arguments import Args
-from slimelite.plan.memory import Load, total
-from slimelite.plan.shapes import Shapes
+from slimelite.plan.memory import Load, Shapes, total
 from slimelite.plan.time import Work, measured_cpu, train
 from slimelite.samples.sample import Sample
 from slimelite.samples.table import SampleTable

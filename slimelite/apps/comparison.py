@@ -11,8 +11,8 @@ import numpy as np
 
 from slimelite.apps.runs import Run
 from slimelite.arguments import Args
+from slimelite.arguments.conditions import gpus_of
 from slimelite.arguments.flags import all_flags
-from slimelite.arguments.job import gpus_of
 from slimelite.samples.sample import ROW, label_text
 from slimelite.samples.table import SampleTable
 from slimelite.tracking.phases import LABELS

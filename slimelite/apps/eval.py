@@ -15,9 +15,9 @@ from slimelite.apps.eval_run import Results, check, evaluate, evaluation_args
 from slimelite.apps.runnable import Source, merged, resolve_models
 from slimelite.apps.runs import read_runs
 from slimelite.arguments import Args
-from slimelite.arguments.machine import this_machine
-from slimelite.arguments.tasks import shipped_tasks
+from slimelite.arguments.evaluation import shipped_tasks
 from slimelite.base.lifecycle import StopSignals
+from slimelite.plan.devices import this_machine
 
 # flag of train.py -> the option that means it
 OPTIONS = {

@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from slimelite.arguments import Args, EvalArgs, EvalDataset, ModelArgs, make_args
+from slimelite.arguments.evaluation import SHIPPED
 from slimelite.arguments.flags import group_flags
-from slimelite.arguments.machine import this_machine
-from slimelite.arguments.tasks import SHIPPED
-from slimelite.base.files import FORMAT, check_format, write_text
-from slimelite.base.locks import hold
+from slimelite.base.files import FORMAT, check_format, hold, write_text
 from slimelite.data.reader import split_path
 from slimelite.data.tokenizer import beginning, load_tokenizer
 from slimelite.engines.registry import ENGINES
 from slimelite.models.checkpoints import read_json
+from slimelite.plan.devices import this_machine
 from slimelite.preflight import inspect
 from slimelite.tracking.run_folder import SOURCES, config_dict
 from slimelite.tracking.tracker import Tracker

@@ -99,13 +99,13 @@ async def serving(args: argparse.Namespace) -> AsyncIterator[Served]:
         ValueError: there is no such model.
         OSError: the address is taken, or is none of this machine.
     """
-    from slimelite.arguments.machine import this_machine
-    from slimelite.data.templates import try_template
+    from slimelite.data.messages import try_template
     from slimelite.data.tokenizer import check_files, load_tokenizer, stop_token_ids
     from slimelite.engines.sampling import engine_sampler
     from slimelite.models.checkpoints import read_config
     from slimelite.models.families import text_config
     from slimelite.models.files import has_weights
+    from slimelite.plan.devices import this_machine
     from slimelite.serving.format import ChatFormat
     from slimelite.serving.front import Front
     from slimelite.serving.sessions import Sessions

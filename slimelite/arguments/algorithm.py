@@ -30,13 +30,13 @@ from slimelite.arguments.conditions import (
     REJECTION,
     TIS,
     TRAINING,
+    OfJob,
     chosen,
     named,
     use_of,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, plugin, resolved
-from slimelite.arguments.job import OfJob
 from slimelite.arguments.rollout import RewardArgs
 from slimelite.arguments.sources import PRESETS
 

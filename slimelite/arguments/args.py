@@ -9,12 +9,12 @@ from slimelite.arguments.algorithm import AlgorithmArgs, CorrectionArgs, CriticA
 from slimelite.arguments.engines import SglangArgs, WeightSyncArgs
 from slimelite.arguments.evaluation import EvalArgs
 from slimelite.arguments.flags import resolved
-from slimelite.arguments.machine import Machine
 from slimelite.arguments.model import ArchitectureArgs, CheckpointArgs, ClusterArgs, ModelArgs
 from slimelite.arguments.rollout import DataArgs, EnvironmentArgs, RewardArgs, RolloutArgs
+from slimelite.arguments.sources import Settings
 from slimelite.arguments.tracking import DebugArgs, ProfilingArgs, TrackingArgs
 from slimelite.arguments.training import LoraArgs, OptimizerArgs, PerfArgs
-from slimelite.arguments.vocabulary import Settings
+from slimelite.plan.devices import Machine
 
 # fixed values for slime's plugins, of flags that have no field here; the command line cannot change them
 PLUGIN_CONSTANTS: dict[str, object] = {

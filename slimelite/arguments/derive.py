@@ -12,13 +12,10 @@ from slimelite.arguments.args import Args, Draft
 from slimelite.arguments.engines import engine_places
 from slimelite.arguments.evaluation import resolve_eval_datasets, seeks_best
 from slimelite.arguments.flags import SEEDS
-from slimelite.arguments.machine import Machine
-from slimelite.arguments.memory import training_load
 from slimelite.arguments.model import model_config_from_flags
 from slimelite.arguments.rollout import EPISODE, PROGRAM
-from slimelite.arguments.sources import load_yaml
+from slimelite.arguments.sources import Settings, load_yaml
 from slimelite.arguments.training import INNER, read_adapter, words
-from slimelite.arguments.vocabulary import Settings
 from slimelite.engines.registry import ENGINES
 from slimelite.environments.registry import TOTAL, known
 from slimelite.models.checkpoints import (
@@ -31,7 +28,8 @@ from slimelite.models.checkpoints import (
     read_json,
     why_no_model,
 )
-from slimelite.plan.memory import BESIDE_ENGINES, USABLE, left_behind, total
+from slimelite.plan.devices import Machine
+from slimelite.plan.memory import BESIDE_ENGINES, USABLE, left_behind, total, training_load
 
 _ROLLOUTS = ("rollout.sglang_rollout.generate_rollout", "rollout.fully_async_rollout.generate_rollout_fully_async")
 # slime's names for what runs here by default: a flag with one of them is treated as not given

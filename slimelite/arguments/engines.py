@@ -10,7 +10,7 @@ from slimelite.arguments.conditions import INFERENCE, OWN_ENGINES, SGLANG, SYNC,
 from slimelite.arguments.flags import flag, resolved
 from slimelite.arguments.model import EnginePlace
 from slimelite.arguments.rollout import RolloutArgs
-from slimelite.arguments.vocabulary import known_tables, sglang_options
+from slimelite.arguments.sources import known_tables, sglang_options
 
 FAULT_TOLERANCE = SGLANG & use_of("--use-fault-tolerance")
 

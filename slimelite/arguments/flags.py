@@ -25,9 +25,11 @@ import math
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from slimelite.engines.params import PREFIXED, SamplingParams, names_at
 
 
 class ArgumentError(ValueError):
@@ -281,3 +283,58 @@ def _read_field(f: dataclasses.Field[object], hint: object) -> Flag:
     assert kind in (bool, int, float, str, dict), f"{f.name}: no flag can be read as {hint}"
     default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
     return Flag(f.name, kind, many, optional, default, options.pop("help"), known, **options)
+
+
+T = TypeVar("T")
+# types of settings and flags, where those of the parameters are others
+LISTS = {"tuple[str, ...]": "list[str]", "tuple[int, ...]": "list[int]"}
+
+
+def sampling_setting(name: str, needs: Needs = ALWAYS, *, optional: bool = False, **options: Any) -> Any:
+    """The `flag` of a sampling parameter; one that is ``optional`` is None until it is given."""
+    (known,) = (f for f in fields(SamplingParams) if f.name == name)
+    default = None if optional or known.default is MISSING else known.default
+    default = list(default) if isinstance(default, tuple) else default
+    bounds = {} if optional else known.metadata["bounds"]
+    return flag(default, options.pop("help", known.metadata["help"]), needs, **bounds, **options)
+
+
+def with_sampling(place: Literal["rollout", "eval", "dataset"], needs: Needs = ALWAYS) -> Callable[[type[T]], type[T]]:
+    """A decorator below `dataclass`: the class gets the sampling parameters of ``place``, after its temperature.
+
+    Those that the class has by name stay as they are. ``--eval-*`` flags are None until they are given: their bounds
+    are those of the datasets.
+    """
+    prefix = f"{place}_" if place in PREFIXED else ""
+
+    def decorated(group: type[T]) -> type[T]:
+        own: dict[str, Any] = {}
+        for f in fields(SamplingParams):
+            (name,) = names_at(place).get(f.name, ("",))
+            if not name or prefix + name in group.__annotations__:
+                continue
+            options: dict[str, Any] = {}
+            if place == "eval" and f.name in names_at("rollout"):
+                options["auto"] = f"--rollout-{name.replace('_', '-')}"
+            if place == "rollout" and f.metadata["truncates"]:
+                options["help"] = f"{f.metadata['help']}; {f.metadata['truncates']} needs --allow-truncated-sampling"
+            setattr(group, prefix + name, sampling_setting(f.name, needs, optional=place == "eval", **options))
+            kind = LISTS.get(str(f.type), str(f.type))
+            own[prefix + name] = f"{kind} | None" if place == "eval" else kind
+        known: dict[str, Any] = {}
+        for name, kind in group.__annotations__.items():
+            known |= {name: kind, **(own if name == f"{prefix}temperature" else {})}
+        group.__annotations__ = known
+        return group
+
+    return decorated
+
+
+def sampling_values(args: object) -> dict[str, Any]:
+    """The sampling settings of every dataset: those of ``--eval-*``, else of ``--rollout-*``, else the defaults."""
+    rollout, values = SamplingParams.of(args, "rollout"), {}
+    for parameter, (name, *_) in names_at("dataset").items():
+        own = getattr(args, f"eval_{name}") if parameter in names_at("eval") else None
+        value = getattr(rollout, parameter) if own is None else own
+        values[name] = list(value) if isinstance(value, tuple) else value
+    return values

@@ -19,7 +19,7 @@ from slimelite.arguments.flags import (
     groups_of,
     listed,
 )
-from slimelite.arguments.vocabulary import SIMILAR, Vocabulary, known_flags, sglang_options
+from slimelite.arguments.sources import SIMILAR, Vocabulary, known_flags, sglang_options
 
 INTRODUCTION = """\
 usage: train.py --flag value ...

@@ -15,11 +15,11 @@ from slimelite.arguments.conditions import (
     SAVE,
     SYNC,
     TRAINING,
+    OfJob,
     use_of,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, flag, resolved
-from slimelite.arguments.job import OfJob
 from slimelite.models.families import FAMILIES
 
 

@@ -10,11 +10,10 @@ from slimelite.algorithms.losses import CORRECTIONS, KL_KINDS, MODES
 from slimelite.arguments.algorithm import CorrectionArgs, DistillationArgs
 from slimelite.arguments.args import Args
 from slimelite.arguments.conditions import SGLANG
-from slimelite.arguments.evaluation import EvalArgs
+from slimelite.arguments.evaluation import CHOOSE, EvalArgs
 from slimelite.arguments.flags import all_flags
 from slimelite.arguments.rollout import EPISODE, PROGRAM, RewardArgs, RolloutArgs
-from slimelite.arguments.tasks import CHOOSE
-from slimelite.arguments.vocabulary import SIMILAR
+from slimelite.arguments.sources import SIMILAR
 from slimelite.engines.params import SamplingParams
 from slimelite.engines.registry import DRAFTS, NO_DRAFTS_BY_DISK
 from slimelite.rewards.rules import RULES

@@ -17,14 +17,13 @@ from slimelite.arguments.conditions import (
     SUPERVISED,
     SYNC,
     TRAINING,
+    OfJob,
     rule_reads,
     use_of,
     when,
 )
-from slimelite.arguments.flags import ALWAYS, SEEDS, flag, plugin, resolved
-from slimelite.arguments.job import OfJob
+from slimelite.arguments.flags import ALWAYS, SEEDS, flag, plugin, resolved, with_sampling
 from slimelite.arguments.model import ClusterArgs
-from slimelite.arguments.sampling import with_sampling
 from slimelite.engines.params import SamplingParams
 from slimelite.engines.registry import ENGINES, EngineKind
 from slimelite.environments.registry import ENVIRONMENTS, is_address

@@ -16,11 +16,11 @@ from slimelite.arguments.conditions import (
     TENSORBOARD,
     TRAINING,
     WANDB,
+    OfJob,
     use_of,
     when,
 )
 from slimelite.arguments.flags import ALWAYS, SEEDS, flag
-from slimelite.arguments.job import OfJob
 from slimelite.arguments.model import CheckpointArgs
 from slimelite.arguments.rollout import DataArgs
 

@@ -25,8 +25,8 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from slimelite import __version__
+from slimelite.base.files import is_text
 from slimelite.base.http_server import RequestError, read_json
-from slimelite.base.text import is_text
 
 # types of pydantic's errors -> what the value must be; numbers are `ctx` of the error
 WANTED = {

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from slimelite.arguments.tasks import load_task
+from slimelite.arguments.evaluation import load_task
 from slimelite.data.messages import Messages
 from slimelite.data.reader import BadRows, Row, read_rows
 from slimelite.samples.sample import ROW

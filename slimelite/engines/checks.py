@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 import numpy as np
 
-from slimelite.base.text import is_text
+from slimelite.base.files import is_text
 from slimelite.engines.protocol import Decode, GenerateRequest, SamplingParams
 from slimelite.models.files import as_filed, load_config, saved_buffers
 

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from slimelite.base.files import FORMAT, check_format, free_space, in_units, write_text
-from slimelite.base.locks import LOCK
+from slimelite.base.files import FORMAT, LOCK, check_format, free_space, in_units, write_text
 
 # file that names the newest complete checkpoint, written last (slime and Megatron use the same name)
 MARKER = "latest_checkpointed_iteration.txt"

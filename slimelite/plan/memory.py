@@ -1,4 +1,5 @@
-"""Memory of a training rank and of an engine, by part and by phase, from the shapes of the model.
+"""Memory of a training rank and of an engine, by part and by phase, from the shapes of the model, which its config.json
+says without torch.
 
 The activations that transformers' layers keep for the backward pass were counted on fake tensors; tests/gpu_sim
 compares these formulas with simulated steps, and docs/planner.md has the table of predicted and measured.
@@ -6,11 +7,115 @@ compares these formulas with simulated steps, and docs/planner.md has the table 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from slimelite.plan.shapes import Shapes
+from slimelite.models.families import EXPERTS, family_of, is_true, text_config
+
+if TYPE_CHECKING:
+    from slimelite.arguments.args import Args
+    from slimelite.arguments.model import ModelArgs
+    from slimelite.arguments.rollout import RolloutArgs
+
+# config keys of layers of other kinds: linear attention, Mamba, and attention whose keys are compressed (DeepSeek)
+OTHER_LAYERS = ("linear_num_value_heads", "mamba_num_heads", "kv_lora_rank")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Sizes of a decoder with gated MLPs. ``query`` and ``key`` are the widths of all heads together, ``biases`` and
+    ``norms`` the parameters of a layer.
+
+    ``context``: most positions that the model knows, if it says so.
+    ``mlp``: parameters of a layer's MLP. In a mixture of experts these are those of all experts, while ``inner`` is the
+    width of the experts that one token goes through; ``router``: parameters of the choice between experts.
+    """
+
+    layers: int
+    hidden: int
+    inner: int
+    query: int
+    key: int
+    vocab: int
+    tied: bool
+    qk_norm: bool
+    biases: int
+    norms: int
+    mlp: int
+    router: int = 0
+    context: int | None = None
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> Shapes | None:
+        """Sizes from the content of a config.json; None if one is missing, or if the model has ``OTHER_LAYERS``."""
+        config = text_config(config)
+        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        sizes = [int(config.get(name) or 0) for name in names]
+        if any(config.get(name) for name in OTHER_LAYERS) or not all(sizes):
+            return None
+        layers, hidden, inner, heads, vocab = sizes
+        head = int(config.get("head_dim") or hidden // heads)
+        query, key = heads * head, int(config.get("num_key_value_heads") or heads) * head
+        family = family_of(str(config.get("model_type")))
+        tied, qk_norm = bool(config.get("tie_word_embeddings")), family is not None and family.qk_norm
+        norms, biases = 2 * hidden + (2 * head if qk_norm else 0), 0
+        if family is not None:
+            biases = is_true(family.qkv_bias, config) * (query + 2 * key) + is_true(family.out_bias, config) * hidden
+        count, router = next((int(config[name]) for name in EXPERTS if config.get(name)), 0), 0
+        mlp = 3 * hidden * inner
+        if count:
+            if config.get("mlp_only_layers") or int(config.get("decoder_sparse_step") or 1) > 1:
+                return None  # layers of two kinds
+            if not config.get("num_experts_per_tok"):
+                return None  # Aria's and Ernie's configs have names of their own, and shared experts or dense layers
+            width = int(config.get("moe_intermediate_size") or inner)
+            shared = int(config.get("shared_expert_intermediate_size") or 0)
+            inner = int(config["num_experts_per_tok"]) * width + shared
+            router = hidden * (count + bool(shared))
+            mlp = 3 * hidden * (count * width + shared) + router
+        elif family is not None:
+            biases += is_true(family.mlp_bias, config) * (2 * inner + hidden)
+        context = int(config.get("max_position_embeddings") or 0) or None
+        return cls(layers, hidden, inner, query, key, vocab, tied, qk_norm, biases, norms, mlp, router, context)
+
+    @property
+    def attention(self) -> int:
+        """Parameters of a layer's attention matrices."""
+        return self.hidden * (2 * self.query + 2 * self.key)
+
+    @property
+    def active(self) -> int:
+        """Parameters of a layer's matrices that one token is multiplied with."""
+        return self.attention + 3 * self.hidden * self.inner + self.router
+
+    @property
+    def layer(self) -> int:
+        """Parameters of a layer; those of its norms and biases are too few to matter for memory."""
+        return self.attention + self.mlp
+
+    @property
+    def head(self) -> int:
+        """Parameters of the LM head."""
+        return self.vocab * self.hidden
+
+    @property
+    def outer(self) -> int:
+        """Parameters of embedding and LM head."""
+        return self.head * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.layers * (self.layer + self.norms + self.biases) + self.outer + self.hidden
+
+    def adapter(self, rank: int) -> int:
+        """Parameters of LoRA adapters of this rank at all seven matrices of every layer; fewer targets have fewer."""
+        widths = 4 * self.hidden + 2 * self.query + 2 * self.key + 3 * (self.hidden + self.inner)
+        return rank * self.layers * widths
+
 
 # share of a GPU's memory that tensors can use; CUDA, NCCL and fragmentation take the rest
 USABLE = 0.88
@@ -380,3 +485,49 @@ def largest(load: Load, available: float) -> int:
 def peak(load: Load) -> float:
     """The most memory that training or a pass for log-probs takes; on a CPU with the rank's process."""
     return max(total(load.train()), total(load.log_probs())) + (load.process() if load.width == 4 else 0)
+
+
+def training_load(args: Args) -> Load | str:
+    """What a training rank computes; or what is not known of it."""
+    shapes, tokens = model_shapes(args), _longest_micro_batch(args)
+    if shapes is None or tokens is None:
+        longest = "the longest micro-batch is not known before the prompts are read"
+        return "the model's shapes are not known here" if shapes is None else longest
+    ranks = args.training_ranks
+    return Load(
+        shapes,
+        tokens,
+        shards=max(1, ranks // args.dp_replicate_size),
+        plain=ranks == 1 and not args.job.gpus,
+        checkpointing=bool(args.gradient_checkpointing),
+        selective=args.recomputes_selectively,
+        whole_grads=args.reduce_once_a_step and ranks > 1,
+        on_host=args.fsdp_cpu_offload,
+        width=2 if args.job.gpus else 4,
+        lora=shapes.adapter(args.lora_rank),
+        critic=shapes.adapter(args.critic_lora_rank) if args.use_critic else None,
+        # with adapters the reference is the policy without them
+        compiled=args.compile,
+        others=int(args.use_reference and not args.lora_rank) + int(args.use_opd and args.opd_type == "trainer"),
+    )
+
+
+def model_shapes(args: ModelArgs) -> Shapes | None:
+    """Shapes of the model, if its config.json can be read."""
+    if args.model_config is not None:
+        return Shapes.of(args.model_config)
+    try:
+        config = json.loads((Path(str(args.hf_checkpoint)) / "config.json").read_text())
+        return Shapes.of(config)
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None  # such as for a hub id; the pre-flight check reports a damaged folder
+
+
+def _longest_micro_batch(args: RolloutArgs) -> int | None:
+    """Tokens of the longest micro-batch; a sample longer than the limit is a micro-batch of its own."""
+    longest = args.rollout_max_context_len
+    if longest is None and args.rollout_max_prompt_len and args.rollout_max_response_len:
+        longest = args.rollout_max_prompt_len + args.rollout_max_response_len
+    if args.use_dynamic_batch_size and args.max_tokens_per_gpu:
+        return max(args.max_tokens_per_gpu, longest or 0)
+    return longest and args.micro_batch_size * longest

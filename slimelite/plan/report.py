@@ -7,10 +7,9 @@ from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-from slimelite.arguments.machine import Machine
 from slimelite.engines.registry import Content
 from slimelite.plan import time
-from slimelite.plan.devices import Device
+from slimelite.plan.devices import Device, Machine
 from slimelite.plan.memory import CONTEXT, USABLE, largest, peak, total
 from slimelite.plan.run import LORA_RANK, WORLDS, Plan
 from slimelite.plan.time import Cost

@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import TYPE_CHECKING
 
-from slimelite.arguments.machine import Machine, this_machine
-from slimelite.arguments.memory import training_load
 from slimelite.plan import time
-from slimelite.plan.devices import Device, host_bytes
+from slimelite.plan.devices import Device, Machine, host_bytes, this_machine
 from slimelite.plan.memory import (
     BASE,
     CONTEXT,
@@ -28,12 +26,13 @@ from slimelite.plan.memory import (
     Parts,
     Serving,
     Sglang,
+    Shapes,
     largest,
     left_behind,
     peak,
     total,
+    training_load,
 )
-from slimelite.plan.shapes import Shapes
 from slimelite.plan.time import Cost, Work
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slimelite.plan.devices import Device, host_bytes
-from slimelite.plan.memory import Load, Serving, total
-from slimelite.plan.shapes import Shapes
+from slimelite.plan.memory import Load, Serving, Shapes, total
 
 if TYPE_CHECKING:
     from slimelite.training.model import ForwardFlops

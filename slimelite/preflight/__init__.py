@@ -16,12 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from slimelite.arguments import Args, ArgumentError, EvalArgs, ModelArgs, TrackingArgs, make_args
-from slimelite.arguments.machine import Machine, this_machine
 from slimelite.base.heap import loading
 from slimelite.base.registry import function
 from slimelite.engines.registry import ENGINES
 from slimelite.loop import read_evaluations
 from slimelite.models.checkpoints import model_folder
+from slimelite.plan.devices import Machine, this_machine
 from slimelite.plan.report import plan_lines
 from slimelite.preflight.findings import Findings, fill, format_report
 from slimelite.preflight.gpus import check_devices, check_torch

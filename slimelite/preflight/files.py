@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from slimelite.arguments import Args, EvalDataset
-from slimelite.arguments.user_code import plugin_paths
+from slimelite.arguments.parse import plugin_paths
 from slimelite.base.files import in_units
 from slimelite.data.prompts import deal, load_prompts
 from slimelite.data.tokenizer import check_files

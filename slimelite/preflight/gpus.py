@@ -7,8 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from slimelite.arguments import Args, ClusterArgs
-from slimelite.arguments.machine import Machine
-from slimelite.plan.devices import generation
+from slimelite.plan.devices import Machine, generation
 from slimelite.preflight.findings import Findings, one_line
 
 if TYPE_CHECKING:

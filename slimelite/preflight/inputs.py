@@ -12,11 +12,9 @@ from pathlib import Path
 from slimelite.arguments.rollout import EPISODE
 from slimelite.arguments.secret import masked
 from slimelite.data.conversations import ChatReader
-from slimelite.data.messages import render
-from slimelite.data.prompts import PAIR, deal
+from slimelite.data.messages import render, try_template
+from slimelite.data.prompts import PAIR, Curriculum, deal
 from slimelite.data.replies import PROBE, renamed
-from slimelite.data.source import Curriculum
-from slimelite.data.templates import try_template
 from slimelite.data.tokenizer import TOKENIZER, check_same, load_tokenizer, stop_token_ids
 from slimelite.engines.params import SamplingParams
 from slimelite.models.checkpoints import ROLLOUT_STATE, read_config, read_json

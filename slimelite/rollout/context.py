@@ -15,7 +15,7 @@ from slimelite.arguments import Args
 from slimelite.arguments.args import PLUGIN_CONSTANTS
 from slimelite.base.guard import guarded
 from slimelite.base.threads import LoopThread
-from slimelite.data.source import DataSource
+from slimelite.data.prompts import DataSource
 from slimelite.data.tokenizer import stop_token_ids
 from slimelite.environments.hosts import Host
 from slimelite.environments.program import Programs

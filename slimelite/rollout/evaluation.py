@@ -119,9 +119,10 @@ async def _evaluate(
 async def choose(args: PluginArgs, sample: Sample, _params: dict[str, Any]) -> Sample:
     """Answer with the likeliest choice, whose reward is 1 if it is the right one.
 
-    ``sample.metadata`` has ``choices``, ``right``, ``delimiter`` and ``metric`` (see `slimelite.arguments.tasks.Task`),
-    and then also ``log_likelihoods``, log p(choice | prompt) of each. The tokens of a choice are those that prompt and
-    choice have together beyond the prompt's own, as lm-evaluation-harness has it.
+    ``sample.metadata`` has ``choices``, ``right``, ``delimiter`` and ``metric`` (see
+    `slimelite.arguments.evaluation.Task`), and then also ``log_likelihoods``, log p(choice | prompt) of each. The
+    tokens of a choice are those that prompt and choice have together beyond the prompt's own, as lm-evaluation-harness
+    has it.
 
     Raises:
         ValueError: a choice adds no token to the prompt, or both together exceed the context.

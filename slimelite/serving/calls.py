@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from slimelite.base.text import is_text
+from slimelite.base.files import is_text
 from slimelite.data.messages import BadCell, sound
 
 # name of a function -> name of a parameter -> its JSON schema

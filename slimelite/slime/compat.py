@@ -55,7 +55,7 @@ MODULES: dict[str, dict[str, str]] = {
     "slime.rollout.sample_hooks": _same(F, "apply_rollout_sample_hooks"),
     "slime.rollout.on_policy_distillation": _same(F, "reward_func", "post_process_rewards"),
     "slime.rollout.data_source": dict.fromkeys(
-        ["RolloutDataSource", "RolloutDataSourceWithBuffer"], "slimelite.data.source.DataSource"
+        ["RolloutDataSource", "RolloutDataSourceWithBuffer"], "slimelite.data.prompts.DataSource"
     ),
     "slime.rollout.rm_hub": _same(F, "async_rm", "batched_async_rm", "grade_answer_verl"),
     "slime.rollout.rm_hub.math_utils": {

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from slimelite.arguments import AlgorithmArgs, Args, DataArgs, RolloutArgs
 from slimelite.arguments.derive import OFFLINE_ROLLOUT
+from slimelite.arguments.evaluation import CHOOSE
+from slimelite.arguments.parse import FILE, GROUP, plugin_paths
 from slimelite.arguments.rollout import EPISODE, PROGRAM
-from slimelite.arguments.tasks import CHOOSE
-from slimelite.arguments.user_code import FILE, GROUP, plugin_paths
 from slimelite.samples.sample import label_text
 from slimelite.samples.table import SampleTable
 from slimelite.tracking.metrics_file import Record, eval_metrics, series

@@ -38,7 +38,7 @@ import slimelite
 from slimelite.arguments import Args
 from slimelite.arguments.flags import group_flags, group_title, groups_of
 from slimelite.arguments.secret import HIDDEN, masked, masked_words
-from slimelite.arguments.vocabulary import sglang_entry
+from slimelite.arguments.sources import sglang_entry
 from slimelite.base.files import FULL, write_text
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.tracking.alarms import Alarm

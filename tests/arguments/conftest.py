@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import Args, ArgumentError, make_args
-from slimelite.arguments.machine import Machine
+from slimelite.plan.devices import Machine
 
 CPU = Machine(gpus=0)
 COMPLETE = (

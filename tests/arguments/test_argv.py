@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import ArgumentError, make_args
-from slimelite.arguments.machine import Machine
+from slimelite.plan.devices import Machine
 from slimelite.preflight import inspect
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "slime_argv.jsonl").read_text().splitlines()]

@@ -12,7 +12,7 @@ import pytest
 from slimelite.arguments import Args, parse_args
 from slimelite.arguments.flags import all_flags
 from slimelite.arguments.help import meaning
-from slimelite.arguments.vocabulary import Settings, Vocabulary, known_flags, known_tables, recorded
+from slimelite.arguments.sources import Settings, Vocabulary, known_flags, known_tables, recorded
 from tests.arguments.conftest import COMPLETE, Make, Problems
 
 ROOT = Path(__file__).parents[2]

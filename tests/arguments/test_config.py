@@ -13,8 +13,7 @@ import yaml
 
 from slimelite.arguments import Args, make_args
 from slimelite.arguments.flags import all_flags
-from slimelite.arguments.sources import load_yaml
-from slimelite.arguments.vocabulary import Settings
+from slimelite.arguments.sources import Settings, load_yaml
 from tests.arguments.conftest import COMPLETE, CPU, Make, Problems
 
 

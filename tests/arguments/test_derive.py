@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import Args, ArgumentError, make_args
-from slimelite.arguments.machine import Machine, this_machine
 from slimelite.arguments.rollout import EPISODE
 from slimelite.models.checkpoints import find_checkpoint
+from slimelite.plan.devices import Machine, this_machine
 from tests.arguments.conftest import COMPLETE, Make, Problems
 
 GPU8 = Machine(gpus=8)

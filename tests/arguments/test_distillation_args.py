@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slimelite.arguments.machine import Machine
+from slimelite.plan.devices import Machine
 from slimelite.preflight import inspect
 from tests.arguments.conftest import QWEN, Make
 

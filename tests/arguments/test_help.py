@@ -16,7 +16,7 @@ from slimelite.apps.command import main as slimelite
 from slimelite.arguments import Args, make_args, parse_args
 from slimelite.arguments.flags import all_flags, group_flags, groups_of
 from slimelite.arguments.help import EXAMPLE, USED, short_name, usage
-from slimelite.arguments.machine import Machine
+from slimelite.plan.devices import Machine
 
 ROOT = Path(__file__).parents[2]
 EVERY = all_flags(Args)

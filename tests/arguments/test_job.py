@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from slimelite.arguments.job import Job
-from slimelite.arguments.machine import Machine
+from slimelite.arguments.conditions import Job
+from slimelite.plan.devices import Machine
 from tests.arguments.conftest import Make
 
 GRPO = Job(

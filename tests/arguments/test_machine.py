@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from slimelite.arguments.machine import Machine
 from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.sglang.server import server_fields
+from slimelite.plan.devices import Machine
 from tests.arguments.conftest import Make, Problems
 
 NODE = Machine(gpus=8, sglang=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.arguments import Args, machine
-from slimelite.arguments.machine import Machine, this_machine
+from slimelite.arguments import Args
+from slimelite.plan import devices
+from slimelite.plan.devices import Machine, this_machine
 from tests.arguments.conftest import Make
 
 # vocabulary, width, width of the MLP, layers, heads, key/value heads, tied
@@ -113,11 +114,11 @@ def test_a_cpu_recomputes_nothing_unless_asked(make: Make) -> None:
 def test_the_smallest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`nvidia-smi` as it answers; one that fails is one that is not there, an old one knows no compute capability."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("slimelite.arguments.machine._count_gpus", lambda: 2)
+    monkeypatch.setattr("slimelite.plan.devices._count_gpus", lambda: 2)
     two = "echo 81559, 580.65.06, 9.0, NVIDIA H100 80GB HBM3; echo 24564, 580.65.06, 8.9, NVIDIA GeForce RTX 4090"
     old = "case $1 in *compute_cap*) exit 2;; esac; echo '15360, 470.57.02, Tesla T4'"
     card = 24564 * 2**20
-    machine._nvidia_smi.cache_clear()
+    devices._nvidia_smi.cache_clear()
     assert this_machine().gpu_bytes is None
     for answer, found in (
         (two, (card, (8, 9), "580.65.06")),
@@ -128,8 +129,8 @@ def test_the_smallest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{answer}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        machine._nvidia_smi.cache_clear()
+        devices._nvidia_smi.cache_clear()
         here = this_machine()
         assert (here.gpu_bytes, here.capability, here.driver) == found, answer
         assert here.gpus == 2
-    machine._nvidia_smi.cache_clear()
+    devices._nvidia_smi.cache_clear()

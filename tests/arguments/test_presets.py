@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.arguments.sources import PRESETS, read_command_line
-from slimelite.arguments.vocabulary import Vocabulary
+from slimelite.arguments.sources import PRESETS, Vocabulary, read_command_line
 from tests.arguments.conftest import Make, Problems
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"

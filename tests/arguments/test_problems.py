@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slimelite.arguments import make_args
-from slimelite.arguments.machine import Machine
+from slimelite.plan.devices import Machine
 from tests.arguments.conftest import COMPLETE, Problems
 
 EVAL = "--eval-prompt-data sums a.jsonl"

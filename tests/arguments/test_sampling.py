@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import Args, EvalDataset
-from slimelite.arguments.flags import all_flags, group_flags
-from slimelite.arguments.sampling import sampling_values
+from slimelite.arguments.flags import all_flags, group_flags, sampling_values
 from slimelite.engines.params import SamplingParams, names_at
 
 # a value of each parameter that is no default

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import Args, ArgumentError, make_args
-from slimelite.arguments.machine import Machine
-from slimelite.arguments.vocabulary import Vocabulary, known_flags, known_tables, sglang_options
+from slimelite.arguments.sources import Vocabulary, known_flags, known_tables, sglang_options
+from slimelite.plan.devices import Machine
 
 MODEL = (
     "--swiglu --num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 "

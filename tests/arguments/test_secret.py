@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from slimelite.arguments import Args, ArgumentError, make_args, parse_args
-from slimelite.arguments.machine import Machine
 from slimelite.arguments.secret import HIDDEN, is_masked, masked, masked_words, public_part
+from slimelite.plan.devices import Machine
 from slimelite.preflight import preflight
 from slimelite.tracking.run_folder import RunFolder
 

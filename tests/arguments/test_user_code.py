@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import ArgumentError, make_args, parse_args
-from slimelite.arguments.user_code import plugin_paths
+from slimelite.arguments.parse import plugin_paths
 from tests.arguments.conftest import COMPLETE, CPU
 
 ROOT = Path(__file__).parents[2]

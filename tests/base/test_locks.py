@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from slimelite.base.locks import hold
+from slimelite.base.files import hold
 from slimelite.models.checkpoints import LOCK
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import sys, time
-from slimelite.base.locks import hold
+from slimelite.base.files import hold
 try:
     with hold({"--save": sys.argv[1]}):
         print("held", flush=True)
@@ -30,7 +30,7 @@ except ValueError:
 
 FORKER = """
 import os, sys, time
-from slimelite.base.locks import hold
+from slimelite.base.files import hold
 with hold({"--save": sys.argv[1]}):
     if not os.fork():  # os.fork has returned in the child, too, so that it has given the lock back
         print(os.getpid(), flush=True)
@@ -97,7 +97,7 @@ def test_a_run_that_ends_while_it_is_named_is_still_named(tmp_path: Path, monkey
         raise BlockingIOError
 
     (tmp_path / LOCK).write_text("process 7 on here, since then\n")
-    monkeypatch.setattr("slimelite.base.locks.fcntl.flock", refuse)
+    monkeypatch.setattr("slimelite.base.files.fcntl.flock", refuse)
     with pytest.raises(ValueError, match=r"writes there: process 7 on here, since then\. Name"):
         hold({"--save": str(tmp_path)}).__enter__()
 
@@ -123,7 +123,7 @@ def test_a_lock_that_goes_to_a_removed_file_is_taken_again(tmp_path: Path, monke
         locked.append(file)
         lock(file, operation)
 
-    monkeypatch.setattr("slimelite.base.locks.fcntl.flock", late)
+    monkeypatch.setattr("slimelite.base.files.fcntl.flock", late)
     with hold({"--save": str(tmp_path)}):
         assert (tmp_path / LOCK).is_file()
     assert len(locked) == 2
@@ -135,7 +135,7 @@ def test_a_file_system_without_locks_is_said(
     def none(_file: int, _operation: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    monkeypatch.setattr("slimelite.base.locks.fcntl.flock", none)
+    monkeypatch.setattr("slimelite.base.files.fcntl.flock", none)
     with hold({"--save": str(tmp_path)}):
         assert "cannot be locked (Function not implemented)" in caplog.text
 

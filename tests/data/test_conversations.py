@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slimelite.arguments import Args, ArgumentError, make_args
 from slimelite.data.conversations import ChatReader, Messages, Piece, Tools
-from slimelite.data.source import DataSource
+from slimelite.data.prompts import DataSource
 from slimelite.models.families import LOSS_MASKS, LossMask
 from slimelite.samples.sample import Sample, Status
 from slimelite.samples.table import SampleTable

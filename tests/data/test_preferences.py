@@ -13,8 +13,7 @@ import pytest
 
 from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
-from slimelite.data.prompts import deal, load_prompts
-from slimelite.data.source import DataSource
+from slimelite.data.prompts import DataSource, deal, load_prompts
 from slimelite.samples.sample import Sample, Status
 from slimelite.samples.table import SampleTable
 

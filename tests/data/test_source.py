@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.data.source import DataSource
+from slimelite.data.prompts import DataSource
 from slimelite.samples.sample import Sample
 
 from .tokenizers import byte_tokenizer

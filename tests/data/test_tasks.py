@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from slimelite.arguments.evaluation import SUFFIXES, Task, load_task, shipped_tasks
 from slimelite.arguments.flags import group_flags
-from slimelite.arguments.tasks import SUFFIXES, Task, load_task, shipped_tasks
 from slimelite.data.reader import READERS, ZIPPED, BadRows, read_rows
 from slimelite.data.rendering import TaskRows
 

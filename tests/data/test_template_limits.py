@@ -10,10 +10,9 @@ import psutil
 import pytest
 
 from slimelite.arguments import Args
-from slimelite.data import templates
-from slimelite.data.messages import render
+from slimelite.data import messages as templates
+from slimelite.data.messages import TooSlow, render, try_template
 from slimelite.data.prompts import load_prompts
-from slimelite.data.templates import TooSlow, try_template
 from slimelite.serving.format import ChatFormat
 
 from .tokenizers import CHATML, byte_tokenizer

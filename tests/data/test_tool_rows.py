@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from slimelite.arguments import Args
 from slimelite.data.conversations import ChatReader
 from slimelite.data.messages import read_messages
-from slimelite.data.prompts import deal, load_prompts
-from slimelite.data.source import DataSource
+from slimelite.data.prompts import DataSource, deal, load_prompts
 
 from . import chat_templates
 from .tokenizers import CHATML, byte_tokenizer

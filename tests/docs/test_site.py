@@ -11,7 +11,7 @@ import pytest
 
 from slimelite.arguments import Args
 from slimelite.arguments.flags import group_flags, groups_of
-from slimelite.arguments.vocabulary import known_flags
+from slimelite.arguments.sources import known_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 # pages whose flags are all train.py's, or those of a command that the page shows

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import train
-from slimelite.base.locks import hold
+from slimelite.base.files import hold
 from slimelite.models.checkpoints import CHECKSUMS, checksums, find_checkpoint
 from slimelite.samples.table import SampleTable
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from slimelite.arguments.user_code import import_files
+from slimelite.arguments.parse import import_files
 from slimelite.engines.embedded import EmbeddedEngine
 from slimelite.engines.embedded.model import Decoder
 from slimelite.engines.embedded.sampler import Scoring

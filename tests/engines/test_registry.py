@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import Args, ArgumentError, make_args
-from slimelite.arguments.machine import Machine
 from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.engines.registry import ENGINES
+from slimelite.plan.devices import Machine
 from tests.engines.tiny_models import build_model, greedy
 
 RUN = (

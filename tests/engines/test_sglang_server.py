@@ -16,8 +16,7 @@ from threading import Thread
 import pytest
 
 from slimelite.arguments import make_args
-from slimelite.arguments.machine import Machine
-from slimelite.arguments.vocabulary import sglang_options
+from slimelite.arguments.sources import sglang_options
 from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.sglang.client import external_servers
 from slimelite.engines.sglang.server import (
@@ -29,6 +28,7 @@ from slimelite.engines.sglang.server import (
     server_environment,
     server_fields,
 )
+from slimelite.plan.devices import Machine
 from tests.engines.tiny_models import build_model
 
 RUN = (

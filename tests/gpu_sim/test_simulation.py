@@ -18,8 +18,7 @@ import fake_cuda
 import pytest
 import torch
 
-from slimelite.plan.memory import Load, total
-from slimelite.plan.shapes import Shapes
+from slimelite.plan.memory import Load, Shapes, total
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for all simulations: 40 s on two quiet cores
 

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from slimelite.arguments import Args, ArgumentError, make_args
-from slimelite.arguments.machine import Machine, this_machine
 from slimelite.cluster.workers import EngineFactory
 from slimelite.engines.embedded.engine import GPU_CACHE_SHARE
 from slimelite.engines.sglang.server import server_fields
 from slimelite.plan import run as planning
 from slimelite.plan import time
-from slimelite.plan.devices import gpus, planned, recognized
+from slimelite.plan.devices import Machine, gpus, planned, recognized, this_machine
 from slimelite.plan.memory import CONTEXT, EMBEDDED_CACHE, NCCL, Sglang, largest, peak, total
 from slimelite.plan.report import plan_lines, verdict
 from slimelite.plan.run import Plan

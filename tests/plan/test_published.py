@@ -10,8 +10,7 @@ import pytest
 
 from slimelite.plan import time
 from slimelite.plan.devices import gpus
-from slimelite.plan.memory import Load
-from slimelite.plan.shapes import Shapes
+from slimelite.plan.memory import Load, Shapes
 from slimelite.plan.time import Work
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "lab"))

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimelite.models.families import FAMILIES
-from slimelite.plan.shapes import Shapes
+from slimelite.plan.memory import Shapes
 from slimelite.plan.time import forward_flops
 from slimelite.training.model import ForwardFlops, PolicyModel
 

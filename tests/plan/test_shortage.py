@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from slimelite.arguments import make_args
-from slimelite.arguments.machine import Machine
 from slimelite.cluster.remote import ClusterError, MemoryShortage, Pending, Turns, with_memory
+from slimelite.plan.devices import Machine
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"model_type": "llama", "num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 1024}

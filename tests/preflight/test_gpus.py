@@ -10,8 +10,7 @@ import torch
 from arguments.conftest import COMPLETE
 
 from slimelite.arguments import make_args
-from slimelite.arguments.machine import Machine
-from slimelite.plan.devices import GENERATIONS, generation, gpus
+from slimelite.plan.devices import GENERATIONS, Machine, generation, gpus
 from slimelite.preflight.findings import Findings
 from slimelite.preflight.gpus import check_devices, check_torch
 

@@ -19,9 +19,9 @@ from safetensors.numpy import save_file
 
 import train
 from slimelite.arguments import Args, ArgumentError, make_args
-from slimelite.arguments.machine import Machine
 from slimelite.engines.checks import model_shapes
 from slimelite.models.files import load_config, weight_shapes
+from slimelite.plan.devices import Machine
 from slimelite.preflight import inspect, preflight
 from slimelite.preflight.findings import Findings, format_report
 from slimelite.tracking.metrics_file import MetricsFile

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from slimelite.arguments import EvalDataset
-from slimelite.arguments.tasks import load_task
+from slimelite.arguments.evaluation import load_task
 from slimelite.data.tokenizer import load_tokenizer
 from slimelite.rollout.manager import RolloutManager
 from tests.data.tokenizers import begin_with

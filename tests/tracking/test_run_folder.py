@@ -12,7 +12,7 @@ from fake_run import make_args, make_table
 
 from slimelite.arguments import Derivation
 from slimelite.arguments import make_args as parse
-from slimelite.arguments.machine import Machine
+from slimelite.plan.devices import Machine
 from slimelite.samples.table import SampleTable
 from slimelite.tracking.run_folder import RunFolder, commit, gpus, versions
 
