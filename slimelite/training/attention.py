@@ -2,7 +2,7 @@
 
 A micro-batch is one row of T tokens (`slimelite.training.batch`): a tree of shared prefixes, or sequences laid end to
 end. The attention function is registered with transformers under ``ATTENTION``; for such a name transformers builds no
-mask, and hands the model's keyword argument ``sequences`` through to every layer.
+mask. Where the tokens of the pass lie, the function finds in `slimelite.training.batch.sequences_of_pass`.
 
 A token attends to its own node, causally, and to all of each node above, so that attention is a few calls without a
 mask: one for the nodes, one for each level of shared nodes with their descendants as queries. Each call gives the
@@ -31,7 +31,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from slimelite.training.batch import Blocks, Bucket, PackedSequences
+from slimelite.training.batch import Blocks, Bucket, PackedSequences, sequences_of_pass
 
 ATTENTION = "slimelite_varlen"
 
@@ -51,7 +51,6 @@ def varlen_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    sequences: PackedSequences,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -59,11 +58,10 @@ def varlen_attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer, as transformers calls it.
+    """The attention of one layer, as transformers calls it, for the layout of rows · T tokens of `sequences_of_pass`.
 
     Args:
         query: [rows, heads, T, width]; ``key`` and ``value``: [rows, key/value heads, T, width].
-        sequences: the layout of the rows · T tokens; no sequence spans two rows.
         scaling: factor of the scores; None: 1/sqrt(width).
         sliding_window: a token attends to itself and to the sliding_window - 1 tokens before it.
 
@@ -77,6 +75,7 @@ def varlen_attention(
         name = type(module).__name__
         raise ValueError(f"{name} uses attention dropout, score capping or sinks, which training here does not support")
     assert attention_mask is None, "a packed row has no mask tensor"
+    sequences = sequences_of_pass()
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     scale = 1 / math.sqrt(q.shape[-1]) if scaling is None else scaling
     half = q.dtype in (torch.bfloat16, torch.float16)

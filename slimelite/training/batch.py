@@ -13,6 +13,9 @@ Rows that share nothing are nodes without descendants: sequences end to end.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +32,8 @@ from slimelite.training.planning import Prefixes, ranges, tokens_at
 READ = ("mask", "rollout_log_probs", "weights", "pg_weights", "advantages", "old", "ref")
 # pairs of a query and a key that cost about as much as one more call of a CPU kernel
 CALL = 2000
+# tokens of padding that cost about as much as one more call of a scan
+SCAN_CALL = 256
 
 
 class MicroBatch:
@@ -257,6 +262,21 @@ class Blocks:
     longest: tuple[int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class LevelPart:
+    """Nodes of one level and of similar lengths, padded at their ends to the longest: one call of a scan.
+
+    ``count`` nodes; ``positions``: [count · longest] those of their tokens, T for padding; ``real``: [m] which of them
+    are none, None if all are; ``parents``: [count] the place of each node's parent among the nodes of the level above,
+    in the order of its parts; None in the first level.
+    """
+
+    count: int
+    positions: Tensor
+    real: Tensor | None
+    parents: Tensor | None
+
+
 class PackedSequences:
     """Where the rows of a micro-batch of T tokens lie, and which tokens attend to which.
 
@@ -273,6 +293,7 @@ class PackedSequences:
         self.max_length = int(self.sizes.max())
         self.longest_row = int((nodes.depths + self.sizes).max())
         self._windows: dict[int | None, Window] = {}
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def from_lengths(cls, lengths: list[int] | np.ndarray, device: torch.device | str = "cpu") -> PackedSequences:
@@ -318,6 +339,45 @@ class PackedSequences:
             self._windows[size] = Window(self, size)
         return self._windows[size]
 
+    @cached_property
+    def levels(self) -> list[list[LevelPart]]:
+        """The nodes by their level, for what carries a state from token to token: a node starts from its parent's."""
+        levels: list[list[LevelPart]] = []
+        places = np.full(len(self.sizes), -1)
+        for level in range(int(self.nodes.levels.max()) + 1):
+            nodes = np.flatnonzero(self.nodes.levels == level)
+            parts, order = [], [nodes[group] for group in _groups(np.ones_like(nodes), self.sizes[nodes], SCAN_CALL)]
+            for group in order:
+                positions, real = _padded(self.nodes.starts[group], self.sizes[group])
+                positions[~real] = self.sizes.sum()
+                parents = self._to_device(places[self.nodes.parents[group]]) if level else None
+                at = None if real.all() else self._to_device(np.flatnonzero(real))
+                parts.append(LevelPart(len(group), self._to_device(positions.ravel()), at, parents))
+            places[np.concatenate(order)] = np.arange(len(nodes))
+            levels.append(parts)
+        return levels
+
+    @cached_property
+    def from_levels(self) -> Tensor:
+        """[T] the place of each token among the real ones of all parts of all levels."""
+        parts = [part for level in self.levels for part in level]
+        return torch.cat([x.positions if x.real is None else x.positions[x.real] for x in parts]).argsort()
+
+    def with_tokens_before(self, count: int) -> tuple[Tensor, Tensor]:
+        """Each node with the ``count`` tokens of its path before it, end to end: their positions, T where there are
+        none; and [T] the place there of the first of the ``count`` + 1 tokens that end with each token.
+        """
+        if count not in self._before:
+            window, sizes = self.window(count + 1), self.sizes + count
+            begins = np.cumsum(sizes) - sizes
+            positions = np.full(sizes.sum(), self.sizes.sum())
+            positions[ranges(begins + count - window.reach, window.reach + self.sizes)] = window.keys
+            self._before[count] = self._to_device(positions), self._to_device(ranges(begins, self.sizes))
+        return self._before[count]
+
+    def _to_device(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
     def _below(self, nodes: np.ndarray) -> tuple[Stretches, Stretches]:
         """The descendants of ``nodes``, and the nodes."""
         below = self.nodes.ends[nodes], (self.nodes.until - self.nodes.ends)[nodes]
@@ -335,14 +395,17 @@ class PackedSequences:
 
 
 class Window:
-    """The nodes of a layout as queries, with as many keys of their paths as a window of ``size`` tokens reaches."""
+    """The nodes of a layout as queries, with as many keys of their paths as a window of ``size`` tokens reaches.
+
+    ``reach``: [nodes] how many tokens before each node; ``keys``: the positions of those and of its own, node by node.
+    """
 
     def __init__(self, sequences: PackedSequences, size: int | None) -> None:
         self._sequences, self._size = sequences, size
         nodes, sizes = sequences.nodes, sequences.sizes
-        self._reach = nodes.depths if size is None else np.minimum(nodes.depths, size - 1)
+        self.reach = nodes.depths if size is None else np.minimum(nodes.depths, size - 1)
         # the nodes themselves, then the ends of the nodes above, and of those above them, while there is more in reach
-        each, left, above = np.arange(len(sizes)), self._reach, nodes.parents
+        each, left, above = np.arange(len(sizes)), self.reach, nodes.parents
         pieces = [(each, nodes.starts, sizes)]
         while (left > 0).any():
             each, above, left = each[left > 0], above[left > 0], left[left > 0]
@@ -351,14 +414,14 @@ class Window:
             above, left = nodes.parents[above], left - taken
         whose, first, count = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
         order = np.argsort(whose, kind="stable")
-        self._keys = ranges(first[order], count[order])
+        self.keys = ranges(first[order], count[order])
 
     @cached_property
     def blocks(self) -> Blocks:
         """All nodes in the order of their tokens."""
-        cu_queries, count = self._sequences.cu_seqlens, self._reach + self._sequences.sizes
+        cu_queries, count = self._sequences.cu_seqlens, self.reach + self._sequences.sizes
         longest = self._sequences.max_length, int(count.max())
-        keys = torch.from_numpy(self._keys).to(self._sequences.device)
+        keys = torch.from_numpy(self.keys).to(self._sequences.device)
         return Blocks(cu_queries[:0], keys, cu_queries, self._sequences.offsets(count), longest)
 
     @cached_property
@@ -367,16 +430,16 @@ class Window:
         causal attention.
         """
         nodes, sizes, device = self._sequences.nodes, self._sequences.sizes, self._sequences.device
-        count, depths, buckets = self._reach + sizes, ranges(nodes.depths, sizes), []
+        count, depths, buckets = self.reach + sizes, ranges(nodes.depths, sizes), []
         for group in _groups(sizes, count):
             rows, real = _padded(nodes.starts[group], sizes[group])
             columns, there = _padded((np.cumsum(count) - count)[group], count[group])
-            keys = self._keys[columns]
+            keys = self.keys[columns]
             seen = depths[keys][:, None] <= depths[rows][..., None]
             if self._size is not None:
                 seen &= depths[keys][:, None] > depths[rows][..., None] - self._size
             seen &= there[:, None]
-            plain = self._size is None and not self._reach[group].any()
+            plain = self._size is None and not self.reach[group].any()
             arrays = (rows.ravel(), keys.ravel(), np.flatnonzero(real), seen[:, None])
             queries, places, at, mask = (torch.from_numpy(array).to(device) for array in arrays)
             bucket = Bucket(len(group), queries, at, queries[at], places, None)
@@ -401,17 +464,17 @@ def _buckets(queries: Stretches, keys: Stretches) -> list[Bucket]:
     return buckets
 
 
-def _groups(queries: np.ndarray, keys: np.ndarray) -> list[np.ndarray]:
+def _groups(queries: np.ndarray, keys: np.ndarray, call: int = CALL) -> list[np.ndarray]:
     """Blocks of so many queries and keys by size, each group to be padded to its largest: index into both.
 
-    A group takes another block while all its padding costs less than one more call, or a tenth of its work.
+    A group takes another block while all its padding costs less than one more ``call``, or a tenth of its work.
     """
     groups: list[list[int]] = []
     longest = widest = work = 0
     for i in np.lexsort((-queries, -keys)).tolist():
         wider = max(widest, int(queries[i]))
         more = int(queries[i]) * int(keys[i])
-        if groups and longest * wider * (len(groups[-1]) + 1) - (work + more) <= CALL + (work + more) // 10:
+        if groups and longest * wider * (len(groups[-1]) + 1) - (work + more) <= call + (work + more) // 10:
             groups[-1].append(i)
             widest, work = wider, work + more
         else:
@@ -425,3 +488,24 @@ def _padded(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.nda
     position = np.arange(lengths.max())[None]
     real = position < lengths[:, None]
     return starts[:, None] + np.where(real, position, 0), real
+
+
+_PASS: ContextVar[PackedSequences] = ContextVar("sequences of the forward pass")
+
+
+@contextmanager
+def laid_out(sequences: PackedSequences) -> Iterator[None]:
+    """While a forward pass runs in it, layers find the layout of their tokens in `sequences_of_pass`.
+
+    No keyword argument would reach them: some models of transformers do not hand theirs on.
+    """
+    token = _PASS.set(sequences)
+    try:
+        yield
+    finally:
+        _PASS.reset(token)
+
+
+def sequences_of_pass() -> PackedSequences:
+    """The layout of the tokens of the forward pass that is running, see `laid_out`."""
+    return _PASS.get()

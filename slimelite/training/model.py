@@ -17,8 +17,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slimelite.models import files as model_files
 from slimelite.training.attention import ATTENTION, varlen_attention
-from slimelite.training.batch import MicroBatch
+from slimelite.training.batch import MicroBatch, PackedSequences, laid_out, sequences_of_pass
 from slimelite.training.lora import PARTS, Weight, adapters, head_weight
+from slimelite.training.recurrent import take_over
 
 # logits held at a time: 64 MiB in fp32 on a CPU, 512 MiB on a GPU
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
@@ -175,6 +176,17 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left.to(dtype) @ right.to(dtype)  # no other device has `out_dtype`
 
 
+def _recomputed(forward: Callable[..., Any], context_fn: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``forward`` gives; the backward pass computes it again, with the layout that tokens have now."""
+    again = partial(_in_pass, sequences_of_pass(), forward)
+    return checkpoint(again, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+
+
+def _in_pass(sequences: PackedSequences, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with laid_out(sequences):
+        return forward(*args, **kwargs)
+
+
 class LanguageModel(nn.Module):
     """A causal LM of transformers with a forward of its own.
 
@@ -189,6 +201,7 @@ class LanguageModel(nn.Module):
         blocks = [m for m in hf.modules() if type(m).__name__ in names or isinstance(m, GradientCheckpointingLayer)]
         inner = {id(part) for module in blocks for part in module.modules() if part is not module}
         self.layers = [module for module in blocks if id(module) not in inner]
+        self._recurrent = take_over(hf)
         # whether sequences are laid end to end, see `packing.may_pack`; else each is a row of its own
         self.packed = True
         # whether a prefix that rows of a micro-batch share is computed once, see there
@@ -206,6 +219,8 @@ class LanguageModel(nn.Module):
         compiled, so that FSDP's hooks run around it as ever. FSDP gives a layer another class, so call it after that.
         """
         AttentionInterface.register(ATTENTION, _never_compiled(varlen_attention))
+        for module in self._recurrent:
+            module.forward = _never_compiled(module.forward)
         for layer in self.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         self.compiled = True
@@ -217,14 +232,13 @@ class LanguageModel(nn.Module):
         ``context_fn``: see `torch.utils.checkpoint.checkpoint`.
         """
         for layer in self.layers:
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=context_fn)
+            layer.forward = partial(_recomputed, layer.forward, context_fn)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """[R, d] the states that predict the response tokens of ``batch``."""
         rows = batch if self.packed or len(batch.lengths) < 2 else batch.padded()
-        states = self.hf.get_decoder()(
-            input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, sequences=rows.sequences
-        )
+        with laid_out(rows.sequences):
+            states = self.hf.get_decoder()(input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False)
         return states.last_hidden_state.flatten(0, 1).index_select(0, rows.response_index)
 
     def named_weights(self) -> Iterator[tuple[str, Weight]]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trees import tokens_of, tree_table
 
 from slimelite.training.attention import ATTENTION, _gathered_buckets, register_attention, varlen_attention
-from slimelite.training.batch import CALL, MicroBatch, PackedSequences
+from slimelite.training.batch import CALL, MicroBatch, PackedSequences, laid_out
 from slimelite.training.columns import TokenColumns
 from slimelite.training.model import PolicyModel
 
@@ -55,9 +55,8 @@ def twins(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 def packed_states(model: PreTrainedModel, ids: list[Tensor]) -> Tensor:
     sequences = PackedSequences.from_lengths([len(i) for i in ids])
     positions = torch.cat([torch.arange(len(i)) for i in ids])
-    out = model.get_decoder()(
-        input_ids=torch.cat(ids)[None], position_ids=positions[None], use_cache=False, sequences=sequences
-    )
+    with laid_out(sequences):
+        out = model.get_decoder()(input_ids=torch.cat(ids)[None], position_ids=positions[None], use_cache=False)
     return out.last_hidden_state[0]
 
 
@@ -187,7 +186,8 @@ def test_both_ways_to_attend_to_a_shared_prefix_agree(width: int) -> None:
     given = [torch.randn(1, heads, tokens, size, dtype=torch.float64, requires_grad=True) for heads, size in sizes]
     probe = torch.randn(1, tokens, 6, width, dtype=torch.float64)
     found = []
-    merged, _ = varlen_attention(torch.nn.Module(), *given, None, sequences=sequences)
+    with laid_out(sequences):
+        merged, _ = varlen_attention(torch.nn.Module(), *given, None)
     found.append((merged, *torch.autograd.grad((merged * probe).sum(), given)))
     q, k, v = (x[0].transpose(0, 1) for x in given)
     gathered = _gathered_buckets(q, k, v, sequences, 8**-0.5, None)[None]
@@ -200,4 +200,4 @@ def test_both_ways_to_attend_to_a_shared_prefix_agree(width: int) -> None:
 def test_what_it_cannot_compute_is_refused(option: dict[str, object]) -> None:
     x = torch.zeros(1, 4, 3, 8)
     with pytest.raises(ValueError, match="does not support"):
-        varlen_attention(torch.nn.Module(), x, x, x, None, sequences=PackedSequences.from_lengths([3]), **option)
+        varlen_attention(torch.nn.Module(), x, x, x, None, **option)

@@ -1,0 +1,148 @@
+"""What layers with a state compute: one function for each kind, of sequences that start from given states.
+
+Each keeps float64 and computes in at least fp32. A step whose inputs are all zero gives zero and leaves the state as it
+is, so that sequences may be padded at their ends.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+# tokens whose scores are computed at once, as in fla and transformers
+CHUNK = 64
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """S ← e^g·S; S ← S + k (β·(v - Sᵀk))ᵀ; o = Sᵀq (arXiv:2412.06464, equation 10), in chunks (section 3.3).
+
+    Args:
+        query, key: [n, L, heads, K], which are normalized here, and the query divided by √K.
+        value: [n, L, heads, V]; g: [n, L, heads] log of the decay, at most 0; beta: [n, L, heads].
+        state: [n, heads, K, V] before the first token; None: zero.
+
+    Returns:
+        [n, L, heads, V] in the dtype of ``query``, and the state after the last token, at least fp32.
+    """
+    query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
+    return _linear_attention(query * query.shape[-1] ** -0.5, key, value, g, state, beta)
+
+
+def state_space_duality(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """S ← e^(dt·a)·S + b (dt·x)ᵀ; y = Sᵀc: Mamba-2 (arXiv:2405.21060, section 6).
+
+    Args:
+        x: [n, L, heads, P]; dt: [n, L, heads] step sizes; a: [heads] negative.
+        b, c: [n, L, groups, N], each for heads / groups heads.
+        state: [n, heads, N, P] before the first token; None: zero.
+
+    Returns:
+        [n, L, heads, P] in the dtype of ``x``, and the state after the last token, at least fp32.
+    """
+    return _linear_attention(c, b, x * dt[..., None], dt * a, state, None, x.dtype)
+
+
+def _linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    state: Tensor | None,
+    beta: Tensor | None,
+    result: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Queries see values by their keys, each as it has decayed since; with ``beta`` a value replaces the one before.
+
+    ``query``, ``key``: [n, L, groups, K]; else as in the functions above.
+    """
+    result = query.dtype if result is None else result
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    (n, length, groups, width), (heads, depth) = query.shape, value.shape[2:]
+    size = min(CHUNK, length)
+
+    def chunks(x: Tensor) -> Tensor:
+        """[n, groups, heads / groups or 1, chunks, size, ...]"""
+        x = F.pad(x.to(dtype), (*(0, 0) * (x.ndim - 2), 0, -length % size))
+        return x.unflatten(1, (-1, size)).unflatten(3, (groups, -1)).movedim((3, 4), (1, 2))
+
+    q, k, v, decay = chunks(query), chunks(key), chunks(value), chunks(g).cumsum(-1)
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+    between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
+    scores = (q @ k.mT) * between
+    if beta is not None:
+        # what a token adds depends on what those before it in the chunk add: a triangular system
+        own = chunks(beta)[..., None]
+        right = torch.cat([v * own, k * own * decay.exp()[..., None]], -1)
+        solved = torch.linalg.solve_triangular((k * own) @ k.mT * between, right, upper=False, unitriangular=True)
+        v, erased = solved.split([depth, width], -1)
+    since, until = decay.exp()[..., None], (decay[..., -1:] - decay).exp()[..., None]
+    if state is None:
+        state = q.new_zeros(n, heads, width, depth)
+    state = state.to(dtype).unflatten(1, (groups, -1))
+    results = []
+    for i in range(q.shape[3]):
+        fresh = v[:, :, :, i] if beta is None else v[:, :, :, i] - erased[:, :, :, i] @ state
+        results.append((q[:, :, :, i] @ state) * since[:, :, :, i] + scores[:, :, :, i] @ fresh)
+        state = state * since[:, :, :, i, -1:] + k[:, :, :, i].mT @ (fresh * until[:, :, :, i])
+    out = torch.cat(results, 3).flatten(1, 2).transpose(1, 2)[:, :length]
+    return out.to(result), state.flatten(1, 2)
+
+
+def selective_scan(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """h ← e^(dt·a)·h + dt·x·b; y = h·c: Mamba-1 (arXiv:2312.00752, algorithm 2).
+
+    Args:
+        x, dt: [n, L, D]; a: [D, N] negative; b, c: [n, L, N].
+        state: [n, D, N] before the first token; None: zero.
+
+    Returns:
+        [n, L, D] in the dtype of ``x``, and the state after the last token, at least fp32.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    steps, values, b_, c_ = (z.to(dtype).transpose(0, 1) for z in (dt, dt * x, b, c))
+    if state is None:
+        state = steps.new_zeros(*steps.shape[1:], a.shape[1])
+    decays = (steps[..., None] * a.to(dtype)).exp()
+    states = _Recurrence.apply(decays, values[..., None] * b_[:, :, None], state.to(dtype))
+    out = (states @ c_[..., None])[..., 0]
+    return out.transpose(0, 1).to(x.dtype), states[-1]
+
+
+class _Context(FunctionCtx):
+    """The values that the forward pass saves for the backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+
+
+class _Recurrence(torch.autograd.Function):
+    """h[t] = a[t]·h[t-1] + u[t], from a and u [L, ...] and h[-1] [...]."""
+
+    @staticmethod
+    def forward(ctx: _Context, a: Tensor, u: Tensor, first: Tensor) -> Tensor:
+        out = torch.empty_like(u)
+        before = first
+        for decay, given, now in zip(a.unbind(), u.unbind(), out.unbind(), strict=True):
+            before = torch.addcmul(given, decay, before, out=now)
+        ctx.save_for_backward(a, first, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, first, out = ctx.saved_tensors
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        parts, decays = grad.unbind(), a.unbind()
+        for t in range(len(parts) - 1, 0, -1):
+            parts[t - 1].addcmul_(decays[t], parts[t])
+        of_decays = torch.empty_like(a)
+        torch.mul(grad[1:], out[:-1], out=of_decays[1:])
+        torch.mul(grad[0], first, out=of_decays[0])
+        return of_decays, grad, decays[0] * parts[0]
