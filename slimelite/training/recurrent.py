@@ -36,9 +36,9 @@ def over_tree(scan: Scan, *inputs: Tensor) -> Tensor:
     for level in sequences.levels:
         states = []
         for part in level:
-            given = (x.index_select(0, part.positions).unflatten(0, (part.count, -1)) for x in flat)
+            batch = (x.index_select(0, part.positions).unflatten(0, (part.count, -1)) for x in flat)
             first = None if above is None or part.parents is None else above.index_select(0, part.parents)
-            result, state = scan(*given, first)
+            result, state = scan(*batch, first)
             result = result.flatten(0, 1)
             results.append(result if part.real is None else result.index_select(0, part.real))
             states.append(state)
@@ -75,10 +75,10 @@ def _gated_delta_kernel(
 ) -> tuple[Tensor, None]:
     # fla's takes a state for each sequence and gives its gradient; it has no fp32
     fused = query.is_cuda and query.dtype != torch.float32 and not kernel.__module__.startswith("transformers")
-    return over_tree(partial(_held, kernel) if fused else gated_delta_rule, query, key, value, g, beta), None
+    return over_tree(partial(_by_kernel, kernel) if fused else gated_delta_rule, query, key, value, g, beta), None
 
 
-def _held(
+def _by_kernel(
     kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`gated_delta_rule` by a kernel of fla, or by transformers' function, which has the same arguments."""

@@ -129,8 +129,8 @@ class _Recurrence(torch.autograd.Function):
     def forward(ctx: _Context, a: Tensor, u: Tensor, first: Tensor) -> Tensor:
         out = torch.empty_like(u)
         before = first
-        for decay, given, now in zip(a.unbind(), u.unbind(), out.unbind(), strict=True):
-            before = torch.addcmul(given, decay, before, out=now)
+        for decay, added, now in zip(a.unbind(), u.unbind(), out.unbind(), strict=True):
+            before = torch.addcmul(added, decay, before, out=now)
         ctx.save_for_backward(a, first, out)
         return out
 

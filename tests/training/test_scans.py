@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from slimelite.training.batch import Nodes, PackedSequences, laid_out
-from slimelite.training.recurrent import _held, causal_convolution, over_tree
+from slimelite.training.recurrent import _by_kernel, causal_convolution, over_tree
 from slimelite.training.scans import CHUNK, gated_delta_rule, selective_scan, state_space_duality
 
 HEADS, KEYS, VALUES, CHANNELS, STATE, GROUPS = 4, 5, 3, 6, 4, 2
@@ -183,5 +183,5 @@ def test_the_kernel_that_a_layer_holds_is_called_as_transformers_calls_it() -> N
     inputs = delta_inputs(1, int(sequences.sizes.sum()))[:-1]
     with laid_out(sequences):
         mine = over_tree(gated_delta_rule, *inputs)
-        theirs = over_tree(partial(_held, torch_chunk_gated_delta_rule), *inputs)
+        theirs = over_tree(partial(_by_kernel, torch_chunk_gated_delta_rule), *inputs)
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
