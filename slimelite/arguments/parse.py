@@ -31,6 +31,7 @@ from slimelite.arguments.sources import (
 from slimelite.plan.devices import Machine, this_machine
 
 GROUP, FILE = "--args-group", "--import-file"
+TAKEN = "the arguments have an attribute of this name; call yours something else"
 
 
 class Origin(NamedTuple):
@@ -102,6 +103,11 @@ def load_groups(paths: Sequence[str]) -> list[type]:
     return groups
 
 
+def attributes(kind: type[Args]) -> set[str]:
+    """Names that the arguments have already, those that plugins get among them."""
+    return {*dir(kind), *(field.name for field in dataclasses.fields(kind)), "rollout_context"}
+
+
 def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Origins | None = None) -> type[Args]:
     """`Args` with the fields of ``groups`` as well; unpickling an instance runs ``files`` first.
 
@@ -117,9 +123,9 @@ def compose(groups: Sequence[type], files: tuple[Origin, ...] = (), origins: Ori
     if twice := {option for option in taken if taken.count(option) > 1}:
         raise ArgumentError([f"{', '.join(sorted(twice))}: two groups have this flag; call yours something else"])
     own = {name for group in groups for name in all_flags(group)}
-    if reserved := own & {*dir(Args), *(field.name for field in dataclasses.fields(Args))}:
+    if reserved := own & attributes(Args):
         options = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(reserved))
-        raise ArgumentError([f"{options}: the arguments have an attribute of this name; call yours something else"])
+        raise ArgumentError([f"{options}: {TAKEN}"])
     if origins is None:
         places = [Origin.of(inspect.getsourcefile(g) or "", g.__module__, g.__qualname__) for g in groups]
         origins = Origins(files, tuple(places))
@@ -231,6 +237,8 @@ def make_args(argv: Sequence[str], groups: Sequence[type] = (), *, machine: Mach
     for name, value in (*settings.values.items(), *((f"sglang_{k}", v) for k, v in settings.sglang.items())):
         if is_masked(value):
             settings.complain("--" + name.replace("_", "-"), MASKED)
+    for name in sorted(settings.custom.keys() & attributes(kind)):
+        settings.complain("--custom-config-path", f"{name}: {TAKEN}")
     presets, preset_of = read_presets(settings.values.get("preset", []), vocabulary, explicit)
     settings = settings.over(presets)
     chosen = [

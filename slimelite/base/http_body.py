@@ -17,7 +17,6 @@ from pydantic import (
     Field,
     ValidationError,
     WithJsonSchema,
-    WrapValidator,
     create_model,
     model_validator,
 )
@@ -25,31 +24,10 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
 from slimelite import __version__
-from slimelite.base.files import is_text
 from slimelite.base.http_server import RequestError, read_json
 
-# types of pydantic's errors -> what the value must be; numbers are `ctx` of the error
-WANTED = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "string_unicode": "text",
-    "bool_type": "true or false",
-    "list_type": "a list",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "greater_than": "above {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than_equal": "at most {le:g}",
-    "literal_error": "{expected}",
-    "union_tag_not_found": "an object with {discriminator}",
-    "too_short": "a list of at least {min_length}",
-    "must": "{wanted}",
-}
-# those that say that a value is of another type: of a value that may have several, all are named
-TYPES = {"int_type", "float_type", "string_type", "bool_type", "list_type", "dict_type"}
+# types of pydantic's errors -> OpenAI's code
+CODES = {"extra_forbidden": "unknown_parameter", "unsupported": "unsupported_parameter"}
 
 
 class Body(BaseModel):
@@ -86,32 +64,14 @@ class Like:
         return core_schema.no_info_wrap_validator_function(check, handler.generate_schema(self.shape))
 
 
-def must(wanted: str) -> WrapValidator:
-    """For a value of which its type does not say enough: what it must be, in words."""
-
-    def check(value: object, inner: Callable[[object], object]) -> object:
-        try:
-            return inner(value)
-        except ValidationError:
-            raise PydanticCustomError("must", "", {"wanted": wanted}) from None
-
-    return WrapValidator(check)
-
-
 def _only(sent: object, *, value: object) -> object:
     if sent != value:
-        raise PydanticCustomError("unsupported", "")
+        raise PydanticCustomError("unsupported", "Input should be {value} or left out", {"value": repr(value)})
     return sent
 
 
-def _encodable(text: str) -> str:
-    if not is_text(text):
-        raise PydanticCustomError("string_type", "")
-    return text
-
-
-# text that UTF-8 can encode: see `is_text`
-Text = Annotated[str, AfterValidator(_encodable)]
+# text that UTF-8 can encode: JSON may have half a surrogate pair
+Text = Annotated[str, AfterValidator(lambda text: text.encode().decode())]
 L = TypeVar("L")
 # a list whose first wrong entry is the error: a million of them would take seconds to list
 FirstError = Annotated[L, Field(fail_fast=True)]
@@ -155,27 +115,12 @@ def checked(kind: type[B], body: Any) -> B:
         # of a value that may have several types, the error of the type that goes deepest says what is wrong
         first = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
         deepest = max(first, key=lambda each: len(each["loc"]))
-        place = _place(deepest, body)
-        types = [WANTED[each["type"]] for each in first if each["type"] in TYPES and _place(each, body) == place]
-        raise _refusal(deepest, body, " or ".join(dict.fromkeys(types)) if deepest["type"] in TYPES else "") from None
-
-
-def _refusal(error: ErrorDetails, body: object, wanted: str) -> RequestError:
-    kind, value, place = error["type"], error["input"], _place(error, body)
-    if kind == "extra_forbidden":
-        message = f"unknown parameter {place}: leave it out; /openapi.json has those that are read"
-        return RequestError(message, param=place, code="unknown_parameter")
-    if kind == "unsupported":
-        message = f"{place}={value!r:.60} is not supported: leave it out"
-        return RequestError(message, param=place, code="unsupported_parameter")
-    if kind == "missing":
-        return RequestError(f"{place} is required", param=place)
-    if kind == "union_tag_invalid":
-        of = error["ctx"]
-        message = f"{place} is of {of['discriminator'].strip(chr(39))} {of['tag']!r:.60}, not {of['expected_tags']}"
-        return RequestError(message, param=place)
-    wanted = wanted or (WANTED[kind].format_map(error.get("ctx", {})) if kind in WANTED else error["msg"])
-    return RequestError(f"{place} must be {wanted}, not {value!r:.60}", param=place)
+        place, reason = _place(deepest, body), deepest["type"]
+        wanted = " or ".join(dict.fromkeys(each["msg"] for each in first if _place(each, body) == place))
+        if reason == "extra_forbidden":
+            wanted = "unknown parameter, leave it out"
+        value = "" if reason in ("missing", "extra_forbidden") else f" (got {deepest['input']!r:.60})"
+        raise RequestError(f"{place}: {wanted}{value}", param=place, code=CODES.get(reason)) from None
 
 
 def _place(error: ErrorDetails, body: Any) -> str:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from slimelite.base.http_body import Body, Ids, Text, must, with_fields
+from slimelite.base.http_body import Body, FirstError, Ids, Text, with_fields
 from slimelite.engines.params import Place, SamplingParams, names_at
 
-TEXTS = Annotated[
-    list[Text],
-    BeforeValidator(lambda texts: [texts] if isinstance(texts, str) else texts, json_schema_input_type=str | list[str]),
-    must("a text or a list of texts"),
-]
+TEXTS = Text | FirstError[list[Text]]
 # type of a parameter -> of its field in a body
 TYPES: dict[str, Any] = {
     "int": int,
@@ -40,6 +36,7 @@ class SampledBody(Body):
             for field, names in names_at(dialect).items():
                 for name in names:
                     if (value := getattr(self, name)) is not None:
+                        value = [value] if field == "stop" and isinstance(value, str) else value
                         values[field] = tuple(value) if isinstance(value, list) else value
         return replace(defaults, **values)
 

@@ -9,13 +9,13 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from aiohttp import web
 from pydantic import Field
 
-from slimelite.base.http_body import Body, Ids, Shape, Text, checked, document, must, read_body, unread, with_fields
+from slimelite.base.http_body import Body, Ids, Shape, Text, checked, document, read_body, unread, with_fields
 from slimelite.base.http_server import Answer, Server, sse
 from slimelite.engines.http_bodies import SampledBody, sampled
 from slimelite.engines.protocol import Decode, GenerateRequest, GenerateResult, SamplingParams
@@ -50,7 +50,7 @@ class GenerateBody(Shape):
     """``/generate``: ``input_ids`` or ``text``; ``max_new_tokens`` 0 scores the prompt."""
 
     rid: Text = ""
-    input_ids: Annotated[Ids, must("one list of token ids; send a request for each prompt")] | None = None
+    input_ids: Ids | None = None
     text: Text | None = None
     sampling_params: Sampling = Sampling()
     stream: bool = False

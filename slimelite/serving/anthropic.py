@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from slimelite.base.http_body import Body, FirstError, Shape, Text, must, unread, with_fields
+from slimelite.base.http_body import Body, FirstError, Shape, Text, unread, with_fields
 from slimelite.base.http_server import Answer, RequestError, sse
 from slimelite.engines.http_bodies import TEXTS, SampledBody, sampled
 from slimelite.engines.params import SamplingParams
@@ -68,9 +68,7 @@ class UserMessage(Shape):
 
 class AssistantMessage(Shape):
     role: Literal["assistant"]
-    content: str | FirstError[list[Annotated[TextBlock | ToolUse | Thinking, Field(discriminator="type")]]] | None = (
-        None
-    )
+    content: str | FirstError[list[AssistantBlock]] | None = None
 
 
 class Tool(Shape):
@@ -102,20 +100,17 @@ class Threshold(Shape):
     value: int
 
 
-CLEARS = must("an edit that clears thinking or tool uses: clear_thinking_… or clear_tool_uses_… with its date")
-
-
 class ClearToolUses(Shape):
     """Takes results of tools out of a long history; trigger and keep default to Anthropic's."""
 
-    type: Annotated[str, Field(pattern=r"^clear_tool_uses_\d{8}$"), CLEARS]
+    type: str = Field(pattern=r"^clear_tool_uses_\d{8}$")
     trigger: Threshold = Threshold(type="input_tokens", value=100_000)
     keep: Threshold = Threshold(type="tool_uses", value=3)
     exclude_tools: list[Any] = Field(default_factory=list)
 
 
 class ClearThinking(Shape):
-    type: Annotated[str, Field(pattern=r"^clear_thinking_\d{8}$"), CLEARS]
+    type: str = Field(pattern=r"^clear_thinking_\d{8}$")
 
 
 class ContextManagement(Shape):

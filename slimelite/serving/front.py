@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any
+from typing import Any
 
 from aiohttp import web
 from pydantic import Field
 
-from slimelite.base.http_body import Body, must, read_body
+from slimelite.base.http_body import Body, read_body
 from slimelite.base.http_server import Answer, Handler, RequestError
 from slimelite.engines.http_bodies import SampledBody, sampled
 from slimelite.engines.http_front import GenerateBody, GenerateServer
@@ -45,11 +45,7 @@ RECORD = ("number", "parent", "prompt_ids", "output_ids", "log_probs", "weight_v
 class SessionBody(SampledBody):
     """``/sessions``: the defaults of its sampling parameters. The ``id`` is a part of a path."""
 
-    id: Annotated[
-        str | None,
-        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"),
-        must("1 to 200 letters, digits, and . _ - after the first"),
-    ] = None
+    id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 

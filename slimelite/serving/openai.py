@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from slimelite.base.http_body import Ids, Like, Shape, Text, must, unread, with_fields
+from slimelite.base.http_body import Ids, Like, Shape, Text, unread, with_fields
 from slimelite.base.http_server import Answer, RequestError, sse
 from slimelite.data.messages import BadCell, read_messages
 from slimelite.engines.http_bodies import SampledBody, sampled
@@ -121,10 +121,7 @@ class ChatBody(CommonBody):
 class CompletionBody(CommonBody):
     """``/v1/completions``: ``prompt`` is a text, several, token ids, or several lists of them."""
 
-    prompt: Annotated[
-        str | Annotated[Ids | list[Ids | str], Field(min_length=1)],
-        must("a text, token ids, or a list of either"),
-    ]
+    prompt: str | Annotated[Ids | list[Ids | str], Field(min_length=1)]
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_ALTERNATIVES)
     max_tokens: int | None = Field(None, ge=0)

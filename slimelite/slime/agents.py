@@ -134,10 +134,11 @@ class _ByKey(Front):
         super().__init__(sessions, engine, name)
         self._most_turns = most_turns
 
-    def _check_key(self, http: web.Request) -> None:
+    def _opens(self, http: web.Request, key: str) -> bool:  # noqa: ARG002
         """The key is looked up where the session is; what is not of one session is nobody's."""
         if http.path not in SAMPLING_ROUTES and http.method != "GET":
             raise RequestError("an agent may ask for replies alone", 401, code="invalid_api_key")
+        return True
 
     def _session(self, http: web.Request) -> Session:
         session_id = request_key(http)

@@ -136,6 +136,14 @@ def test_keys_of_a_custom_config_that_are_no_flags(make: Make, config: Any) -> N
     assert (copy.max_turns, replace(copy, lr=1.0).max_turns) == (3, 3)
 
 
+def test_a_key_of_a_custom_config_hides_no_attribute(problems: Problems, config: Any) -> None:
+    """``args.job`` is read in many places; plugins get ``rollout_context`` beside the arguments."""
+    text = "job: translate\nrollout-context: x\nderivations: []\nqkv_format: thd\nmax_turns: 3"
+    rest = "the arguments have an attribute of this name; call yours something else"
+    names = ("derivations", "job", "rollout_context")
+    assert problems(config(text, "--custom-config-path")) == [f"--custom-config-path {n}: {rest}" for n in names]
+
+
 def test_one_file_of_each_kind(problems: Problems, config: Any) -> None:
     assert problems(config("lr: 1") + " " + config("lr: 1")) == [
         "--config is given twice: take one file, and flags on the command line over it"

@@ -191,10 +191,10 @@ def test_abort_by_id_by_all_and_by_hanging_up(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"input_ids": PROMPT, "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty=0.5"),
-        ({"input_ids": PROMPT, "sampling_params": {"n": 4}}, "n=4"),
+        ({"input_ids": PROMPT, "sampling_params": {"frequency_penalty": 0.5}}, "frequency_penalty: Input should be 0"),
+        ({"input_ids": PROMPT, "sampling_params": {"n": 4}}, "n: Input should be 1"),
         ({"input_ids": PROMPT, "sampling_params": {"json_schema": "{}"}}, "json_schema"),
-        ({"input_ids": [PROMPT, PROMPT]}, "one list"),
+        ({"input_ids": [PROMPT, PROMPT]}, "input_ids[0]: Input should be a valid integer"),
         ({}, "input_ids"),
         ({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}}, "logprob_start_len"),
         ({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5000}}, "2000"),
@@ -388,5 +388,7 @@ def test_parameters_of_a_plugin_may_be_tuples_and_numbers_of_numpy() -> None:
     params = parse_sampling_params(plugin)
     assert (params.max_new_tokens, params.stop, params.stop_token_ids, params.top_k) == (4, ("a", "b"), (7, 8), 3)
     assert type(params.max_new_tokens) is int
-    with pytest.raises(ValueError, match="max_new_tokens must be an integer, not 'x'"):
+    with pytest.raises(ValueError, match="max_new_tokens: Input should be a valid integer"):
         parse_sampling_params({"max_new_tokens": "x"})
+    with pytest.raises(ValueError, match=r"^best_guess: unknown parameter, leave it out$"):  # no word of an address
+        parse_sampling_params({"best_guess": 1})

@@ -6,10 +6,12 @@ import importlib
 
 import pytest
 
+from slimelite.base.http_client import Refused, ask
 from slimelite.engines.embedded import EmbeddedEngine
-from slimelite.slime.agents import parse_model_output
+from slimelite.slime.agents import Adapter, parse_model_output, run_app_in_thread
 from slimelite.slime.compat import install_finder
 from tests.rollout.conftest import MakeArgs, MakeManager
+from tests.serving.chat import tokenizer
 
 
 def test_an_agent_behind_slimes_adapter(
@@ -31,6 +33,20 @@ def test_an_agent_behind_slimes_adapter(
     assert (table.rollout_log_probs < 0).all()
     assert set(table.weight_versions.tolist()) == {0}
     assert {len(table.row_slice("response_tokens", row)) <= 3 for row in range(1, 8, 2)} == {True}
+
+
+def test_an_agent_opens_and_ends_no_session() -> None:
+    adapter = Adapter(tokenizer=tokenizer(), sglang_url="http://127.0.0.1:1")
+    adapter.open_session("mine")
+    handle = run_app_in_thread(adapter.app, host="127.0.0.1", port=0)
+    url = f"http://:mine@127.0.0.1:{handle.port}"
+    try:
+        for method, path in (("POST", "/sessions"), ("DELETE", "/sessions/mine"), ("POST", "/abort_request")):
+            with pytest.raises(Refused, match="an agent may ask for replies alone"):
+                ask(method, url + path, {"abort_all": True})
+        assert adapter.sessions.find("mine").id == "mine"
+    finally:
+        handle.stop()
 
 
 def test_replies_are_read_by_sglangs_names() -> None:
