@@ -38,6 +38,10 @@ class LossType(Choice):
     policy: bool = False  # an estimator's policy loss: corrections apply, and an advantage of 0 gives no gradient
     supervised: bool = False  # responses come from the data set: none was sampled, so there are no old log-probs
     paired: bool = False  # it compares the two replies of a pair
+    compares: bool = False  # with a reference model
+    judged: bool = False  # a row's label says whether its reply is desirable; a step measures its KL beforehand
+    chosen: bool = False  # a token's weight is that of a mean over the tokens of the step's chosen replies
+    scores: bool = False  # it trains a reward model: the row of a conversation ends in one token, whose place is scored
     columns: tuple[str, ...] = ()  # columns of the sample table that must be filled in every row
 
 
@@ -59,8 +63,36 @@ LOSSES = Registry(
             "dpo_loss",
             "the loss of preference pairs that --dpo-loss names",
             f"{_LOSS}:preferences",
+            ("dpo_loss", "dpo_label_smoothing"),
             supervised=True,
             paired=True,
+            compares=True,
+        ),
+        LossType(
+            "kto_loss",
+            "the KTO loss of replies that --label-key calls desirable or not",
+            f"{_LOSS}:judgements",
+            ("kto_desirable_weight", "kto_undesirable_weight"),
+            supervised=True,
+            compares=True,
+            judged=True,
+        ),
+        LossType(
+            "orpo_loss",
+            "the likelihood of chosen replies and the odds ratio of pairs, without a reference",
+            f"{_LOSS}:odds_ratios",
+            ("orpo_lambda",),
+            supervised=True,
+            paired=True,
+            chosen=True,
+        ),
+        LossType(
+            "reward_model_loss",
+            "the Bradley–Terry loss of pairs; what is saved is a reward model",
+            f"{_LOSS}:scored_pairs",
+            supervised=True,
+            paired=True,
+            scores=True,
         ),
         LossType(
             "custom_loss",

@@ -1,4 +1,4 @@
-"""Losses on responses from a data set: supervised fine-tuning, and direct preference optimisation on pairs."""
+"""Losses on responses from a data set: supervised fine-tuning, preferences (DPO, KTO, ORPO) and reward models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from slimelite.algorithms.losses import DPO_KINDS
-from slimelite.algorithms.packed import Metrics, mean_metric, segment_mean, segment_sum, select
+from slimelite.algorithms.packed import Metrics, mean_metric, segment_mean, segment_sum, select, upcast
 
 
 def sft_loss(log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -80,3 +80,107 @@ def sigmoid_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
 def ipo_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
     """(Δ − 1/(2β))² (arXiv:2310.12036; its h is averaged over length, as its authors advise)."""
     return (delta - 1 / (2 * beta)).square()
+
+
+def kto_loss(
+    log_probs: Tensor,
+    ref: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    num_segments: int,
+    desirable: Tensor,
+    *,
+    kl: float,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> tuple[Tensor, Metrics]:
+    """KTO (arXiv:2402.01306, equation 7): w·(1 − σ(±(h − z))), h = β·Σ(log_probs − ref) over a reply's unmasked tokens.
+
+    Args:
+        log_probs: [T] of the policy at temperature 1; the gradient flows through them alone.
+        ref: [T] of the reference.
+        mask: [T] bool.
+        segments: [T] int64 row of each token.
+        num_segments: number of rows, n.
+        desirable: [n] bool; the sign is + there.
+        kl: nats, the mean over the optimizer step of Σ(log_probs − ref) of replies after other rows' prompts;
+            z = β·max(0, kl).
+        beta: strength of the pull to the reference.
+        desirable_weight, undesirable_weight: w.
+
+    Returns:
+        [n] losses, to be averaged over the rows of the step, and metrics over rows: ``rewards/chosen`` and
+        ``rewards/rejected`` (h of desirable replies and of the others), ``logps/chosen`` and ``logps/rejected``.
+    """
+    h = beta * segment_sum(select(log_probs, mask) - select(ref, mask), segments, num_segments)
+    gap = h - beta * max(kl, 0.0)
+    weight = torch.where(desirable, desirable_weight, undesirable_weight)
+    # 1 − σ(x) = σ(−x), which keeps its digits where x is large
+    losses = weight * torch.sigmoid(torch.where(desirable, -gap, gap))
+    log_likelihood = segment_sum(select(log_probs.detach(), mask), segments, num_segments)
+    return losses, {
+        "rewards/chosen": mean_metric(h, desirable),
+        "rewards/rejected": mean_metric(h, ~desirable),
+        "logps/chosen": mean_metric(log_likelihood, desirable),
+        "logps/rejected": mean_metric(log_likelihood, ~desirable),
+    }
+
+
+def odds_ratio_loss(
+    log_probs: Tensor,
+    mask: Tensor,
+    segments: Tensor,
+    num_segments: int,
+    chosen: Tensor,
+    rejected: Tensor,
+) -> tuple[Tensor, Metrics]:
+    """The part of ORPO (arXiv:2403.07691, equations 4 and 7) that compares: −log σ(o_w − o_l) of each pair, where
+    o = m − log(1 − exp m) are the log-odds of a reply whose tokens have the mean log-prob m.
+
+    Args:
+        log_probs: [T] of the policy at temperature 1.
+        mask: [T] bool.
+        segments: [T] int64 row of each token.
+        num_segments: number of rows.
+        chosen: [P] int64, row of each pair's preferred response.
+        rejected: [P] int64, row of its other response.
+
+    Returns:
+        [P] losses, to be averaged over the pairs of the step, and metrics over pairs: ``rewards/margins`` (o_w − o_l),
+        ``rewards/accuracies``, ``logps/chosen`` and ``logps/rejected`` (m).
+    """
+    # a reply whose tokens are certain has infinite odds; its log-prob is kept below 0 by less than fp32 rounds
+    mean = segment_mean(log_probs, mask, segments, num_segments).clamp(max=-1e-7)
+    odds = mean - torch.log(-torch.expm1(mean))
+    delta = odds[chosen] - odds[rejected]
+    pairs = torch.ones_like(chosen, dtype=torch.bool)
+    return -logsigmoid(delta), {
+        "rewards/margins": mean_metric(delta, pairs),
+        "rewards/accuracies": mean_metric(delta > 0, pairs),
+        "logps/chosen": mean_metric(mean[chosen], pairs),
+        "logps/rejected": mean_metric(mean[rejected], pairs),
+    }
+
+
+def reward_model_loss(scores: Tensor, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Metrics]:
+    """Bradley–Terry: −log σ(s_w − s_l) of each pair (arXiv:2203.02155, equation 1).
+
+    Args:
+        scores: [n] of the conversations.
+        chosen: [P] int64, row of each pair's preferred conversation.
+        rejected: [P] int64, row of its other conversation.
+
+    Returns:
+        [P] losses, to be averaged over the pairs of the step, and metrics over pairs: ``rewards/chosen`` and
+        ``rewards/rejected`` (s), ``rewards/margins``, ``rewards/accuracies``.
+    """
+    scores = upcast(scores)
+    delta = scores[chosen] - scores[rejected]
+    pairs = torch.ones_like(chosen, dtype=torch.bool)
+    return -logsigmoid(delta), {
+        "rewards/chosen": mean_metric(scores[chosen], pairs),
+        "rewards/rejected": mean_metric(scores[rejected], pairs),
+        "rewards/margins": mean_metric(delta, pairs),
+        "rewards/accuracies": mean_metric(delta > 0, pairs),
+    }

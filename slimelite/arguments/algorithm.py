@@ -18,11 +18,15 @@ from slimelite.algorithms.losses import (
 )
 from slimelite.arguments.conditions import (
     ADVANTAGES,
+    COMPARED,
     CRITIC,
     DISTILLATION,
     DPO,
+    KTO,
     MIS,
     NEW_ROLLOUTS,
+    ORPO,
+    PAIRS,
     POLICY,
     POLICY_LOSS,
     POLICY_TRAINING,
@@ -197,19 +201,21 @@ class AlgorithmArgs(OfJob):
 
 @dataclass(frozen=True)
 class PreferenceArgs(AlgorithmArgs):
-    """Preference pairs.
+    """Preferences and reward models.
 
-    What --loss-type dpo_loss reads: the prompt is in --input-key, and batch sizes count pairs.
+    Pairs (dpo_loss, orpo_loss, reward_model_loss) have their prompt in --input-key, and batch sizes count pairs.
     """
 
     chosen_key: str = flag(
-        "chosen", "this column has the preferred reply: text, messages, or the whole conversation", NEW_ROLLOUTS & DPO
+        "chosen", "this column has the preferred reply: text, messages, or the whole conversation", NEW_ROLLOUTS & PAIRS
     )
-    rejected_key: str = flag("rejected", "this column has the other reply", NEW_ROLLOUTS & DPO)
+    rejected_key: str = flag("rejected", "this column has the other reply", NEW_ROLLOUTS & PAIRS)
     dpo_loss: str = flag(
         "sigmoid", "a pair has this loss; ipo averages over a reply's tokens", TRAINING & DPO, choices=DPO_KINDS
     )
-    dpo_beta: float = flag(0.1, "the policy is pulled to the reference model this strongly", TRAINING & DPO, above=0)
+    dpo_beta: float = flag(
+        0.1, "the policy is pulled to the reference model this strongly", TRAINING & COMPARED, above=0
+    )
     dpo_label_smoothing: float = flag(
         0.0,
         "this share of the pairs is assumed to have its preference the wrong way round",
@@ -217,6 +223,9 @@ class PreferenceArgs(AlgorithmArgs):
         at_least=0,
         below=0.5,
     )
+    kto_desirable_weight: float = flag(1.0, "desirable replies have this weight", TRAINING & KTO, at_least=0)
+    kto_undesirable_weight: float = flag(1.0, "the other replies have this weight", TRAINING & KTO, at_least=0)
+    orpo_lambda: float = flag(0.1, "the odds ratio has this weight beside the likelihood", TRAINING & ORPO, at_least=0)
 
 
 @dataclass(frozen=True)

@@ -139,10 +139,14 @@ POLICY_TRAINING = TRAINING & POLICY
 POLICY_SAMPLING = SAMPLING & POLICY
 POLICY_LOSS = TRAINING & chosen(LOSSES, lambda loss: loss.policy)
 SUPERVISED = chosen(LOSSES, lambda loss: loss.supervised)
-DPO = chosen(LOSSES, lambda loss: loss.paired)
+PAIRS = chosen(LOSSES, lambda loss: loss.paired)
+COMPARED = chosen(LOSSES, lambda loss: loss.compares)
+DPO = chosen(LOSSES, lambda loss: "dpo_loss" in loss.reads)
+KTO = chosen(LOSSES, lambda loss: "kto_desirable_weight" in loss.reads)
+ORPO = chosen(LOSSES, lambda loss: "orpo_lambda" in loss.reads)
 ADVANTAGES = when("a loss with advantages", lambda a: a.job.sampled and a.compute_advantages_and_returns)
 REFERENCE = TRAINING & when(
-    "a KL coefficient above 0, --log-ref-kl, or --loss-type dpo_loss", lambda a: a.use_reference
+    "a KL coefficient above 0, --log-ref-kl, or --loss-type dpo_loss or kto_loss", lambda a: a.use_reference
 )
 CRITIC = TRAINING & when(named(ESTIMATORS, lambda e: e.needs_critic), lambda a: a.use_critic)
 TIS = POLICY_LOSS & chosen(CORRECTIONS, lambda correction: "tis_clip" in correction.reads)

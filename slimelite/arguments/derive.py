@@ -94,6 +94,8 @@ def _modes(draft: Draft) -> None:
         draft.default("rollout_function_path", OFFLINE_ROLLOUT, why)
     if not job.sampled and args.eval_interval is None and job.syncs:
         draft.set("debug_train_only", True, f"--loss-type {args.loss_type} without --eval-interval needs no engine")
+    if args.loss.scores:
+        draft.set("token_stats", "none", f"--loss-type {args.loss_type} has scores, and no log-probs")
     if job.loss == "paired" and args.n_samples_per_prompt != 1:
         draft.set("n_samples_per_prompt", 1, f"--loss-type {args.loss_type}: a prompt has its one pair")
     if job.saved and job.engines:
@@ -319,7 +321,7 @@ def _model(draft: Draft) -> None:
     wanted = [option for option, on in compared.items() if on and args.job.sampled]
     if wanted:
         draft.set("use_reference", True, f"{' and '.join(wanted)} compare{'s' * (len(wanted) == 1)} with it")
-    elif args.job.loss == "paired":
+    elif args.loss.compares:
         draft.set("use_reference", True, f"--loss-type {args.loss_type} compares with it")
     else:
         draft.set("use_reference", False, "nothing compares with a reference model, so none is loaded")

@@ -95,8 +95,8 @@ def _modes(args: Args) -> Iterator[str]:
             yield f"{flag} and --custom-generate-function-path both make the responses; take one"
     if not job.engines and job.sampled and not (job.saved or args.rollout_function_path):
         yield (
-            "--debug-train-only has nothing to train on: give --load-debug-rollout-data, or --loss-type sft_loss or "
-            "dpo_loss"
+            "--debug-train-only has nothing to train on: give --load-debug-rollout-data, or a --loss-type that "
+            "reads its responses from the data, such as sft_loss"
         )
     if not (job.trains or job.sampled):
         yield f"--debug-rollout-only with --loss-type {args.loss_type}: it generates nothing"
@@ -258,7 +258,7 @@ def _data(args: Args) -> Iterator[str]:
 
 def _loss(args: Args) -> Iterator[str]:
     if args.use_reference and not args.ref_load:
-        yield "--ref-load is missing: a KL term or DPO compares with a reference model"
+        yield "--ref-load is missing: a KL term, DPO or KTO compares with a reference model"
     penalised = args.job.sampled and args.kl_coef != 0
     if penalised and args.kl_loss_coef != 0:
         yield "--kl-coef (in the reward) and --kl-loss-coef (in the loss) are both above 0; take one"
@@ -278,9 +278,16 @@ def _loss(args: Args) -> Iterator[str]:
         yield "--loss-aggregation constant and --custom-pg-loss-reducer-function-path both reduce the loss; take one"
     if args.loss_aggregation == "constant" and not args.rollout_max_response_len:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: give it"
-    if args.job.loss == "paired" and args.loss_aggregation != "rollout":
+    if (args.job.loss == "paired" or args.loss.judged) and args.loss_aggregation != "rollout":
         how = "--calculate-per-token-loss" if args.calculate_per_token_loss else "--loss-aggregation"
-        yield f"--loss-type dpo_loss is a mean over pairs: leave {how} out"
+        what = "replies" if args.loss.judged else "pairs"
+        yield f"--loss-type {args.loss_type} is a mean over {what}: leave {how} out"
+    if args.loss.judged and args.label_key is None and not args.job.saved:
+        yield f"--loss-type {args.loss_type} reads from --label-key which replies are desirable: name the column"
+    if args.loss.scores and args.lora_rank:
+        yield f"--loss-type {args.loss_type} trains all weights: leave --lora-rank out"
+    if args.loss.scores and args.job.evaluates:
+        yield f"--loss-type {args.loss_type} trains a model that answers nothing: leave --eval-interval out"
     if args.job.loss == "paired" and args.chosen_key == args.rejected_key:
         yield f"--chosen-key and --rejected-key are both {args.chosen_key!r}: a pair has two replies"
 

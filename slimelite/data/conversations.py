@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 MARKS = re.compile(r"\{%-?\+?\s*generation\s*-?\+?%\}")
 # label and reward of the two samples of a pair, in this order
 SIDES = (("chosen", 1.0), ("rejected", 0.0))
+# label of a reply -> its reward
+JUDGEMENTS = {"true": 1.0, "1": 1.0, "false": 0.0, "0": 0.0}
 
 
 class Piece(NamedTuple):
@@ -140,6 +142,59 @@ class ChatReader:
         sample.prompt = self.tokenizer.decode(sample.tokens[: sample.prompt_length])
         sample.reward = 0.0
 
+    def judge(self, sample: Sample) -> None:
+        """`fill` for a conversation whose label says whether its last reply is desirable: reward 1, or 0. The
+        assistant's messages before it are not trained on.
+
+        Raises:
+            ValueError: the label is neither, or `fill` raises.
+        """
+        desirable = JUDGEMENTS.get(str(sample.label).lower())
+        if desirable is None:
+            raise ValueError(
+                f"conversation {sample.index}: the label {sample.label!r:.60} (--label-key) is to be true where the "
+                "reply is desirable, else false"
+            )
+        if not isinstance(sample.prompt, str):
+            sample.prompt = _untrained_start(sample.prompt, len(sample.prompt) - 1)
+        self.fill(sample)
+        sample.reward = desirable
+
+    def scored_pair(self, sample: Sample) -> list[Sample]:
+        """`pair` for a reward model, which reads whole conversations as `--rm-type` reward-model renders them: they are
+        the prompts, and the response is one token, in whose place the score stands.
+
+        If one is longer than ``max_context_len``, both are marked ``remove_sample``.
+
+        Raises:
+            ValueError: there is no pair.
+        """
+        sides = self._sides(sample)
+        for side, reply in zip(sides, sample.metadata[PAIR], strict=True):
+            if isinstance(reply, str) and self.tokenizer.chat_template:
+                reply = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": reply}]
+            text = f"{sample.prompt}{reply}" if isinstance(reply, str) else render(self.tokenizer, reply, None, {})
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            side.prompt, side.tokens, side.response_length = text, [*ids, self.tokenizer.eos_token_id or 0], 1
+            side.loss_mask, side.status = [1], Status.COMPLETED
+            side.remove_sample = self.max_context_len is not None and len(ids) > self.max_context_len
+        return _together(sides)
+
+    def _sides(self, sample: Sample) -> list[Sample]:
+        """Empty samples for the two replies of a sample's `PAIR`."""
+        if PAIR not in sample.metadata or sample.index is None:
+            raise ValueError(
+                "a loss of pairs needs of each sample of the data source an index, and the two replies in "
+                f"metadata[{PAIR!r}]"
+            )
+        metadata = {key: value for key, value in sample.metadata.items() if key != PAIR}
+        sides = []
+        for number, (label, reward) in enumerate(SIDES):
+            side = Sample(sample.group_index, 2 * sample.index + number, sample.index, sample.index, metadata=metadata)
+            side.label, side.reward = label, reward
+            sides.append(side)
+        return sides
+
     def pair(self, sample: Sample) -> list[Sample]:
         """Samples [chosen, rejected] of a sample with a `PAIR` in its metadata: one unit and rollout, rewards 1 and 0.
 
@@ -149,27 +204,17 @@ class ChatReader:
         Raises:
             ValueError: there is no pair, or `fill` raises.
         """
-        if PAIR not in sample.metadata or sample.index is None:
-            raise ValueError(
-                "--loss-type dpo_loss trains on pairs: a sample of the data source has an index, and the two replies "
-                f"in metadata[{PAIR!r}]"
-            )
+        sides = self._sides(sample)
         replies = sample.metadata[PAIR]
-        metadata = {key: value for key, value in sample.metadata.items() if key != PAIR}
-        sides = []
-        for number, (reply, (label, reward)) in enumerate(zip(replies, SIDES, strict=True)):
-            side = Sample(sample.group_index, 2 * sample.index + number, sample.index, sample.index, metadata=metadata)
+        for side, reply in zip(sides, replies, strict=True):
+            label, reward = side.label, side.reward
             if isinstance(reply, str):
                 self._fill_text(side, sample, reply)
             else:
                 side.prompt = _untrained_start(reply, _shared(*replies))
                 self.fill(side)
             side.label, side.reward = label, reward
-            sides.append(side)
-        if any(side.remove_sample for side in sides):
-            for side in sides:
-                side.remove_sample = True
-        return sides
+        return _together(sides)
 
     def _fill_text(self, side: Sample, prompt: Sample, reply: str) -> None:
         """Join the prompt's ids, as in generation, the reply's ids and the end-of-sequence token.
@@ -223,6 +268,14 @@ class ChatReader:
             content = content.rstrip()
             content = content[: -max(len(end) for end in ends if content.endswith(end))]
         return {**message, "content": content}
+
+
+def _together(sides: list[Sample]) -> list[Sample]:
+    """The samples of a pair; if one is not trained on, neither is the other."""
+    if any(side.remove_sample for side in sides):
+        for side in sides:
+            side.remove_sample = True
+    return sides
 
 
 def is_trained(message: Message) -> bool:

@@ -167,16 +167,19 @@ class InputChecks(FileChecks):
         chat = ChatReader(self.tokenizer, *settings)
         with findings.blaming(name):
             if args.job.loss == "paired":
-                pair = chat.pair(deal(prompts[0], 0, 0))
+                pair = (chat.scored_pair if args.loss.scores else chat.pair)(deal(prompts[0], 0, 0))
                 shown = (
-                    f"{side.label} {side.response!r:.60} ({side.effective_response_length} tokens)" for side in pair
+                    f"{side.label} {side.prompt!r:.60} ({len(side.tokens) - 1} tokens)"
+                    if args.loss.scores
+                    else f"{side.label} {side.response!r:.60} ({side.effective_response_length} tokens)"
+                    for side in pair
                 )
                 findings.facts.append(f"{name}: the first pair: {', '.join(shown)}")
                 self._warn_of_hidden(chat, name, prompts)
                 return
             samples = [deal(prompt, i, i) for i, prompt in enumerate(prompts[:ROWS_AT_START])]
             for sample in samples:
-                chat.fill(sample)
+                (chat.judge if args.loss.judged else chat.fill)(sample)
             empty = sum(sample.remove_sample for sample in samples)
             what = (
                 f"{name}: {empty} of the first {len(samples)} conversations have no token of an assistant to train on"

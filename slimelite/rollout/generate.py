@@ -75,13 +75,13 @@ def offline_rollout(
     groups = data_source.get_samples(args.rollout_batch_size)
     samples = [s for group in groups for s in group]
     if args.job.loss == "paired":
-        pairs = [chat.pair(sample) for sample in samples]
+        pairs = [(chat.scored_pair if args.loss.scores else chat.pair)(sample) for sample in samples]
         untrained = sum(chosen.remove_sample for chosen, _ in pairs)
         if untrained:
             logger.warning("%d of %d pairs have a reply without a token to train on", untrained, len(pairs))
         return RolloutFnTrainOutput(pairs, {"rollout/untrained_pairs": float(untrained)})
     for sample in samples:
-        chat.fill(sample)
+        (chat.judge if args.loss.judged else chat.fill)(sample)
     untrained = sum(s.remove_sample for s in samples)
     if untrained:
         logger.warning("%d of %d conversations have no token to train on", untrained, len(samples))

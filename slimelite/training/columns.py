@@ -48,7 +48,8 @@ class TokenColumns:
     ``rollout_log_probs``: the engine's, NaN where it gave none; ``weights``: weight of each token in its optimizer
     step, ``pg_weights``: in the policy loss; ``pair_weights``: [n] see `pair_weights`, for a loss of pairs;
     ``of_tokens``: whether a token's advantage may differ from its row's in the table; ``returns``: the estimator's
-    before distillation and whitening, which a critic learns; ``loss_weights``: see `sample.COLUMNS`.
+    before distillation and whitening, which a critic learns; ``loss_weights``: see `sample.COLUMNS`; ``mismatch_kl``:
+    of the optimizer step that is computed, see `supervised.kto_loss`.
 
     Passes fill the others, which are NaN where nothing was computed, all under the weights before the rollout's first
     step: ``old`` and ``entropy``: log-probs and entropies of the policy; ``ref``, ``teacher``: log-probs of these;
@@ -75,6 +76,7 @@ class TokenColumns:
     returns: Tensor | None = None
     pair_weights: np.ndarray | None = None
     loss_weights: Tensor | None = None
+    mismatch_kl: float = 0.0
 
     @classmethod
     def from_table(cls, table: SampleTable, steps: list[np.ndarray] | None = None) -> TokenColumns:
@@ -103,20 +105,24 @@ class TokenColumns:
     def set_weights(self, args: Args) -> None:
         """Set the weight of every token and every pair; it depends on all rows of the optimizer step."""
         table, per_row = self.table, torch.zeros(len(self.table), dtype=torch.float64)
+        counts, mode = table.mask_sums, args.loss_aggregation
+        if args.loss.chosen:
+            counts, mode = counts.copy(), "token"
+            counts[pairs_of(table, np.arange(len(table)))[1]] = 0
         for rows in self.steps:
             per_row[rows] = row_weights(
-                torch.from_numpy(table.mask_sums[rows]),
+                torch.from_numpy(counts[rows]),
                 torch.from_numpy(table.rollout_id[rows]),
-                args.loss_aggregation,
+                mode,
                 max_response_len=args.rollout_max_response_len,
-            )
+            ) * torch.from_numpy(counts[rows] > 0)
         # by numpy and in place: a long rollout has gigabytes of such a column
         weights = np.repeat(per_row.numpy(), table.response_lengths)
         weights *= self.mask.numpy()
         self.weights = self.pg_weights = torch.from_numpy(weights)
         if args.custom_pg_loss_reducer_function_path:
             self.pg_weights = reducer_weights(args, self)
-        self.pair_weights = pair_weights(table, self.steps) if args.job.loss == "paired" else None
+        self.pair_weights = pair_weights(table, self.steps, args.loss_type) if args.job.loss == "paired" else None
 
     def normalize_correction(self, args: CorrectionArgs) -> None:
         """``--mis-batch-normalize``: divide policy-loss weights by the mean correction weight of their optimizer step.
@@ -271,7 +277,7 @@ class TokenColumns:
         }
         if args.job.sampled:
             columns |= {"advantages": self.advantages, "rollout_log_probs": self.rollout_log_probs}
-        if self.known_rows()[computed].all():
+        if self.known_rows()[computed].all() and not args.loss.scores:
             columns |= {"log_probs": self.old, "entropy": self.entropy}
             if args.use_reference:
                 columns["kl"] = kl_estimate(self.old, self.ref, self.mask, "k1")
@@ -428,7 +434,7 @@ def _derivative(reduce: Callable[[Tensor], Tensor], size: int, path: str) -> Ten
     return weights
 
 
-def pair_weights(table: SampleTable, steps: list[np.ndarray]) -> np.ndarray:
+def pair_weights(table: SampleTable, steps: list[np.ndarray], loss: str) -> np.ndarray:
     """[n] the weight of each row's pair: 1 / number of pairs in its optimizer step, including pairs not trained on.
 
     A pair is the two rows of a unit; the one with the higher reward is the chosen one.
@@ -439,7 +445,7 @@ def pair_weights(table: SampleTable, steps: list[np.ndarray]) -> np.ndarray:
     units, sizes = np.unique(table.unit_id, return_counts=True)
     if (sizes != 2).any():
         raise ValueError(
-            f"--loss-type dpo_loss trains on pairs: units {units[sizes != 2].tolist()[:8]} do not have two rows; a "
+            f"--loss-type {loss} trains on pairs: units {units[sizes != 2].tolist()[:8]} do not have two rows; a "
             "rollout function gives the two samples of a pair one unit_id"
         )
     chosen, rejected = pairs_of(table, np.arange(len(table)))
@@ -447,7 +453,7 @@ def pair_weights(table: SampleTable, steps: list[np.ndarray]) -> np.ndarray:
     wrong = ~(table.reward[chosen] > table.reward[rejected]) | (trained[chosen] != trained[rejected])
     if wrong.any():
         raise ValueError(
-            f"--loss-type dpo_loss trains on pairs: in units {units[wrong].tolist()[:8]} no row has the higher "
+            f"--loss-type {loss} trains on pairs: in units {units[wrong].tolist()[:8]} no row has the higher "
             "reward, or one row alone has tokens to train on; mark both with remove_sample"
         )
     weights = np.zeros(len(table))

@@ -5,6 +5,7 @@ A run on Ray checks them in its first trainer's process, which needs torch anywa
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from accelerate import init_empty_weights
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 
 from slimelite.arguments import Args, LoraArgs, ModelArgs
 from slimelite.base.heap import return_freed_memory
@@ -25,13 +26,15 @@ from slimelite.models.checkpoints import STATE_FILE
 from slimelite.models.files import LOGIT_TRANSFORMS, check_weights, has_weights, load_config, load_weights
 from slimelite.training.attention import ATTENTION, register_attention
 from slimelite.training.lora import adapters, add_adapters, check_ranks, check_readable
-from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel
+from slimelite.training.model import ForwardFlops, LanguageModel, PolicyModel, ScoringModel
 from slimelite.training.packing import NoSmallModel, Packing, may_pack, one_line
 from slimelite.training.parallel import World, shard_model
 
 logger = logging.getLogger(__name__)
 
 LM_HEAD = ("lm_head.weight",)
+# of a reward model, which begins as a language model without it
+SCORE = "score.weight"
 # operators whose results selective recomputation keeps
 KEPT = {
     *("aten::mm", "aten::addmm", "aten::bmm", "torch_attn::_varlen_attn"),
@@ -50,6 +53,11 @@ Model = TypeVar("Model", bound=LanguageModel)
 def build_policy(args: Args, world: World, path: str | None, *, trainable: bool) -> PolicyModel:
     """The policy at ``path``; see `build_model`."""
     return build_model(args, world, path, lambda hf: PolicyModel(hf, args.log_probs_chunk_size), trainable=trainable)
+
+
+def build_scorer(args: Args, world: World, path: str | None, *, trainable: bool) -> ScoringModel:
+    """The reward model at ``path``, or a new one on the language model there; see `build_model`."""
+    return build_model(args, world, path, ScoringModel, trainable=trainable)
 
 
 def build_model(
@@ -72,8 +80,16 @@ def build_model(
     """
     config = read_config(path)
     packing = _may_pack(args, config, world)
+    if args.loss.scores:
+        config = scoring_config(config)
     hf = load_model(
-        str(path), config, seed=args.seed, attention=_attention(args), empty=world.rank > 0, new_head=new_head
+        str(path),
+        config,
+        seed=args.seed,
+        attention=_attention(args),
+        empty=world.rank > 0,
+        new_head=new_head,
+        scores=args.loss.scores,
     )
     if not trainable:
         hf.requires_grad_(False)
@@ -131,8 +147,29 @@ def read_config(path: str | None) -> PretrainedConfig:
     return config
 
 
+def scoring_config(config: PretrainedConfig) -> PretrainedConfig:
+    """``config`` as that of a reward model: it has one output, at the last token that is no padding.
+
+    A padding token that ends replies, too, is taken out: transformers would look for the score before it.
+    """
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    text = config.get_text_config()
+    ends = text.eos_token_id if isinstance(text.eos_token_id, list) else [text.eos_token_id]
+    if text.pad_token_id in ends:
+        text.pad_token_id = None
+    return config
+
+
 def load_model(
-    path: str, config: PretrainedConfig, *, seed: int, attention: str, empty: bool, new_head: bool = False
+    path: str,
+    config: PretrainedConfig,
+    *,
+    seed: int,
+    attention: str,
+    empty: bool,
+    new_head: bool = False,
+    scores: bool = False,
 ) -> PreTrainedModel:
     """The causal LM at ``path`` in fp32 on the CPU; a folder with a config and no weights gives a new model.
 
@@ -142,26 +179,28 @@ def load_model(
         attention: a transformers attention name.
         empty: leave the parameters on the meta device (the weights come from another rank).
         new_head: whether the LM head will be replaced, so that it may be missing.
+        scores: whether it is to be a reward model, whose head may be new.
 
     Raises:
         ValueError: see `load_weights`.
     """
     register_attention()
     options = {"attn_implementation": attention, "dtype": torch.float32}
+    kind, unread = (AutoModelForSequenceClassification, (SCORE,)) if scores else (AutoModelForCausalLM, ())
     if empty:
         with init_empty_weights(include_buffers=False):
-            hf = AutoModelForCausalLM.from_config(config, **options)
+            hf = kind.from_config(config, **options)
         hf.tie_weights()  # init_empty_weights gave two tied weights a parameter each
         return hf
-    if has_weights(path):
-        return load_weights(AutoModelForCausalLM, path, config, unread=LM_HEAD if new_head else (), **options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, **options)
+        if has_weights(path):
+            return load_weights(kind, path, config, unread=LM_HEAD if new_head else unread, **options)
+        return kind.from_config(config, **options)
 
 
 def inspect_model(
-    args: LoraArgs, path: str, *, new_head: bool = False, trained: bool = False
+    args: LoraArgs, path: str, *, new_head: bool = False, trained: bool = False, scores: bool = False
 ) -> tuple[PretrainedConfig, bool]:
     """Build the model at ``path`` without its weights, to find the errors of `build_model` before a run starts.
 
@@ -172,7 +211,8 @@ def inspect_model(
     """
     try:
         config = read_config(path)
-        empty = load_model(path, config, seed=0, attention="eager", empty=True)
+        config = scoring_config(config) if scores else config
+        empty = load_model(path, config, seed=0, attention="eager", empty=True, scores=scores)
     except LogitsError:
         raise
     except Exception as error:  # transformers may raise anything for an inconsistent config
@@ -180,7 +220,7 @@ def inspect_model(
             "the installed transformers can build no causal language model from its config.json "
             f"({one_line(error)}); compare it with the original, or take another model"
         ) from error
-    check_weights(path, empty, unread=LM_HEAD if new_head else ())
+    check_weights(path, empty, unread=LM_HEAD if new_head else (SCORE,) if scores else ())
     if trained and (args.lora_rank or args.critic_lora_rank):
         check_ranks(empty, args)
     if trained and args.lora_rank:
@@ -229,7 +269,8 @@ def inspect_models(args: Args, broken: Collection[str] = ()) -> tuple[list[str],
             continue
         try:
             trained = option == "--hf-checkpoint" and args.job.trains
-            model, packed = inspect_model(args, path, new_head=option == "--critic-load", trained=trained)
+            new_head, scores = option == "--critic-load", args.loss.scores and trained
+            model, packed = inspect_model(args, path, new_head=new_head, trained=trained, scores=scores)
             if not packed:
                 facts.append(f"{option}: {model.model_type} is trained on one sequence a forward pass")
             if option == "--hf-checkpoint" and args.job.engines and check_config:

@@ -16,9 +16,9 @@ from slimelite.algorithms.corrections import (
     veto_keep,
 )
 from slimelite.algorithms.losses import CORRECTIONS, MODES
-from slimelite.algorithms.packed import Metrics, mean_metric, weighted_sum
+from slimelite.algorithms.packed import Metrics, mean_metric, segment_sum, weighted_sum
 from slimelite.algorithms.policy import kl_estimate, policy_loss
-from slimelite.algorithms.supervised import dpo_loss, sft_loss
+from slimelite.algorithms.supervised import dpo_loss, kto_loss, odds_ratio_loss, reward_model_loss, sft_loss
 from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs, DebugArgs, PreferenceArgs
 from slimelite.slime.plugins import load_function
 from slimelite.training.batch import MicroBatch
@@ -89,6 +89,43 @@ def preferences(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entr
     )
     total = weighted_sum(losses, weights)
     return Loss(total, {"loss": total, "dpo_loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
+
+
+def judgements(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
+    """``--loss-type kto_loss``."""
+    losses, metrics = kto_loss(
+        log_probs,
+        batch.ref,
+        *batch.where,
+        batch.column("reward") > 0,
+        kl=batch.columns.mismatch_kl,
+        beta=args.dpo_beta,
+        desirable_weight=args.kto_desirable_weight,
+        undesirable_weight=args.kto_undesirable_weight,
+    )
+    # the weights of a row's tokens add up to its own
+    total = weighted_sum(losses, segment_sum(batch.weights, batch.segments, len(batch.rows)))
+    return Loss(total, {"loss": total, "kto_loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
+
+
+def odds_ratios(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
+    """``--loss-type orpo_loss``; the weights of tokens are those of a mean over the chosen replies' tokens."""
+    assert batch.pairs is not None
+    chosen, rejected, weights = batch.pairs
+    losses, metrics = odds_ratio_loss(log_probs, *batch.where, chosen, rejected)
+    likelihood, ratio = weighted_sum(sft_loss(log_probs, batch.mask), batch.weights), weighted_sum(losses, weights)
+    total = likelihood + args.orpo_lambda * ratio
+    shares = {"loss": total, "nll_loss": likelihood, "odds_ratio_loss": ratio}
+    return Loss(total, shares, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
+
+
+def scored_pairs(args: PreferenceArgs, batch: MicroBatch, scores: Tensor, entropy: Tensor) -> Loss:  # noqa: ARG001
+    """``--loss-type reward_model_loss``: a row has one token, so that ``scores`` [R] are those of the rows."""
+    assert batch.pairs is not None
+    chosen, rejected, weights = batch.pairs
+    losses, metrics = reward_model_loss(scores, chosen, rejected)
+    total = weighted_sum(losses, weights)
+    return Loss(total, {"loss": total, "reward_model_loss": total}, metrics)
 
 
 def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
@@ -213,7 +250,7 @@ def check_first_step(
     """
     exact = world.compute_dtype == torch.float32
     same = args.ref_load in (None, args.hf_checkpoint)
-    if args.job.loss == "paired" and initial and same:
+    if args.loss.compares and initial and same:
         drift, limit = _mean(mean_metric((log_probs - batch.ref).abs(), batch.mask)), 1e-6 if exact else 0.02
         assert drift < limit, f"--ci-test: mean |log-prob - ref| is {drift:.2e} on the first step, not below {limit}"
     if args.job.loss != "policy" or not batch.mask.any():

@@ -212,6 +212,12 @@ class LanguageModel(nn.Module):
         # as engines run it: in train() a model may draw experts or drop layers, whose log-probs nobody sampled with
         self.eval()
 
+    @property
+    def head(self) -> nn.Linear:
+        """The last layer, which makes logits or scores of hidden states."""
+        head: nn.Linear = self.hf.get_output_embeddings()
+        return head
+
     def compile_layers(self) -> None:
         """Let torch.compile fuse what the layers do between their matrix products and attention (``--compile``).
 
@@ -276,7 +282,7 @@ class PolicyModel(LanguageModel):
         """Log-probs and entropies [R] at the response tokens of ``batch``, at least fp32; logits are divided by
         ``temperature``; ``entropy_grad``: whether the entropies carry a gradient.
         """
-        weight = head_weight(self.hf.get_output_embeddings())
+        weight = head_weight(self.head)
         return chunked_log_probs(
             self.hidden(batch),
             weight,
@@ -286,6 +292,24 @@ class PolicyModel(LanguageModel):
             chunk_size=self.chunk_size,
             compiled=self.compiled,
         )
+
+
+class ScoringModel(PolicyModel):
+    """A reward model: a sequence-classification model with one output, in the place of log-probs."""
+
+    @property
+    def head(self) -> nn.Linear:
+        """The layer that makes a score of a hidden state."""
+        head = self.hf.score
+        assert isinstance(head, nn.Linear)
+        return head
+
+    def forward(self, batch: MicroBatch, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """[R] the scores of what comes before each response token of ``batch``, at least fp32, and zeros [R]."""
+        hidden = self.hidden(batch)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        scores = hidden.to(dtype) @ self.head.weight[0].to(dtype)
+        return scores, torch.zeros_like(scores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +337,7 @@ class ForwardFlops:
         if model_files.has_experts(model.hf):
             return None
         config = model.hf.config.get_text_config()
-        head = model.hf.get_output_embeddings().weight
+        head = model.head.weight
         outer = {id(head), id(model.hf.get_input_embeddings().weight)}
         matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outer]
         trains = bool(model.trained())

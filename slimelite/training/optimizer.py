@@ -124,7 +124,7 @@ class Optimizers:
     def __init__(self, args: OptimizerArgs, model: LanguageModel) -> None:
         self.args = args
         trained = list(model.trained().values())
-        outer = {id(model.hf.get_input_embeddings().weight), id(model.hf.get_output_embeddings().weight)}
+        outer = {id(model.hf.get_input_embeddings().weight), id(model.head.weight)}
         inner = [p for p in trained if p.ndim == 2 and id(p) not in outer] if args.optimizer == "muon" else []
         apart = set(inner)
         rest = [p for p in trained if p not in apart]

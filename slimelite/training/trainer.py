@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slimelite.algorithms.packed import select
 from slimelite.arguments import Args, CriticArgs
 from slimelite.base.heap import keep_freed_memory, return_freed_memory
 from slimelite.models.checkpoints import Checksums
@@ -24,7 +25,7 @@ from slimelite.training.batch import MicroBatch
 from slimelite.training.columns import TokenColumns, normalizes, passes
 from slimelite.training.critic import Critic, FrozenPolicy, build_reference
 from slimelite.training.learner import Learner, MetricSums, PassTimer, Scores, table_scores
-from slimelite.training.loading import build_policy
+from slimelite.training.loading import build_policy, build_scorer
 from slimelite.training.lora import peft_config
 from slimelite.training.loss import check_first_step, micro_batch_loss
 from slimelite.training.model import LanguageModel, PolicyModel
@@ -59,7 +60,8 @@ class Trainer(Learner[PolicyModel]):
             be_deterministic()
         if world.device.type == "cpu":
             keep_freed_memory(tight=bool(args.gradient_checkpointing))
-        super().__init__(args, world, build_policy(args, world, args.hf_checkpoint, trainable=True))
+        build = build_scorer if args.loss.scores else build_policy
+        super().__init__(args, world, build(args, world, args.hf_checkpoint, trainable=True))
         self.reference = build_reference(args, self.world, self.model) if args.use_reference else None
         teaches = args.use_opd and args.opd_type == "trainer"
         self.teacher = FrozenPolicy(args, self.world, args.opd_teacher_load) if teaches else None
@@ -224,6 +226,10 @@ class Trainer(Learner[PolicyModel]):
         pass has computed before. ``checked``: run `check_first_step`, which raises AssertionError, on each micro-batch.
         """
 
+        if self.args.loss.judged:
+            columns.mismatch_kl = self._mismatch_kl(columns, step.rows)
+            sums.note("mismatch_kl", columns.mismatch_kl)
+
         def share(batch: MicroBatch) -> Tensor:
             log_probs, entropy = self.model(batch, self.temperature, entropy_grad=self.args.entropy_coef != 0)
             if scores is not None:
@@ -243,6 +249,32 @@ class Trainer(Learner[PolicyModel]):
         total = self.accumulate(columns, step, share)
         sums.add("global_batch_size", len(np.unique(columns.table.rollout_id[step.rows])), 1)
         return total
+
+    def _mismatch_kl(self, columns: TokenColumns, rows: np.ndarray) -> float:
+        """Nats, the mean over a step's replies of their log-ratio to the reference after the prompt of the next row.
+
+        The replies are those with a trained token; the last one comes after the first prompt (arXiv:2402.01306, 4.1).
+
+        Raises:
+            ValueError: there is one reply, which has no other prompt.
+        """
+        rows = rows[columns.table.mask_sums[rows] > 0]
+        if len(rows) == 1:
+            raise ValueError(
+                "--loss-type kto_loss measures a KL with the prompts of other rows, and a step has one reply to train "
+                "on: raise --global-batch-size, or give a number of rows that leaves no such step"
+            )
+        if not len(rows):
+            return 0.0
+        assert self.reference is not None
+        table, others = columns.table.select(rows), columns.table.select(np.roll(rows, -1))
+        swapped = vars(table) | {"prompt_tokens": others.prompt_tokens, "prompt_offsets": others.prompt_offsets}
+        other = TokenColumns.from_table(SampleTable(**swapped))
+        dealt = self._deal(other.table, np.arange(len(rows)), self.args.log_probs_max_tokens_per_gpu)
+        policy = table_scores(self.model, other, dealt, self.world, self.temperature)[0]
+        with self.reference.weights() as model:
+            reference = table_scores(model, other, dealt, self.world, self.temperature)[0]
+        return float(select(policy - reference, other.mask).double().sum() / len(rows))
 
     def log_probs(self, table: SampleTable) -> np.ndarray:
         """[response tokens of the table] log-probs under the current weights, in the table's order."""

@@ -12,6 +12,8 @@ import pytest
 
 import train
 from slimelite.data.tokenizer import load_tokenizer
+from slimelite.rewards.reward_model import RewardModel
+from slimelite.rewards.rules import Exchange
 from slimelite.samples.table import SampleTable
 
 from .conftest import metrics, run_process
@@ -93,3 +95,36 @@ def test_pairs_made_of_a_runs_own_rollouts(
                 prompt, response = tokens[trained.prompt[row], trained.response[row]]
                 assert trained.row_slice("prompt_tokens", row).tolist() == prompt
                 assert trained.row_slice("response_tokens", row).tolist() == response
+
+
+def test_a_reward_model_is_trained_and_read_and_replies_are_judged(task: Path, tmp_path: Path) -> None:
+    """Both from rows of files, with a new model: what is saved opens as a reward model; KTO reads its labels."""
+    common = (
+        *("--hf-checkpoint", str(task / "model"), "--input-key", "messages", "--rollout-batch-size", "24"),
+        *("--num-rollout", "12", "--lr", "3e-3", "--launcher", "local"),
+        *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "2048"),
+    )
+    pairs = ("--prompt-data", str(task / "pairs.parquet"), "--loss-type", "reward_model_loss")
+    saved = ("--save-hf", str(tmp_path / "model"), "--run-dir", str(tmp_path / "scores"))
+    assert train.main([*common, *pairs, *saved]) == 0
+    accuracies = metrics(tmp_path / "scores", "train/rewards/accuracies")
+    assert accuracies[-1] > 0.8
+    row = pq.read_table(task / "pairs.parquet").to_pylist()[-1]
+    model = RewardModel(str(tmp_path / "model"), "cpu")
+    answers = [row[side][0]["content"] for side in ("chosen", "rejected")]
+    scores = model.scores([Exchange("", answer, row["messages"]) for answer in answers])
+    assert scores[0] > scores[1]
+
+    talks = [
+        {"messages": [*row["messages"], *row[side]], "good": side == "chosen"}
+        for row in pq.read_table(task / "pairs.parquet").to_pylist()[:60]
+        for side in ("chosen", "rejected")
+    ]
+    (tmp_path / "judged.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    judged = ("--prompt-data", str(tmp_path / "judged.jsonl"), "--loss-type", "kto_loss", "--ci-test")
+    with pytest.raises(SystemExit):  # without the column of the labels
+        train.main([*common, *judged, "--dry-run"])
+    assert train.main([*common, *judged, "--label-key", "good", "--run-dir", str(tmp_path / "kto")]) == 0
+    gaps = [metrics(tmp_path / "kto", f"train/rewards/{name}") for name in ("chosen", "rejected")]
+    assert gaps[0][0] == pytest.approx(0, abs=1e-4)
+    assert gaps[0][-1] > gaps[1][-1]
