@@ -115,7 +115,8 @@ def ray_sink(args: Args, log: Path) -> Iterator[WeightSink]:
     import ray
 
     from slimelite.cluster.ray_cluster import AsyncHost, RayRemote
-    from slimelite.cluster.workers import EngineFactory, RemoteSink
+    from slimelite.cluster.remote import RemoteSink
+    from slimelite.cluster.workers import EngineFactory
 
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     engine = (

@@ -37,8 +37,7 @@ from gpu_table import predicted_beside_measured
 import train
 from slimelite.arguments import make_args
 from slimelite.cluster import Cluster, launch
-from slimelite.cluster.remote import LocalRemote
-from slimelite.cluster.workers import RemoteSink
+from slimelite.cluster.remote import LocalRemote, RemoteSink
 from slimelite.engines.protocol import GenerateRequest, SamplingParams
 from slimelite.tracking.metrics_file import read_metrics
 from slimelite.tracking.tracker import Tracker

@@ -12,8 +12,7 @@ import torch
 from gpu_lab import Lab, Number, Numbers, relative, step, within
 from torch import Tensor
 
-from slimelite.cluster.remote import LocalRemote
-from slimelite.cluster.workers import RemoteSink
+from slimelite.cluster.remote import LocalRemote, RemoteSink
 from slimelite.training.attention import varlen_attention
 from slimelite.training.batch import Nodes, PackedSequences, ranges
 from slimelite.training.trainer import Trainer

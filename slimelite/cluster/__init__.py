@@ -43,7 +43,7 @@ def launch(args: Args, progress: Progress = lambda _done, _total, _note: None) -
         with ExitStack() as stack:
             with loading():
                 if args.job.local:
-                    from slimelite.cluster.local import local_workers as workers
+                    from slimelite.cluster.workers import local_workers as workers
                 else:
                     if "RAY_ADDRESS" not in os.environ:
                         _close_ray_to_others()

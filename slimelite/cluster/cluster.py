@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, cast
 
 from slimelite.arguments import Args
 from slimelite.cluster.remote import (
@@ -23,13 +23,15 @@ from slimelite.cluster.remote import (
     Pending,
     Progress,
     Remote,
+    RemoteSink,
     Turns,
     check_number,
     check_table,
     with_memory,
 )
 from slimelite.cluster.workers import Target, TrainOutput
-from slimelite.engines.protocol import MEMORY_TAGS, WeightSyncError
+from slimelite.engines.protocol import MEMORY_TAGS, Engine, WeightSyncError
+from slimelite.engines.registry import ServerAddress
 from slimelite.models.checkpoints import (
     REMEDY,
     ROLLOUT_SEED,
@@ -46,9 +48,9 @@ from slimelite.samples.table import SampleTable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from slimelite.cluster.trainer import TrainerWorker
+    from slimelite.training.trainer import Trainer
 else:
-    TrainerWorker = Names()  # the class needs torch, and this process does not
+    Trainer = Names()  # the class needs torch, and this process does not
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,7 +85,7 @@ class Cluster:
         self,
         args: Args,
         rollout: Remote[RolloutManager],
-        trainers: Sequence[Remote[TrainerWorker]],
+        trainers: Sequence[Remote[Trainer]],
         engines: Sequence[Target],
         others: Sequence[Remote[object]] = (),
     ) -> None:
@@ -153,19 +155,19 @@ class Cluster:
 
         def work() -> TrainOutput:
             with self._memory_of("train"):
-                metrics = self._change(TrainerWorker.train, rollout_id, self._shared(table))
-            return TrainOutput(metrics, *self._trainers[0].ask(TrainerWorker.outcome))
+                metrics = self._change(Trainer.train, rollout_id, self._shared(table))
+            return TrainOutput(metrics, *self._trainers[0].ask(Trainer.outcome))
 
         return self._take(work)
 
     def forward_backward(self, table: SampleTable) -> Pending[dict[str, float]]:
         """Add the gradient of ``table``, one optimizer step, to that of earlier calls; returns the metrics."""
         check_table("forward_backward", table)
-        return self._take(lambda: self._all(TrainerWorker.forward_backward, self._shared(table))[0])
+        return self._take(lambda: self._all(Trainer.forward_backward, self._shared(table))[0])
 
     def optim_step(self) -> Pending[dict[str, float]]:
         """Update the weights with the gradient; returns the gradient norm and the learning rates."""
-        return self._take(lambda: self._change(TrainerWorker.optim_step))
+        return self._take(lambda: self._change(Trainer.optim_step))
 
     def sync(self, version: int) -> Pending[dict[str, float]]:
         """Send the trainers' weights to every engine as weight version ``version``; returns the transport's metrics."""
@@ -199,13 +201,13 @@ class Cluster:
             ahead |= {later: rollout for later, rollout in self._ahead.items() if later > rollout_id}
             if len(ahead) > 1:
                 raise ValueError(f"save: rollouts {', '.join(map(str, ahead))} are ahead; a checkpoint holds one")
-            final, size = folder_of(self.args.save, rollout_id), max(self._all(TrainerWorker.checkpoint_size))
+            final, size = folder_of(self.args.save, rollout_id), max(self._all(Trainer.checkpoint_size))
             with writing(final, size, self.args.save_retain_interval) as (directory, checksums):
                 state = {**self._rollout.ask(RolloutManager.state_dict), ROLLOUT_SEED: self.args.rollout_seed}
                 for number, output in ahead.items():
                     output.table.to_parquet(directory / AHEAD)
                     state["ahead"] = {"rollout_id": number, "metrics": output.metrics}
-                for part in self._all(TrainerWorker.save, str(directory), rollout_id):
+                for part in self._all(Trainer.save, str(directory), rollout_id):
                     checksums.update(part)
                 (directory / ROLLOUT_STATE).write_text(json.dumps(state))
             return final
@@ -237,22 +239,22 @@ class Cluster:
             if self.args.save_hf is None:
                 raise ValueError("save_hf: name a folder for the model with --save-hf")
             directory = model_folder(self.args.save_hf, rollout_id)
-            self._all(TrainerWorker.save_hf, str(directory))
+            self._all(Trainer.save_hf, str(directory))
             return directory
 
         return self._take(work)
 
     def get_weights(self) -> Pending[dict[str, Tensor]]:
         """All weights of the trainers by Hugging Face name, on the CPU."""
-        return self._take(lambda: self._all(TrainerWorker.get_weights)[0])
+        return self._take(lambda: self._all(Trainer.get_weights)[0])
 
     def offload_trainers(self) -> Pending[None]:
         """Move the trainers' state off their devices."""
-        return self._move(TrainerWorker.offload, "sleep")
+        return self._move(Trainer.offload, "sleep")
 
     def onload_trainers(self) -> Pending[None]:
         """Move the trainers' state back to their devices."""
-        return self._move(TrainerWorker.onload, "wake_up")
+        return self._move(Trainer.onload, "wake_up")
 
     def release_engines(self) -> Pending[None]:
         """Let the engines release all the device memory that they can. They generate again when all is resumed."""
@@ -292,7 +294,7 @@ class Cluster:
             num_rollout = per_epoch * (args.num_epoch or 1)
         self.args = replace(args, start_rollout_id=start, num_rollout=num_rollout)
         if self._trainers:
-            self._all(TrainerWorker.set_num_rollout, num_rollout)
+            self._all(Trainer.set_num_rollout, num_rollout)
         self._rollout.ask(RolloutManager.complete_args, start, num_rollout)
 
     def _need_memory(self, verb: str) -> None:
@@ -334,7 +336,7 @@ class Cluster:
 
         return self._turns.take(pending, wait_and_work)
 
-    def _move(self, method: Callable[[TrainerWorker], dict[str, float]], phase: str) -> Pending[None]:
+    def _move(self, method: Callable[[Trainer], dict[str, float]], phase: str) -> Pending[None]:
         def work() -> None:
             with self._memory_of(phase):
                 self._all(method)
@@ -362,12 +364,14 @@ class Cluster:
         """Send the weights to every engine; once more if an engine died and --use-fault-tolerance is on."""
         self._version, self._moved = version, False
         if not self.args.job.servers:
-            return self._all(TrainerWorker.push_to, self._engines, version)[0]
+            sink = RemoteSink(cast("Sequence[Remote[Engine]]", self._engines))
+            return self._all(Trainer.push_weights, sink, version)[0]
+        servers = cast("Sequence[ServerAddress]", self._engines)
         retries = int(self.args.use_fault_tolerance)
         while True:
             self._rollout.ask(RolloutManager.settle_engines)
             try:
-                return self._all(TrainerWorker.push_to, self._engines, version)[0]
+                return self._all(Trainer.push_weights, servers, version)[0]
             except WeightSyncError as error:
                 if not retries:
                     raise ClusterError(str(error)) from error
@@ -378,7 +382,7 @@ class Cluster:
         from slimelite.training.loss import engine_threshold  # it needs torch
 
         table = self._rollout.ask(RolloutManager.probe)
-        gaps = disagreement(table, self._all(TrainerWorker.log_probs, self._trainers[0].share(table))[0], version)
+        gaps = disagreement(table, self._all(Trainer.log_probs, self._trainers[0].share(table))[0], version)
         limit = engine_threshold(self.args, exact=not self.args.job.gpus)
         if not (gaps <= limit).all():
             raise ClusterError(
@@ -394,7 +398,7 @@ class Cluster:
                 "--load with --debug-rollout-only: without a trainer nobody reads the checkpoint; write the model with "
                 "--save-hf and give that folder as --hf-checkpoint"
             )
-        saved = self._all(TrainerWorker.load, str(directory))[0]
+        saved = self._all(Trainer.load, str(directory))[0]
         if self.args.finetune:
             return 0
         try:
@@ -410,13 +414,13 @@ class Cluster:
             ) from error
         return saved + 1
 
-    def _change(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def _change(self, method: Callable[Concatenate[Trainer, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call ``method`` on every rank and return rank 0's result; notes that the engines' weights are out of date."""
         with self._order:
             self._moved = True
         return self._all(method, *args, **kwargs)[0]
 
-    def _all(self, method: Callable[Concatenate[TrainerWorker, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    def _all(self, method: Callable[Concatenate[Trainer, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         if not self._trainers:
             raise ValueError(f"{method.__name__}: there is no trainer; leave --debug-rollout-only out")
         with self._order:
@@ -438,7 +442,7 @@ class Cluster:
 
     def _note_memory(self, moment: str) -> None:
         if self._trainers:
-            self._memory[f"perf/memory_{moment}"] = self._trainers[0].submit(TrainerWorker.memory_used)
+            self._memory[f"perf/memory_{moment}"] = self._trainers[0].submit(Trainer.memory_used)
 
 
 def _read_ahead(file: Path) -> SampleTable:

@@ -27,16 +27,15 @@ from slimelite.arguments.secret import public_part
 from slimelite.base import trace
 from slimelite.base.heap import loading, set_heap
 from slimelite.base.registry import function
-from slimelite.cluster.local import Workers
 from slimelite.cluster.ray_session import connected, explained, last_line
 from slimelite.cluster.remote import Closing, ClusterError, Progress, Remote
-from slimelite.cluster.workers import LOCAL_HOST, EngineFactory, Target
+from slimelite.cluster.workers import LOCAL_HOST, EngineFactory, Target, Workers
 from slimelite.engines.protocol import Engine, ServerProcess
 from slimelite.rollout.manager import RolloutManager
 from slimelite.tracking.noise import redirect_process_output
 
 if TYPE_CHECKING:
-    from slimelite.cluster.trainer import TrainerWorker
+    from slimelite.training.trainer import Trainer
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -205,7 +204,7 @@ class Actors:
         self._bundles = bundles_by_node(self._nodes, str(ray.get_runtime_context().get_node_id()))
         self._hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
-    def trainers(self) -> list[RayRemote[TrainerWorker]]:
+    def trainers(self) -> list[RayRemote[Trainer]]:
         """One actor for each rank; `start_workers` makes the trainers in them."""
         # a process may have to begin with variables of the user's, such as LD_LIBRARY_PATH
         shown = public_part(self.args.train_env_vars)[0]
@@ -319,7 +318,7 @@ def ray_workers(args: Args, progress: Progress) -> Iterator[Workers]:
 def start_workers(
     args: Args,
     rollout: Remote[RolloutManager],
-    trainers: Sequence[RayRemote[TrainerWorker]],
+    trainers: Sequence[RayRemote[Trainer]],
     engines: Sequence[Remote[Any]],
     progress: Progress,
 ) -> None:
@@ -343,7 +342,7 @@ def start_workers(
     address = trainers[0].rendezvous().result() if len(trainers) > 1 else None
     for rank, trainer in enumerate(trainers):
         place = (rank, len(trainers), address, trainer.host)
-        made = trainer.make("slimelite.cluster.trainer:TrainerWorker", secrets, args, *place)
+        made = trainer.make("slimelite.cluster.workers:make_trainer", secrets, args, *place)
         loading[made] = trainer.name
     _wait_until_up(loading, progress)
 

@@ -13,7 +13,7 @@ import math
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, over
 from slimelite.arguments import Args
 from slimelite.base import trace
 from slimelite.base.lifecycle import StopSignals
+from slimelite.engines.protocol import Engine, WeightBucket
 from slimelite.samples.table import SampleTable
 
 T_co = TypeVar("T_co", covariant=True)
@@ -151,6 +152,36 @@ class LocalRemote(Remote[T_co]):
         future: Future[float] = Future()
         future.set_result(0.0)
         return future
+
+
+class RemoteSink:
+    """Sends weights to remote engines: each bucket is shared once, and all engines read it."""
+
+    every_rank = False
+
+    def __init__(self, engines: Sequence[Remote[Engine]]) -> None:
+        self.engines = engines
+
+    def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
+        """Stop every engine's decoding."""
+        # a user's engine may have no second parameter, which only a run with adapters needs
+        update = (version,) if changed is None else (version, changed)
+        return all(self._each(Engine.begin_weight_update, *update))
+
+    def send(self, bucket: WeightBucket) -> None:
+        """Load one bucket into every engine."""
+        shared = self.engines[0].share(bucket)
+        self._each(Engine.load_weights, shared)
+
+    def end(self) -> None:
+        """Let every engine decode again."""
+        self._each(Engine.end_weight_update)
+
+    def _each(
+        self, method: Callable[Concatenate[Engine, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
+        futures = [engine.submit(method, *args, **kwargs) for engine in self.engines]
+        return [future.result() for future in futures]
 
 
 def check_number(verb: str, name: str, value: object) -> None:

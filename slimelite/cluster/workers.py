@@ -1,24 +1,25 @@
-"""The plain objects that a launcher places in processes, but for the trainers: engines, servers, the rollout worker.
+"""The objects that a launcher places in processes: trainers, engines, servers, the rollout worker; and
+``--launcher local``, which makes all of them in one process.
 
-Importing this file imports no torch: an engine's process imports it when it makes its engine.
+Importing this file imports no torch: a process imports it when it makes its engine or trainer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from slimelite.arguments import Args
 from slimelite.base.registry import Function, function
 from slimelite.cluster.batches import EngineDesk, remote_engine
-from slimelite.cluster.remote import LocalRemote, Remote
+from slimelite.cluster.remote import LocalRemote, Progress, Remote
 from slimelite.data.tokenizer import encode_text, load_tokenizer, stop_token_ids
 from slimelite.engines.protocol import (
     AdapterFormat,
@@ -30,7 +31,6 @@ from slimelite.engines.protocol import (
     ServerProcess,
     SyncSetup,
     Transport,
-    WeightBucket,
 )
 from slimelite.engines.registry import ENGINES, ServerAddress, ServerParts
 from slimelite.rollout.manager import RolloutManager
@@ -39,7 +39,8 @@ from slimelite.samples.table import TokenStats
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
+    from slimelite.training.trainer import Trainer
+
 # where requests and weights for an engine go
 Target = Remote[Engine] | ServerAddress
 LOCAL_HOST = "127.0.0.1"
@@ -189,34 +190,6 @@ class RemoteOwner:
         await asyncio.to_thread(self.process.ask, ServerProcess.restart)
 
 
-class RemoteSink:
-    """Sends weights to remote engines: each bucket is shared once, and all engines read it."""
-
-    every_rank = False
-
-    def __init__(self, engines: Sequence[Remote[Engine]]) -> None:
-        self.engines = engines
-
-    def begin(self, version: int, changed: Collection[str] | None = None) -> bool:
-        """Stop every engine's decoding."""
-        # a user's engine may have no second parameter, which only a run with adapters needs
-        update = (version,) if changed is None else (version, changed)
-        return all(_results([engine.submit(Engine.begin_weight_update, *update) for engine in self.engines]))
-
-    def send(self, bucket: WeightBucket) -> None:
-        """Load one bucket into every engine."""
-        shared = self.engines[0].share(bucket)
-        _results([engine.submit(Engine.load_weights, shared) for engine in self.engines])
-
-    def end(self) -> None:
-        """Let every engine decode again."""
-        _results([engine.submit(Engine.end_weight_update) for engine in self.engines])
-
-
-def _results(futures: Sequence[Future[T]]) -> list[T]:
-    return [future.result() for future in futures]
-
-
 class TrainOutput(NamedTuple):
     """The result of training on a rollout.
 
@@ -229,3 +202,72 @@ class TrainOutput(NamedTuple):
     steps: list[dict[str, float]]
     columns: dict[str, np.ndarray]
     token_stats: TokenStats | None
+
+
+def make_trainer(
+    args: Args,
+    rank: int = 0,
+    world_size: int = 1,
+    address: str | None = None,
+    host: str = LOCAL_HOST,
+    listener: socket.socket | None = None,
+) -> Trainer:
+    """The trainer of a rank, which can send its weights to the run's servers.
+
+    Args:
+        args: resolved arguments.
+        rank, world_size: rank of this trainer, and number of training ranks.
+        address: host:port where the ranks meet; None if there is only one rank.
+        host: an address of this machine that engines can reach.
+        listener: a socket at ``address``, for rank 0.
+    """
+    from slimelite.training.lora import adapter_format
+    from slimelite.training.parallel import meeting_store
+    from slimelite.training.trainer import Trainer
+
+    store = meeting_store(args, address, rank, world_size, listener) if address else None
+    trainer = Trainer(args, rank=rank, world_size=world_size, store=store)
+    if args.job.servers:
+        adapter = adapter_format(trainer.model.hf, args, args.hf_checkpoint) if args.sends_adapter else None
+        trainer.servers = EngineFactory(args).transport(trainer.world.device, host, adapter)
+    return trainer
+
+
+class Workers(NamedTuple):
+    """The workers that a launcher has started, for `Cluster`.
+
+    ``trainers``: one for each rank, rank 0 first; ``engines``: argument of `Trainer.push_weights`; ``others``: more
+    workers in processes of their own, whose CPU time counts.
+    """
+
+    rollout: Remote[RolloutManager]
+    trainers: Sequence[Remote[Trainer]]
+    engines: Sequence[Target]
+    others: Sequence[Remote[object]] = ()
+
+
+@contextmanager
+def local_workers(args: Args, progress: Progress) -> Iterator[Workers]:
+    """``--launcher local``: one rank, one engine and the rollout worker, all in this process.
+
+    The engine loads first, as in `ray_cluster.start_workers`.
+    """
+    import torch
+
+    if not args.job.gpus:
+        torch.set_num_threads(args.cpu_threads)
+    with ExitStack() as stack:
+        progress(0, 0, "loading the engine")
+        engines, servers = EngineFactory(args).local(stack)
+        rollout = RolloutManager(args, engines, load_tokenizer(args.tokenizer))
+        stack.callback(rollout.close)
+        if args.job.trains and args.offload_rollout:
+            rollout.release_memory()
+        progress(0, 0, "loading the trainer")
+        trainers = []
+        if args.job.trains:
+            trainer = make_trainer(args)
+            stack.callback(trainer.close)
+            trainers.append(LocalRemote(trainer, "trainer_0"))
+        remotes = [LocalRemote(engine, "engine_0") for engine in engines]
+        yield Workers(LocalRemote(rollout, "rollout"), trainers, servers or remotes)

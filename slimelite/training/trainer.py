@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -18,6 +18,8 @@ from torch import Tensor
 from slimelite.algorithms.packed import select
 from slimelite.arguments import Args, CriticArgs
 from slimelite.base.heap import keep_freed_memory, return_freed_memory
+from slimelite.engines.protocol import Transport
+from slimelite.engines.registry import ServerAddress
 from slimelite.models.checkpoints import Checksums
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.training import checkpoint, weights
@@ -32,6 +34,7 @@ from slimelite.training.model import LanguageModel, PolicyModel
 from slimelite.training.offload import HostMemory
 from slimelite.training.parallel import be_deterministic, join_world
 from slimelite.training.planning import PackingLimits, Step, deal, split_steps
+from slimelite.training.profiling import Profiler
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +76,10 @@ class Trainer(Learner[PolicyModel]):
         if args.num_rollout is not None:
             self.set_num_rollout(args.num_rollout)
         self.timed = PassTimer(f"trainer_{rank}")
+        self._profiler = Profiler(args, rank) if args.use_pytorch_profiler or args.record_memory_history else None
+        if args.use_pytorch_profiler and self._profiler is not None:
+            self.timed.around = self._profiler.of_pass
+        self.servers: Transport | None = None  # the way to engines that are servers
         self.step_metrics: list[dict[str, float]] = []
         self.trained_columns: dict[str, np.ndarray] = {}
         self.token_stats: TokenStats | None = None
@@ -116,6 +123,10 @@ class Trainer(Learner[PolicyModel]):
             FloatingPointError: see `Optimizers.step`.
         """
         self._check_no_gradient("train")
+        with self._profiler.rollout(rollout_id) if self._profiler else nullcontext():
+            return self._train(rollout_id, table)
+
+    def _train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
         self.timed.restart()
         if self.args.reset_optimizer_states:
             self.optimizers.reset()
@@ -282,11 +293,27 @@ class Trainer(Learner[PolicyModel]):
         dealt = self._deal(columns.table, rows, self.args.log_probs_max_tokens_per_gpu)
         return table_scores(self.model, columns, dealt, self.world, self.temperature)[0].numpy()
 
-    def push_weights(self, sink: weights.WeightSink | None, version: int) -> dict[str, float]:
-        """Send all weights through ``sink`` as weight version ``version``, even if offloaded; see `weights.push`."""
+    def push_weights(
+        self, target: weights.WeightSink | Sequence[ServerAddress] | None, version: int
+    ) -> dict[str, float]:
+        """Send all weights to ``target``, a sink or servers, as weight version ``version``, even if offloaded; see
+        `weights.push`.
+        """
+        if isinstance(target, Sequence):
+            assert self.servers is not None, "a trainer of a run whose engines are servers"
+            target = self.servers.to(target)
         self.progress.weight_version = version
         size, alone = self.args.update_weight_buffer_size, self.args.sends_adapter
-        return weights.push(self.model, self.world, sink, version, size, self.memory, adapter_alone=alone)
+        return weights.push(self.model, self.world, target, version, size, self.memory, adapter_alone=alone)
+
+    def get_weights(self) -> dict[str, Tensor]:
+        """On rank 0 all weights, on the CPU, by Hugging Face name, in the optimizer's dtype; on other ranks nothing."""
+        everything: dict[str, Tensor] = {}
+        size, model = self.args.update_weight_buffer_size, self.model
+        for bucket in weights.buckets(model.named_weights(), size, memory=self.memory, filed=model.as_filed):
+            if self.world.rank == 0:
+                everything |= {name: tensor.cpu().clone() for name, tensor in bucket.tensors()}
+        return everything
 
     def save(self, directory: str, rollout_id: int) -> Checksums:
         """Write a checkpoint from which `load` resumes after rollout ``rollout_id``.
@@ -339,7 +366,11 @@ class Trainer(Learner[PolicyModel]):
         return float(psutil.Process().memory_info().rss) / 1e9
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process groups."""
+        if self._profiler is not None:
+            self._profiler.close()
+        if self.servers is not None:
+            self.servers.close()
         self.world.close()
 
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slimelite.cluster.remote import LocalRemote
-from slimelite.cluster.workers import RemoteSink
+from slimelite.cluster.remote import LocalRemote, RemoteSink
 from slimelite.engines.checks import WeightUpdate
 from slimelite.engines.embedded.engine import EmbeddedEngine
 from slimelite.engines.protocol import GenerateRequest, SamplingParams

@@ -35,7 +35,7 @@ class Trainer(Worker):
         super().__init__()
         self.weights = weights_of(folder)
 
-    def push_to(self, sink: WeightSink, version: int) -> dict[str, float]:
+    def push_weights(self, sink: WeightSink, version: int) -> dict[str, float]:
         push(sink, version, self.weights)
         return {}
 
@@ -98,7 +98,7 @@ class Mortals(Worker):
     def memory_used(self) -> float:
         return 0.0
 
-    def push_to(self, *_: Any) -> dict[str, float]:
+    def push_weights(self, *_: Any) -> dict[str, float]:
         self.pushed, self.dead = self.pushed + 1, False
         if self.pushed > 1:
             self.rollout.set_result("rollout")

@@ -28,7 +28,7 @@ ANSWERS: dict[str, Any] = {
     "memory_used": 1.0,
     "train": {},
     "outcome": ([], {}, None),
-    "push_to": {},
+    "push_weights": {},
     "cpu_seconds": 0.0,
     "rendezvous": "tcp://somewhere:1",
 }
@@ -68,7 +68,7 @@ def test_the_trainer_gives_its_memory_back_before_the_engine_takes_any() -> None
     update = [
         "trainer offload",
         "engines resume_memory weights",
-        "trainer push_to",
+        "trainer push_weights",
         "engines resume_memory kv_cache cuda_graph",
     ]
     rollout = ["engines generate", "engines release_memory", "trainer onload", "trainer train", *update]
@@ -92,7 +92,7 @@ def test_the_best_model_is_saved_from_where_the_trainer_computes(tmp_path: Path)
         args, Noting("engines", calls, answers), [Noting("trainer", calls, answers)], ["an engine"]
     ) as cluster:
         train.train(cluster, Silent())  # type: ignore[arg-type]
-    update = ["trainer offload", "engines resume_memory", "trainer push_to", "engines resume_memory"]
+    update = ["trainer offload", "engines resume_memory", "trainer push_weights", "engines resume_memory"]
     moves = [" ".join(c.split()[:2]) for c in calls[calls.index("engines evaluate") :]]
     kept = [c for c in moves if c.split()[1] not in ("memory_used", "cpu_seconds", "settle_engines")]
     assert kept == ["engines evaluate", "engines release_memory", "trainer onload", "trainer save_hf", *update]
@@ -114,11 +114,11 @@ def test_they_never_load_at_once_on_the_same_gpus(shared: bool, released: bool) 
 
     start_workers(args, *workers, progress)  # type: ignore[arg-type]
     assert len(seen) == 1
-    assert ("trainer TrainerWorker" in seen[0]) != shared
-    order = [c for c in calls if c in ("engine start", "rollout release_memory", "trainer TrainerWorker")]
+    assert ("trainer make_trainer" in seen[0]) != shared
+    order = [c for c in calls if c in ("engine start", "rollout release_memory", "trainer make_trainer")]
     if shared:
-        assert order == ["engine start", *(["rollout release_memory"] if released else []), "trainer TrainerWorker"]
-    assert "trainer TrainerWorker" in calls
+        assert order == ["engine start", *(["rollout release_memory"] if released else []), "trainer make_trainer"]
+    assert "trainer make_trainer" in calls
 
 
 def test_trainers_meet_with_the_nccl_settings_of_sglangs_servers(monkeypatch: pytest.MonkeyPatch) -> None:

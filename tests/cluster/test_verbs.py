@@ -68,7 +68,7 @@ class Side(Worker):
 
 @pytest.fixture
 def side() -> Iterator[Side]:
-    yield (side := Side("generate 1", "train 0", "push_to 1", "train 1"))
+    yield (side := Side("generate 1", "train 0", "push_weights 1", "train 1"))
     for gate in side.gates.values():
         gate.set()
 
@@ -88,20 +88,20 @@ def test_generation_runs_beside_training_and_never_beside_a_sync(side: Side) -> 
         assert not trained.done()
         side.let("train 0")
         assert trained.result().metrics == {}
-        assert side.has_not_begun("push_to 1"), "engines change no weights under a rollout"
+        assert side.has_not_begun("push_weights 1"), "engines change no weights under a rollout"
         side.let("generate 1")
         assert ahead.result().table is TABLE
-        assert side.has_begun("push_to 1")
+        assert side.has_begun("push_weights 1")
         assert side.has_not_begun("generate 2")
         later = cluster.train(1, TABLE)
-        side.let("push_to 1")
+        side.let("push_weights 1")
         fresh.result()
         assert synced.done()
         assert not later.done()
         side.let("train 1")
     assert later.done(), "leaving waits for what was asked for"
-    trainers = [name for name in side.begun if name.split()[0] in ("train", "push_to")]
-    assert trainers == ["train 0", "push_to 1", "train 1"]
+    trainers = [name for name in side.begun if name.split()[0] in ("train", "push_weights")]
+    assert trainers == ["train 0", "push_weights 1", "train 1"]
 
 
 def test_engines_without_memory_are_asked_for_nothing(side: Side) -> None:
@@ -165,7 +165,7 @@ def test_after_an_error_nothing_is_done_until_somebody_was_told(side: Side) -> N
         cluster.generate(1).result()  # whoever was told may go on
         side.errors["generate 2"] = side.errors["train 0"]
         cluster.generate(2)  # nobody waits for it, and leaving says so
-    assert "push_to 1" not in side.begun
+    assert "push_weights 1" not in side.begun
 
 
 def test_a_verb_that_nobody_waits_for_ends_the_block_with_its_error(side: Side) -> None:
@@ -185,7 +185,7 @@ def test_who_was_told_of_an_error_cannot_overtake_what_was_queued_before_it(side
         side.let("train 0")
         assert queued.exception(timeout=5) is side.errors["train 0"]
         cluster.release_engines().result()  # the error is told already: it is not new
-    assert "push_to 1" not in side.begun
+    assert "push_weights 1" not in side.begun
 
 
 def told(failed: Future[Any]) -> None:
@@ -220,8 +220,8 @@ def test_a_rollout_that_failed_is_in_no_checkpoint(side: Side, tmp_path: Path) -
 def test_an_interrupted_verb_of_one_process_keeps_nothing_waiting(side: Side) -> None:
     class Interrupted(Side):
         def start(self, method: str, /, *args: Any, **named: Any) -> Future[Any]:
-            if method == "push_to" and "push_to 0" not in self.begun:
-                self.begun.append("push_to 0")
+            if method == "push_weights" and "push_weights 0" not in self.begun:
+                self.begun.append("push_weights 0")
                 raise KeyboardInterrupt
             return super().start(method, *args, **named)
 

@@ -20,7 +20,7 @@ import traceback
 
 def serve(address: str) -> None:
     """Wait for clients; ``address``: where the socket is made once everything is imported."""
-    import slimelite.cluster.local
+    import slimelite.cluster.workers
     import slimelite.engines.embedded.engine
     import slimelite.preflight.inputs
     import slimelite.training.loading

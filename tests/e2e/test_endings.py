@@ -36,7 +36,7 @@ PHASES = {
     "start": ("slimelite.training.trainer.Trainer", "__init__"),
     "generate": ("slimelite.engines.embedded.engine.EmbeddedEngine", "generate"),
     "train": ("slimelite.training.trainer.Trainer", "train"),
-    "sync": ("slimelite.cluster.workers.RemoteSink", "send"),
+    "sync": ("slimelite.cluster.remote.RemoteSink", "send"),
     "save": ("slimelite.training.trainer.Trainer", "save"),
     "write": ("torch.distributed.checkpoint.filesystem.FileSystemWriter", "write_data"),
 }

@@ -16,7 +16,7 @@ import torch
 
 import train
 from slimelite.algorithms.estimators import ESTIMATORS
-from slimelite.cluster.workers import RemoteSink
+from slimelite.cluster.remote import RemoteSink
 from slimelite.engines.protocol import WeightBucket
 from slimelite.rewards.rules import RULES
 from slimelite.samples.table import SampleTable
@@ -66,7 +66,7 @@ def test_a_trace_and_a_profile_say_where_the_time_went(local_run: Run) -> None:
     seen = {(bar["worker"], bar["track"].split()[0], bar["name"]) for bar in bars}
     assert {("driver", "phases", name) for name in ("start", "generate", "train", "update_weights")} <= seen
     assert {("rollout", "calls", "generate"), ("rollout", "rewards", "gsm8k")} <= seen
-    assert {("trainer_0", "calls", name) for name in ("train", "push_to")} <= seen
+    assert {("trainer_0", "calls", name) for name in ("train", "push_weights")} <= seen
     assert ("trainer_0", "passes", "actor_train") in seen
     assert ("engine_0", "calls", "load_weights") in seen
     table = SampleTable.from_parquet(run / "rollouts" / "0000000.parquet")

@@ -64,7 +64,7 @@ def test_grpo_learns(grpo_args: list[str], task: Path, tmp_path: Path) -> None:
     assert list(run.rglob("*.wandb"))
     bars = spans((run / "trace.json").read_text())
     assert_laid_out(bars)
-    assert {("engine_0", "generate_batch"), ("trainer_0", "push_to"), ("engine_0", "load_weights")} <= {
+    assert {("engine_0", "generate_batch"), ("trainer_0", "push_weights"), ("engine_0", "load_weights")} <= {
         (bar["worker"], bar["name"]) for bar in bars
     }
     # clocks agree: an engine generates within the call that the rollout's side waits for
