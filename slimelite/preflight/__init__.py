@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slimelite.arguments import Args, ArgumentError, EvalArgs, ModelArgs, TrackingArgs, make_args
+from slimelite.arguments import Args, ArgumentError, ClusterArgs, ModelArgs, make_args
 from slimelite.base.heap import loading
 from slimelite.base.registry import function
 from slimelite.engines.registry import ENGINES
 from slimelite.loop import read_evaluations
 from slimelite.models.checkpoints import model_folder
-from slimelite.plan.devices import Machine, this_machine
-from slimelite.plan.report import plan_lines
-from slimelite.preflight.findings import Findings, fill, format_report
-from slimelite.preflight.gpus import check_devices, check_torch
+from slimelite.plan.devices import Machine, generation, this_machine
+from slimelite.preflight.findings import Findings, fill, format_report, one_line
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 UNCHECKED = "the tokenizer, the prompts as the model sees them and the memory are checked once the problems are mended"
 
@@ -35,6 +38,8 @@ def preflight(args: Args) -> int:
     machine = this_machine(args.plan_gpu)
     findings = inspect(args, machine)
     if args.dry_run:
+        from slimelite.plan.report import plan_lines  # a start does without
+
         planned = args
         if args.rollout_max_prompt_len is None and findings.longest_prompt:
             planned = replace(args, rollout_max_prompt_len=findings.longest_prompt)
@@ -77,9 +82,11 @@ def inspect(args: Args, machine: Machine, *, files_only: bool = False) -> Findin
     try:
         check_devices(args, machine, findings)
         _check_packages(args, findings)
-        _check_run_folder(args, findings)
-        findings.problems += output_problems(args)
-        _check_evaluations(args, findings)
+        findings.problems += _output_problems(args)
+        try:
+            read_evaluations(args)
+        except ValueError as error:
+            findings.problems.append(str(error))
         checks = InputChecks(args, findings)
         checks.read_files()
         if findings.problems or files_only:
@@ -119,59 +126,55 @@ def _check_packages(args: Args, findings: Findings) -> None:
         )
 
 
-def _check_run_folder(args: TrackingArgs, findings: Findings) -> None:
-    """Refuse a folder that holds another run's metrics; with --load it is the same run, even without a checkpoint."""
+def _output_problems(args: Args) -> Iterator[str]:
+    """A message for a run folder with another run, and for each place that cannot be written to; a test folder is made
+    and removed again.
+    """
     from slimelite.tracking.metrics_file import FILE_NAME
 
     metrics = Path(args.run_dir) / FILE_NAME
-    if (args.load and not args.finetune) or not metrics.is_file() or args.num_rollout == 0:  # `slimelite eval` goes on
-        return
-    # a run that failed before its first rollout left no metrics that could be mixed up
-    if any('"kind": "start"' not in line for line in metrics.read_text(encoding="utf-8").splitlines() if line):
-        findings.problems.append(
-            f"--run-dir {args.run_dir} holds another run: name a new folder, or, if that run is over, remove this one; "
-            "to go on with it, give its checkpoints as --load"
-        )
-
-
-def _check_evaluations(args: EvalArgs, findings: Findings) -> None:
-    try:
-        read_evaluations(args)
-    except ValueError as error:
-        findings.problems.append(str(error))
-
-
-def output_problems(args: Args) -> Iterator[str]:
-    """A message for each place that cannot be written to; a test folder is made and removed again."""
-    folders = {
+    # with --load it is the same run, even without a checkpoint; `slimelite eval` goes on
+    goes_on = (args.load and not args.finetune) or args.num_rollout == 0
+    if not goes_on and metrics.is_file():
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+        # a run that failed before its first rollout left no metrics that could be mixed up
+        if any('"kind": "start"' not in line for line in lines if line):
+            yield (
+                f"--run-dir {args.run_dir} holds another run: name a new folder, or, if that run is over, remove this "
+                "one; to go on with it, give its checkpoints as --load"
+            )
+    places: dict[str, str | Path | None] = {
         "--run-dir": args.run_dir,
         "--save": args.save,
         "--update-weight-disk-dir": args.update_weight_disk_dir,
         "--tensorboard-dir": args.tensorboard_dir if args.use_tensorboard else None,
         "--wandb-dir": args.wandb_dir if args.use_wandb else None,
+        "--ci-save-grad-norm": Path(args.ci_save_grad_norm).absolute().parent if args.ci_save_grad_norm else None,
     }
-    places = [(option, Path(folder).absolute()) for option, folder in folders.items() if folder]
-    if args.ci_save_grad_norm:
-        places.append(("--ci-save-grad-norm", Path(args.ci_save_grad_norm).absolute().parent))
     templates: list[tuple[str, str | None, int | str]] = [
         ("--save-hf", args.save_hf, 0),
         # an evaluation has a name instead of a number
         ("--save-debug-rollout-data", args.save_debug_rollout_data, "eval_0" if args.eval_interval else 0),
     ]
     for option, template, rollout_id in templates:
+        if not template:
+            continue
         try:
-            target = fill(option, template, rollout_id).absolute() if template else None
+            target = fill(option, template, rollout_id).absolute()
         except ValueError as error:
             yield str(error)
             continue
-        if target is not None:
-            places.append((option, target.parent))
-        if target is not None and template is not None and option == "--save-hf":
+        places[option] = target.parent
+        if option == "--save-hf":
             yield from _in_the_way(args, target)
             if args.save_best:
                 yield from _in_the_way(args, model_folder(template, "best"))
-    for option, place in places:
-        there = next(folder for folder in (place, *place.parents) if folder.exists())
+    for option, folder in places.items():
+        if not folder:
+            continue
+        there = place = Path(folder).absolute()
+        while not there.exists():
+            there = there.parent
         try:
             tempfile.TemporaryDirectory(dir=there).cleanup()
         except OSError as error:
@@ -186,3 +189,102 @@ def _in_the_way(args: ModelArgs, target: Path) -> Iterator[str]:
         if target.is_dir() and model and Path(model).is_dir() and target.samefile(model):
             yield f"--save-hf: {target} is {option} itself, and would be written over; name another folder"
             return
+
+
+# major version of CUDA -> the oldest driver that runs it (docs.nvidia.com/deploy/cuda-compatibility)
+DRIVERS = {11: 450, 12: 525, 13: 580}
+OLDEST = (8, 0)
+
+
+def check_devices(args: Args, machine: Machine, findings: Findings) -> None:
+    """Whether there are enough GPUs here, and whether they are new enough; without torch."""
+    ranks = args.training_ranks if args.job.trains else 0
+    engines = args.rollout_num_gpus if args.job.engines else 0
+    needed = max(ranks, engines) if args.colocate else ranks + engines
+    shared = "shared by" if args.colocate else "for"
+    findings.facts.append(
+        f"{needed} {args.device} device(s) {shared} {ranks} training rank(s) and {args.num_engines} engine(s)"
+    )
+    if not args.job.gpus:
+        return
+    if machine.capability and (args.plan_gpu or not _elsewhere(args)):
+        _check_generation(args, machine.capability, findings)
+    if needed > machine.gpus and not _elsewhere(args):
+        what = f"{needed} GPUs are needed ({ranks} for training, {engines} for engines, colocate={args.colocate})"
+        remedy = "lower --actor-num-gpus-per-node or --rollout-num-gpus" if machine.gpus else "take --device cpu"
+        message = f"{what}, and this machine has {machine.gpus or 'none'}: {remedy}"
+        (findings.warnings if args.dry_run else findings.problems).append(message)
+
+
+def check_torch(args: Args, machine: Machine, findings: Findings) -> None:
+    """Check that torch can use the GPUs, which are on other machines if this one is to join a Ray."""
+    if not args.job.gpus or args.dry_run or _elsewhere(args):
+        return
+    import torch
+
+    if torch.version.hip is not None:  # AMD's, of which nothing was read
+        return
+    if torch.version.cuda is None:
+        findings.problems.append(
+            f"--device cuda: torch {torch.__version__} is a build for CPUs; install its CUDA build (docs/install.md), "
+            "or take --device cpu"
+        )
+    elif not torch.cuda.is_available():
+        findings.problems.append(f"--device cuda: torch cannot use the GPU here: {_no_cuda(torch, machine.driver)}")
+    else:
+        capability = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
+        if machine.capability is None:
+            _check_generation(args, capability, findings)
+        built = torch.cuda.get_arch_list()
+        if not _has_kernels(built, capability):
+            findings.problems.append(
+                f"--device cuda: torch {torch.__version__} has no kernels for compute capability {_dotted(capability)} "
+                f"of the GPU here, only for {' '.join(built)}; install a build for another CUDA"
+            )
+
+
+def _elsewhere(args: ClusterArgs) -> bool:
+    """Whether Ray counts the GPUs, those of all nodes."""
+    return args.actor_num_nodes > 1 or "RAY_ADDRESS" in os.environ
+
+
+def _check_generation(args: Args, capability: tuple[int, int], findings: Findings) -> None:
+    record = generation(capability)
+    gpus = f"GPUs of compute capability {_dotted(capability)} ({record.name}: {record.examples})"
+    if record.attention is None:
+        findings.problems.append(
+            f"--device cuda: {gpus} run neither bf16 nor FlashAttention, which the trainer and its engines need; take "
+            f"GPUs of {_dotted(OLDEST)} or newer ({generation(OLDEST).examples}), or --device cpu"
+        )
+    else:
+        trainer, engine = record.attention
+        own = f", {engine} in SGLang" if args.job.engines and args.rollout_backend == "sglang" else ""
+        findings.facts.append(f"{gpus}: attention by {trainer} in the trainer{own}")
+
+
+def _no_cuda(torch: ModuleType, driver: str | None) -> str:
+    """Why CUDA does not begin."""
+    wanted = DRIVERS.get(int(torch.version.cuda.partition(".")[0]))
+    have = int(driver.partition(".")[0]) if driver and driver[0].isdigit() else None
+    if wanted and have and have < wanted:
+        older = max((cuda for cuda, oldest in DRIVERS.items() if oldest <= have), default=None)
+        other = f", or install torch's build for CUDA {older}" if older else ""
+        needs = f"CUDA {torch.version.cuda} of torch {torch.__version__} needs {wanted} or newer"
+        return f"the driver is {driver}, and {needs}: update the driver{other}"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return one_line(error)
+    return "it gives no reason; nvidia-smi may"
+
+
+def _has_kernels(built: list[str], capability: tuple[int, int]) -> bool:
+    """Whether kernels ``built`` for some capabilities run on ``capability``: those of its major version, or PTX."""
+    for kind, major, minor in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built)):
+        if (int(major) == capability[0] or kind == "compute") and (int(major), int(minor)) <= capability:
+            return True
+    return not built
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

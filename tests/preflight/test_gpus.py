@@ -11,8 +11,8 @@ from arguments.conftest import COMPLETE
 
 from slimelite.arguments import make_args
 from slimelite.plan.devices import GENERATIONS, Machine, generation, gpus
+from slimelite.preflight import check_devices, check_torch
 from slimelite.preflight.findings import Findings
-from slimelite.preflight.gpus import check_devices, check_torch
 
 Said = Callable[..., Findings]
 
