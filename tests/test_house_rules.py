@@ -129,7 +129,7 @@ def test_only_what_starts_a_run_asks_the_pre_flight() -> None:
     found = {
         o.split()[0] for o in offenders(None, ("slimelite.preflight",)) if not o.startswith("slimelite/preflight/")
     }
-    assert found == {"slimelite/apps/eval_run.py"}
+    assert found == {"slimelite/apps/eval.py"}
 
 
 def test_nothing_in_the_core_imports_programs_or_adapters() -> None:
@@ -148,7 +148,7 @@ def test_the_base_knows_nothing_of_the_rest() -> None:
 
 def test_what_shows_runs_imports_nothing_that_makes_them() -> None:
     heavy = ("torch", "ray", "transformers", "slimelite.rollout", "slimelite.training", "slimelite.cluster")
-    shows = ("command", "compare", "comparison", "pieces", "plot", "runs", "view", "view_samples", "html", "make_pairs")
+    shows = ("command", "compare", "pieces", "plot", "runs", "view", "view_samples", "html", "make_pairs")
     files = {f"slimelite/apps/{name}.py" for name in shows}
     assert [o for o in offenders("apps", heavy) if o.split()[0] in files] == []
 

@@ -4,17 +4,229 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slimelite.apps.comparison import LAST, Facts, comparison
-from slimelite.apps.runs import read_runs
-from slimelite.tracking.phases import duration
+from slimelite.apps.runs import Run, read_runs
+from slimelite.arguments import Args
+from slimelite.arguments.conditions import gpus_of
+from slimelite.arguments.flags import all_flags
+from slimelite.samples.sample import ROW, label_text
+from slimelite.samples.table import SampleTable
+from slimelite.tracking.phases import LABELS, duration
 from slimelite.tracking.report import one_line
+from slimelite.tracking.run_folder import SOURCES
+
+# reward is the mean of so many last rollouts
+LAST = 10
+# up to so many differences that are not 0, every pattern of signs is tried
+EXACT = 14
+DRAWS = 10_000
+DRAWS_AT_ONCE = 256
+
+TEST = (
+    "two-sided sign-flip permutation test of the differences prompt by prompt, "
+    f"exact up to {EXACT} prompts that differ, from then on with {DRAWS:,} random patterns of signs"
+)
+
+Facts = dict[str, Any]
+
+
+def comparison(runs: Sequence[Run]) -> Facts:
+    """Everything that ``slimelite compare --json`` prints.
+
+    ``flags``: name -> its value in each run, for those that differ. ``test``: what p is. ``runs``: a dict
+    for each run, with ``name``, ``folder``, ``status``, ``rollouts``, ``alarms`` (see `Run.alarms`), ``evals``
+    (dataset -> ``best``, ``last`` and, from the second run on, ``against_first``), ``reward``, ``tokens_generated``,
+    ``tokens_trained``, ``seconds``, ``wall_seconds``, ``cpu_hours``, ``gpu_hours``. What a run did not measure is None.
+    """
+    summaries = [_facts(run) for run in runs]
+    for run, facts in zip(runs[1:], summaries[1:], strict=True):
+        for name, scores in facts["evals"].items():
+            if name in summaries[0]["evals"]:
+                scores["against_first"] = against(runs[0], run, name)
+    return {"flags": differing_flags(runs), "test": TEST, "runs": summaries}
+
+
+def flag_names(runs: Sequence[Run]) -> list[str]:
+    """The fields of the runs' configurations that are flags, those of other versions and of plugins among them."""
+    flags = all_flags(Args)
+    inner = {f.name for f in fields(Args) if f.name not in flags} - {"sglang_overrides", "custom_config"}
+    return list(dict.fromkeys(name for run in runs for name in run.config if name not in inner))
+
+
+def differing_flags(runs: Sequence[Run]) -> dict[str, list[object]]:
+    """Flag -> its value in each run (None also where a plugin's flag is of another run), for flags that differ.
+
+    Flags that only say where arguments come from and where the run folder is are left out; so is a value that every
+    run derived from others.
+    """
+    differing = {}
+    for name in [name for name in flag_names(runs) if name not in SOURCES]:
+        there = [run for run in runs if name in run.config]
+        derived = all(name in run.derivations for run in there)
+        if not derived and any(run.config[name] != there[0].config[name] for run in there[1:]):
+            differing["--" + name.replace("_", "-")] = [run.config.get(name) for run in runs]
+    return differing
+
+
+def against(first: Run, other: Run, dataset: str) -> Facts:
+    """How the last evaluation of ``other`` differs from that of ``first``, prompt by prompt: see `Paired`.
+
+    ``why_not`` stands alone where that cannot be known.
+    """
+    scores = [_prompt_scores(run, dataset) for run in (first, other)]
+    if missing := [run.name for run, rewards in zip((first, other), scores, strict=True) if not rewards]:
+        return {"why_not": f"{missing[0]} has no answers of its last evaluation"}
+    common = [key for key in scores[0] if key in scores[1]]
+    if not common:
+        return {"why_not": "the prompts are not the same"}
+    differences = np.array([scores[1][key] - scores[0][key] for key in common])
+    if not np.isfinite(differences).all():
+        return {"why_not": "rewards of answers are not numbers"}
+    return paired_test(differences)._asdict() | {"of_prompts": max(map(len, scores))}
+
+
+def _prompt_scores(run: Run, dataset: str) -> dict[tuple[str, str, int], float]:
+    """Prompt -> the mean reward of its answers in the last evaluation; empty if the answers were not saved.
+
+    A prompt is its text and label and, as a file may have it several times, how many equal ones stand before it. In
+    place of the text stands the row that a task made it of: models with other chat templates were asked the same.
+    """
+    path = run.evals.get(dataset.replace("/", "_"), {}).get(int(run.series[f"eval/{dataset}"][0][-1]))
+    if path is None:
+        return {}
+    table = SampleTable.from_parquet(path)
+    rows: dict[int, list[int]] = {}
+    for row, group in enumerate(table.group_id.tolist()):
+        rows.setdefault(group, []).append(row)
+    means: dict[tuple[str, str, int], float] = {}
+    seen: dict[tuple[str, str], int] = {}
+    for _, of_prompt in sorted(rows.items()):
+        first = of_prompt[0]
+        question = json.loads(table.metadata[first] or "{}").get(ROW, table.prompt[first])
+        prompt = (question, label_text(table.label[first]))
+        means[*prompt, seen.get(prompt, 0)] = float(table.reward[of_prompt].mean())
+        seen[prompt] = seen.get(prompt, 0) + 1
+    return means
+
+
+def _facts(run: Run) -> Facts:
+    rewards = run.series.get("rollout/raw_reward")
+    wall = wall_seconds(run)
+    gpus = gpus_of(run.config)
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "status": run.status.get("status"),
+        "message": run.status.get("message"),
+        "rollouts": len({r["rollout/step"] for r in run.records if r["kind"] == "perf"}),
+        "of_rollouts": run.status.get("num_rollout"),
+        "alarms": run.alarms,
+        "evals": {name.removeprefix("eval/"): _best_and_last(run, name) for name in run.scores},
+        "reward": None if rewards is None else float(rewards[1][-LAST:].mean()),
+        "tokens_generated": _total(run, "perf/generated_tokens"),
+        "tokens_trained": _total(run, "perf/actor_train_tok_per_s", "perf/actor_train_time"),
+        "seconds": {label: _total(run, f"perf/{phase}_time") for phase, label in LABELS.items()},
+        "wall_seconds": wall,
+        "cpu_hours": _cpu_hours(run),
+        "gpu_hours": wall * gpus / 3600 if gpus else None,
+    }
+
+
+def _best_and_last(run: Run, name: str) -> Facts:
+    """``best`` and ``last`` score of an eval: ``value``, its ``standard_error`` and the eval/step ``at`` which."""
+    steps, values = run.series[name]
+    errors = dict(zip(*run.series.get(f"{name}-stderr", ((), ())), strict=True))
+
+    def at(index: int) -> Facts:
+        step = steps[index]
+        return {"value": float(values[index]), "standard_error": errors.get(step), "at": int(step)}
+
+    # a score that is not a number is never the best
+    return {"best": at(int(np.argmax(np.where(np.isnan(values), -np.inf, values)))), "last": at(-1)}
+
+
+def _total(run: Run, *metrics: str) -> float | None:
+    """The sum over all rollouts of a metric, or of the product of several; None if the run has none."""
+    if not all(metric in run.series for metric in metrics):
+        return None
+    columns = [dict(zip(*run.series[metric], strict=True)) for metric in metrics]
+    return float(sum(np.prod([column.get(step, 0.0) for column in columns]) for step in columns[0]))
+
+
+def _segments(run: Run) -> list[list[Mapping[str, Any]]]:
+    """The records of each process of the run: of the first one, and of each that resumed it."""
+    segments: list[list[Mapping[str, Any]]] = [[]]
+    for record in run.records:
+        if record["kind"] == "start" and segments[-1]:
+            segments.append([])
+        segments[-1].append(record)
+    return segments
+
+
+def wall_seconds(run: Run) -> float:
+    """Seconds from the start record of each process to its last record that counts."""
+    return sum(segment[-1]["time"] - segment[0]["time"] for segment in _segments(run) if segment)
+
+
+def _cpu_hours(run: Run) -> float | None:
+    """CPU time of all processes; each process of the run counted its own from its beginning."""
+    spent = [[r["perf/cpu_seconds"] for r in segment if "perf/cpu_seconds" in r] for segment in _segments(run)]
+    return sum(seconds[-1] for seconds in spent if seconds) / 3600 if any(spent) else None
+
+
+class Paired(NamedTuple):
+    """How the scores of two runs on the same prompts differ.
+
+    ``standard_error``: of ``difference``; None for one prompt. ``p``: the two-sided sign-flip permutation test.
+    """
+
+    prompts: int
+    difference: float
+    standard_error: float | None
+    p: float
+
+
+def paired_test(differences: np.ndarray) -> Paired:
+    """Test whether the mean of ``differences``, [prompts] float64, is 0.
+
+    If the two runs were equally good, each prompt's difference could as well have had the other sign. ``p`` is the
+    share of all patterns of signs whose mean is at least as far from 0 as the one that was found. With more than
+    `EXACT` differences that are not 0 it is estimated from `DRAWS` random patterns, the found one being counted too,
+    so that it is never 0; the same differences give the same ``p``.
+
+    Raises:
+        ValueError: there is no difference at all to test.
+    """
+    if not len(differences):
+        raise ValueError("no prompts to compare")
+    error = float(differences.std(ddof=1) / np.sqrt(len(differences))) if len(differences) > 1 else None
+    return Paired(len(differences), float(differences.mean()), error, _sign_flip(differences[differences != 0]))
+
+
+def _sign_flip(values: np.ndarray) -> float:
+    """The p-value; ``values``: differences that are not 0."""
+    # sums that differ by rounding alone are equal
+    observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()
+    if len(values) <= EXACT:
+        patterns = np.arange(2 ** len(values))[:, None] >> np.arange(len(values)) & 1
+        return float((np.abs((2 * patterns - 1) @ values) >= observed).mean())
+    generator = np.random.default_rng(0)
+    extreme = 1
+    for first in range(0, DRAWS, DRAWS_AT_ONCE):
+        count = min(DRAWS_AT_ONCE, DRAWS - first)
+        signs = 2 * generator.integers(0, 2, (count, len(values)), np.int8) - 1
+        extreme += int((np.abs(signs @ values) >= observed).sum())
+    return extreme / (DRAWS + 1)
+
 
 Row = tuple[str, list[str]]  # what it is, and its text for each run
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import slimelite
-from slimelite.apps.comparison import differing_flags, flag_names, wall_seconds
+from slimelite.apps.compare import differing_flags, flag_names, wall_seconds
 from slimelite.apps.html import document
 from slimelite.apps.runs import Run, Series, read_runs
 from slimelite.apps.view_samples import BUDGET, samples

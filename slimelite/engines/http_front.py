@@ -1,6 +1,7 @@
 """Serves SGLang's /generate and /abort_request for any engine, so that generate plugins can use HTTP.
 
-The front of `slimelite.serving` is the same server with more endpoints.
+The front of `slimelite.serving` is the same server with more endpoints. The sampling parameters of its bodies, in every
+dialect, are made here too.
 """
 
 from __future__ import annotations
@@ -9,17 +10,80 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from aiohttp import web
 from pydantic import Field
 
-from slimelite.base.http_body import Body, Ids, Shape, Text, checked, document, read_body, unread, with_fields
+from slimelite.base.http_body import (
+    Body,
+    FirstError,
+    Ids,
+    Shape,
+    Text,
+    checked,
+    document,
+    read_body,
+    unread,
+    with_fields,
+)
 from slimelite.base.http_server import Answer, Server, sse
-from slimelite.engines.http_bodies import SampledBody, sampled
-from slimelite.engines.protocol import Decode, GenerateRequest, GenerateResult, SamplingParams
+from slimelite.engines.params import Place, SamplingParams, names_at
+from slimelite.engines.protocol import Decode, GenerateRequest, GenerateResult
 from slimelite.engines.sampling import Generating, Sampler, engine_sampler, news
+
+TEXTS = Text | FirstError[list[Text]]
+# type of a parameter -> of its field in a body
+TYPES: dict[str, Any] = {
+    "int": int,
+    "int | None": int,
+    "float": float,
+    "bool": bool,
+    "tuple[str, ...]": TEXTS,
+    "tuple[int, ...]": Ids,
+}
+BOUNDS = {"at_least": "ge", "at_most": "le", "above": "gt"}
+
+
+class SampledBody(Body):
+    """A body with sampling parameters: see `sampled`."""
+
+    dialects: ClassVar[tuple[Place, ...]] = ()
+
+    def params(self, defaults: SamplingParams) -> SamplingParams:
+        """``defaults`` with the parameters that were sent."""
+        values: dict[str, Any] = {}
+        for dialect in self.dialects:
+            for field, names in names_at(dialect).items():
+                for name in names:
+                    if (value := getattr(self, name)) is not None:
+                        value = [value] if field == "stop" and isinstance(value, str) else value
+                        values[field] = tuple(value) if isinstance(value, list) else value
+        return replace(defaults, **values)
+
+
+S = TypeVar("S", bound=SampledBody)
+
+
+def sampled(*dialects: Place) -> Callable[[type[S]], type[S]]:
+    """A decorator: the body has the sampling parameters of these dialects, under the names that they have there."""
+    added: dict[str, tuple[Any, Any]] = {}
+    for dialect in dialects:
+        for f in fields(SamplingParams):
+            bounds = f.metadata["bounds"] if "except_for" not in f.metadata["bounds"] else {}
+            for name in names_at(dialect).get(f.name, ()):
+                limits = {BOUNDS[bound]: value for bound, value in bounds.items()}
+                added[name] = TYPES[str(f.type)], Field(None, description=f.metadata["help"] or None, **limits)
+
+    def decorated(body: type[S]) -> type[S]:
+        made = with_fields(added)(body)
+        made.dialects = dialects
+        return made
+
+    return decorated
+
 
 # largest request body: this many bytes per token of the context (text, or ids in decimal), plus BODY_BYTES
 BODY_BYTES_PER_TOKEN = 16

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from slimelite.base.http_body import Body, FirstError, Shape, Text, unread, with_fields
 from slimelite.base.http_server import Answer, RequestError, sse
-from slimelite.engines.http_bodies import TEXTS, SampledBody, sampled
+from slimelite.engines.http_front import TEXTS, SampledBody, sampled
 from slimelite.engines.params import SamplingParams
 from slimelite.serving.format import ChatFormat, Message
 from slimelite.serving.openai import checked_messages, shown_tools

@@ -1,16 +1,19 @@
-"""What readers of tool calls share, whatever the family of the model: the values that they make of a text."""
+"""What readers of tool calls share, whatever the family of the model: the values that they make of a text.
+
+Gemma 4's and LFM2's values are neither JSON nor plain text: they look like Python.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from slimelite.base.files import is_text
-from slimelite.data.messages import BadCell, sound
+from slimelite.data.messages import DEPTH, BadCell, sound
 
 # name of a function -> name of a parameter -> its JSON schema
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -157,3 +160,182 @@ def _kinds(schema: object, *, chosen: bool = False) -> set[str]:
     if isinstance(values, list):
         return {"string" if isinstance(value, str) else "null" if value is None else "any" for value in values}
     return {"any"}
+
+
+WORDS: dict[str, object] = {**PYTHON, "null": None, "true": True, "false": False}
+# what Gemma 4 writes around a text, in place of quotes
+QUOTE = '<|"|>'
+# names of functions and parameters; unlike Python's they may have a dash or a dot
+NAME = r"""[^\s(){}\[\],='"]+"""
+# after the quote that ends a parameter: the next one, the next call, or the end. LFM2.5's template does not mark the
+# quotes inside a text, so that another quote is one of these
+ENDS = re.compile(rf"\s*(?:,\s*{NAME}\s*=|,?\s*\)\s*(?:,\s*{NAME}\s*\(|,?\s*\]?\s*\Z))")
+ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(\n|[\\'\"abfnrtv]))")
+ESCAPED = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": ""}
+
+
+class Scanner:
+    """Reads a text from its beginning; every method raises `Unreadable` if something else comes."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at = text, 0
+
+    def comes(self, *marks: str) -> bool:
+        """Whether one of ``marks`` comes next, after white space; then it has been read."""
+        match = re.compile(rf"\s*(?:{'|'.join(map(re.escape, marks))})").match(self._text, self._at)
+        self._at = match.end() if match else self._at
+        return match is not None
+
+    def want(self, mark: str) -> None:
+        """Read ``mark``."""
+        if not self.comes(mark):
+            raise Unreadable(f"{mark} is missing before {self._rest()}")
+
+    def name(self) -> str:
+        """Read the name of a function or a parameter."""
+        match = re.compile(rf"\s*({NAME})").match(self._text, self._at)
+        if match is None:
+            raise Unreadable(f"a name is missing before {self._rest()}")
+        self._at = match.end()
+        return match[1]
+
+    def until(self, mark: str) -> str:
+        """Read the text up to ``mark``, and that."""
+        start, end = self._at, self._text.find(mark, self._at)
+        if end < 0:
+            raise Unreadable(f"{mark} is missing after {short(self._text[start:])}")
+        self._at = end + len(mark)
+        return self._text[start:end]
+
+    def end(self) -> None:
+        """Check that nothing is left."""
+        if rest := self._text[self._at :].strip():
+            raise Unreadable(f"text follows it: {short(rest)}")
+
+    def value(self, depth: int = 0, *, parameter: bool = False) -> Any:
+        """Read a value of Gemma 4's or LFM2's; ``parameter``: it is that of a parameter, and not part of another."""
+        if depth > DEPTH:
+            raise Unreadable("it is nested too deep")
+        if self.comes(QUOTE):
+            return self.until(QUOTE)
+        if self.comes("'"):
+            return self._quoted("'", parameter=parameter)
+        if self.comes('"'):
+            return self._quoted('"', parameter=parameter)
+        for begin, end in (("[", "]"), ("(", ")")):
+            if self.comes(begin):
+                return self._items(end, depth)
+        if self.comes("{"):
+            return self._entries(depth)
+        match = re.compile(r"\s*([^\s,\]})]+)\s*").match(self._text, self._at)
+        if match is None:
+            raise Unreadable(f"a value is missing before {self._rest()}")
+        self._at = match.end()
+        return WORDS[match[1]] if match[1] in WORDS else json_value(match[1])
+
+    def entries(self) -> dict[str, Any]:
+        """Read ``{key: value, …}``."""
+        self.want("{")
+        return self._entries(0)
+
+    def _rest(self) -> str:
+        rest = self._text[self._at :].strip()
+        return short(rest) if rest else "its end"
+
+    def _items(self, end: str, depth: int) -> list[Any]:
+        items: list[Any] = []
+        while not self.comes(end):
+            if items:
+                self.want(",")
+                if self.comes(end):  # Python writes one after the only item
+                    break
+            items.append(self.value(depth + 1))
+        return items
+
+    def _entries(self, depth: int) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        while not self.comes("}"):
+            if entries:
+                self.want(",")
+            if self.comes(QUOTE):
+                key = self.until(QUOTE)
+                self.want(":")
+            elif self.comes("'", '"'):
+                key = self._quoted(self._text[self._at - 1], parameter=False)
+                self.want(":")
+            else:
+                key = self.until(":").strip()
+            entries[key] = self.value(depth + 1)
+        return entries
+
+    def _quoted(self, quote: str, *, parameter: bool) -> str:
+        """Read what follows a quote, up to the one that ends it, and that."""
+        for match in re.compile(rf"\\.|{quote}", re.DOTALL).finditer(self._text, self._at):
+            if match[0] == quote and (not parameter or ENDS.match(self._text, match.end())):
+                text, self._at = self._text[self._at : match.start()], match.end()
+                text = ESCAPE.sub(lambda m: ESCAPED.get(m[4], m[4]) if m[4] else _character(m[1] or m[2] or m[3]), text)
+                return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # joins halves
+        raise Unreadable(f"{quote} is missing after {short(self._text[self._at :])}")
+
+
+def _character(number: str) -> str:
+    try:
+        return chr(int(number, 16))
+    except ValueError:
+        raise Unreadable(f"there is no character {number}") from None
+
+
+def read_gemma4(inside: str, _: Schemas) -> list[tuple[str, str]]:
+    """``<|tool_call>call:name{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>`` of Gemma 4."""
+    text = Scanner(inside)
+    text.want("call:")
+    name = text.name()
+    arguments = text.entries()
+    text.end()
+    return [(name, arguments_text(arguments))]
+
+
+def read_lfm2(inside: str, _: Schemas) -> list[tuple[str, str]]:
+    """``<|tool_call_start|>[name(key='text', other=[1, True])]<|tool_call_end|>`` of LFM2; if a system prompt asks for
+    it, the list is JSON.
+    """
+    if re.match(r"\s*\[?\s*\{", inside):
+        value = json_value(inside)
+        return [json_call(call) for call in (value if isinstance(value, list) else [value])]
+    text = Scanner(inside)
+    listed = text.comes("[")
+    calls: list[tuple[str, str]] = []
+    while not calls or text.comes(","):
+        name, arguments = text.name(), dict[str, Any]()
+        text.want("(")
+        while not text.comes(")"):
+            if arguments:
+                text.want(",")
+                if text.comes(")"):
+                    break
+            key = text.name()
+            text.want("=")
+            arguments[key] = text.value(parameter=True)
+        calls.append((name, arguments_text(arguments)))
+    if listed:
+        text.want("]")
+    text.end()
+    return calls
+
+
+def write_lfm2(calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Calls, as (name, arguments), in LFM2's way."""
+    written = [
+        f"{name}({', '.join(f'{key}={_lfm2(value)}' for key, value in arguments.items())})" for name, arguments in calls
+    ]
+    return f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>"
+
+
+def _lfm2(value: object) -> str:
+    if isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):
+        for plain, escaped in (("\\", "\\\\"), ("'", "\\'"), ("\n", "\\n"), ("\r", "\\r")):
+            value = value.replace(plain, escaped)
+        return f"'{value}'"
+    return str(value)

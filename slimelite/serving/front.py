@@ -16,8 +16,7 @@ from pydantic import Field
 
 from slimelite.base.http_body import Body, read_body
 from slimelite.base.http_server import Answer, Handler, RequestError
-from slimelite.engines.http_bodies import SampledBody, sampled
-from slimelite.engines.http_front import GenerateBody, GenerateServer
+from slimelite.engines.http_front import GenerateBody, GenerateServer, SampledBody, sampled
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams
 from slimelite.engines.sampling import Generating
 from slimelite.serving import anthropic, openai

@@ -10,10 +10,9 @@ from functools import partial
 from slimelite.engines.protocol import OnTokens, SamplingParams
 from slimelite.engines.sampling import Generating, news
 from slimelite.serving.calls import ToolCall
-from slimelite.serving.channels import certain_channels
-from slimelite.serving.format import ChatFormat
-from slimelite.serving.messages import before_stop
+from slimelite.serving.format import ChatFormat, before_stop
 from slimelite.serving.sessions import Session, Sessions, Turn
+from slimelite.serving.tools import certain_channels
 
 # a turn, which has its prompt, and how its response is sampled
 PlannedTurn = tuple[Turn, SamplingParams]

@@ -27,8 +27,7 @@ from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens
 from slimelite.engines.sampling import Sampler
 from slimelite.samples.per_token import joined
 from slimelite.samples.sample import Sample, Status
-from slimelite.serving.format import ChatFormat, Message, Tools
-from slimelite.serving.messages import Reply, before_stop, comparable
+from slimelite.serving.format import ChatFormat, Message, Reply, Tools, before_stop, comparable
 
 
 class ContextFullError(ValueError):

@@ -12,8 +12,7 @@ import pytest
 
 from scripts.lib.arithmetic import write_model_folder
 from slimelite.apps.command import main
-from slimelite.apps.eval import _rows
-from slimelite.apps.eval_run import RESULTS
+from slimelite.apps.eval import RESULTS, _rows
 from slimelite.apps.runnable import MADE_OF
 from slimelite.apps.runs import Run
 from slimelite.data.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimelite.apps.comparison import DRAWS, EXACT, paired_test
+from slimelite.apps.compare import DRAWS, EXACT, paired_test
 
 # quarters have exact sums
 QUARTERS = st.integers(-8, 8).map(lambda n: n / 4)
