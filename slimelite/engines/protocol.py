@@ -6,6 +6,7 @@ be in this process, in a Ray actor or behind HTTP.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -405,3 +406,9 @@ class Transport(WeightSink, Protocol):
 
 class WeightSyncError(RuntimeError):
     """An engine did not receive a whole update; it stays paused until a whole update succeeds."""
+
+
+def stream_seed(*names: object) -> int:
+    """A 31-bit seed of a random stream: a hash of its names, such as a run's seed and a number."""
+    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1

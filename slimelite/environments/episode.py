@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 from slimelite.engines.protocol import SamplingParams
 from slimelite.environments.hosts import EnvironmentFailure, Host, Live
 from slimelite.environments.protocol import Message, Row
-from slimelite.environments.registry import TOTAL
+from slimelite.environments.registry import FACTS, TOTAL
 from slimelite.samples.sample import Sample, Status
 from slimelite.serving.sessions import ContextFullError, Session, Turn
 
 logger = logging.getLogger(__name__)
-# metadata key of what happened in a sample's episode
-FACTS = "episode"
 REMEDY = "let reset say less, or raise --rollout-max-context-len"
 
 

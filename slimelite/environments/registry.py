@@ -18,6 +18,8 @@ from slimelite.base.registry import Function, Registry
 
 # the entry of a reward with named parts that is their sum
 TOTAL = "total"
+# metadata key of what happened in a sample's episode
+FACTS = "episode"
 
 
 @dataclass(frozen=True)

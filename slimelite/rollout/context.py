@@ -17,20 +17,19 @@ from slimelite.base.guard import guarded
 from slimelite.base.threads import LoopThread
 from slimelite.data.prompts import DataSource
 from slimelite.data.tokenizer import stop_token_ids
-from slimelite.environments.hosts import Host
-from slimelite.environments.program import Programs
-from slimelite.rollout.pool import EnginePool
-from slimelite.rollout.sessions import AgentState, PooledSessions
-from slimelite.rollout.teacher import Teacher
+from slimelite.rollout.pool import AgentState, EnginePool
 from slimelite.samples.sample import Generated, Sample
-from slimelite.serving.format import ChatFormat
 from slimelite.slime.plugins import load_function
 
 if TYPE_CHECKING:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+    from slimelite.environments.hosts import Host
+    from slimelite.environments.program import Programs
     from slimelite.rewards.grader import Grader
     from slimelite.rollout.front import RunFront
+    from slimelite.rollout.sessions import PooledSessions
+    from slimelite.rollout.teacher import Teacher
 
 
 T = TypeVar("T")
@@ -161,6 +160,9 @@ class RolloutContext:
         A session with the id ``sample.session_id`` goes to the engine of its group, and has a seed of its own.
         """
         if self.agents is None:
+            from slimelite.rollout.sessions import PooledSessions  # of agents
+            from slimelite.serving.format import ChatFormat
+
             args, infos = self.args, self.engines.infos.values()
             limit = min([info.max_context_len for info in infos] + [args.rollout_max_context_len or 2**62])
             chat_format = ChatFormat(

@@ -8,12 +8,14 @@ from typing import Any
 
 from slimelite.arguments.secret import masked
 from slimelite.engines.http_front import parse_sampling_params
-from slimelite.environments.episode import FACTS, Episode, row_of
+from slimelite.engines.protocol import stream_seed
+from slimelite.environments.episode import Episode, row_of
 from slimelite.environments.program import Ended
+from slimelite.environments.registry import FACTS
 from slimelite.rewards.rules import Failure
 from slimelite.rollout.context import PluginArgs
 from slimelite.samples.sample import Sample, Status
-from slimelite.serving.sessions import Session, stream_seed
+from slimelite.serving.sessions import Session
 
 
 async def play(

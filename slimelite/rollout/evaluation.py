@@ -14,7 +14,7 @@ from slimelite.data.prompts import deal, load_prompts
 from slimelite.engines.params import SamplingParams
 from slimelite.rollout.context import PluginArgs, RolloutContext, RolloutFnEvalOutput
 from slimelite.rollout.groups import GroupGenerator, check_scored, is_finished, without_dropped
-from slimelite.rollout.sessions import Outcome
+from slimelite.rollout.pool import Outcome
 from slimelite.samples.sample import Sample
 
 

@@ -16,18 +16,20 @@ import logging
 import math
 import time
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slimelite.data.conversations import ChatReader
 from slimelite.engines.params import SamplingParams
 from slimelite.rollout.context import PluginArgs, RolloutFnEvalOutput, RolloutFnTrainOutput, load_plugin
 from slimelite.rollout.evaluation import evaluate_datasets
 from slimelite.rollout.filters import NO_REWARD, DroppedGroups, DynamicFilterOutput, verdict
 from slimelite.rollout.groups import GroupGenerator, is_finished, restart, without_dropped
-from slimelite.rollout.sessions import Outcome, PooledSessions, WaitingGroup
+from slimelite.rollout.pool import Outcome, WaitingGroup
 from slimelite.samples.sample import Sample
+
+if TYPE_CHECKING:
+    from slimelite.rollout.sessions import PooledSessions
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,8 @@ def offline_rollout(
     """
     if evaluation:
         return generate_rollout(args, rollout_id, data_source, evaluation=True)
+    from slimelite.data.conversations import ChatReader  # of supervised runs alone
+
     settings = (args.loss_mask_type, args.apply_chat_template_kwargs, args.rollout_max_context_len)
     chat = ChatReader(args.rollout_context.tokenizer, *settings)
     groups = data_source.get_samples(args.rollout_batch_size)

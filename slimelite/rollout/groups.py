@@ -18,13 +18,11 @@ import numpy as np
 from slimelite.arguments import RewardArgs
 from slimelite.arguments.rollout import EPISODE, PROGRAM
 from slimelite.base.guard import PluginError, own_traceback
-from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams
+from slimelite.engines.protocol import GenerateRequest, GenerateResult, SamplingParams, stream_seed
 from slimelite.rewards.grader import RewardError, route_of
 from slimelite.rollout.context import Plugin, PluginArgs, RolloutContext, flatten
-from slimelite.rollout.pool import IS_GONE
-from slimelite.rollout.sessions import AgentState, Outcome
+from slimelite.rollout.pool import IS_GONE, AgentState, Outcome
 from slimelite.samples.sample import FINISH_STATUS, UNSTAMPED, Generated, Sample, Status
-from slimelite.serving.sessions import stream_seed
 from slimelite.slime.plugins import load_function
 
 if TYPE_CHECKING:

@@ -20,8 +20,6 @@ from slimelite.base.heap import return_freed_memory
 from slimelite.base.threads import LoopThread
 from slimelite.data.tokenizer import TOKENIZER, check_same, fingerprint
 from slimelite.engines.protocol import MEMORY_TAGS, Engine, GenerateRequest, SamplingParams
-from slimelite.environments.hosts import Host
-from slimelite.environments.program import Programs
 from slimelite.rewards.grader import Grader
 from slimelite.rollout.context import (
     Plugin,
@@ -37,7 +35,6 @@ from slimelite.rollout.generate import BUILT_IN, generate_rollout
 from slimelite.rollout.groups import check_scored, stamp_versions
 from slimelite.rollout.metrics import eval_metrics, perf_metrics, prefixed, rollout_metrics, table_metrics
 from slimelite.rollout.pool import EnginePool
-from slimelite.rollout.teacher import Teacher
 from slimelite.samples.sample import Sample, Status
 from slimelite.samples.table import SampleTable
 
@@ -98,9 +95,15 @@ class RolloutManager:
             timeout=args.rollout_health_check_timeout,
             syncs=args.job.trains,
         )
-        self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread, self._note, Teacher.of(args))
+        self._context = RolloutContext(args, tokenizer, pool, Grader(args), self._thread, self._note)
         self._context.grader.plugin_args = self._plugin_args()
+        if args.use_opd:
+            from slimelite.rollout.teacher import Teacher
+
+            self._context.teacher = Teacher.of(args)
         if args.environment is not None and args.job.engines:
+            from slimelite.environments.hosts import Host
+
             self._context.environment = Host(
                 args.environment,
                 processes=args.environment_processes,
@@ -108,6 +111,8 @@ class RolloutManager:
                 seconds=args.environment_timeout,
             )
         if args.agent_command is not None:
+            from slimelite.environments.program import Programs
+
             limits = args.agent_programs, args.agent_timeout
             self._context.programs = Programs(args.agent_command, *limits, Path(args.run_dir) / "agents")
         rollout = load_plugin(args.rollout_function_path, "--rollout-function-path")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slimelite.arguments import TrackingArgs
-from slimelite.environments.episode import FACTS
+from slimelite.environments.registry import FACTS
 from slimelite.rollout.filters import rollout_rewards
 from slimelite.samples.sample import Generated, Sample, Status
 from slimelite.samples.table import SampleTable

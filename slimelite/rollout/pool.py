@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from slimelite.base import trace
 from slimelite.engines.protocol import (
@@ -20,6 +21,7 @@ from slimelite.engines.protocol import (
     Restartable,
     Streaming,
 )
+from slimelite.samples.sample import Generated, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,39 @@ POLL_S = 0.5
 IS_GONE: ContextVar[Callable[[], Awaitable[bool]] | None] = ContextVar("IS_GONE", default=None)
 # an engine that dies more often than this ends the run: the cause is then not a single machine failure
 MOST_DEATHS = 5
+# the samples of one prompt, and the error of the last attempt if they could not be generated
+Outcome = tuple[list[Sample], Exception | None]
+
+
+@dataclass(slots=True)
+class AgentState:
+    """Where an agent's requests go: the ``engine`` that its group's room is reserved on; and its clock.
+
+    ``since``: since when the agent is paused [s, monotonic]; None: it is not. ``before``: seconds of earlier pauses.
+    """
+
+    engine: int
+    since: float | None = None
+    before: float = 0.0
+
+    @property
+    def paused(self) -> float:
+        """Seconds for which the agent was paused so far; limits on its time do not count them."""
+        return self.before + (0.0 if self.since is None else time.monotonic() - self.since)
+
+
+@dataclass(slots=True)
+class WaitingGroup:
+    """A ``group`` that waits for the next rollout: the task that generates it, and its `GroupGenerator.go_on`."""
+
+    task: asyncio.Task[list[Outcome]]
+    group: list[Sample]
+    go_on: Callable[[int, list[Generated]], None]
+
+    def cancel(self) -> None:
+        """End it; what it was to become is forgotten."""
+        self.task.cancel()
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 class EnginePool:

@@ -9,52 +9,16 @@ checkpoint has no waiting groups, and begins these anew.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams
-from slimelite.rollout.pool import EnginePool
-from slimelite.samples.sample import Generated, Sample
+from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams, stream_seed
+from slimelite.rollout.pool import AgentState, EnginePool, WaitingGroup
 from slimelite.serving.format import ChatFormat
-from slimelite.serving.sessions import Session, Sessions, stream_seed
+from slimelite.serving.sessions import Session, Sessions
 
-# the samples of one prompt, and the error of the last attempt if they could not be generated
-Outcome = tuple[list[Sample], Exception | None]
 # tries of a request whose engine dies
 ATTEMPTS = 3
-
-
-@dataclass(slots=True)
-class AgentState:
-    """Where an agent's requests go: the ``engine`` that its group's room is reserved on; and its clock.
-
-    ``since``: since when the agent is paused [s, monotonic]; None: it is not. ``before``: seconds of earlier pauses.
-    """
-
-    engine: int
-    since: float | None = None
-    before: float = 0.0
-
-    @property
-    def paused(self) -> float:
-        """Seconds for which the agent was paused so far; limits on its time do not count them."""
-        return self.before + (0.0 if self.since is None else time.monotonic() - self.since)
-
-
-@dataclass(slots=True)
-class WaitingGroup:
-    """A ``group`` that waits for the next rollout: the task that generates it, and its `GroupGenerator.go_on`."""
-
-    task: asyncio.Task[list[Outcome]]
-    group: list[Sample]
-    go_on: Callable[[int, list[Generated]], None]
-
-    def cancel(self) -> None:
-        """End it; what it was to become is forgotten."""
-        self.task.cancel()
-        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 class PooledSessions(Sessions):

@@ -12,7 +12,6 @@ A session belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import hmac
 import secrets
 import time
@@ -23,7 +22,7 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams
+from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams, stream_seed
 from slimelite.engines.sampling import Sampler
 from slimelite.samples.per_token import joined
 from slimelite.samples.sample import Sample, Status
@@ -434,9 +433,3 @@ def _begins(messages: Sequence[Message], sent: Sequence[tuple[object, ...]], tur
         if thinking and thinking != ours.get("reasoning_content"):
             return False
     return True
-
-
-def stream_seed(*names: object) -> int:
-    """A 31-bit seed of a random stream: a hash of its names, such as a run's seed and a number."""
-    digest = hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1

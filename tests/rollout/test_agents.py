@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from slimelite.arguments import EvalDataset
-from slimelite.engines.protocol import GenerateRequest, SamplingParams
+from slimelite.engines.protocol import GenerateRequest, SamplingParams, stream_seed
 from slimelite.rollout import generate
 from slimelite.rollout.manager import RolloutManager
 from slimelite.rollout.sessions import PooledSessions
-from slimelite.serving.sessions import stream_seed
 from tests.rollout.conftest import MakeArgs, MakeManager
 from tests.rollout.plugins import agents
 from tests.rollout.scripted import EOS, ScriptedEngine, log_prob, token

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimelite.environments.episode import FACTS
+from slimelite.environments.registry import FACTS
 from slimelite.rollout import metrics
 from slimelite.samples.sample import Generated, Sample, Status
 from slimelite.samples.table import SampleTable
