@@ -316,8 +316,6 @@ def with_sampling(place: Literal["rollout", "eval", "dataset"], needs: Needs = A
             options: dict[str, Any] = {}
             if place == "eval" and f.name in names_at("rollout"):
                 options["auto"] = f"--rollout-{name.replace('_', '-')}"
-            if place == "rollout" and f.metadata["truncates"]:
-                options["help"] = f"{f.metadata['help']}; {f.metadata['truncates']} needs --allow-truncated-sampling"
             setattr(group, prefix + name, sampling_setting(f.name, needs, optional=place == "eval", **options))
             kind = LISTS.get(str(f.type), str(f.type))
             own[prefix + name] = f"{kind} | None" if place == "eval" else kind

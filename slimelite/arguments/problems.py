@@ -18,6 +18,9 @@ from slimelite.engines.params import SamplingParams
 from slimelite.engines.registry import DRAFTS, NO_DRAFTS_BY_DISK
 from slimelite.rewards.rules import RULES
 
+# SGLang's default of --sglang-sampling-mask-max-tokens
+SGLANG_MOST_KEPT = 4096
+
 
 def validate(args: Args) -> list[str]:
     """Every problem of complete arguments, one line each."""
@@ -231,12 +234,7 @@ def _data(args: Args) -> Iterator[str]:
                 f"eval dataset {dataset.name}: its choices are scored by their likelihood, which --rollout-backend "
                 f"{args.rollout_backend} does not give; take embedded"
             )
-    truncated = SamplingParams.of(args, "rollout").truncation()
-    trains_on_it = args.job.loss == "policy" and args.job.syncs
-    if truncated and trains_on_it and not args.allow_truncated_sampling:
-        name, value = next(iter(truncated.items()))
-        what = f"--rollout-{name.replace('_', '-')} {value}"
-        yield f"{what}: log-probs are those before truncation; leave it out, or insist: --allow-truncated-sampling"
+    yield from _truncation(args)
     if args.prompt_data_weights and len(args.prompt_data_weights) != len(args.prompt_data):
         count = len(args.prompt_data_weights)
         yield f"--prompt-data-weights has {count} weights for {len(args.prompt_data)} paths of --prompt-data"
@@ -254,6 +252,36 @@ def _data(args: Args) -> Iterator[str]:
             f"--n-samples-per-prompt 1: {args.advantage_estimator} compares the responses to a prompt with each other; "
             "raise it, or take the reward as it is with --disable-rewards-normalization"
         )
+
+
+def _truncation(args: Args) -> Iterator[str]:
+    """What training needs of samples that top-p, top-k or min-p cut: the tokens that were kept."""
+    params = SamplingParams.of(args, "rollout")
+    if not params.truncation() or args.job.loss != "policy" or not args.job.syncs or args.allow_truncated_sampling:
+        return
+    name, value = next(iter(params.truncation().items()))
+    what, options = f"--rollout-{name.replace('_', '-')} {value}", args.sglang_overrides
+    if not args.engine_kind.kept:
+        yield (
+            f"{what}: --rollout-backend {args.rollout_backend} does not tell which tokens it kept, so that log-probs "
+            "are those before truncation; take embedded or sglang, or insist: --allow-truncated-sampling"
+        )
+    if params.top_k == 1:
+        yield "--rollout-top-k 1: is greedy, so that the responses of a group would be all alike"
+    if not args.job.servers:
+        return
+    if drafts := options.get(DRAFTS):
+        yield (
+            f"{what} with --sglang-speculative-algorithm {drafts}: SGLang then does not tell which tokens it kept; "
+            "leave one out, or insist: --allow-truncated-sampling"
+        )
+    if params.top_k > (most := options.get("sampling_mask_max_tokens", SGLANG_MOST_KEPT)):
+        yield (
+            f"--rollout-top-k {params.top_k}: SGLang tells at most {most} kept tokens; raise "
+            "--sglang-sampling-mask-max-tokens"
+        )
+    if params.min_p and options.get("enable_deterministic_inference"):
+        yield "--rollout-min-p with --sglang-enable-deterministic-inference: SGLang draws with one of them; take one"
 
 
 def _loss(args: Args) -> Iterator[str]:
@@ -368,6 +396,11 @@ def _distillation(args: DistillationArgs) -> Iterator[str]:
 
 
 def _teacher_server(args: DistillationArgs) -> Iterator[str]:
+    if SamplingParams.of(args, "rollout").truncation() and not args.allow_truncated_sampling:
+        yield (
+            "--opd-type sglang with --rollout-top-p, --rollout-top-k or --rollout-min-p: the teacher's server gives "
+            "log-probs over the whole vocabulary; leave these out, or take --opd-type trainer"
+        )
     if args.opd_teacher_load is not None:
         yield "--opd-teacher-load with --opd-type sglang: the teacher is the server at --rm-url; take one"
     # code of the user's that makes whole samples may have had a teacher score them already

@@ -203,8 +203,12 @@ class RolloutArgs(DataArgs, ClusterArgs):
     )
     allow_truncated_sampling: bool = flag(
         False,
-        "training takes top-p or top-k samples although their log-probs are those of the untruncated distribution",
-        when("--rollout-top-p or --rollout-top-k", lambda a: SamplingParams.of(a, "rollout").truncation()),
+        "training takes top-p, top-k or min-p samples although log-probs are those of the whole vocabulary; without "
+        "it they are renormalised over the tokens that the engine kept",
+        when(
+            "--rollout-top-p, --rollout-top-k or --rollout-min-p",
+            lambda a: SamplingParams.of(a, "rollout").truncation(),
+        ),
     )
     rollout_max_context_len: int | None = flag(
         None, "prompt and response together have at most this length [tokens]", ALWAYS, at_least=1
@@ -309,6 +313,11 @@ class RolloutArgs(DataArgs, ClusterArgs):
     def engine_kind(self) -> EngineKind:
         """The record of ``--rollout-backend``."""
         return ENGINES[self.rollout_backend]
+
+    @property
+    def keeps_ids(self) -> bool:
+        """Whether engines are asked what top-p, top-k and min-p kept of responses that are trained on."""
+        return self.job.sampled and not self.allow_truncated_sampling
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ def sampling_params(request: GenerateRequest, eos: Collection[int], vocab_size: 
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
+        min_p=params.min_p,
         stop_token_ids=[token for token in stops if 0 <= token < vocab_size],
         ignore_eos=True,
         logprobs=0,

@@ -103,6 +103,8 @@ def _problems(params: SamplingParams) -> Iterator[str]:
         yield f"top_p must be above 0 and at most 1, not {params.top_p!r:.60}"
     if not is_whole(params.top_k, -1, INT32):
         yield f"top_k must be an integer, -1 for all tokens, not {params.top_k!r:.60}"
+    if not is_number(params.min_p) or not 0 <= params.min_p <= 1:
+        yield f"min_p must be from 0 to 1, not {params.min_p!r:.60}"
     if params.seed is not None and not is_whole(params.seed, -(2**63), 2**64):
         yield f"the seed (sampling_seed) must be an integer, not {params.seed!r:.60}"
     for switch in ("ignore_eos", "skip_special_tokens"):

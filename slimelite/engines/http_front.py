@@ -98,7 +98,6 @@ DEFAULTS = SamplingParams(128, skip_special_tokens=True)
     unread(
         *("no_stop_trim", "spaces_between_special_tokens", "stream_interval"),
         n=1,
-        min_p=0,
         frequency_penalty=0,
         presence_penalty=0,
         repetition_penalty=1,
@@ -111,7 +110,11 @@ class Sampling(SampledBody):
 
 
 class GenerateBody(Shape):
-    """``/generate``: ``input_ids`` or ``text``; ``max_new_tokens`` 0 scores the prompt."""
+    """``/generate``: ``input_ids`` or ``text``; ``max_new_tokens`` 0 scores the prompt.
+
+    ``return_sampling_mask``: of a request with top_p, top_k or min_p, the ids that each token was drawn from, and
+    log-probs over them; ``output_token_logprobs`` are then over them too (in SGLang over the whole vocabulary).
+    """
 
     rid: Text = ""
     input_ids: Ids | None = None
@@ -119,6 +122,7 @@ class GenerateBody(Shape):
     sampling_params: Sampling = Sampling()
     stream: bool = False
     return_logprob: bool = False
+    return_sampling_mask: bool = False
     logprob_start_len: int = -1
     input_logprob_temperature: float = 1.0
 
@@ -207,6 +211,7 @@ class GenerateServer(Server):
         if not params.max_new_tokens:
             return await self._score(body, input_ids)
         request_id = body.rid or uuid.uuid4().hex
+        params = replace(params, kept=body.return_sampling_mask)
         request = GenerateRequest(request_id, input_ids, params, prefix_key=f"http-{hash(input_ids)}")
         if body.stream:
             return self._stream(body, request, sample)
@@ -293,6 +298,9 @@ class GenerateServer(Server):
         }
         if body.return_logprob:
             meta["output_token_logprobs"] = _entries(result.log_probs, result.output_ids)
+        if body.return_sampling_mask and result.kept is not None:
+            meta["output_token_sampling_mask"] = result.kept.rows()
+            meta["output_token_sampling_logprobs"] = result.log_probs
         text = self._decode(result.output_ids) if self._decode and result.output_ids else ""
         return {"text": text, "output_ids": result.output_ids, "meta_info": meta}
 

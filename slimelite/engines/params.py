@@ -10,6 +10,8 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
 
+# top-p and min-p alone keep at most so many tokens for one that is trained on: it carries at most 4 KiB of ids
+MOST_KEPT = 1024
 # who takes sampling parameters under names of its own: --rollout-* and --eval-* flags, the settings of an evaluation
 # dataset, and the dialects; "sglang" is /generate and what slime's generate functions get
 Place = Literal["rollout", "eval", "dataset", "openai", "anthropic", "sglang"]
@@ -74,6 +76,13 @@ class SamplingParams:
         truncates="another number",
         bounds={"at_least": 1, "except_for": -1},
     )
+    min_p: float = parameter(
+        0.0,
+        "tokens with less than this share of the likeliest one's probability are not sampled",
+        "rollout eval dataset openai sglang",
+        truncates="above 0",
+        bounds={"at_least": 0, "at_most": 1},
+    )
     min_new_tokens: int = parameter(
         0,
         "a response has at least this length [tokens]",
@@ -94,6 +103,8 @@ class SamplingParams:
     seed: int | None = parameter(None, own="openai", sglang="sampling_seed")
     # a JSON schema that the text is held to, where the engine can (`EngineInfo.schemas`)
     json_schema: str | None = parameter(None)
+    # the ids that each token was drawn from are told, where top-p, top-k or min-p left others out; see `telling`
+    kept: bool = parameter(False)
 
     @classmethod
     def of(cls, source: object, place: Place) -> SamplingParams:
@@ -114,6 +125,19 @@ class SamplingParams:
         left = left if room is None else min(left, room)
         fewest = min(max(0, self.min_new_tokens - count), max(0, left))
         return replace(self, max_new_tokens=left, min_new_tokens=fewest)
+
+    def telling(self) -> SamplingParams:
+        """The same for a response that is trained on, over the tokens that each of its own was drawn from.
+
+        Where top-p or min-p is the only limit these are at most `MOST_KEPT`.
+        """
+        unlimited = self.top_k < 1 and self.truncation()
+        return replace(self, kept=True, top_k=MOST_KEPT if unlimited else self.top_k)
+
+    @property
+    def tells(self) -> bool:
+        """Whether a result has the ids that its tokens were drawn from."""
+        return self.kept and bool(self.truncation())
 
     def truncation(self) -> dict[str, float]:
         """Name -> value of the parameters that leave likely tokens out."""

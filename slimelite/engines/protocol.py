@@ -17,6 +17,7 @@ import numpy as np
 
 from slimelite.engines.params import SamplingParams
 from slimelite.engines.registry import KEEPS_ALL, Content, EngineMemory
+from slimelite.samples.kept import Kept
 from slimelite.samples.per_token import Listed, PerToken
 
 if TYPE_CHECKING:
@@ -140,8 +141,10 @@ class GenerateResult:
     """The tokens of one response. Arrays may be given for its per-token lists, and are read as lists; `columns` has
     them as they are.
 
-    ``log_probs``: one per token, under softmax(logits / temperature) before any top-p or top-k renormalisation;
+    ``log_probs``: one per token, under softmax(logits / temperature) before any top-p, top-k or min-p renormalisation;
     greedy requests (temperature 0 or top_k 1) report the same quantity, with temperature 1 in place of 0.
+    ``kept``: for a request with `SamplingParams.kept`, the ids that each token was drawn from, if any were left out;
+    log-probs of tokens that have them are renormalised over them, and a greedy request keeps the token itself.
     ``weight_versions``: one per token, the version of the weights that produced it.
     ``cached_tokens``: number of prompt tokens whose keys and values were cached already.
     """
@@ -152,6 +155,7 @@ class GenerateResult:
     weight_versions: Listed[list[int]] = Listed(())
     finish_reason: FinishReason = ""  # type: ignore[assignment]  # abort, where there are no tokens
     cached_tokens: int = 0
+    kept: Kept | None = None
 
     def __post_init__(self) -> None:
         if not self.finish_reason:
@@ -178,13 +182,17 @@ class GenerateResult:
 
     def __reduce__(self) -> tuple[Callable[..., GenerateResult], tuple[object, ...]]:
         # Ray would send each array as a buffer of its own, 768 of them for 256 responses: that took it twice the time
-        tokens = [(c.tobytes(), c.dtype.char) if isinstance(c, np.ndarray) else c for c in self.columns]
-        return _unpickled, (self.request_id, *tokens, self.finish_reason, self.cached_tokens)
+        kept = () if self.kept is None else (self.kept.ids, self.kept.counts)
+        columns = [(c.tobytes(), c.dtype.char) if isinstance(c, np.ndarray) else c for c in (*self.columns, *kept)]
+        return _unpickled, (self.request_id, self.finish_reason, self.cached_tokens, *columns)
 
 
-def _unpickled(request_id: str, *rest: object) -> GenerateResult:
-    fields: list[Any] = [np.frombuffer(*value) if isinstance(value, tuple) else value for value in rest]
-    return GenerateResult(request_id, *fields)
+def _unpickled(request_id: str, finish_reason: FinishReason, cached_tokens: int, *columns: object) -> GenerateResult:
+    fields: list[Any] = [np.frombuffer(*value) if isinstance(value, tuple) else value for value in columns]
+    ids, log_probs, versions, *kept = fields
+    return GenerateResult(
+        request_id, ids, log_probs, versions, finish_reason, cached_tokens, Kept(*kept) if kept else None
+    )
 
 
 # the per-token columns of a result, and the dtypes of their arrays

@@ -113,6 +113,7 @@ class EngineKind:
     ``wide``: whether one engine may use several GPUs.
     ``adapters``: whether it samples from a LoRA adapter beside the model's weights.
     ``scores``: whether it gives log-probs of given tokens (`Engine.score`).
+    ``kept``: whether it tells which tokens top-p, top-k and min-p left (`SamplingParams.kept`).
     ``package``: the Python package that it needs.
     ``check_config``: (Hugging Face config) -> None; raises ValueError for a model that the engine does not compute.
     ``lacking``: () -> one sentence for each thing that the engine needs on a GPU and this machine does not have.
@@ -127,6 +128,7 @@ class EngineKind:
     wide: bool = False
     adapters: bool = False
     scores: bool = False
+    kept: bool = False
     package: str | None = None
     check_config: Function | None = None
     lacking: Function | None = None
@@ -143,6 +145,7 @@ ENGINES.add(
         build="slimelite.engines.embedded.engine:build",
         repeats=True,
         scores=True,
+        kept=True,
         check_config="slimelite.engines.embedded.model:check_config",
     )
 )
@@ -168,6 +171,7 @@ ENGINES.add(
         wide=True,
         adapters=True,
         scores=True,
+        kept=True,
         package="sglang",
         lacking="slimelite.engines.sglang.server:missing_for_kernels",
     )

@@ -172,7 +172,8 @@ class RolloutContext:
                 reasoning_parser=args.reasoning_parser,
                 end_ids=stop_token_ids(str(args.tokenizer), self.tokenizer),
             )
-            self.agents = PooledSessions(chat_format, self.engines, self.states, limit, args.rollout_seed)
+            settings = (limit, args.rollout_seed, args.keeps_ids)
+            self.agents = PooledSessions(chat_format, self.engines, self.states, *settings)
         return self.agents
 
     async def front(self) -> str:

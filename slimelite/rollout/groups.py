@@ -38,7 +38,7 @@ FINISHED = (Status.COMPLETED, Status.TRUNCATED, Status.FAILED)
 def slime_params(params: SamplingParams, seed: int | None) -> dict[str, object]:
     """The sampling parameters as the dict that custom generate functions get, under SGLang's names."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(params).items()}
-    for unknown in ("seed", "ignore_eos"):  # slime names the seed sampling_seed and passes no ignore_eos
+    for unknown in ("seed", "ignore_eos", "kept"):  # slime names the seed sampling_seed and passes no ignore_eos
         del values[unknown]
     seeded = {} if seed is None else {"sampling_seed": seed}
     return {**values, "no_stop_trim": True, "spaces_between_special_tokens": False, **seeded}
@@ -52,7 +52,7 @@ def remaining_params(sample: Sample, params: SamplingParams, max_context_len: in
 def add_result(sample: Sample, result: GenerateResult, tokenizer: PreTrainedTokenizerBase, skip_special: bool) -> None:
     """Append an engine's tokens; decode the whole response again, because a token may be half a character."""
     ids, log_probs, versions = result.columns
-    sample.append_response_tokens(ids, log_probs, weight_versions=versions)
+    sample.append_response_tokens(ids, log_probs, weight_versions=versions, kept=result.kept)
     sample.response = str(tokenizer.decode(sample.response_ids, skip_special_tokens=skip_special))
     sample.status = FINISH_STATUS[result.finish_reason]
 
@@ -108,6 +108,8 @@ def restart(sample: Sample) -> Sample:
         loss_mask=None,
         rollout_log_probs=None,
         weight_versions=[],
+        rollout_top_p_token_ids=None,
+        rollout_top_p_token_offsets=None,
         teacher_log_probs=None,
         remove_sample=False,
         status=Status.PENDING,
@@ -155,6 +157,8 @@ class GroupGenerator:
 
     def __post_init__(self) -> None:
         self._hooks = load_hooks(self.context.args.rollout_sample_hook_path)
+        if self.context.args.keeps_ids and not self.evaluation:
+            self.params = self.params.telling()
 
     def go_on(self, rollout_id: int, generated: list[Generated]) -> None:
         """Generate for a later rollout, which counts in ``generated``, after `stopping` was set."""

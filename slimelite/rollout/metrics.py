@@ -47,6 +47,8 @@ def rollout_metrics(
     metrics |= {f"rollout/zero_std/count_{reward}": float(number) for reward, number in equal.items()}
     if version is not None:
         metrics |= _staleness(table, version)
+    if table.kept_counts is not None and (counts := table.kept_counts[table.loss_mask]).any():
+        metrics["rollout/top_p_kept_vocab_per_token"] = float(counts[counts > 0].mean())
     if args.log_reward_category:
         categories = Counter(str(s.reward[args.log_reward_category]) for s in samples if isinstance(s.reward, dict))
         metrics |= {f"rollout/error_cat/{c}": number / len(samples) for c, number in categories.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams, stream_seed
 from slimelite.rollout.pool import AgentState, EnginePool, WaitingGroup
@@ -25,16 +26,23 @@ class PooledSessions(Sessions):
     """The sessions of a run; the ids of one sample's are its ``session_id``, alone or with a dot and a name after it.
 
     ``states``: session id of a sample that an agent works on -> its `AgentState`.
-    ``waiting``: group index -> a group that waits for the next rollout.
+    ``waiting``: group index -> a group that waits for the next rollout. ``keeps_ids``: tokens come with the ids that
+    they were drawn from, whatever parameters a program sends.
     """
 
     def __init__(
-        self, chat_format: ChatFormat, pool: EnginePool, states: Mapping[str, AgentState], limit: int, seed: int
+        self,
+        chat_format: ChatFormat,
+        pool: EnginePool,
+        states: Mapping[str, AgentState],
+        limit: int,
+        seed: int,
+        keeps_ids: bool = False,
     ) -> None:
         super().__init__(chat_format, self._sample, limit)
         self.states = states
         self.waiting: dict[int | None, WaitingGroup] = {}
-        self._pool, self._seed = pool, seed
+        self._pool, self._seed, self._keeps_ids = pool, seed, keeps_ids
         self._paused: str | None = None
 
     def open(
@@ -84,7 +92,10 @@ class PooledSessions(Sessions):
     async def _sample(self, request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
         """Ask the engine of the session's sample, or another one when that is gone."""
         assert request.prefix_key is not None
-        own = next((self.states[name].engine for name in _owners(request.prefix_key) if name in self.states), None)
+        if self._keeps_ids:
+            request = replace(request, params=request.params.telling())
+        owners = _owners(str(request.prefix_key))
+        own = next((self.states[name].engine for name in owners if name in self.states), None)
         tries = 0
         while True:
             engine = await self._pool.usable(own)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from slimelite.base.registry import Registry
+from slimelite.samples.kept import Kept, together
 from slimelite.samples.per_token import Listed, PerToken, joined
 
 
@@ -41,8 +42,6 @@ NOT_HERE = {
     "multimodal_train_input_id": "images, video or audio",
     "apply_chat_template_kwargs": "chat template settings of one sample alone",
     "rollout_routed_experts": "routing replay",
-    "rollout_top_p_token_ids": "top-p replay",
-    "rollout_top_p_token_offsets": "top-p replay",
     "mopd_teacher_log_probs": "several teachers",
 }
 
@@ -96,14 +95,15 @@ class Sample:
     session_id: str | None = None
     # seconds spent waiting for tools and environments
     non_generation_time: float = 0.0
+    # slime's names for `kept`: all ids one after the other, and where those of each response token begin (and the end)
+    rollout_top_p_token_ids: Listed[list[int] | None] = Listed()
+    rollout_top_p_token_offsets: Listed[list[int] | None] = Listed()
 
     multimodal_inputs: InitVar[object] = None
     multimodal_train_inputs: InitVar[object] = None
     multimodal_train_input_id: InitVar[object] = None
     apply_chat_template_kwargs: InitVar[object] = None
     rollout_routed_experts: InitVar[object] = None
-    rollout_top_p_token_ids: InitVar[object] = None
-    rollout_top_p_token_offsets: InitVar[object] = None
     mopd_teacher_log_probs: InitVar[object] = None
 
     def __post_init__(self, *not_here: object) -> None:
@@ -140,6 +140,19 @@ class Sample:
             return self.response_length
         return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else sum(mask)
 
+    @property
+    def kept(self) -> Kept | None:
+        """The token ids that each response token was drawn from, where top-p, top-k or min-p left others out."""
+        ids, offsets = (vars(self)[f"rollout_top_p_token_{part}"] for part in ("ids", "offsets"))
+        if ids is None or offsets is None:
+            return None
+        return Kept(np.asarray(ids, np.int32), np.diff(np.asarray(offsets, np.int64)).astype(np.int32))
+
+    @kept.setter
+    def kept(self, kept: Kept | None) -> None:
+        self.rollout_top_p_token_ids = None if kept is None else kept.ids
+        self.rollout_top_p_token_offsets = None if kept is None else kept.offsets
+
     def generated_since(self, before: Sample | None = None) -> Generated:
         """What its response has beyond that of ``before``, an earlier state of it (None: the prompt)."""
         if before is None:
@@ -160,6 +173,7 @@ class Sample:
         trainable: bool = True,
         weight_version: int | None = None,
         weight_versions: PerToken | None = None,
+        kept: Kept | None = None,
         meta_info: dict[str, Any] | None = None,
         update_terminal_info: bool = True,
     ) -> None:
@@ -170,7 +184,9 @@ class Sample:
         ``log_probs``: the engine's, one for each token; tokens of a tool or environment (``trainable=False``) get mask
         0 and log-prob 0. ``weight_version``: of the weights that sampled the tokens (``weight_versions``: one for
         each token); without either, the version that the engine had when the generate function was called.
-        ``meta_info``: from the engine's answer, with weight versions and finish reason; the status is set from it
+        ``kept``: the ids that each token was drawn from; ``log_probs`` are then over these.
+        ``meta_info``: from the engine's answer, with weight versions, finish reason and, if the request asked for them
+        by ``return_sampling_mask``, the kept ids; log-probs over these replace ``log_probs``. The status is set from it
         unless ``update_terminal_info`` is False.
 
         Raises:
@@ -185,9 +201,12 @@ class Sample:
             log_probs = [0.0] * count
         if meta_info is not None and weight_version is None and weight_versions is None:
             weight_versions = versions_of(meta_info, count)
+        if meta_info is not None and kept is None and trainable and "output_token_sampling_mask" in meta_info:
+            kept, log_probs = kept_of(meta_info, count, log_probs)
         version = UNSTAMPED if weight_version is None else weight_version
         versions = [version] * count if weight_versions is None else weight_versions
-        for name, values in (("log_probs", log_probs), ("weight_versions", versions)):
+        every = {"log_probs": log_probs, "weight_versions": versions} | ({} if kept is None else {"kept": kept.counts})
+        for name, values in every.items():
             if len(values) != count:
                 raise ValueError(f"{count} response tokens but {len(values)} {name}; they must be one to one")
         now, packed = vars(self), isinstance(added, np.ndarray)
@@ -203,6 +222,7 @@ class Sample:
             mask.extend([int(trainable)] * count)
         self.rollout_log_probs = joined(now["rollout_log_probs"], log_probs)
         self.weight_versions = joined(now["weight_versions"], versions)
+        self.kept = together(self.kept, self.response_length, kept, count)
         self.response_length += count
         self.response += text or ""
         if meta_info is not None and update_terminal_info:
@@ -225,6 +245,10 @@ class Sample:
         if self.response_length > self.total_length:
             raise ValueError(
                 f"response_length {self.response_length} exceeds the {self.total_length} tokens of the sample"
+            )
+        if (kept := self.kept) is not None and (kept.counts.min(initial=0) < 0 or kept.counts.sum() != len(kept.ids)):
+            raise ValueError(
+                f"sample {self.index}: rollout_top_p_token_offsets must rise from 0 to the {len(kept.ids)} ids"
             )
         for column in _token_columns(len(COLUMNS)):
             values = column.read(self)
@@ -290,7 +314,8 @@ class Column:
 
     name: str
     dtype: str  # numpy's, or "str"
-    per: Literal["sample", "prompt", "token"] = "sample"  # one value for each sample, prompt token or response token
+    # one value for each sample, prompt token, response token or kept id
+    per: Literal["sample", "prompt", "token", "kept"] = "sample"
     of: Callable[[Sample], object] | None = None  # reads it from a sample; None: the attribute ``name``
     absent: object = math.nan  # value for a sample without it; per-token: also for an empty list
     required: bool = False  # every table and file has this column
@@ -337,6 +362,9 @@ COLUMNS = Registry(
         Column(
             "reward_components", "str", of=lambda s: json.dumps(plain(s.reward)) if isinstance(s.reward, dict) else "{}"
         ),
+        # the token ids that each token was drawn from, where top-p, top-k or min-p left others out, and their number
+        Column("kept_counts", "int32", "token", lambda s: None if s.kept is None else s.kept.counts, absent=0),
+        Column("kept_ids", "int32", "kept", lambda s: None if s.kept is None else s.kept.ids),
         # the trained advantages if they were per token; ``advantage`` is then not used
         Column("advantages", "float32", "token", of=lambda _: None),
         # the weight of each token in the policy loss if flags made it other than the aggregation's; NaN: not computed
@@ -361,6 +389,16 @@ def versions_of(meta_info: dict[str, Any], count: int) -> list[int]:
         version = int(span["version"]) if str(span["version"]).isdecimal() else UNSTAMPED
         versions += [version] * (end - span["start"])
     return versions[:count]  # a plugin may have shortened the response
+
+
+def kept_of(meta_info: dict[str, Any], count: int, log_probs: PerToken) -> tuple[Kept, PerToken]:
+    """The kept ids of the first ``count`` tokens of the answer with this ``meta_info``, and log-probs over them; those
+    of tokens that were drawn from the whole vocabulary stay as they are.
+    """
+    masks = [mask or () for mask in meta_info["output_token_sampling_mask"][:count]]
+    over = meta_info["output_token_sampling_logprobs"][:count]
+    each = zip(masks, over, log_probs, strict=True)
+    return Kept.of(masks), [now if mask else before for mask, now, before in each]
 
 
 # metadata key of the place in its file of the row that a task made a prompt of, such as "row 3"

@@ -19,21 +19,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slimelite.base.files import FORMAT, check_format, whole
+from slimelite.samples.kept import Kept
 from slimelite.samples.sample import COLUMNS, PER_TOKEN, Column, Sample, Status, label_text
 
 # entry of the metadata of a saved table: its format
 SAVED_FORMAT = b"slimelite.samples"
 
 # the offsets that split a ragged column into rows
-OFFSETS = {"prompt": "prompt_offsets", "token": "response_offsets"}
+OFFSETS = {"prompt": "prompt_offsets", "token": "response_offsets", "kept": "kept_offsets"}
 
 
 class SampleTable:
     """A rollout: an attribute for each of ``COLUMNS`` (None if the rollout lacks it) and for each of ``OFFSETS``.
 
-    Numbers are arrays of the column's dtype: [rows], or [prompt tokens] or [response tokens] of all rows together.
-    Texts are lists. ``*_offsets``: [rows + 1], int64. If labels are not text, a file has a column ``label_value``
-    (JSON) besides ``label``. A file with per-token ``advantages`` has no ``advantage``, which is read as NaN.
+    Numbers are arrays of the column's dtype: [rows], or [prompt tokens], [response tokens] or [kept ids] of all rows
+    together. Texts are lists. ``*_offsets``: [rows + 1], int64. If labels are not text, a file has a column
+    ``label_value`` (JSON) besides ``label``. A file with per-token ``advantages`` has no ``advantage``, which is read
+    as NaN.
     """
 
     sample_id: np.ndarray
@@ -45,6 +47,7 @@ class SampleTable:
     removed: np.ndarray
     prompt_offsets: np.ndarray
     response_offsets: np.ndarray
+    kept_offsets: np.ndarray | None
     prompt_tokens: np.ndarray
     response_tokens: np.ndarray
     loss_mask: np.ndarray
@@ -53,6 +56,8 @@ class SampleTable:
     teacher_log_probs: np.ndarray
     turn_rewards: np.ndarray | None
     role: np.ndarray | None
+    kept_counts: np.ndarray | None
+    kept_ids: np.ndarray | None
     advantages: np.ndarray | None
     loss_weights: np.ndarray | None
     status: list[str]
@@ -64,7 +69,7 @@ class SampleTable:
 
     def __init__(self, **columns: object) -> None:
         """``columns``: values by column name, and the offsets."""
-        vars(self).update({**dict.fromkeys(COLUMNS), **columns})
+        vars(self).update({**dict.fromkeys(COLUMNS), **dict.fromkeys(OFFSETS.values()), **columns})
 
     def __len__(self) -> int:
         return len(self.sample_id)
@@ -128,7 +133,9 @@ class SampleTable:
             "prompt": np.array([s.prompt_length for s in samples], np.int64),
             "token": np.array([s.response_length for s in samples], np.int64),
         }
-        values: dict[str, object] = {name: _offsets(lengths[per]) for per, name in OFFSETS.items()}
+        if any(s.kept is not None for s in samples):
+            lengths["kept"] = np.array([0 if s.kept is None else len(s.kept.ids) for s in samples], np.int64)
+        values: dict[str, object] = {OFFSETS[per]: _offsets(counts) for per, counts in lengths.items()}
         values["reward"] = np.array([s.reward_value(reward_key) for s in samples], np.float64)
         for column in [column for column in COLUMNS.values() if column.name not in values]:
             read = [column.read(s) for s in samples]
@@ -167,6 +174,8 @@ class SampleTable:
             )
             for column in direct:
                 setattr(sample, column.name, self._value(column, row))
+            if self.kept_counts is not None:
+                sample.kept = Kept(self.row_slice("kept_ids", row), self.row_slice("kept_counts", row))
             groups.setdefault(int(self.group_id[row]), []).append(sample)
         return list(groups.values())
 
@@ -184,7 +193,8 @@ class SampleTable:
     def select(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
         """The given rows, in the given order."""
         rows = np.asarray(rows, np.int64)
-        values: dict[str, object] = {name: _offsets(np.diff(getattr(self, name))[rows]) for name in OFFSETS.values()}
+        there = {name: offsets for name in OFFSETS.values() if (offsets := getattr(self, name)) is not None}
+        values: dict[str, object] = {name: _offsets(np.diff(offsets)[rows]) for name, offsets in there.items()}
         for column in self.columns():
             whole_column = getattr(self, column.name)
             if column.per != "sample":
@@ -197,6 +207,10 @@ class SampleTable:
         """The same rows with empty text columns, because trainers need no text."""
         blank = {column.name: [""] * len(self) for column in self.columns() if column.dtype == "str"}
         return SampleTable(**{**vars(self), **blank})
+
+    def without_kept(self) -> SampleTable:
+        """The same rows without the token ids that each token was drawn from."""
+        return SampleTable(**{**vars(self), "kept_offsets": None, "kept_counts": None, "kept_ids": None})
 
     def to_arrow(self) -> pa.Table:
         """An Arrow table with list columns, readable by any parquet tool."""

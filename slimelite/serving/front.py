@@ -142,7 +142,7 @@ class Front(GenerateServer):
         async def sample(request: GenerateRequest, on_tokens: OnTokens | None) -> GenerateResult:
             turn = await session.sample(session.raw_turn(request.input_ids), request.params, on_tokens)
             columns = turn.output_ids, turn.log_probs, turn.weight_versions
-            return GenerateResult(request.request_id, *columns, turn.finish_reason, turn.cached_tokens)  # type: ignore[arg-type]
+            return GenerateResult(request.request_id, *columns, turn.finish_reason, turn.cached_tokens, turn.kept)  # type: ignore[arg-type]
 
         return await self._respond(http, await self._sampled(await read_body(http, GenerateBody), sample))
 

@@ -88,7 +88,6 @@ class ResponseFormat(Shape):
         *("prompt_cache_key", "prompt_cache_retention"),
         frequency_penalty=0,
         presence_penalty=0,
-        min_p=0,
         repetition_penalty=1,
         best_of=1,
         logit_bias={},

@@ -24,6 +24,7 @@ from typing import Any
 
 from slimelite.engines.protocol import GenerateRequest, GenerateResult, OnTokens, SamplingParams, stream_seed
 from slimelite.engines.sampling import Sampler
+from slimelite.samples.kept import Kept, together
 from slimelite.samples.per_token import joined
 from slimelite.samples.sample import Sample, Status
 from slimelite.serving.format import ChatFormat, Message, Reply, Tools, before_stop, comparable
@@ -46,7 +47,7 @@ class Turn:
     ``ends``: texts that end the reply and are part of what is shown of it, unlike a request's stop strings.
     ``tools``: those that the model is shown. ``sent``: what is `comparable` of the messages as the client sent them;
     ``echoes``: of the reply as a client may send it back, with and without its stop string. ``log_probs``,
-    ``weight_versions``: one for each of ``output_ids``.
+    ``weight_versions``: one for each of ``output_ids``; ``kept``: see `GenerateResult`.
     ``finish_reason``: "stop", "length" or "abort". ``reward``: for the environment to set.
     """
 
@@ -63,6 +64,7 @@ class Turn:
     output_ids: list[int] = field(default_factory=list, repr=False)
     log_probs: list[float] = field(default_factory=list, repr=False)
     weight_versions: list[int] = field(default_factory=list, repr=False)
+    kept: Kept | None = field(default=None, repr=False)
     finish_reason: str = ""
     cached_tokens: int = 0
     reply: Reply = field(default_factory=lambda: Reply(""))
@@ -193,13 +195,18 @@ class Session:
             branch = Sample.from_dict(sample.to_dict())
             branch.tokens, branch.response, branch.response_length = list(path[0].added_ids), "", 0
             branch.loss_mask, branch.rollout_log_probs, branch.weight_versions = [], [], []
+            branch.kept = None
             for turn in path:
                 if turn.before is not None:
                     branch.append_response_tokens(turn.added_ids, trainable=False)
                 branch.append_response_tokens(turn.given_ids, trainable=False)
                 trained = turn.number not in seen
                 branch.append_response_tokens(
-                    turn.output_ids, turn.log_probs, weight_versions=turn.weight_versions, trainable=trained
+                    turn.output_ids,
+                    turn.log_probs,
+                    weight_versions=turn.weight_versions,
+                    kept=turn.kept,
+                    trainable=trained,
                 )
             new = [turn for turn in path if turn.number not in seen]
             seen.update(turn.number for turn in new)
@@ -295,7 +302,7 @@ class Session:
         finally:
             self._unfinished.pop(turn.number, None)
         turn.output_ids, turn.log_probs = result.output_ids, result.log_probs
-        turn.weight_versions = result.weight_versions
+        turn.weight_versions, turn.kept = result.weight_versions, result.kept
         turn.finish_reason, turn.cached_tokens = result.finish_reason, result.cached_tokens
         opened = self.format.opens_thinking(turn.rendered)
         turn.reply = self.format.reply(turn.reply_ids, turn.tools, opened=opened, salt=f"{self.id}/{turn.number}")
@@ -333,6 +340,7 @@ class Session:
             finally:
                 self.running -= 1
             columns = map(joined, whole.columns, result.columns)
+            whole.kept = together(whole.kept, done, result.kept, result.length)
             whole.output_ids, whole.log_probs, whole.weight_versions = columns
             whole.finish_reason = result.finish_reason
             whole.cached_tokens = whole.cached_tokens if part else result.cached_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from aiohttp import web
@@ -165,6 +165,7 @@ class _Server:
 
     async def _one(self, request: GenerateRequest) -> GenerateResult:
         result = GenerateResult(request.request_id)
+        request = replace(request, params=request.params.telling())
         body = request_body(request, result, request.request_id, eos=(), seeds=True)
         extend(result, await self._client.post(f"{self._url}/generate", body))
         return result

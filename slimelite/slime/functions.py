@@ -33,7 +33,8 @@ class GenerateState:
 
         context = args.rollout_context
         self.args, self.tokenizer = context.args, context.tokenizer
-        self.sampling_params = slime_params(SamplingParams.of(context.args, "rollout"), seed=None)
+        params = SamplingParams.of(context.args, "rollout")
+        self.sampling_params = slime_params(params.telling() if context.args.keeps_ids else params, seed=None)
 
 
 def get_model_url(args: PluginArgs, name: str = "actor", endpoint: str = "/generate") -> str:  # noqa: ARG001
@@ -67,6 +68,8 @@ def call_rollout_fn(
 
 async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
     """Generate a response, or the rest of one, with the engine: slime's default generate function."""
+    from slimelite.engines.http_front import parse_sampling_params
+
     if not sample.tokens:
         tokenizer = args.rollout_context.tokenizer
         sample.tokens = tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
@@ -76,6 +79,8 @@ async def generate(args: PluginArgs, sample: Sample, sampling_params: dict[str, 
         return sample
     params = {**sampling_params, "max_new_tokens": left}
     body = {"input_ids": sample.tokens, "sampling_params": params, "return_logprob": True}
+    if args.keeps_ids and parse_sampling_params(sampling_params).truncation():
+        body["return_sampling_mask"] = True
     answer = await post(get_model_url(args), body)
     pairs = answer["meta_info"].get("output_token_logprobs", [])
     sample.append_response_tokens(

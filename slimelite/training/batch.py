@@ -27,6 +27,7 @@ from torch import Tensor
 from slimelite.samples.sample import COLUMNS
 from slimelite.training.columns import TokenColumns, pairs_of
 from slimelite.training.planning import Prefixes, ranges, tokens_at
+from slimelite.training.replay import KeptIds
 
 # columns of a rollout that losses read
 READ = ("mask", "rollout_log_probs", "weights", "pg_weights", "advantages", "old", "ref")
@@ -45,7 +46,8 @@ class MicroBatch:
     ``columns``: of the whole rollout; ``rows``: [n] int64 of its table; ``lengths``: prompt and response tokens of
     each. ``input_ids``, ``position_ids``: [1, T], one dummy token if there are no rows; ``response_index``: [R]
     position whose hidden state predicts each response token; ``targets``: [R] those tokens. ``segments``: [R] index
-    into ``rows``; ``token_index``: [R] int64 on the CPU, position in the table's response columns. After `fetch` also
+    into ``rows``; ``token_index``: [R] int64 on the CPU, position in the table's response columns; ``kept``: the ids
+    that their log-probs are over, None if that is the whole vocabulary for all of them. After `fetch` also
     the ``READ`` columns at its tokens, [R] each, see `TokenColumns`; in a rollout's first step, ``old`` becomes the
     current log-probs where no pass has computed them before.
 
@@ -102,6 +104,10 @@ class MicroBatch:
         self.targets = to_device(table.response_tokens[token_index])
         self.segments = to_device(np.repeat(np.arange(len(rows)), responses))
         self.token_index = torch.from_numpy(token_index)
+        self.kept = None
+        if table.kept_counts is not None and table.kept_ids is not None and table.kept_offsets is not None:
+            places = ranges(table.kept_offsets[rows], np.diff(table.kept_offsets)[rows])
+            self.kept = KeptIds(table.kept_ids[places], table.kept_counts[token_index], device)
 
     def padded(self) -> MicroBatch:
         """The same micro-batch with each of its n sequences in a row of its own, padded on the right to the longest.

@@ -22,6 +22,7 @@ from slimelite.algorithms.packed import row_weights, segment_sum, select
 from slimelite.algorithms.policy import kl_estimate
 from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs, DistillationArgs
 from slimelite.base.guard import guarded
+from slimelite.engines.params import SamplingParams
 from slimelite.samples.sample import COLUMNS
 from slimelite.samples.table import SampleTable, TokenStats
 from slimelite.slime.plugins import load_function
@@ -249,6 +250,7 @@ class TokenColumns:
                 "no teacher log-probs, which --opd-type sglang trains on: give the teacher's address as --rm-url, or "
                 "fill sample.teacher_log_probs where samples are made",
             )
+        self._check_kept(args, vocab_size)
         for name in args.loss.columns:
             values = getattr(table, name)
             absent = np.ones(len(table), bool) if values is None else np.isnan(values)
@@ -264,6 +266,29 @@ class TokenColumns:
                 "no engine log-probs, which --use-rollout-logprobs and --correction need; leave these out, or generate "
                 "the samples with log-probs",
             )
+
+    def _check_kept(self, args: Args, vocab_size: int) -> None:
+        """Check the token ids that log-probs are renormalised over: a sampled token is always among its own."""
+        table, truncated = self.table, SamplingParams.of(args, "rollout").truncation()
+        counts = np.zeros(len(self.mask), np.int32) if table.kept_counts is None else table.kept_counts
+        if truncated and args.job.loss == "policy" and not args.allow_truncated_sampling:
+            flags = " and ".join(f"--rollout-{name.replace('_', '-')}" for name in truncated)
+            self._refuse(
+                torch.from_numpy(counts == 0),
+                f"tokens without the ids that {flags} kept, which log-probs are renormalised over: a generate function "
+                "asks for them by return_sampling_mask in the body of /generate, and gives the answer's meta_info to "
+                "sample.append_response_tokens; or insist on log-probs of the whole vocabulary: "
+                "--allow-truncated-sampling",
+            )
+        if table.kept_ids is None or not len(table.kept_ids):
+            return
+        outside = (table.kept_ids < 0) | (table.kept_ids >= vocab_size)
+        among = table.kept_ids == np.repeat(table.response_tokens, counts)
+        some, known = counts > 0, counts == 0
+        starts = (np.cumsum(counts, dtype=np.int64) - counts)[some]
+        known[some] = np.logical_or.reduceat(among, starts) & ~np.logical_or.reduceat(outside, starts)
+        what = "tokens that are not among the ids which the engine says it drew them from"
+        self._refuse(torch.from_numpy(~known), what)
 
     def means(self, args: DistillationArgs, computed: np.ndarray) -> dict[str, float]:
         """``rollout/*``: the mean over trained rows of each column's masked token mean. NaN rows are left out, and

@@ -20,6 +20,7 @@ from slimelite.training.attention import ATTENTION, varlen_attention
 from slimelite.training.batch import MicroBatch, PackedSequences, laid_out, sequences_of_pass
 from slimelite.training.lora import PARTS, Weight, adapters, head_weight
 from slimelite.training.recurrent import take_over
+from slimelite.training.replay import KeptIds
 
 # logits held at a time: 64 MiB in fp32 on a CPU, 512 MiB on a GPU
 CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**27}
@@ -34,6 +35,7 @@ def chunked_log_probs(
     entropy_grad: bool = False,
     chunk_size: int = -1,
     compiled: bool = False,
+    kept: KeptIds | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden·weightᵀ / temperature) at the targets, and the entropy of each distribution.
 
@@ -46,6 +48,7 @@ def chunked_log_probs(
         entropy_grad: whether the entropy carries a gradient (it costs a little more memory and time).
         chunk_size: rows at a time; -1 chooses by vocabulary size and device.
         compiled: whether torch.compile fuses what follows and precedes the matrix products of a chunk.
+        kept: log-probs of tokens that have kept ids are over these; entropies are always over the whole vocabulary.
 
     Returns:
         log-probs [T] and entropies [T] in nats, at least fp32.
@@ -53,7 +56,7 @@ def chunked_log_probs(
     if chunk_size <= 0:
         chunk_size = max(16, CHUNK_ELEMENTS[hidden.device.type] // len(weight))
     log_probs, entropy = _ChunkedLogProbs.apply(
-        hidden, weight, targets, temperature, entropy_grad, chunk_size, compiled
+        hidden, weight, targets, temperature, entropy_grad, chunk_size, compiled, kept
     )
     return log_probs, entropy
 
@@ -67,6 +70,7 @@ class _Context(FunctionCtx):
     chunk_size: int
     entropy_grad: bool
     compiled: bool
+    kept: KeptIds | None
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -80,6 +84,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy_grad: bool,
         chunk_size: int,
         compiled: bool,
+        kept: KeptIds | None,
     ) -> tuple[Tensor, Tensor]:
         scores = _compiled(_chunk_scores) if compiled else _chunk_scores
         dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -89,9 +94,11 @@ class _ChunkedLogProbs(torch.autograd.Function):
             rows = slice(start, start + chunk_size)
             logits = _logits(hidden[rows], weight, temperature)
             log_probs[rows], entropy[rows], log_z[rows] = scores(logits, targets[rows])
+            if kept is not None and (left := kept.chunk(rows)) is not None:
+                left.replace(log_probs[rows], logits, targets[rows])
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.temperature, ctx.chunk_size, ctx.entropy_grad = temperature, chunk_size, entropy_grad
-        ctx.compiled = compiled
+        ctx.compiled, ctx.kept = compiled, kept
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
@@ -108,7 +115,13 @@ class _ChunkedLogProbs(torch.autograd.Function):
             rows = slice(start, start + ctx.chunk_size)
             logits = _logits(hidden[rows], weight, ctx.temperature)
             of_entropy = (entropy[rows], grad_entropy[rows]) if ctx.entropy_grad else None
-            grad = gradient(logits, log_z[rows], targets[rows], grad_log_probs[rows], of_entropy)
+            whole, left = grad_log_probs[rows], None if ctx.kept is None else ctx.kept.chunk(rows)
+            if left is not None:  # the others' logits have no part in the log-probs of such tokens
+                added, whole = left.gradient(logits, whole.where(left.some, 0.0)), whole.where(~left.some, 0.0)
+            grad = gradient(logits, log_z[rows], targets[rows], whole, of_entropy)
+            if left is not None:
+                grad.scatter_add_(1, left.ids, added)
+                grad.scatter_add_(1, targets[rows, None], grad_log_probs[rows, None].where(left.some[:, None], 0.0))
             grad = grad.div_(ctx.temperature).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[rows])
@@ -119,7 +132,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
                 size = max(1, CHUNK_ELEMENTS[weight.device.type] // weight.shape[1])
                 for total, part in zip(grad_weight.split(size), grad.split(size, dim=1), strict=True):
                     total += _product(part.T, hidden[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 5
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
 
 
 def _chunk_scores(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,6 +304,7 @@ class PolicyModel(LanguageModel):
             entropy_grad=entropy_grad,
             chunk_size=self.chunk_size,
             compiled=self.compiled,
+            kept=batch.kept,
         )
 
 

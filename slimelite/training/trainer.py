@@ -128,6 +128,7 @@ class Trainer(Learner[PolicyModel]):
 
     def _train(self, rollout_id: int, table: SampleTable) -> dict[str, float]:
         self.timed.restart()
+        table = self._as_sampled(table)
         if self.args.reset_optimizer_states:
             self.optimizers.reset()
         steps = split_steps(table.rollout_id, table.unit_id, self.args.global_batch_size)
@@ -160,6 +161,7 @@ class Trainer(Learner[PolicyModel]):
         """
         _check_splits(self.args)
         self.timed.restart()
+        table = self._as_sampled(table)
         steps = split_steps(table.rollout_id, table.unit_id, len(table))
         columns, sums = self._columns(table, steps), MetricSums(self.world)
         computed = columns.rows_to_compute(self.args, checked=self._checked)
@@ -289,6 +291,7 @@ class Trainer(Learner[PolicyModel]):
 
     def log_probs(self, table: SampleTable) -> np.ndarray:
         """[response tokens of the table] log-probs under the current weights, in the table's order."""
+        table = self._as_sampled(table)
         columns, rows = TokenColumns.from_table(table), np.flatnonzero(table.response_lengths)
         dealt = self._deal(columns.table, rows, self.args.log_probs_max_tokens_per_gpu)
         return table_scores(self.model, columns, dealt, self.world, self.temperature)[0].numpy()
@@ -372,6 +375,12 @@ class Trainer(Learner[PolicyModel]):
         if self.servers is not None:
             self.servers.close()
         self.world.close()
+
+    def _as_sampled(self, table: SampleTable) -> SampleTable:
+        """The table for log-probs of the distribution that its responses come from: the model's, without temperature
+        and truncation, where the loss takes them as data.
+        """
+        return table if self.args.job.sampled else table.without_kept()
 
     def _columns(self, table: SampleTable, steps: list[np.ndarray]) -> TokenColumns:
         """The columns of every token before the first step: weights, reference log-probs, advantages."""

@@ -16,8 +16,38 @@ RULES = [
         "--rollout-temperature 0.0: must be above 0: training divides the logits by it",
         "--rollout-temperature 0.5",
     ),
-    ("--rollout-top-p 0.9", "--rollout-top-p 0.9: log-probs", "--allow-truncated-sampling"),
-    ("--rollout-top-k 5", "--rollout-top-k 5: log-probs", "--debug-rollout-only"),
+    (
+        "--rollout-top-p 0.9 --rollout-backend vllm",
+        "--rollout-top-p 0.9: --rollout-backend vllm does not tell which tokens it kept",
+        "--allow-truncated-sampling",
+    ),
+    (
+        "--rollout-min-p 0.1 --rollout-backend vllm",
+        "--rollout-min-p 0.1: --rollout-backend vllm does not tell which tokens it kept",
+        "--rollout-backend embedded",
+    ),
+    ("--rollout-top-k 1", "--rollout-top-k 1: is greedy", "--debug-rollout-only"),
+    ("--rollout-min-p 1.5", "--rollout-min-p 1.5: must be", "--rollout-min-p 0.5"),
+    (
+        "--rollout-backend sglang --rollout-top-k 5000",
+        "--rollout-top-k 5000: SGLang tells at most 4096 kept tokens",
+        "--sglang-sampling-mask-max-tokens 6000",
+    ),
+    (
+        "--rollout-backend sglang --rollout-top-p 0.9 --sglang-speculative-algorithm EAGLE3",
+        "--rollout-top-p 0.9 with --sglang-speculative-algorithm EAGLE3: SGLang then does not tell",
+        "--allow-truncated-sampling",
+    ),
+    (
+        "--rollout-backend sglang --rollout-min-p 0.1 --sglang-enable-deterministic-inference",
+        "--rollout-min-p with --sglang-enable-deterministic-inference: SGLang draws with one",
+        "--rollout-min-p 0",
+    ),
+    (
+        "--use-opd --opd-type sglang --rm-url http://t:1/generate --rollout-top-p 0.9",
+        "--opd-type sglang with --rollout-top-p, --rollout-top-k or --rollout-min-p: the teacher's server gives",
+        "--rollout-top-p 1",
+    ),
     ("--rollout-top-k 0", "--rollout-top-k 0: must be -1 or at least 1", "--rollout-top-k -1"),
     (
         "--curriculum-threshold 2 --rm-type math",

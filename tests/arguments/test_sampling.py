@@ -17,6 +17,7 @@ SET: dict[str, Any] = {
     "temperature": 0.5,
     "top_p": 0.25,
     "top_k": 3,
+    "min_p": 0.125,
     "min_new_tokens": 2,
     "stop": ("x",),
     "stop_token_ids": (5,),
@@ -24,6 +25,7 @@ SET: dict[str, Any] = {
     "skip_special_tokens": True,
     "seed": 4,
     "json_schema": "{}",
+    "kept": True,
 }
 
 

@@ -119,6 +119,24 @@ def test_first_step_truths_and_engine_agreement(local_run: Run) -> None:
     assert metrics(run, "train/kl_loss")[1] > 1e-8
 
 
+def test_truncated_samples_train_on_the_distribution_they_come_from(local_run: Run, tmp_path: Path) -> None:
+    """--ci-test holds the trainer's log-probs against the engine's, which are over the kept ids; a replay does too."""
+    template = str(tmp_path / "dump" / "{rollout_id}.parquet")
+    how = ("--rollout-top-p", "0.9", "--rollout-min-p", "0.02", "--rollout-temperature", "0.8", "--ci-test")
+    how = (*how, "--num-rollout", "2", "--use-kl-loss", "--kl-loss-coef", "0.01")
+    run = local_run("cut", *how, "--partial-rollout", "--save-debug-rollout-data", template)
+    assert max(metrics(run, "train/train_rollout_logprob_abs_diff")) < 1e-4
+    assert metrics(run, "train/kl_loss")[0] < 1e-8
+    kept = metrics(run, "rollout/top_p_kept_vocab_per_token")
+    table = SampleTable.from_parquet(template.format(rollout_id=1))
+    assert table.kept_counts is not None
+    assert table.kept_counts[table.loss_mask].min() >= 1
+    assert 1 < kept[1] == table.kept_counts[table.loss_mask].mean()
+    replayed = local_run("replayed", *how, "--load-debug-rollout-data", template)
+    for name in ("train/grad_norm", "train/train_rollout_logprob_abs_diff", "train/kl_loss"):
+        assert metrics(replayed, name) == pytest.approx(metrics(run, name), rel=1e-6), name
+
+
 def test_ppo_trains_a_critic_beside_the_policy(local_run: Run, tmp_path: Path) -> None:
     checkpoints = str(tmp_path / "checkpoints")
     common = (

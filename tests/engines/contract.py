@@ -53,7 +53,8 @@ class EngineContract:
     """Subclasses set ``family`` and implement `make_engine`; one engine serves all tests of a class.
 
     ``bans_are_in_the_log_probs``: stop ids that min_new_tokens forbids have probability 0 in the reported log-probs.
-    ``scores_at_any_temperature``: not at 1 alone. ``releases_memory``: it gives its memory back, on this device.
+    ``scores_at_any_temperature``: not at 1 alone. ``tells_kept``: see `SamplingParams.kept`.
+    ``releases_memory``: it gives its memory back, on this device.
     """
 
     family = "qwen2"
@@ -61,6 +62,7 @@ class EngineContract:
     tolerance = 1e-4
     bans_are_in_the_log_probs = False
     scores_at_any_temperature = True
+    tells_kept = True
     releases_memory = False
 
     @classmethod
@@ -121,6 +123,27 @@ class EngineContract:
         ]
         for request, result in zip(requests, self.generate(*requests), strict=True):
             self.check_log_probs(request, result, self.model)
+
+    @pytest.mark.parametrize("params", [{"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 9}])
+    def test_what_truncation_kept_is_told_and_log_probs_are_over_it(self, params: dict[str, Any]) -> None:
+        if not self.tells_kept:
+            pytest.skip("the engine does not claim it")
+        told = SamplingParams(9, temperature=0.8, ignore_eos=True, **params).telling()
+        requests = [GenerateRequest(f"k{i}", prompt, told) for i, prompt in enumerate(PROMPTS)]
+        for request, result in zip(requests, self.generate(*requests), strict=True):
+            assert result.kept is not None
+            assert len(result.kept.counts) == 9
+            with torch.no_grad():
+                logits = self.model(torch.tensor([[*request.input_ids, *result.output_ids]])).logits[0, -10:-1]
+            each = zip((logits / 0.8).softmax(-1), result.output_ids, result.kept.rows(), result.log_probs, strict=True)
+            for probs, token, ids, said in each:
+                ordered, ranked = probs.sort(descending=True)
+                keep = (ordered.cumsum(0) - ordered < params.get("top_p", 1)) & (
+                    torch.arange(len(ordered)) < params.get("top_k", len(ordered))
+                )
+                keep &= ordered >= params.get("min_p", 0) * ordered[0]
+                assert set(ids) == set(ranked[keep].tolist())
+                assert abs(said - (probs[token] / probs[ids].sum()).log()) < self.tolerance
 
     def test_many_more_requests_than_rows_of_every_length(self) -> None:
         requests = [

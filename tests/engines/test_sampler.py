@@ -11,8 +11,16 @@ from slimelite.engines.embedded.sampler import SHAPE, SamplingBatch, sample, str
 CPU = torch.device("cpu")
 
 
-def batch(n: int, vocab: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1) -> SamplingBatch:
-    return SamplingBatch.build(np.array([(temperature, top_p, top_k)] * n, SHAPE), vocab, CPU)
+def batch(
+    n: int,
+    vocab: int,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = -1,
+    min_p: float = 0.0,
+    kept: bool = False,
+) -> SamplingBatch:
+    return SamplingBatch.build(np.array([(temperature, top_p, top_k, min_p, kept)] * n, SHAPE), vocab, CPU)
 
 
 def test_uniforms_are_splitmix64() -> None:
@@ -43,7 +51,7 @@ def test_a_token_is_where_the_cumulated_probability_passes_the_uniform(vocab: in
     uniform = torch.rand(64, generator=generator, dtype=torch.float64)
     scaled = logits.double() / temperature
     expected = (scaled.softmax(-1).cumsum(-1) <= uniform[:, None]).sum(-1)
-    tokens, log_probs = sample(logits.clone(), batch(64, vocab, temperature), uniform)
+    tokens, log_probs, _ = sample(logits.clone(), batch(64, vocab, temperature), uniform)
     assert torch.equal(tokens, expected)
     expected_log_probs = scaled.log_softmax(-1).gather(-1, expected[:, None])[:, 0]
     assert torch.allclose(log_probs.double(), expected_log_probs, atol=1e-5)
@@ -56,35 +64,61 @@ def test_the_ends_of_the_interval_never_draw_an_impossible_token(vocab: int) -> 
     logits[:, vocab // 2] = 0.0
     uniform = torch.tensor([2.0**-53, 0.5, 1 - 2.0**-53, 1 - 2.0**-40], dtype=torch.float64)
     for top_p in (1.0, 0.9):
-        tokens, log_probs = sample(logits.clone(), batch(4, vocab, top_p=top_p), uniform)
+        tokens, log_probs, _ = sample(logits.clone(), batch(4, vocab, top_p=top_p), uniform)
         assert tokens.tolist() == [vocab // 2] * 4
         assert log_probs.tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize(("top_p", "top_k"), [(0.7, -1), (1.0, 5), (0.3, 40), (0.999, -1), (1.0, 1500)])
-def test_truncation_keeps_the_likeliest_and_the_log_probs(top_p: float, top_k: int) -> None:
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "min_p"),
+    [(0.7, -1, 0), (1.0, 5, 0), (0.3, 40, 0), (0.999, -1, 0), (1.0, 1500, 0), (1.0, -1, 0.2), (0.9, 30, 0.1)],
+)
+def test_truncation_keeps_the_likeliest_and_the_log_probs(top_p: float, top_k: int, min_p: float) -> None:
     vocab = 3000
     logits = torch.randn(32, vocab, generator=torch.Generator().manual_seed(0))
     uniform = torch.rand(32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     probs = logits.softmax(-1).double()
     ordered, ranked = probs.sort(-1, descending=True)
     keep = (ordered.cumsum(-1) - ordered < top_p) & (torch.arange(vocab) < (top_k if top_k > 0 else vocab))
+    keep &= ordered >= min_p * ordered[:, :1]
     mass = torch.where(keep, ordered, 0).cumsum(-1)
     place = (mass <= uniform[:, None] * mass[:, -1:]).sum(-1, keepdim=True)
-    tokens, log_probs = sample(logits.clone(), batch(32, vocab, top_p=top_p, top_k=top_k), uniform)
-    assert torch.equal(tokens, ranked.gather(-1, place)[:, 0])
-    assert torch.allclose(log_probs, probs.log().float().gather(-1, tokens[:, None])[:, 0], atol=1e-5)
+    for kept in (False, True):
+        how = batch(32, vocab, top_p=top_p, top_k=top_k, min_p=min_p, kept=kept)
+        tokens, log_probs, told = sample(logits.clone(), how, uniform)
+        assert torch.equal(tokens, ranked.gather(-1, place)[:, 0])
+        over = probs.masked_fill(~torch.zeros(32, vocab, dtype=torch.bool).scatter(1, ranked, keep), 0)
+        expected = (over / over.sum(-1, keepdim=True) if kept else probs).log().gather(-1, tokens[:, None])[:, 0]
+        assert torch.allclose(log_probs.double(), expected, atol=1e-5)
+        expected_ids = {row: set(ranked[row, keep[row]].tolist()) for row in range(32 if kept else 0)}
+        assert {row: set(ids.tolist()) for row, ids in told.items()} == expected_ids
+
+
+def test_a_greedy_row_keeps_its_token_and_an_unlimited_one_tells_nothing() -> None:
+    logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(2))
+    shapes = [(1.0, 1.0, -1, 0.0, True), (0.0, 0.9, -1, 0.0, True), (1.0, 1.0, 1, 0.0, True)]
+    mixed = SamplingBatch.build(np.array(shapes, SHAPE), 400, CPU)
+    tokens, log_probs, told = sample(logits.clone(), mixed, torch.full((3,), 0.5, dtype=torch.float64))
+    assert {row: ids.tolist() for row, ids in told.items()} == {1: [tokens[1]], 2: [tokens[2]]}
+    assert log_probs[1:].tolist() == [0.0, 0.0]
+    assert log_probs[0] == logits[0].log_softmax(-1)[tokens[0]]
 
 
 def test_each_row_is_sampled_its_own_way() -> None:
     logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(2))
     uniform = torch.full((5,), 0.999, dtype=torch.float64)
-    shapes = [(1.0, 1.0, -1), (0.0, 1.0, -1), (1.0, 1.0, 1), (0.5, 1.0, -1), (1.0, 0.1, 0)]
+    shapes = [
+        (1.0, 1.0, -1, 0.0, True),
+        (0.0, 1.0, -1, 0.0, True),
+        (1.0, 1.0, 1, 0.0, False),
+        (0.5, 1.0, -1, 0.3, False),
+        (1.0, 0.1, 0, 0.0, True),
+    ]
     mixed = SamplingBatch.build(np.array(shapes, SHAPE), 400, CPU)
-    tokens, log_probs = sample(logits.clone(), mixed, uniform)
+    tokens, log_probs, _ = sample(logits.clone(), mixed, uniform)
     for row, shape in enumerate(shapes):
         alone = batch(1, 400, *shape)
-        token, log_prob = sample(logits[row : row + 1].clone(), alone, uniform[:1])
+        token, log_prob, _ = sample(logits[row : row + 1].clone(), alone, uniform[:1])
         assert (token.item(), log_prob.item()) == (tokens[row].item(), log_probs[row].item())
     assert tokens[1:3].tolist() == logits[1:3].argmax(-1).tolist()
     assert tokens[0] != logits[0].argmax()
@@ -95,7 +129,7 @@ def test_banned_tokens_are_not_drawn_even_when_nothing_else_is_likely() -> None:
     logits[:, 7] = 0.0
     logits[:, 9] = -110.0
     banned = (torch.tensor([0]), torch.tensor([7]))
-    tokens, log_probs = sample(logits.clone(), batch(2, 300), torch.full((2,), 0.3, dtype=torch.float64), banned)
+    tokens, log_probs, _ = sample(logits.clone(), batch(2, 300), torch.full((2,), 0.3, dtype=torch.float64), banned)
     assert tokens.tolist() == [9, 7]
     assert torch.isfinite(log_probs).all()
 
@@ -103,7 +137,7 @@ def test_banned_tokens_are_not_drawn_even_when_nothing_else_is_likely() -> None:
 def test_nan_is_passed_on_and_not_turned_into_an_index() -> None:
     logits = torch.randn(3, 700)
     logits[1] = torch.nan
-    tokens, log_probs = sample(logits, batch(3, 700), torch.full((3,), 0.5, dtype=torch.float64))
+    tokens, log_probs, _ = sample(logits, batch(3, 700), torch.full((3,), 0.5, dtype=torch.float64))
     assert torch.isfinite(log_probs).tolist() == [True, False, True]
     assert tokens.min() >= 0
     assert tokens.max() < 700

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 from slimelite.engines.protocol import EngineInfo, GenerateRequest, GenerateResult, WeightBucket
+from slimelite.samples.kept import Kept
 
 EOS = 2  # <|im_end|> of the test tokenizer
 FIRST_NUMBER = 13  # id of "0"
@@ -19,6 +20,11 @@ def token(request: GenerateRequest, position: int) -> int:
 def log_prob(token_id: int, version: int) -> float:
     """Tells token and weight version of whoever sees it."""
     return -(token_id + 1000 * version) / 4096  # exact in fp32
+
+
+def kept_ids(token_id: int) -> list[int]:
+    """What a token was drawn from, if the request limits that: 1 to 4 tokens."""
+    return [token_id, *range(token_id % 4)]
 
 
 class ScriptedEngine:
@@ -74,7 +80,8 @@ class ScriptedEngine:
         if reason == "stop":
             ids[-1] = EOS
         log_probs = [log_prob(t, self.version) for t in ids]
-        return GenerateResult(request.request_id, ids, log_probs, [self.version] * number, reason)
+        kept = Kept.of([kept_ids(t) for t in ids]) if request.params.tells else None
+        return GenerateResult(request.request_id, ids, log_probs, [self.version] * number, reason, 0, kept)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._aborted.set()

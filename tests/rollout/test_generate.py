@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slimelite.engines.params import MOST_KEPT
 from slimelite.engines.protocol import GenerateRequest
 from slimelite.rollout import groups
 from slimelite.rollout.manager import RolloutManager
 from slimelite.samples.table import SampleTable
 
 from .conftest import MakeArgs, MakeManager, plugin
-from .scripted import EOS, ScriptedEngine, log_prob, token
+from .scripted import EOS, ScriptedEngine, kept_ids, log_prob, token
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +142,8 @@ def test_partial_rollouts_go_on_where_they_were(make_args: MakeArgs, make_manage
         length=lambda request: 9,
         holds=lambda request: group_of(request) == 1 and request.request_id.split("-")[1] in ("4", "5"),
     )
-    args = make_args(over_sampling_batch_size=4, partial_rollout=True, mask_offpolicy_in_partial_rollout=mask)
+    cut = {} if mask else {"rollout_top_p": 0.9}
+    args = make_args(over_sampling_batch_size=4, partial_rollout=True, mask_offpolicy_in_partial_rollout=mask, **cut)
     manager = make_manager(args, [engine])
     manager.generate(0)
     assert [s["response_length"] for s in returned(manager)[0]] == [3, 3, 9, 9]
@@ -171,6 +173,11 @@ def test_partial_rollouts_go_on_where_they_were(make_args: MakeArgs, make_manage
         assert list(request.input_ids[-3:]) == table.row_slice("response_tokens", row).tolist()[:3]
         uninterrupted = [token(request, position) for position in range(8)] + [EOS]
         assert table.row_slice("response_tokens", row).tolist() == uninterrupted
+    if cut:  # what each token was drawn from comes along, through the state of the data source too
+        assert table.kept_ids is not None
+        assert table.kept_ids.tolist() == [i for t in table.response_tokens.tolist() for i in kept_ids(t)]
+        assert engine.requests[0].params.top_k == MOST_KEPT
+    assert (table.kept_ids is None) == mask
     expected = table.weight_versions == 1 if mask else np.ones(len(table.weight_versions), bool)
     np.testing.assert_array_equal(table.loss_mask, expected)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from slimelite.samples.kept import Kept
 from slimelite.samples.sample import Sample, Status
 from slimelite.samples.table import SampleTable
 
@@ -120,6 +121,46 @@ def test_a_parquet_that_is_no_table(tmp_path: Path) -> None:
         SampleTable.from_parquet(tmp_path / "t.parquet")
     with pytest.raises(ValueError, match="no saved rollout"):
         SampleTable.from_parquet(tmp_path / "absent.parquet")
+
+
+def test_kept_ids_stay_with_their_tokens(groups: list[list[Sample]], tmp_path: Path) -> None:
+    """Ragged twice: by row and by token. A tool's tokens, and samples of an engine that tells none, have none."""
+    sample = groups[0][0]
+    sample.append_response_tokens([7, 8], [-1.0, -2.0], kept=Kept.of([[7, 9, 5], [8]]))
+    sample.append_response_tokens([1], trainable=False)
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "output_token_sampling_mask": [[4, 3], None, [5]],
+        "output_token_sampling_logprobs": [-0.25, None, 0.0],
+    }
+    sample.append_response_tokens([4, 6], [-9.0, -8.0], meta_info=meta)
+    rows = [[], [], [], [7, 9, 5], [8], [], [4, 3], []]
+    assert sample.kept is not None
+    assert sample.kept.rows() == rows
+    assert sample.rollout_log_probs[-2:] == [-0.25, -8.0]  # over the kept ids, where there are any
+    assert sample.rollout_top_p_token_ids == [7, 9, 5, 8, 4, 3]
+    assert sample.rollout_top_p_token_offsets == [0, 0, 0, 0, 3, 4, 4, 6, 6]
+    table = SampleTable.from_samples(groups)
+    table.to_parquet(tmp_path / "t.parquet")
+    for each in (
+        table.select([1, 0, 2]),
+        SampleTable.from_parquet(tmp_path / "t.parquet"),
+        pickle.loads(pickle.dumps(table)),
+    ):
+        (found,) = [s for group in each.to_samples() for s in group if s.index == 0]
+        assert found.kept is not None
+        assert found.kept.rows() == rows
+        again = Sample.from_dict(json.loads(json.dumps(found.to_dict())))
+        assert again.kept is not None
+        assert again.kept.rows() == rows
+    assert SampleTable.from_samples(groups[1:]).kept_ids is None
+    assert table.without_kept().select([0]).kept_ids is None
+    sample.rollout_top_p_token_offsets = [0, 0, 0, 0, 3, 4, 4, 6, 5]
+    with pytest.raises(ValueError, match="must rise from 0 to the 6 ids"):
+        sample.check_aligned()
+    sample.rollout_top_p_token_offsets = [0, 6]
+    with pytest.raises(ValueError, match="kept_counts has 1 entries but the response has 8"):
+        sample.check_aligned()
 
 
 def test_text_stays_off_the_wire(groups: list[list[Sample]]) -> None:

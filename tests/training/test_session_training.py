@@ -41,7 +41,10 @@ async def new_weights(engine: EmbeddedEngine, folder: Path, version: int) -> Non
     await engine.end_weight_update()
 
 
-def test_ten_turns_have_the_trainers_log_probs_across_an_update_inside_a_turn(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.7}], ids=["whole", "nucleus"])
+def test_ten_turns_have_the_trainers_log_probs_across_an_update_inside_a_turn(
+    model: Path, tmp_path: Path, cut: dict[str, float]
+) -> None:
     folders = [model, build(tmp_path / "next", seed=1, tie_word_embeddings=True)]
     engine, chat_format = EmbeddedEngine(str(model)), ChatFormat(tokenizer())
 
@@ -51,7 +54,7 @@ def test_ten_turns_have_the_trainers_log_probs_across_an_update_inside_a_turn(mo
         begun = asyncio.Event()
         await new_weights(engine, folders[0], 0)
         for number in range(10):
-            params = SamplingParams(max_new_tokens=24, ignore_eos=number == 5)
+            params = SamplingParams(max_new_tokens=24, ignore_eos=number == 5, **cut).telling()
             if number == 5:
                 answer = asyncio.create_task(session.sample(session.turn(messages), params, lambda *_: begun.set()))
                 await begun.wait()
@@ -76,6 +79,9 @@ def test_ten_turns_have_the_trainers_log_probs_across_an_update_inside_a_turn(mo
     assert turn.weight_versions == sorted(turn.weight_versions)
     table = SampleTable.from_samples([[sample]])
     assert table.loss_mask.sum() == sum(len(turn.output_ids) for turn in session.turns)
+    assert (table.kept_counts is None) == (not cut)
+    if table.kept_counts is not None:
+        np.testing.assert_array_equal(table.kept_counts > 0, table.loss_mask)
     for version, folder in enumerate(folders):
         with one_rank(tiny_args(folder, max_tokens_per_gpu=8192)) as trainer:
             trained = trainer.log_probs(table)

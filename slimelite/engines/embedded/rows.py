@@ -12,6 +12,7 @@ from slimelite.engines.embedded.memory import Place
 from slimelite.engines.embedded.prefixes import Node
 from slimelite.engines.embedded.sampler import SHAPE, SamplingBatch, stream_of
 from slimelite.engines.protocol import FinishReason, GenerateRequest, GenerateResult
+from slimelite.samples.kept import Kept
 
 ROW = np.dtype(
     [
@@ -47,7 +48,8 @@ class Running:
     """A waiting, filling or decoding request.
 
     ``tokens``: prompt and generated tokens while the request is in no row of the table; ``log_probs``: likewise, of the
-    generated ones. ``versions``: (index of a generated token, weight version from that token on).
+    generated ones. ``kept``: the ids that each generated token was drawn from, if the request is one that tells them.
+    ``versions``: (index of a generated token, weight version from that token on).
     ``leaf``: the node that ends its known prefix. ``fill``: its prefill; ``behind``: that of another request, which it
     waits for, because both begin alike. ``place``: where the keys and values of its tokens from ``place.base`` on are;
     it reads those before from nodes.
@@ -59,6 +61,7 @@ class Running:
     tokens: np.ndarray
     future: Future[GenerateResult] = field(default_factory=Future)
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    kept: list[np.ndarray] = field(default_factory=list)
     versions: list[tuple[int, int]] = field(default_factory=list)
     cached_tokens: int | None = None
     leaf: Node | None = None
@@ -78,7 +81,8 @@ class Running:
         versions = np.repeat([version for _, version in self.versions], counts)
         tokens = self.tokens[len(self.request.input_ids) :]
         columns = tokens, self.log_probs, versions
-        result = GenerateResult(self.request.request_id, *columns, reason, self.cached_tokens or 0)
+        kept = Kept.of(self.kept) if self.kept else None
+        result = GenerateResult(self.request.request_id, *columns, reason, self.cached_tokens or 0, kept)
         self.future.set_result(result.packed())
 
 

@@ -24,8 +24,16 @@ BLOCK = 256
 # top-p and top-k first look among this many likeliest tokens; a wider nucleus sorts the whole vocabulary
 CANDIDATES = 1024
 BELOW_ONE = 1 - 2**-50
-# the sampling parameters that shape the distribution of a row
-SHAPE = np.dtype([("temperature", np.float64), ("top_p", np.float64), ("top_k", np.int64)])
+# the sampling parameters that shape the distribution of a row, and whether what truncation leaves is told
+SHAPE = np.dtype(
+    [
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("top_k", np.int64),
+        ("min_p", np.float64),
+        ("kept", np.bool_),
+    ]
+)
 
 
 def stream_of(seed: int) -> int:
@@ -58,8 +66,9 @@ def _mixed(z: np.ndarray) -> np.ndarray:
 class SamplingBatch:
     """How to sample each of n rows. A field is None when no row uses that option.
 
-    ``temperature``: [n, 1]. ``greedy``: [n] bool. ``truncated``: indices of rows with top-p or top-k,
-    whose ``top_p`` [m, 1] and ``top_k`` [m, 1] follow.
+    ``temperature``: [n, 1]. ``greedy``: [n] bool. ``truncated``: indices of rows with top-p, top-k or min-p,
+    whose ``top_p``, ``top_k`` and ``min_p`` [m, 1] follow. ``tells``: [n] bool, rows that tell what
+    these kept.
     """
 
     temperature: torch.Tensor | None
@@ -68,15 +77,18 @@ class SamplingBatch:
     truncated: torch.Tensor | None
     top_p: torch.Tensor | None
     top_k: torch.Tensor | None
+    min_p: torch.Tensor | None
+    tells: np.ndarray | None
 
     @classmethod
     def build(cls, shapes: np.ndarray, vocab: int, device: torch.device) -> SamplingBatch:
         """Build from `SHAPE` [n]; temperature 0 or top_k 1 means greedy, top_k below 1 means no limit."""
-        temperature, top_p, top_k = (shapes[name] for name in SHAPE.names or ())
+        temperature, top_p, top_k, min_p, kept = (shapes[name] for name in SHAPE.names or ())
         greedy = (temperature == 0) | (top_k == 1)
         scale = np.where(temperature == 0, 1, temperature)
         top_k = np.where(top_k < 1, vocab, top_k)
-        rows = np.flatnonzero(((top_p < 1) | (top_k < vocab)) & ~greedy)
+        limited = (top_p < 1) | (top_k < vocab) | (min_p > 0)
+        rows, tells = np.flatnonzero(limited & ~greedy), kept & limited
 
         def column(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values[:, None]).to(device)
@@ -88,6 +100,8 @@ class SamplingBatch:
             truncated=torch.from_numpy(rows).to(device) if len(rows) else None,
             top_p=column(top_p[rows]) if len(rows) else None,
             top_k=column(top_k[rows]) if len(rows) else None,
+            min_p=column(min_p[rows]) if (min_p[rows] > 0).any() else None,
+            tells=tells if tells.any() else None,
         )
 
 
@@ -96,7 +110,7 @@ def sample(
     batch: SamplingBatch,
     uniform: torch.Tensor,
     banned: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, np.ndarray]]:
     """Draw one token a row by inverting the cumulative distribution at ``uniform``.
 
     Args:
@@ -105,28 +119,54 @@ def sample(
         banned: (rows [m], tokens [m]) that must not be drawn now (stop ids before min_new_tokens).
 
     Returns:
-        Tokens [n] int64, and their log-probs [n] fp32 under softmax(logits / temperature), before bans, top-k
-        and top-p.
+        Tokens [n] int64; their log-probs [n] fp32 under softmax(logits / temperature), before bans and truncation;
+        and by row, if it tells them, the ids that its token was drawn from, int32. The log-prob of such a token is
+        renormalised over them.
     """
     if batch.temperature is not None:
         logits.div_(batch.temperature)
     probs = weights = logits.softmax(-1)
     if banned is not None:
         weights = logits.index_put(banned, logits.new_tensor(-torch.inf)).softmax(-1)
+    left: tuple[torch.Tensor, torch.Tensor] | None = None
     if batch.all_greedy:
         tokens = weights.argmax(-1, keepdim=True)
     else:
         tokens = _invert(weights, uniform[:, None])
-        if batch.truncated is not None:
-            assert batch.top_p is not None
-            assert batch.top_k is not None
-            rows = batch.truncated
-            tokens[rows] = _invert_truncated(weights[rows], batch.top_p, batch.top_k, uniform[rows, None])
+        if (rows := batch.truncated) is not None:
+            left = _truncated(weights[rows], batch)
+            tokens[rows] = left[1].gather(-1, _search(left[0], uniform[rows, None])[0])
         if batch.greedy is not None:
             tokens = torch.where(batch.greedy[:, None], weights.argmax(-1, keepdim=True), tokens)
     # the probability of a drawn token can be 0 only if a ban left no likelier one; the floor keeps its log finite
-    log_probs = probs.gather(-1, tokens).clamp_min(torch.finfo(torch.float32).tiny).log()
-    return tokens.squeeze(-1), log_probs.squeeze(-1)
+    log_probs = probs.gather(-1, tokens).clamp_min(torch.finfo(torch.float32).tiny).log().squeeze(-1)
+    return tokens.squeeze(-1), log_probs, {} if batch.tells is None else _tell(batch, tokens, weights, log_probs, left)
+
+
+def _tell(
+    batch: SamplingBatch,
+    tokens: torch.Tensor,
+    weights: torch.Tensor,
+    log_probs: torch.Tensor,
+    left: tuple[torch.Tensor, torch.Tensor] | None,
+) -> dict[int, np.ndarray]:
+    """The kept ids of the rows that tell them, whose ``log_probs`` [n] are changed to be over them."""
+    assert batch.tells is not None
+    kept: dict[int, np.ndarray] = {}
+    if left is not None and batch.truncated is not None:
+        rows, (mass, ids) = batch.truncated, left
+        over = (weights[rows].gather(-1, tokens[rows])[:, 0] / mass.sum(-1)).log()
+        tells = torch.from_numpy(batch.tells).to(rows.device)[rows]
+        log_probs[rows] = torch.where(tells, over.float(), log_probs[rows])
+        counts = (mass > 0).sum(-1).cpu().numpy()  # the likeliest are first
+        listed = ids[:, : int(counts.max())].to(torch.int32).cpu().numpy()
+        kept = {row: listed[i, : counts[i]].copy() for i, row in enumerate(rows.tolist()) if batch.tells[row]}
+    if batch.greedy is not None:
+        drawn = tokens[:, 0].cpu().numpy().astype(np.int32)
+        greedy = torch.from_numpy(batch.tells).to(log_probs.device) & batch.greedy
+        log_probs[greedy] *= 0.0  # what is not finite stays so
+        kept |= {row: drawn[row : row + 1] for row in greedy.nonzero()[:, 0].tolist()}
+    return kept
 
 
 def _search(weights: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,23 +197,26 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return (block * BLOCK + _search(members, inside)[0]).clamp_(max=vocab - 1)
 
 
-def _invert_truncated(
-    weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, uniform: torch.Tensor
-) -> torch.Tensor:
-    """Like `_invert`, among the top_k likeliest tokens and the smallest set of them whose mass reaches top_p.
+def _truncated(weights: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mass of the likeliest tokens, likeliest first, 0 where it is left out, and the tokens; both [m, width].
 
-    Both limits are applied to the full distribution, as SGLang does.
+    A token is one of the top_k likeliest, of the smallest set whose mass reaches top_p, and has at least min_p of the
+    likeliest one's probability. All limits are applied to the full distribution, as SGLang does.
     """
+    assert batch.top_p is not None
+    assert batch.top_k is not None
     vocab = weights.shape[-1]
     width = min(CANDIDATES, vocab)
     while True:
         mass, tokens = weights.topk(width)
         rank = torch.arange(width, device=weights.device)
-        keep = (rank < top_k) & (mass.cumsum(-1, dtype=torch.float64) - mass < top_p)
-        if width == vocab or not bool(keep[:, -1].any()):
+        keep = (rank < batch.top_k) & (mass.cumsum(-1, dtype=torch.float64) - mass < batch.top_p)
+        if batch.min_p is not None:
+            keep &= mass >= batch.min_p * mass[:, :1]
+        if width == vocab or not bool((keep[:, -1:] & (batch.top_k > width)).any()):
             break
         width = vocab
-    return tokens.gather(-1, _search(mass.masked_fill(~keep, 0), uniform)[0])
+    return mass.masked_fill(~keep, 0), tokens
 
 
 @dataclass(slots=True)

@@ -371,13 +371,15 @@ class Scheduler:
         )
         hidden = self._decoder.forward(fed, plan)[layout.back]
         uniform = uniforms(state["stream"], lengths + state["stream_shift"])
-        sampled, sampled_log_probs = sample(
+        sampled, sampled_log_probs, kept = sample(
             self._decoder.logits(hidden), rows.sampling(), torch.from_numpy(uniform).to(device), rows.banned()
         )
         tokens, log_probs = sampled.cpu().numpy(), sampled_log_probs.cpu().numpy()
         if not np.isfinite(log_probs).all():
             raise RuntimeError(NOT_FINITE)
         rows.append(tokens, log_probs)
+        for row, ids in kept.items():
+            rows.sequences[row].kept.append(ids)
         if self._listeners:
             for row, sequence in enumerate(rows.sequences):
                 if (listener := self._listeners.get(sequence.request.request_id)) is not None:

@@ -58,6 +58,11 @@ IDLE_S = 30.0
 REQUEST_ROOM = 4
 # SGLang ends a request this many tokens below its context length, so that we ask for a longer one
 CONTEXT_MARGIN = 2
+NO_MASKS = (
+    "does not tell the tokens that top-p, top-k or min-p kept, which training renormalises over: SGLang 0.5.20 does "
+    "(return_sampling_mask); start a newer one, or insist on log-probs of the whole vocabulary: "
+    "--allow-truncated-sampling"
+)
 # what a request has for the adapter
 POLICY = {"lora_path": ADAPTER}
 
@@ -339,6 +344,8 @@ class SglangEngine(Engine):
         """``before`` with the tokens of an answer, cut where the response ends."""
         result = copy.deepcopy(before)
         extend(result, answer)
+        if request.params.tells and result.length and result.kept is None:
+            raise ValueError(f"{self.url} {NO_MASKS}")
         self._cut(request, result)
         return result
 
@@ -365,6 +372,7 @@ class SglangEngine(Engine):
         if ends:
             end = min(ends)
             del ids[end:], result.log_probs[end:], result.weight_versions[end:]
+            result.kept = result.kept and result.kept.first(end)
             result.finish_reason = "stop"
 
     def _updating(self) -> ServerSink:

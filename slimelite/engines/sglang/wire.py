@@ -8,6 +8,9 @@ from typing import Any
 
 from slimelite.engines.params import names_at
 from slimelite.engines.protocol import GenerateRequest, GenerateResult
+from slimelite.samples.kept import together
+from slimelite.samples.per_token import PerToken
+from slimelite.samples.sample import kept_of
 
 # tokens of an event of a stream
 EVENT_TOKENS = 4
@@ -35,7 +38,9 @@ def request_body(
         # an event of a stream repeats all tokens before it, so that one for each would be many
         "stream_interval": EVENT_TOKENS,
     }
-    if params.top_k == 1 and params.temperature not in (0.0, 1.0):
+    if params.tells and params.temperature == 0:
+        sampling["top_k"] = 1
+    elif not params.tells and params.top_k == 1 and params.temperature not in (0.0, 1.0):
         # if all running requests are greedy, SGLang reports log-probs without temperature; a top-p that keeps one
         # token is greedy as well, and its log-probs always use the temperature
         sampling |= {"top_p": 1e-6, "top_k": -1}
@@ -49,6 +54,7 @@ def request_body(
         "input_ids": [*request.input_ids, *done.output_ids],
         "sampling_params": sampling,
         "return_logprob": True,
+        **({"return_sampling_mask": True} if params.tells else {}),
     }
 
 
@@ -58,8 +64,13 @@ def extend(result: GenerateResult, answer: dict[str, Any]) -> None:
     pairs = meta.get("output_token_logprobs") or []
     if not result.output_ids:
         result.cached_tokens = meta.get("cached_tokens", 0)
+    log_probs: PerToken = [log_prob for log_prob, _, _ in pairs]
+    kept = None
+    if "output_token_sampling_mask" in meta:
+        kept, log_probs = kept_of(meta, len(pairs), log_probs)
+    result.kept = together(result.kept, result.length, kept, len(pairs))
     result.output_ids += [token for _, token, _ in pairs]
-    result.log_probs += [log_prob for log_prob, _, _ in pairs]
+    result.log_probs += list(log_probs)
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0}]
     for span, following in zip(spans, [*spans[1:], {"start": len(pairs)}], strict=True):
         result.weight_versions += [version_of(span["version"])] * (following["start"] - span["start"])

@@ -1,0 +1,56 @@
+"""Log-probs over the token ids that an engine kept, as top-p, top-k and min-p left them (`samples.kept`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class KeptIds:
+    """The kept ids of R response tokens, padded for a chunk of them at a time.
+
+    Args:
+        ids: [sum of counts] int32, of the first token, then of the second, and so on.
+        counts: [R]; 0: the token's log-prob is over the whole vocabulary.
+    """
+
+    def __init__(self, ids: np.ndarray, counts: np.ndarray, device: torch.device | str) -> None:
+        self._counts = counts
+        self._ids = torch.from_numpy(ids.astype(np.int64)).to(device)
+        ends = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self._starts, self._sizes = (torch.from_numpy(a).to(device) for a in (ends[:-1], np.diff(ends)))
+
+    def chunk(self, rows: slice) -> KeptChunk | None:
+        """Those of some of the tokens; None if none of these has any."""
+        longest = int(self._counts[rows].max(initial=0))
+        if not longest:
+            return None
+        position = torch.arange(longest, device=self._ids.device)
+        there = position < self._sizes[rows, None]
+        places = (self._starts[rows, None] + position).clamp(max=len(self._ids) - 1)
+        return KeptChunk(self._ids[places], there)
+
+
+class KeptChunk:
+    """``ids``: [rows, longest] the kept ids, padded; ``there``: [rows, longest] bool, which are none of the padding."""
+
+    def __init__(self, ids: Tensor, there: Tensor) -> None:
+        self.ids, self.there = ids, there
+        self.some = there[:, 0]  # [rows] bool: tokens that have kept ids
+
+    def replace(self, log_probs: Tensor, logits: Tensor, targets: Tensor) -> None:
+        """Make ``log_probs`` [rows] of ``targets`` those over the kept ids; ``logits``: [rows, V]."""
+        over = logits.gather(1, targets[:, None])[:, 0] - self._kept(logits).logsumexp(-1)
+        torch.where(self.some, over, log_probs, out=log_probs)
+
+    def gradient(self, logits: Tensor, grad: Tensor) -> Tensor:
+        """[rows, longest] the gradient of the kept ids' logits but for the target's own, from that of log-probs [rows].
+
+        d log p_y / d logit_j = [j = y] - p_j, with p over the kept ids.
+        """
+        shares = self._kept(logits).softmax(-1).where(self.there, 0.0)
+        return shares * -grad[:, None]
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        return logits.gather(1, self.ids).masked_fill(~self.there, -torch.inf)
