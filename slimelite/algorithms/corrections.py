@@ -13,7 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-from slimelite.algorithms.losses import LEVELS, MODES
 from slimelite.algorithms.packed import Metrics, bounded_exp, mean_metric, segment_mean, segment_sum, select
 
 
@@ -39,23 +38,17 @@ def mis_weights(
         ValueError: an unknown level or mode.
     """
     ratio = level_ratio(old, roll, mask, segments, num_segments, level)
-    weights = MODES[mode](ratio, 1 / upper if lower is None else lower, upper)
+    lower = 1 / upper if lower is None else lower
+    match mode:
+        case "truncate":
+            weights = ratio.clamp(max=upper)
+        case "clip":
+            weights = ratio.clamp(lower, upper)
+        case "mask":
+            weights = torch.where((ratio >= lower) & (ratio <= upper), ratio, 0.0)
+        case _:
+            raise ValueError(f"--mis-mode {mode}: there is no such correction mode that weighs")
     return select(weights, mask), _weight_metrics(ratio, weights, mask)
-
-
-def truncate(ratio: Tensor, lower: float, upper: float) -> Tensor:
-    """[T] min(ρ, upper)."""
-    return ratio.clamp(max=upper)
-
-
-def clip(ratio: Tensor, lower: float, upper: float) -> Tensor:
-    """[T] clamp(ρ, lower, upper)."""
-    return ratio.clamp(lower, upper)
-
-
-def mask_outside(ratio: Tensor, lower: float, upper: float) -> Tensor:
-    """[T] ρ where lower ≤ ρ ≤ upper, else 0."""
-    return torch.where((ratio >= lower) & (ratio <= upper), ratio, 0.0)
 
 
 @torch.no_grad()
@@ -156,23 +149,23 @@ def effective_sample_size(mean_ratio: float, mean_ratio_sq: float) -> float:
 
 
 def level_ratio(old: Tensor, roll: Tensor, mask: Tensor, segments: Tensor, num_segments: int, level: str) -> Tensor:
-    """[T] ρ of the token, or of its response; see ``LEVELS``.
+    """[T] ρ of the token, or of its response: the product of its ratios, which is unbiased but of high variance
+    (sequence), or the geometric mean of its unmasked tokens' (geometric).
 
     Raises:
         ValueError: an unknown level.
     """
-    record, log_ratio = LEVELS[level], select(old, mask) - select(roll, mask)
-    return bounded_exp(log_ratio if record.function is None else record(log_ratio, mask, segments, num_segments))
-
-
-def product(log_ratio: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """[T] log of the product of the response's ratios: unbiased, but of high variance."""
-    return segment_sum(log_ratio, segments, num_segments)[segments]
-
-
-def geometric_mean(log_ratio: Tensor, mask: Tensor, segments: Tensor, num_segments: int) -> Tensor:
-    """[T] log of the geometric mean of the ratios of the response's unmasked tokens."""
-    return segment_mean(log_ratio, mask, segments, num_segments)[segments]
+    log_ratio = select(old, mask) - select(roll, mask)
+    match level:
+        case "sequence":
+            log_ratio = segment_sum(log_ratio, segments, num_segments)[segments]
+        case "geometric":
+            log_ratio = segment_mean(log_ratio, mask, segments, num_segments)[segments]
+        case "token":
+            pass
+        case _:
+            raise ValueError(f"--mis-level {level}: there is no such correction level")
+    return bounded_exp(log_ratio)
 
 
 def _any_token(flags: Tensor, segments: Tensor, num_segments: int) -> Tensor:

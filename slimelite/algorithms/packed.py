@@ -14,8 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slimelite.algorithms.losses import AGGREGATIONS
-
 # (sum, weight), both 0-d float64: means over micro-batches and ranks are sum of sums / sum of weights
 Metric = tuple[Tensor, Tensor]
 Metrics = dict[str, Metric]
@@ -65,7 +63,7 @@ def row_weights(mask_sums: Tensor, rollout_ids: Tensor, mode: str, *, max_respon
     Args:
         mask_sums: [N] unmasked tokens of each row.
         rollout_ids: [N] int64, equal for the fan-out siblings of one rollout.
-        mode: one of ``AGGREGATIONS``, whose function gives the divisors.
+        mode: one of ``AGGREGATIONS``: what the loss of a token is divided by.
         max_response_len: tokens, for ``constant``.
 
     Returns:
@@ -74,32 +72,22 @@ def row_weights(mask_sums: Tensor, rollout_ids: Tensor, mode: str, *, max_respon
     Raises:
         ValueError: an unknown mode, or ``constant`` without a positive max_response_len.
     """
-    divisor: Tensor = AGGREGATIONS[mode](mask_sums.double(), rollout_ids, max_response_len)
+    sums = mask_sums.double()
+    rollouts, rollout = torch.unique(rollout_ids, return_inverse=True)
+    match mode:
+        case "rollout":  # tokens of the rollout × rollouts of the step: the mean over rollouts of their token means.
+            # Fan-out siblings share one denominator; a fully masked rollout counts as 0, and is one of the rollouts
+            divisor = segment_sum(sums, rollout, len(rollouts))[rollout] * len(rollouts)
+        case "token":  # tokens of the step (DAPO, arXiv:2503.14476). It is slime's ``--calculate-per-token-loss``,
+            # except that an empty response adds 0 tokens, not 1
+            divisor = sums.sum().expand_as(sums)
+        case "constant":  # rollouts of the step × max_response_len (Dr.GRPO, arXiv:2503.20783), however many rows each
+            if not max_response_len:
+                raise ValueError("--loss-aggregation constant divides by --rollout-max-response-len; set it")
+            divisor = torch.full_like(sums, float(len(rollouts) * max_response_len))
+        case _:
+            raise ValueError(f"--loss-aggregation {mode}: there is no such reduction")
     return torch.where(divisor > 0, 1 / divisor.clamp(min=1), 0.0)
-
-
-def rollout_divisors(mask_sums: Tensor, rollout_ids: Tensor, max_response_len: int | None) -> Tensor:
-    """[N] unmasked tokens of the row's rollout × rollouts of the step: the mean over rollouts of their token means.
-
-    Fan-out siblings share one denominator; a fully masked rollout counts as 0 and stays in the number of rollouts.
-    """
-    unique_ids, rollout = torch.unique(rollout_ids, return_inverse=True)
-    return segment_sum(mask_sums, rollout, len(unique_ids))[rollout] * len(unique_ids)
-
-
-def token_divisors(mask_sums: Tensor, rollout_ids: Tensor, max_response_len: int | None) -> Tensor:
-    """[N] unmasked tokens of the step (DAPO, arXiv:2503.14476).
-
-    It is slime's ``--calculate-per-token-loss``, except that an empty response adds 0 tokens, not 1.
-    """
-    return mask_sums.sum().expand_as(mask_sums)
-
-
-def constant_divisors(mask_sums: Tensor, rollout_ids: Tensor, max_response_len: int | None) -> Tensor:
-    """[N] rollouts of the step × max_response_len (Dr.GRPO, arXiv:2503.20783), however many rows a rollout has."""
-    if not max_response_len:
-        raise ValueError("--loss-aggregation constant divides by --rollout-max-response-len; set it")
-    return torch.full_like(mask_sums, float(len(rollout_ids.unique()) * max_response_len))
 
 
 def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:

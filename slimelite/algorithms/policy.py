@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from slimelite.algorithms.estimators import ESTIMATORS
-from slimelite.algorithms.losses import KL_KINDS
 from slimelite.algorithms.packed import (
     MAX_LOG_RATIO,
     Metric,
@@ -18,6 +17,8 @@ from slimelite.algorithms.packed import (
     select,
 )
 from slimelite.base.registry import function
+
+LOW_VAR_BOUND = 10.0  # of low_var_kl
 
 
 def policy_loss(
@@ -187,35 +188,25 @@ def kl_estimate(log_probs: Tensor, base: Tensor, mask: Tensor, kind: str, *, old
     Raises:
         ValueError: an unknown kind.
     """
-    record = KL_KINDS[kind]
     d = select(log_probs, mask) - select(base, mask)
     now = d.detach()
-    kl, slope, both = record(now)
+    match kind:  # an estimate f of d, its derivative f′, and f + f′
+        case "k1":
+            kl, slope, both = now, torch.ones_like(now), now + torch.ones_like(now)
+        case "k2":
+            kl, slope = now.square() / 2, now
+            both = kl + now
+        case "k3" | "low_var_kl":  # e^(−d) − 1 + d; the exponentials of f and f′ cancel: f + f′ = d
+            # beyond |d| = 20 it continues as the tangent at that point, so that it stays finite and its gradient
+            # keeps pulling towards the reference
+            near = now.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+            # expm1, not exp − 1: near d = 0 the difference would be rounding noise
+            slope = -torch.expm1(-near)
+            kl, both = near - slope + slope * (now - near), now
+        case _:
+            raise ValueError(f"--kl-loss-type {kind}: there is no such estimator of the KL")
     if old is not None:
         weight = bounded_exp(select(log_probs.detach(), mask) - select(old, mask))
         kl, slope = weight * kl, weight * both  # (w·f)′ = w·(f + f′)
     kl = kl + slope * (d - now)  # d − now is 0 and adds only the gradient
-    return kl if record.bound is None else kl.clamp(-record.bound, record.bound)
-
-
-def k1(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """f = d."""
-    return d, torch.ones_like(d), d + torch.ones_like(d)
-
-
-def k2(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """f = d² / 2."""
-    kl = d.square() / 2
-    return kl, d, kl + d
-
-
-def k3(d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """f = e^(−d) − 1 + d. The exponentials of f and f′ cancel: f + f′ = d.
-
-    Beyond |d| = 20 it continues as the tangent at that point, so that it stays finite and its gradient keeps pulling
-    towards the reference.
-    """
-    near = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # expm1, not exp − 1: near d = 0 the difference would be rounding noise
-    slope = -torch.expm1(-near)
-    return near - slope + slope * (d - near), slope, d
+    return kl.clamp(-LOW_VAR_BOUND, LOW_VAR_BOUND) if kind == "low_var_kl" else kl

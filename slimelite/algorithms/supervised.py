@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from slimelite.algorithms.losses import DPO_KINDS
 from slimelite.algorithms.packed import Metrics, mean_metric, segment_mean, segment_sum, select, upcast
 
 
@@ -31,7 +30,7 @@ def dpo_loss(
     kind: str = "sigmoid",
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Metrics]:
-    """Loss of each preference pair by a function of ``DPO_KINDS`` of Δ = h(chosen) − h(rejected), where h is the sum or
+    """Loss of each preference pair by a kind of ``DPO_KINDS``, from Δ = h(chosen) − h(rejected), where h is the sum or
     the mean of log_probs − ref over the unmasked tokens of a response.
 
     Args:
@@ -54,12 +53,19 @@ def dpo_loss(
     Raises:
         ValueError: an unknown kind.
     """
-    record, log_ratio = DPO_KINDS[kind], select(log_probs, mask) - select(ref, mask)
-    score = segment_sum(log_ratio, segments, num_segments)
-    if record.mean:
-        score = segment_mean(log_ratio, mask, segments, num_segments)
-    delta = score[chosen] - score[rejected]
-    losses = record(delta, beta, label_smoothing)
+    log_ratio = select(log_probs, mask) - select(ref, mask)
+    match kind:
+        case "sigmoid":
+            # −(1−ε)·log σ(βΔ) − ε·log σ(−βΔ) (arXiv:2305.18290; ε > 0 is conservative DPO, ericmitchell.ai/cdpo.pdf)
+            score = segment_sum(log_ratio, segments, num_segments)
+            delta = score[chosen] - score[rejected]
+            losses = -(1 - label_smoothing) * logsigmoid(beta * delta) - label_smoothing * logsigmoid(-beta * delta)
+        case "ipo":  # (Δ − 1/(2β))² (arXiv:2310.12036; its h is averaged over length, as its authors advise)
+            score = segment_mean(log_ratio, mask, segments, num_segments)
+            delta = score[chosen] - score[rejected]
+            losses = (delta - 1 / (2 * beta)).square()
+        case _:
+            raise ValueError(f"--dpo-loss {kind}: there is no such loss of a pair")
     pairs = torch.ones_like(chosen, dtype=torch.bool)
     log_likelihood = segment_sum(select(log_probs.detach(), mask), segments, num_segments)
     return losses, {
@@ -70,16 +76,6 @@ def dpo_loss(
         "logps/chosen": mean_metric(log_likelihood[chosen], pairs),
         "logps/rejected": mean_metric(log_likelihood[rejected], pairs),
     }
-
-
-def sigmoid_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """−(1−ε)·log σ(βΔ) − ε·log σ(−βΔ) (arXiv:2305.18290; ε > 0 is conservative DPO, ericmitchell.ai/cdpo.pdf)."""
-    return -(1 - label_smoothing) * logsigmoid(beta * delta) - label_smoothing * logsigmoid(-beta * delta)
-
-
-def ipo_loss(delta: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    """(Δ − 1/(2β))² (arXiv:2310.12036; its h is averaged over length, as its authors advise)."""
-    return (delta - 1 / (2 * beta)).square()
 
 
 def kto_loss(

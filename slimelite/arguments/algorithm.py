@@ -277,7 +277,7 @@ class CorrectionArgs(AlgorithmArgs):
     mis_batch_normalize: bool = flag(
         False,
         "the weights of --correction mis are divided by their mean over the whole optimizer step",
-        MIS & when("a --mis-mode that weighs", lambda a: MODES[a.mis_mode].function),
+        MIS & when("a --mis-mode that weighs", lambda a: a.mis_mode != "none"),
         aliases=("--tis-batch-normalize",),
     )
     mis_rejection_level: str | None = flag(

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 
-from slimelite.algorithms.losses import CORRECTIONS, KL_KINDS, MODES
+from slimelite.algorithms.losses import KL_KINDS
 from slimelite.arguments.algorithm import CorrectionArgs, DistillationArgs
 from slimelite.arguments.args import Args
 from slimelite.arguments.conditions import SGLANG
@@ -364,7 +364,7 @@ def _correction(args: CorrectionArgs) -> Iterator[str]:
         yield f"--use-tis is --correction tis, not {chosen}; take one"
     if args.custom_tis_function_path is not None and chosen != "custom":
         yield f"--custom-tis-function-path is a correction of its own, not --correction {chosen}; take one"
-    weighs = CORRECTIONS[chosen].function and (chosen != "mis" or MODES[args.mis_mode].function)
+    weighs = chosen != "none" and (chosen != "mis" or args.mis_mode != "none")
     if args.use_rollout_logprobs and weighs:
         yield (
             f"--use-rollout-logprobs and --correction {chosen}: the engine's log-probs leave no mismatch to weigh; "
@@ -378,7 +378,7 @@ def _correction(args: CorrectionArgs) -> Iterator[str]:
         if low is not None and high is not None and low > high:
             yield f"{name}lower-bound {low} is above {name}upper-bound {high}"
     drops = args.mis_rejection_level is not None or args.mis_veto_threshold is not None
-    if chosen == "mis" and not (MODES[args.mis_mode].function or drops):
+    if chosen == "mis" and args.mis_mode == "none" and not drops:
         yield "--mis-mode none corrects nothing by itself: give --mis-rejection-level or --mis-veto-threshold"
 
 

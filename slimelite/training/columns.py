@@ -17,7 +17,6 @@ from torch import Tensor
 
 from slimelite.algorithms import advantages as adv
 from slimelite.algorithms.corrections import level_ratio, mis_weights
-from slimelite.algorithms.losses import LEVELS
 from slimelite.algorithms.packed import row_weights, segment_sum, select
 from slimelite.algorithms.policy import kl_estimate
 from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs, DistillationArgs
@@ -137,7 +136,7 @@ class TokenColumns:
         weights, _ = mis_weights(*tokens, level=level, mode=args.mis_mode, upper=upper, lower=lower)
         weights = torch.where(weights > 0, weights, select(level_ratio(*tokens, level), self.mask))
         counts = self.mask.double()
-        if LEVELS[args.mis_level].function is not None:
+        if args.mis_level != "token":
             counts = (
                 counts / torch.bincount(self.segments[self.mask], minlength=len(self.table)).clamp(min=1)[self.segments]
             )

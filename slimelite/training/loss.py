@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,11 +14,12 @@ from slimelite.algorithms.corrections import (
     rejection_keep,
     veto_keep,
 )
-from slimelite.algorithms.losses import CORRECTIONS, MODES
+from slimelite.algorithms.losses import CORRECTIONS, LOSSES
 from slimelite.algorithms.packed import Metrics, mean_metric, segment_sum, weighted_sum
 from slimelite.algorithms.policy import kl_estimate, policy_loss
 from slimelite.algorithms.supervised import dpo_loss, kto_loss, odds_ratio_loss, reward_model_loss, sft_loss
-from slimelite.arguments import AlgorithmArgs, Args, CorrectionArgs, DebugArgs, PreferenceArgs
+from slimelite.arguments import Args, CorrectionArgs, DebugArgs, PreferenceArgs
+from slimelite.base.registry import function
 from slimelite.slime.plugins import load_function
 from slimelite.training.batch import MicroBatch
 from slimelite.training.parallel import World
@@ -40,16 +40,32 @@ class Loss:
     weights: Tensor | None = None
 
 
-def micro_batch_loss(args: AlgorithmArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
+def micro_batch_loss(args: Args, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
     """The loss by ``--loss-type``; ``log_probs`` and ``entropy`` are [R].
 
     Raises:
         ValueError: the losses of tokens are not [R], or have no gradient.
     """
-    result = args.loss(args, batch, log_probs, entropy)
-    if isinstance(result, Loss):
-        return result
-    losses, metrics = result
+    metrics: Metrics
+    match args.loss_type:
+        case "policy_loss":
+            return policy_gradient(args, batch, log_probs, entropy)
+        case "dpo_loss":
+            return preferences(args, batch, log_probs, entropy)
+        case "kto_loss":
+            return judgements(args, batch, log_probs, entropy)
+        case "orpo_loss":
+            return odds_ratios(args, batch, log_probs, entropy)
+        case "reward_model_loss":
+            return scored_pairs(batch, log_probs)
+        case "sft_loss":
+            losses, metrics = sft_loss(log_probs, batch.mask), {}
+        case "custom_loss":
+            plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
+            losses, metrics = plugin(args, batch, log_probs, entropy)
+        case name:
+            assert args.loss.function is not None, f"the record of --loss-type {name} has no function"
+            losses, metrics = function(args.loss.function, LOSSES.option, name)(args, batch, log_probs, entropy)
     if losses.shape != log_probs.shape or not losses.requires_grad:
         whose = args.custom_loss_function_path or args.loss_type
         raise ValueError(
@@ -59,18 +75,6 @@ def micro_batch_loss(args: AlgorithmArgs, batch: MicroBatch, log_probs: Tensor, 
         )
     total = weighted_sum(losses, batch.weights)
     return Loss(total, {"loss": total}, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
-
-
-def fine_tuning(args: object, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:  # noqa: ARG001
-    """``--loss-type sft_loss``."""
-    return sft_loss(log_probs, batch.mask), {}
-
-
-def custom(args: AlgorithmArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
-    """``--loss-type custom_loss``: the plugin is called like any other function of ``LOSSES``."""
-    plugin = load_function(str(args.custom_loss_function_path), "--custom-loss-function-path")
-    result: tuple[Tensor, Metrics] = plugin(args, batch, log_probs, entropy)
-    return result
 
 
 def preferences(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entropy: Tensor) -> Loss:
@@ -119,7 +123,7 @@ def odds_ratios(args: PreferenceArgs, batch: MicroBatch, log_probs: Tensor, entr
     return Loss(total, shares, {"entropy_loss": _weighted_mean(entropy, batch), **metrics})
 
 
-def scored_pairs(args: PreferenceArgs, batch: MicroBatch, scores: Tensor, entropy: Tensor) -> Loss:  # noqa: ARG001
+def scored_pairs(batch: MicroBatch, scores: Tensor) -> Loss:
     """``--loss-type reward_model_loss``: a row has one token, so that ``scores`` [R] are those of the rows."""
     assert batch.pairs is not None
     chosen, rejected, weights = batch.pairs
@@ -141,16 +145,16 @@ def policy_gradient(args: CorrectionArgs, batch: MicroBatch, log_probs: Tensor, 
         eps_clip_high=args.eps_clip_high,
         eps_clip_c=args.eps_clip_c,
     )
-    correction, uncorrected = CORRECTIONS[args.correction], losses
-    if correction.function is not None:
-        losses, more = correction(args, batch, losses, batch.old)
+    uncorrected = losses
+    if args.correction != "none":
+        losses, more = corrected(args, batch, losses)
         metrics |= more
     if args.use_opsm:
         keep, more = opsm_keep(log_probs, old, batch.advantages, *batch.where, delta=args.opsm_delta)
         losses, metrics = torch.where(keep, losses, 0.0), metrics | more
     pg_loss = weighted_sum(losses, batch.pg_weights)
     weights = None
-    if args.use_opsm or args.custom_pg_loss_reducer_function_path or correction.function is not None:
+    if args.use_opsm or args.custom_pg_loss_reducer_function_path or args.correction != "none":
         # corrections multiply the loss of a token: their factor is its derivative, also where that loss is 0
         (factors,) = torch.autograd.grad(losses.sum(), uncorrected, retain_graph=True, materialize_grads=True)
         weights = factors * batch.pg_weights
@@ -175,22 +179,33 @@ def _weighted_mean(values: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     return weighted_sum(values.detach(), batch.weights), batch.weights.sum()
 
 
-def _bounded(mode: str, args: CorrectionArgs, batch: MicroBatch, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
-    """``--correction tis`` and ``icepop``: a weight for each token, by a ``mode`` of ``MODES``."""
-    common = (own, batch.rollout_log_probs, *batch.where)
-    weights, metrics = mis_weights(*common, level="token", mode=mode, upper=args.tis_clip, lower=args.tis_clip_low)
-    return losses * weights, metrics
+def corrected(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Metrics]:
+    """``losses`` [R] weighted and dropped by ``--correction``, and its metrics."""
+    common = (batch.old, batch.rollout_log_probs, *batch.where)
+    match args.correction:
+        case "tis" | "icepop" as name:
+            mode = "clip" if name == "tis" else "mask"
+            weights, metrics = mis_weights(
+                *common, level="token", mode=mode, upper=args.tis_clip, lower=args.tis_clip_low
+            )
+            return losses * weights, metrics
+        case "mis":
+            return weigh_and_reject(args, batch, losses)
+        case "custom":
+            return correct_by_plugin(args, batch, losses)
+        case name:
+            own = CORRECTIONS[name].function
+            assert own is not None, f"the record of --correction {name} has no function"
+            result: tuple[Tensor, Metrics] = function(own, CORRECTIONS.option, name)(args, batch, losses, batch.old)
+            return result
 
 
-truncate, mask_outliers = partial(_bounded, "clip"), partial(_bounded, "mask")
-
-
-def weigh_and_reject(args: CorrectionArgs, batch: MicroBatch, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
+def weigh_and_reject(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Metrics]:
     """``--correction mis``."""
-    common = (own, batch.rollout_log_probs, *batch.where)
+    common = (batch.old, batch.rollout_log_probs, *batch.where)
     metrics: Metrics = {}
     upper = args.mis_upper_bound
-    if MODES[args.mis_mode].function is not None:
+    if args.mis_mode != "none":
         weights, metrics = mis_weights(
             *common, level=args.mis_level, mode=args.mis_mode, upper=upper, lower=args.mis_lower_bound
         )
@@ -207,7 +222,7 @@ def weigh_and_reject(args: CorrectionArgs, batch: MicroBatch, losses: Tensor, ow
     return losses, metrics
 
 
-def correct_by_plugin(args: CorrectionArgs, batch: MicroBatch, losses: Tensor, own: Tensor) -> tuple[Tensor, Metrics]:
+def correct_by_plugin(args: CorrectionArgs, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Metrics]:
     """``--custom-tis-function-path``, slime's contract; lists have an entry a response, ``pg_loss`` is [R] ::
 
         fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs)
@@ -222,7 +237,7 @@ def correct_by_plugin(args: CorrectionArgs, batch: MicroBatch, losses: Tensor, o
     losses, masks, values = load_function(args.custom_tis_function_path, "--custom-tis-function-path")(
         args,
         pg_loss=losses,
-        train_log_probs=list(own.split(lengths)),
+        train_log_probs=list(batch.old.split(lengths)),
         rollout_log_probs=list(batch.rollout_log_probs.split(lengths)),
         loss_masks=list(batch.mask.int().split(lengths)),
         total_lengths=batch.lengths,

@@ -20,7 +20,7 @@ from slimelite.algorithms.corrections import (
 )
 from slimelite.algorithms.losses import LEVELS, MODES
 
-WEIGHING = [name for name, mode in MODES.items() if mode.function is not None]
+WEIGHING = [name for name in MODES if name != "none"]
 
 
 def scalar(value: float) -> Tensor:

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged import few
 
-from slimelite.algorithms.advantages import RolloutTokens, gae, reinforce_plus_plus
-from slimelite.algorithms.turns import grpo_turns, ppo_turns
+from slimelite.algorithms.advantages import RolloutTokens, gae, grpo_turns, ppo_turns, reinforce_plus_plus
 
 # a turn: tokens of the environment before the reply, its tokens, its reward
 Turn = tuple[int, int, float]
